@@ -1,0 +1,77 @@
+# What a person types. The set-up is stamped: a second run starts at once.
+#
+#   make demo         trains a 419 M-parameter Llama, its states on disk, under a 1250 MiB cap
+#   make test         the tests (not those marked slow or soak)
+#   make test-all     also the slow ones        make soak    only the soak
+#   make native-test  floor 0 under sanitizers  make lint    what CI checks before it tests
+#   make clean        removes what was built, and .venv
+
+DEMO ?= .venv/bin/tiermem train --preset 419m --offload nvme --memory 1250MiB --steps 10
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+NATIVE := $(wildcard native/*.cpp native/*.h native/*.py native/CMakeLists.txt)
+NATIVE_CODE := $(wildcard native/*.cpp native/*.h tests/native/*.cpp tests/native/*.h)
+CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake -G Ninja
+
+.PHONY: demo test test-all soak lint native-test wheel clean
+.DELETE_ON_ERROR:
+
+demo: .venv/.installed
+	$(DEMO)
+
+test: .venv/.installed
+	@$(BIN)/python -m pytest -q
+
+test-all: .venv/.installed
+	@$(BIN)/python -m pytest -q -m "not soak"
+
+soak: .venv/.installed
+	@$(BIN)/python -m pytest -q -m soak --timeout=0
+
+lint: .venv/.installed .venv/.tools
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE_CODE)
+	$(BIN)/codespell
+
+# AddressSanitizer and UndefinedBehaviorSanitizer over everything, ThreadSanitizer over what has threads of its own.
+native-test: .venv/.tools
+	$(CMAKE) -S native -B build/asan -DTIERMEM_STRICT=ON -DTIERMEM_TESTS=ON -DTIERMEM_SANITIZE=address,undefined
+	$(BIN)/cmake --build build/asan
+	$(BIN)/ctest --test-dir build/asan --output-on-failure
+	$(CMAKE) -S native -B build/tsan -DTIERMEM_STRICT=ON -DTIERMEM_TESTS=ON -DTIERMEM_SANITIZE=thread
+	$(BIN)/cmake --build build/tsan
+	$(BIN)/ctest --test-dir build/tsan --output-on-failure -R "queue|faults|adam|gradient"
+
+# An sdist, and the wheel built from it.
+wheel: .venv/.tools
+	$(BIN)/python -m build --outdir dist .
+
+clean:
+	rm -rf build dist .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# The first Python that works: it starts, is new enough, and can make environments.
+.venv/bin/python:
+	@for python in python3.12 python3.11 python3.10 python3; do \
+	  if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+	    echo "making .venv with $$python"; exec $$python -m venv .venv; \
+	  fi; \
+	done; \
+	echo "no Python of 3.10 or newer that can make environments (Debian: apt-get install python3-venv)"; exit 1
+
+# torch first and alone: asked for with the rest, pip may take a build of several gigabytes.
+.venv/.torch: constraints.txt | .venv/bin/python
+	$(PIP) install "$$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints.txt)" numpy -c constraints.txt
+	@touch $@
+
+.venv/.installed: pyproject.toml constraints.txt $(NATIVE) .venv/.torch
+	@native/system_packages.sh $(CURDIR)/.venv/bin/python
+	$(PIP) install -c constraints.txt -e ".[test,plots,hf]"
+	@touch $@
+
+.venv/.tools: pyproject.toml constraints.txt | .venv/bin/python
+	@native/system_packages.sh $(CURDIR)/.venv/bin/python
+	$(PIP) install -c constraints.txt $$($(BIN)/python .ci/extra.py dev)
+	@touch $@

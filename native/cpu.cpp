@@ -1,0 +1,68 @@
+// cpu: asks the processor once, keeps the choice of the instruction set, sets the float mode.
+
+#include "cpu.h"
+
+#include <atomic>
+#include <errno.h>
+
+#include "tiermem.h"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+static const char *const NAMES[] = {"plain C", "AVX2", "AVX-512"};
+static const int NUM_ISAS = 3;
+
+static std::atomic<int> chosen{-1}; // -1: nobody asked yet, the first kernel takes the best
+
+static bool is_supported(int isa) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (isa == 2)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512cd");
+    if (isa == 1)
+        return __builtin_cpu_supports("avx2");
+#endif
+    return isa == 0;
+}
+
+int tm_isa_choose(int32_t isa) {
+    if (isa >= NUM_ISAS)
+        return -ENOTSUP;
+    if (isa < 0)
+        for (isa = NUM_ISAS - 1; !is_supported(isa);)
+            --isa;
+    if (!is_supported(isa))
+        return -ENOTSUP;
+    chosen.store(isa, std::memory_order_relaxed);
+    return isa;
+}
+
+const char *tm_isa_name(int32_t isa) { return isa >= 0 && isa < NUM_ISAS ? NAMES[isa] : "unknown"; }
+
+const tm_loops *tm_loops_chosen() {
+    int isa = chosen.load(std::memory_order_relaxed);
+    if (isa < 0)
+        isa = tm_isa_choose(-1);
+#if defined(__x86_64__)
+    if (isa == 2)
+        return &tm_loops_avx512;
+    if (isa == 1)
+        return &tm_loops_avx2;
+#endif
+    return &tm_loops_plain;
+}
+
+#if defined(__x86_64__)
+static const unsigned MXCSR_DEFAULT = 0x1F80;
+
+tm_float_mode::tm_float_mode() : saved_(_mm_getcsr()) { _mm_setcsr(MXCSR_DEFAULT); }
+tm_float_mode::~tm_float_mode() { _mm_setcsr(saved_); }
+#else
+// Elsewhere the start-up mode is the wanted one and nothing here changes it.
+tm_float_mode::tm_float_mode() : saved_(0) {}
+tm_float_mode::~tm_float_mode() { (void)saved_; }
+#endif

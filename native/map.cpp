@@ -1,0 +1,83 @@
+// map: address space for one arena. Reserves, makes resident, gives back, unmaps; carves nothing.
+
+#include <errno.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "tiermem.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 // Linux 5.14; older headers lack the name
+#endif
+
+static const uint64_t HUGE_PAGE = 2ull << 20;
+
+static uint64_t round_up(uint64_t bytes) { return (bytes + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1); }
+
+int tm_map_open(uint64_t bytes, void **base) {
+    if (!base || bytes == 0 || bytes > (1ull << 46))
+        return -EINVAL;
+    const uint64_t size = round_up(bytes);
+    // One huge page more than asked, so that an aligned range lies inside; the rest is cut off.
+    void *memory =
+        mmap(nullptr, size + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED)
+        return -errno;
+    const uint64_t start = (uint64_t)memory;
+    const uint64_t aligned = round_up(start);
+    if (aligned > start)
+        munmap(memory, aligned - start);
+    if (start + HUGE_PAGE > aligned)
+        munmap((void *)(aligned + size), start + HUGE_PAGE - aligned);
+    // A kernel without huge pages answers EINVAL: slower, not wrong.
+    madvise((void *)aligned, size, MADV_HUGEPAGE);
+    if (madvise((void *)aligned, size, MADV_DONTFORK) != 0) {
+        const int error = errno;
+        munmap((void *)aligned, size);
+        return -error;
+    }
+    *base = (void *)aligned;
+    return 0;
+}
+
+static bool is_page_range(const void *address, uint64_t bytes) {
+    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    return address && (uint64_t)address % page == 0 && bytes % page == 0;
+}
+
+// Kernels before 5.14: writes into every page without changing it, also while others write there.
+static void touch_pages(void *address, uint64_t bytes) {
+    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    for (uint64_t done = 0; done < bytes; done += page)
+        __atomic_fetch_or((char *)address + done, 0, __ATOMIC_RELAXED);
+}
+
+int tm_map_commit(void *address, uint64_t bytes) {
+    if (!is_page_range(address, bytes))
+        return -EINVAL;
+    if (bytes == 0)
+        return 0;
+    int answer;
+    do
+        answer = madvise(address, bytes, MADV_POPULATE_WRITE);
+    while (answer != 0 && (errno == EINTR || errno == EAGAIN));
+    if (answer == 0)
+        return 0;
+    if (errno != EINVAL)
+        return -errno;
+    touch_pages(address, bytes);
+    return 0;
+}
+
+int tm_map_release(void *address, uint64_t bytes) {
+    if (!is_page_range(address, bytes))
+        return -EINVAL;
+    return bytes == 0 || madvise(address, bytes, MADV_DONTNEED) == 0 ? 0 : -errno;
+}
+
+int tm_map_close(void *base, uint64_t bytes) {
+    if (!base || (uint64_t)base % HUGE_PAGE != 0 || bytes == 0)
+        return -EINVAL;
+    return munmap(base, round_up(bytes)) == 0 ? 0 : -errno;
+}

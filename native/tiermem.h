@@ -1,0 +1,227 @@
+/* tiermem.h: the one header of floor 0, and its manual.
+ *
+ * Bytes and arithmetic: memory that is mapped once, a queue that moves blocks between memory and
+ * files, kernels that step optimizer states. Nothing here knows a tensor, a Python object or CUDA.
+ * Nothing prints, exits, aborts or calls back. Every int returned is >= 0 or -errno.
+ *
+ *   system   tm_file_alignment · tm_heap_trim
+ *   map      tm_map_open · tm_map_commit · tm_map_release · tm_map_close
+ *   queue    tm_queue_open · _submit · _wait · _promote · _cancel · _counters · _close
+ *   workers  tm_workers_open · tm_workers_close          threads that the kernels share
+ *   kernels  tm_adam_step · tm_gradient_store · tm_isa_names
+ *
+ * The Python binding is generated from the part between the two BINDING lines; it holds plain
+ * declarations only.
+ */
+#ifndef TIERMEM_H
+#define TIERMEM_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* BINDING BEGINS */
+
+/* ---- map: address space for one arena ---------------------------------------------------- */
+
+/* Reserves `bytes` of address space (rounded up to 2 MiB, aligned to 2 MiB, huge pages asked for,
+ * not inherited by a forked child). No page is resident until it is committed or touched. */
+int tm_map_open(uint64_t bytes, void **base);
+
+/* Makes [address, address + bytes) resident (written zeros for pages never touched). Pages already
+ * resident keep their content. Address and bytes are multiples of the page size. Blocks. */
+int tm_map_commit(void *address, uint64_t bytes);
+
+/* Gives the pages of [address, address + bytes) back to the kernel; their content is lost. Never inside
+ * a region registered with an open queue: the queue would go on with the pages that were given back. */
+int tm_map_release(void *address, uint64_t bytes);
+
+/* Unmaps what tm_map_open gave; no queue may still use it. `bytes` is what tm_map_open was asked. */
+int tm_map_close(void *base, uint64_t bytes);
+
+/* ---- system ------------------------------------------------------------------------------- */
+
+/* What O_DIRECT asks of this file (statx STATX_DIOALIGN): alignment of memory and of offsets and
+ * lengths, in bytes; both 0 when the file does not take O_DIRECT. -ENOSYS: the kernel does not say. */
+int tm_file_alignment(int32_t fd, uint32_t *memory, uint32_t *offset);
+
+/* Gives freed heap memory back to the kernel, holes included (glibc; elsewhere does nothing). Returns
+ * 1 when there was some. */
+int tm_heap_trim(void);
+
+/* ---- queue: blocks on their way between memory and files ----------------------------------- */
+
+typedef struct tm_queue tm_queue;
+
+enum tm_engine { TM_ENGINE_AUTO = 0, TM_ENGINE_URING = 1, TM_ENGINE_AIO = 2, TM_ENGINE_THREADS = 3 };
+enum tm_kind { TM_READ = 0, TM_WRITE = 1, TM_SYNC = 2 };
+/* TM_SYNC: fdatasync of fd; buffer, length and offset are not looked at. It is not ordered against other
+ * operations: it makes durable the writes that were answered before it was submitted. */
+enum tm_priority { TM_URGENT = 0, TM_NORMAL = 1, TM_BACKGROUND = 2 };
+
+/* A rule of the fault-injecting engine: applied to the block with that serial number (counted from
+ * 0 in the order blocks reach the engine), `repeat` blocks in a row (0 means one). */
+enum tm_fault_kind {
+    TM_FAULT_ERROR = 0,  /* the block completes with -value (an errno: EIO, ENOSPC, EINTR, ...) */
+    TM_FAULT_SHORT = 1,  /* only `value` bytes are transferred; the engine reports that count */
+    TM_FAULT_LATE = 2,   /* the completion is held back until `value` later blocks completed */
+    TM_FAULT_REFUSED = 3 /* submission answers -EAGAIN for this block, `repeat` times */
+};
+typedef struct tm_fault {
+    uint64_t serial;
+    uint64_t value;
+    int32_t kind;
+    uint32_t repeat;
+} tm_fault;
+
+typedef struct tm_queue_options {
+    int32_t engine;       /* enum tm_engine; AUTO tries io_uring, Linux AIO, threads, in that order */
+    uint32_t depth;       /* blocks in flight, 1..4096 */
+    uint32_t threads;     /* of the threads engine; 0: min(depth, 8) */
+    uint32_t num_regions; /* memory ranges to register with the kernel, if it allows (io_uring): this
+                             makes them resident and pins them until the queue is closed */
+    uint64_t block_bytes; /* a transfer is split into blocks of this size (multiple of 4096) */
+    void *const *regions; /* starts of the ranges; may be NULL when num_regions is 0 */
+    const uint64_t *region_bytes;
+    const tm_fault *faults; /* rules for the fault-injecting engine, wrapped round the chosen one */
+    uint32_t num_faults;
+    uint32_t reserved;
+} tm_queue_options;
+
+/* One transfer. Several operations may carry one tag: the tag is answered when all have ended. */
+typedef struct tm_op {
+    void *buffer; /* aligned as the file demands; belongs to the queue until the tag is answered */
+    uint64_t length;
+    uint64_t offset;
+    uint64_t tag; /* chosen by the caller; unique among tags not yet answered to a wait */
+    int32_t fd;
+    int32_t kind;
+    int32_t priority;
+    int32_t reserved;
+} tm_op;
+
+/* What became of a tag. On error: the first block that failed (fd, kind, offset, length). */
+typedef struct tm_answer {
+    int32_t error; /* 0, or a positive errno; ENODATA: the file ended before the read did */
+    int32_t fd;
+    int32_t kind;
+    int32_t reserved;
+    uint64_t offset;
+    uint64_t length;
+    uint64_t bytes;       /* transferred for this tag in all, every byte counted once */
+    int64_t submitted_ns; /* CLOCK_MONOTONIC: given to tm_queue_submit */
+    int64_t started_ns;   /* first block given to the kernel (0: none was) */
+    int64_t finished_ns;  /* last block ended */
+} tm_answer;
+
+typedef struct tm_counters {
+    uint64_t read_bytes; /* transferred, as the kernel's completions say */
+    uint64_t written_bytes;
+    uint64_t blocks;         /* completed */
+    uint64_t resumed;        /* remainders re-queued after a short transfer, EINTR or EAGAIN */
+    uint64_t kernel_entries; /* system calls of the engine */
+    int64_t busy_ns;         /* time with at least one block in flight */
+} tm_counters;
+
+/* Opens a queue with its own native thread. `*engine` receives the engine in use; `why` (of
+ * why_bytes, always terminated) receives one line that says which was chosen and why others were
+ * not, and what was registered. A named engine that cannot run is an error, with `why` filled. */
+int tm_queue_open(const tm_queue_options *options, tm_queue **queue, int32_t *engine, char *why, uint32_t why_bytes);
+
+/* Takes n operations: never waits for I/O, may be called from any thread. Either all are taken or
+ * none (-EINVAL: a malformed one; -EEXIST: a tag of an earlier call not yet waited for; -ESHUTDOWN:
+ * closing; -EPIPE: this process is a fork of the one that opened the queue; -ENOMEM). Malformed is also
+ * a length of 0. After a failure of the engine itself (never seen) every tag ends in that errno, and so
+ * does this. */
+int tm_queue_submit(tm_queue *queue, const tm_op *ops, uint32_t n);
+
+/* Blocks until this tag is answered, at most timeout_ns (negative: for ever; 0: a look). Returns 0
+ * and fills *answer (the tag is then forgotten), -ETIMEDOUT, or -ENOENT for a tag not known. Raises
+ * the tag to TM_URGENT first, unless timeout_ns is 0. All bytes or an error; never a part. */
+int tm_queue_wait(tm_queue *queue, uint64_t tag, int64_t timeout_ns, tm_answer *answer);
+
+/* Moves the tag's blocks that are not yet with the kernel to a higher priority. -ENOENT if unknown. */
+int tm_queue_promote(tm_queue *queue, uint64_t tag, int32_t priority);
+
+/* Drops the tag's blocks that are not yet with the kernel; those in flight end by themselves. The
+ * tag must still be waited for: its answer is ECANCELED if anything was dropped. */
+int tm_queue_cancel(tm_queue *queue, uint64_t tag);
+
+int tm_queue_counters(tm_queue *queue, tm_counters *counters);
+
+/* Finishes what was submitted, stops the thread and frees the queue. Unanswered tags are forgotten.
+ * Returns the number of tags that ended in an error (ECANCELED aside) nobody waited for, or -EPIPE in a fork (where
+ * nothing is touched). */
+int tm_queue_close(tm_queue *queue);
+
+/* ---- workers: threads that kernels share --------------------------------------------------- */
+
+typedef struct tm_workers tm_workers;
+
+/* num_threads includes the caller of a kernel: 1 starts none. */
+int tm_workers_open(uint32_t num_threads, tm_workers **workers);
+int tm_workers_close(tm_workers *workers);
+
+/* ---- kernels -------------------------------------------------------------------------------- */
+
+enum tm_dtype { TM_NONE = 0, TM_F32 = 1, TM_BF16 = 2, TM_F16 = 3 };
+
+/* The instruction set used from now on by all kernels of this process. `isa` < 0: the best that this
+ * CPU has. Returns the one in force (0 plain C, 1 AVX2, 2 AVX-512), or -ENOTSUP. Same bits from each. */
+int tm_isa_choose(int32_t isa);
+const char *tm_isa_name(int32_t isa);
+
+typedef struct tm_adam_scalars {
+    double step_size; /* lr / (1 - beta1^t) */
+    double beta1;
+    double beta2;
+    double eps;
+    double decay;          /* decoupled: 1 - lr * weight_decay; coupled (L2): weight_decay */
+    double inv_sqrt_bias2; /* 1 / sqrt(1 - beta2^t) */
+    double grad_scale;     /* multiplies the gradient first: 1 / loss scale * clip factor */
+    int32_t decoupled;     /* 1: AdamW; 0: Adam with L2 */
+    int32_t reserved;
+} tm_adam_scalars;
+
+/* One pass over n elements, fp32 arithmetic, no FMA, in this order per element:
+ *     g = float(grad) * grad_scale
+ *     p = master                      (decoupled: p = p * decay; coupled: g = g + decay * p)
+ *     m = m + (g - m) * (1 - beta1)
+ *     v = v * beta2 + (g * g) * (1 - beta2)
+ *     p = p - step_size * (m / (sqrt(v) * inv_sqrt_bias2 + eps))
+ *     low = round-to-nearest-even(p)
+ * Scalars are rounded to fp32 once (1 - beta computed in double first). master, m, v are fp32,
+ * written in place. `low` (bf16 or fp16) is written when low_dtype is not TM_NONE. When master_from
+ * is not TM_NONE, p starts from float(low) instead of master (first step: master is written, not
+ * read; low's dtype is master_from) and m, v start from zero without being read. Every pointer is
+ * aligned to its element size only. When low_dtype and master_from are both given they are equal; either
+ * may be TM_F32. Streams should not lie a large power of two (256 MiB) apart: on AMD they evict each
+ * other from the first-level cache, and any kernel is several times slower. Source: Kingma & Ba 2015; Loshchilov &
+ * Hutter 2019. */
+int tm_adam_step(tm_workers *workers, uint64_t n, void *master, void *m, void *v, const void *grad, int32_t grad_dtype,
+                 void *low, int32_t low_dtype, int32_t master_from, const tm_adam_scalars *scalars);
+
+/* Elements of one block of a norm: blocks are cut at multiples of this, counted from element 0 of
+ * the whole parameter. */
+enum tm_norm { TM_NORM_BLOCK = 65536 };
+
+/* dst = float-rounded(src), or dst = dst + src (sum in fp32, rounded once to dst's dtype) when
+ * accumulate is 1; dst may be NULL to only measure src. Then, over what dst now holds (or src), the
+ * sum of squares of each norm block in float64: sums[0] belongs to the block that holds element
+ * first_element of the parameter, and so on; there are
+ * (first_element + n - 1) / TM_NORM_BLOCK - first_element / TM_NORM_BLOCK + 1 of them. Within a block
+ * the elements are added in 16 interleaved lanes (by element offset mod 16), the lanes then in order:
+ * the same bits for every ISA and number of threads. A sum is finite if and only if every element
+ * is. `sums` may be NULL. src and dst may be the same memory when their dtypes are equal. */
+int tm_gradient_store(tm_workers *workers, uint64_t n, void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
+                      int32_t accumulate, uint64_t first_element, double *sums);
+
+/* BINDING ENDS */
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* TIERMEM_H */

@@ -1,0 +1,71 @@
+// Does address space become memory when it is committed, and only then?
+
+#include <stdio.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <vector>
+
+#include "fixture.h"
+
+static const uint64_t MIB = 1 << 20;
+
+static uint64_t count_resident(char *start, uint64_t bytes) {
+    std::vector<unsigned char> pages(bytes / 4096);
+    CHECK(mincore(start, bytes, pages.data()) == 0);
+    uint64_t count = 0;
+    for (unsigned char page : pages)
+        count += page & 1;
+    return count * 4096;
+}
+
+static void memory_is_aligned_and_absent_until_committed() {
+    Memory memory(16 * MIB);
+    CHECK_EQUAL((uint64_t)memory.data % (2 * MIB), 0);
+    CHECK_EQUAL(count_resident(memory.data, 16 * MIB), 0);
+    CHECK_EQUAL(tm_map_commit(memory.data, 4 * MIB), 0);
+    CHECK_EQUAL(count_resident(memory.data, 4 * MIB), 4 * MIB);
+    CHECK_EQUAL(count_resident(memory.data + 4 * MIB, 12 * MIB), 0);
+}
+
+static void commit_keeps_content_and_release_loses_it() {
+    Memory memory(4 * MIB);
+    memory.data[5000] = 7;
+    CHECK_EQUAL(tm_map_commit(memory.data, 4 * MIB), 0);
+    CHECK_EQUAL(memory.data[5000], 7);
+    CHECK_EQUAL(memory.data[3 * MIB], 0);
+    CHECK_EQUAL(tm_map_release(memory.data, 4 * MIB), 0);
+    CHECK_EQUAL(count_resident(memory.data, 4 * MIB), 0);
+    CHECK_EQUAL(memory.data[5000], 0);
+}
+
+static void bad_arguments_are_refused() {
+    void *base;
+    CHECK_EQUAL(tm_map_open(0, &base), -EINVAL);
+    CHECK_EQUAL(tm_map_open(1ull << 60, &base), -EINVAL);
+    CHECK_EQUAL(tm_map_open(MIB, nullptr), -EINVAL);
+    Memory memory(2 * MIB);
+    CHECK_EQUAL(tm_map_commit(memory.data + 1, 4096), -EINVAL);
+    CHECK_EQUAL(tm_map_commit(memory.data, 100), -EINVAL);
+    CHECK_EQUAL(tm_map_release(memory.data + 1, 4096), -EINVAL);
+    CHECK_EQUAL(tm_map_close(memory.data + 4096, MIB), -EINVAL);
+}
+
+static void a_forked_child_does_not_inherit_it() {
+    Memory memory(2 * MIB);
+    memory.data[0] = 1;
+    const pid_t child = fork();
+    if (child == 0) {
+        unsigned char page;
+        _exit(mincore(memory.data, 4096, &page) == -1 && errno == ENOMEM ? 0 : 1);
+    }
+    int status;
+    CHECK_EQUAL(waitpid(child, &status, 0), child);
+    CHECK_EQUAL(status, 0);
+}
+
+int main() {
+    RUN(memory_is_aligned_and_absent_until_committed);
+    RUN(commit_keeps_content_and_release_loses_it);
+    RUN(bad_arguments_are_refused);
+    RUN(a_forked_child_does_not_inherit_it);
+}
