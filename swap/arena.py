@@ -1,0 +1,191 @@
+"""Arena: the one allocation of HOST memory, and the slots carved out of it.
+
+The arena reserves address space for the whole budget once and makes a slot's pages resident when the slot is carved, so
+that what is carved is what is resident: exact sizes, huge pages, nothing rounded up to a power of two. A slot that is
+given back stays warm (its pages resident) and is carved again first. Where there is a GPU the carved range is
+registered with its driver, so that copies to and from it run asynchronously.
+
+    Arena   carves slots of any size, first fit, and refuses with the arithmetic what the budget cannot hold
+    Pool    equal slots carved at once, handed out and taken back: sized before a run, never during it
+
+The arena knows no file and no tensor's name.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tiermem.swap.extents import FreeRanges
+from tiermem.swap.native import Map
+
+PAGE_BYTES = 4096
+HUGE_BYTES = 2 << 20
+
+
+class BudgetError(RuntimeError):
+    """What was asked for does not fit the budget; the message holds the arithmetic."""
+
+
+class Slot(NamedTuple):
+    """A byte range of the arena; whoever holds it owns the bytes until it is given back."""
+
+    offset: int
+    tensor: torch.Tensor  # uint8, exactly the bytes asked for
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes asked for; the range carved is rounded up to pages."""
+        return self.tensor.numel()
+
+
+class Arena:
+    """Page-aligned HOST memory within one budget. Safe to call from several threads.
+
+    Args:
+        limit_bytes: the budget; never exceeded.
+        pin: register carved memory with the GPU driver, where there is a GPU.
+
+    Raises:
+        ValueError: the budget is not positive.
+        OSError: the address space cannot be reserved.
+    """
+
+    def __init__(self, limit_bytes: int, pin: bool = False) -> None:
+        if limit_bytes <= 0:
+            raise ValueError(
+                f"a budget of {limit_bytes} bytes of HOST memory holds nothing; give at least {PAGE_BYTES}"
+            )
+        self.limit_bytes = _round_up(limit_bytes, PAGE_BYTES)
+        self.peak_bytes = 0
+        self.carved_bytes = 0
+        self._map = Map(self.limit_bytes)
+        self._bytes = self._map.tensor()
+        self._free = FreeRanges()
+        self._free.add(0, self.limit_bytes)
+        self._committed = 0  # everything below is resident: carving goes low first
+        self._pin = pin and torch.cuda.is_available()
+        self._pinned: list[tuple[int, int]] = []  # ranges registered with the driver, for close()
+        self._is_closed = False
+        self._lock = threading.Lock()  # guards everything above
+        self._owner = os.getpid()
+
+    @property
+    def region(self) -> tuple[int, int]:
+        """(address, bytes) of the resident part, to be registered with the kernel's I/O."""
+        return self._map.address, self._committed
+
+    def take(self, num_bytes: int, what: str = "a slot") -> Slot:
+        """Carves a slot, content undefined. Raises BudgetError when no free range is long enough."""
+        size = _size_of(num_bytes)
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError(f"{what} needs {size} bytes of HOST memory; the arena is closed")
+            offset = self._free.take(size)
+            if offset is None:
+                raise BudgetError(
+                    f"{what} needs {size} bytes of HOST memory; the budget is {self.limit_bytes}, "
+                    f"{self.carved_bytes} are in use and the longest free range is {self._free.longest}"
+                )
+            try:
+                self._make_resident(offset + size)
+            except BaseException:
+                self._free.add(offset, size)
+                raise
+            self.carved_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.carved_bytes)
+            return Slot(offset, self._bytes[offset : offset + num_bytes])
+
+    def give_back(self, slot: Slot) -> None:
+        """Returns a slot; its pages stay warm for the next. Raises RuntimeError when it is given back twice."""
+        size = _size_of(slot.num_bytes)
+        with self._lock:
+            self._free.add(slot.offset, size)
+            self.carved_bytes -= size
+
+    def close(self) -> None:
+        """Gives up the memory, once nothing looks at it: what was carved lives on until its last tensor is gone.
+
+        No transfer may be under way. In a forked child nothing is touched; calling it twice does nothing.
+        """
+        if os.getpid() != self._owner:
+            return
+        with self._lock:
+            self._is_closed = True
+            for offset, _ in self._pinned:
+                _cudart().cudaHostUnregister(self._map.address + offset)
+            self._pinned.clear()
+            self._bytes = torch.empty(0, dtype=torch.uint8)
+            self._map.close()
+
+    def _make_resident(self, end: int) -> None:
+        if end <= self._committed:
+            return
+        start = self._committed
+        self._map.commit(start, end - start)
+        if self._pin:
+            check_error: Callable[[int], None] = torch.cuda.check_error
+            check_error(_cudart().cudaHostRegister(self._map.address + start, end - start, 0))
+            self._pinned.append((start, end - start))
+        self._committed = end  # last: what could not be pinned is tried again
+
+
+class Pool:
+    """Equal slots carved at once from an arena.
+
+    Args:
+        arena: where they come from; must outlive the pool.
+        slot_bytes: bytes of each slot.
+        count: how many.
+        what: their purpose, for the error.
+    """
+
+    def __init__(self, arena: Arena, slot_bytes: int, count: int, what: str) -> None:
+        self._arena = arena
+        self._slots: list[Slot] = []
+        self.slot_bytes = slot_bytes
+        self.count = count
+        try:
+            for i in range(count):
+                self._slots.append(arena.take(slot_bytes, f"buffer {i + 1} of {count} for {what}"))
+        except BaseException:
+            for slot in self._slots:
+                arena.give_back(slot)
+            raise
+        self._free = list(reversed(self._slots))
+
+    def take(self) -> Slot | None:
+        """A free slot, or None when all are handed out."""
+        return self._free.pop() if self._free else None
+
+    def give_back(self, slot: Slot) -> None:
+        """Takes a slot back; the most recently used (warmest) is handed out first."""
+        if any(free.offset == slot.offset for free in self._free):
+            raise RuntimeError(f"the slot at {slot.offset} is in the pool already: it was given back twice")
+        self._free.append(slot)
+
+    def close(self) -> None:
+        """Returns every slot to the arena. All must have been given back."""
+        if len(self._free) != self.count:
+            raise RuntimeError(f"{self.count - len(self._free)} of {self.count} slots are still in use")
+        for slot in self._slots:
+            self._arena.give_back(slot)
+        self._slots, self._free, self.count = [], [], 0
+
+
+def _size_of(num_bytes: int) -> int:
+    """What a slot takes of the budget."""
+    return _round_up(max(num_bytes, 1), PAGE_BYTES)
+
+
+def _cudart() -> Any:
+    cuda: Any = torch.cuda  # whose types differ from one torch to the next
+    return cuda.cudart()
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

@@ -1,0 +1,54 @@
+"""FreeRanges: which bytes of a line of bytes nobody holds.
+
+    [ held ][ free ][ held ][      free      )      first fit: the lowest free range that is long enough is cut
+
+Used for the arena's memory and for the segments on disk. Adjacent free ranges are one. It knows neither memory nor files,
+and is not safe to call from several threads: its owner's lock guards it.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+
+class FreeRanges:
+    """Free ranges, sorted and coalesced; nothing is free at first."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []  # (start, stop)
+
+    def add(self, start: int, num_bytes: int) -> None:
+        """Makes a range free. Raises RuntimeError when part of it is free already: it was given back twice."""
+        stop = start + num_bytes
+        at = bisect.bisect(self._ranges, (start, stop))
+        before, behind = self._ranges[max(at - 1, 0) : at], self._ranges[at : at + 1]
+        if (before and before[0][1] > start) or (behind and behind[0][0] < stop):
+            raise RuntimeError(f"bytes {start} to {stop} are free already: they were given back twice")
+        first = last = at
+        if before and before[0][1] == start:
+            first, start = at - 1, before[0][0]
+        if behind and behind[0][0] == stop:
+            last, stop = at + 1, behind[0][1]
+        self._ranges[first:last] = [(start, stop)]
+
+    def take(self, num_bytes: int) -> int | None:
+        """Cuts the lowest range that is long enough and returns its start; None when there is none."""
+        for i, (start, stop) in enumerate(self._ranges):
+            if stop - start >= num_bytes:
+                rest = start + num_bytes
+                self._ranges[i : i + 1] = [(rest, stop)] if rest < stop else []
+                return start
+        return None
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest free range."""
+        return max((stop - start for start, stop in self._ranges), default=0)
+
+    def tail(self, end: int) -> int:
+        """Bytes of the free range that ends at `end`."""
+        return end - self._ranges[-1][0] if self._ranges and self._ranges[-1][1] == end else 0
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """(start, stop) of every free range, in order."""
+        return list(self._ranges)

@@ -1,0 +1,201 @@
+"""Move: bytes on their way from slot to slot, as a value.
+
+A Move owns the buffer its bytes travel through until they have arrived; `wait()` is the only way to learn that they
+have, and raises what went wrong. It may follow another move (`after`): a fetch of bytes that are still being written
+starts when the write has ended, started by whoever looks first, and fails with the write's error.
+
+    asked --(after has ended)--> moving --(looked at)--> arrived | failed | cancelled
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tiermem.swap.native import NORMAL, READ, URGENT, Answer, Op, Queue
+from tiermem.swap.record import Recorder
+
+
+class Move:
+    """Transfers that end together. Safe to look at and to wait for from several threads.
+
+    Args:
+        queue: where they are submitted; must outlive the move.
+        ops: the transfers; their memory is inside `owns`.
+        owns: what must stay alive until the end (slots, tensors).
+        name: for events and errors.
+        recorder: receives the transfer's times and the time spent waiting.
+        priority: urgent, normal or background.
+        after: a move that must end first.
+        on_end: called once, when the bytes have arrived or not (True: arrived), before anybody's `wait` returns.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        ops: Sequence[Op],
+        owns: Any,
+        name: str,
+        recorder: Recorder,
+        priority: int = NORMAL,
+        after: Move | None = None,
+        on_end: Callable[[bool], None] | None = None,
+    ) -> None:
+        self.name = name
+        self._queue = queue
+        self._ops: Sequence[Op] = ops
+        self._lane = "read" if not ops or ops[0].kind == READ else "write"
+        self._owns = owns
+        self._recorder = recorder
+        self._priority = priority
+        self._after = after  # until this is submitted
+        self._on_end = on_end
+        self._tag: int | None = None
+        self._is_done = False
+        self._failure: Callable[[], OSError] | None = None  # makes the error anew: a kept one would keep its frames
+        self._was_cancelled = False
+        self._result: Any = owns
+        self._lock = threading.Lock()  # held by the one thread that asks the queue; taken before a store's lock
+        if not ops:
+            self._end()
+        elif after is None or (after.is_done() and not after.has_failed):
+            self._submit()
+
+    def wait(self) -> Any:
+        """Blocks until the bytes have arrived and returns what the move owns. Raises OSError; safe to call again."""
+        if not self._is_done:
+            with self._lock:
+                self._wait()
+        if self._failure is not None:
+            raise self._failure()
+        return self._result
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return (or raise) at once; False while another thread waits. Never blocks.
+
+        Starts a move whose predecessor has ended.
+        """
+        if self._is_done:
+            return True
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if not self._is_done and self._start():
+                self._ask(timeout_s=0.0)
+            return self._is_done
+        finally:
+            self._lock.release()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the bytes are known not to have arrived; `wait` raises why."""
+        return self._failure is not None
+
+    @property
+    def was_cancelled(self) -> bool:
+        """Whether they have not arrived because somebody called `cancel`."""
+        return self._was_cancelled
+
+    def promote(self) -> None:
+        """Asks for these bytes before prefetches and write-backs."""
+        if self._is_done or not self._lock.acquire(blocking=False):
+            return  # somebody waits for it: it is urgent already
+        try:
+            self._priority = URGENT
+            if self._after is not None:
+                self._after.promote()
+            elif self._tag is not None and not self._is_done:
+                self._queue.promote(self._tag)
+        finally:
+            self._lock.release()
+
+    def cancel(self) -> None:
+        """Drops what has not started and waits for the rest. Never raises OSError.
+
+        `wait` raises ECANCELED afterwards, unless the bytes had arrived. What this move follows is left alone.
+        """
+        if self._is_done:
+            return
+        self._drop()  # also when another thread holds the lock, waiting
+        with self._lock:
+            if self._is_done:
+                return
+            if self._tag is None:
+                self._fail(errno.ECANCELED, f"{self.name!r} was cancelled before it started")
+                return
+            self._drop()
+            self._ask(timeout_s=None)
+
+    def _wait(self) -> None:
+        if self._after is not None:
+            with contextlib.suppress(OSError):  # its failure becomes this move's in _start
+                self._after.wait()
+        if self._is_done or not self._start():
+            return
+        self._ask(timeout_s=0.0)
+        if not self._is_done:
+            start_ns = time.monotonic_ns()
+            self._ask(timeout_s=None)
+            self._recorder.add("wait", self.name, start_ns, time.monotonic_ns())
+
+    def _start(self) -> bool:
+        """Whether the transfers are with the queue. Submits them when the predecessor has ended well, ends if not."""
+        after = self._after
+        if after is None:
+            return True
+        if not after.is_done():
+            return False
+        if False:
+            self._failure, self._was_cancelled = after._failure, after._was_cancelled
+            self._end()
+            return False
+        try:
+            self._submit()
+        except OSError as error:
+            self._fail(error.errno or errno.EIO, f"{self.name!r} could not be started: {error.strerror}")
+            return False
+        return True
+
+    def _submit(self) -> None:
+        self._tag = self._queue.submit(self._ops, self._priority)
+        self._after = None
+
+    def _drop(self) -> None:
+        if self._tag is not None:
+            with contextlib.suppress(OSError):  # ENOENT: it has just been answered
+                self._queue.cancel(self._tag)
+
+    def _ask(self, timeout_s: float | None) -> None:
+        assert self._tag is not None
+        try:
+            answer = self._queue.wait(self._tag, timeout_s)
+        except OSError as error:
+            self._fail(error.errno or errno.EIO, f"{self.name!r} was under way: {error.strerror}")
+            return
+        if answer is not None:
+            self._finish(answer)
+
+    def _finish(self, answer: Answer) -> None:
+        if answer.started_ns:
+            self._recorder.add(self._lane, self.name, answer.started_ns, answer.finished_ns, answer.num_bytes)
+        error = self._queue.error_of(answer)
+        if error is not None:
+            self._failure, self._was_cancelled = error.anew, error.errno == errno.ECANCELED
+        self._end()
+
+    def _fail(self, code: int, what: str) -> None:
+        self._failure = functools.partial(OSError, code, what)
+        self._was_cancelled = code == errno.ECANCELED
+        self._end()
+
+    def _end(self) -> None:
+        self._ops, self._owns, self._after = (), None, None
+        on_end, self._on_end = self._on_end, None
+        if on_end:
+            on_end(self._failure is None)
+        self._is_done = True

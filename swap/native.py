@@ -1,0 +1,367 @@
+"""The binding: the only Python file that touches `_tiermem_native`.
+
+It turns the C API of native/tiermem.h into three objects with a lifetime (Map, Queue, Workers) and two kernels that
+take tensors. -errno becomes OSError here and nowhere else; a failed transfer becomes TransferError, which knows path,
+offset and length. The GIL is free during every call that blocks or computes (cffi releases it).
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from _tiermem_native import ffi, lib
+
+ENGINES = {"auto": lib.TM_ENGINE_AUTO, "uring": lib.TM_ENGINE_URING, "aio": lib.TM_ENGINE_AIO}
+ENGINES["threads"] = lib.TM_ENGINE_THREADS
+_ENGINE_NAMES = {code: name for name, code in ENGINES.items()}
+FAULTS = {"error": lib.TM_FAULT_ERROR, "short": lib.TM_FAULT_SHORT}
+FAULTS |= {"late": lib.TM_FAULT_LATE, "refused": lib.TM_FAULT_REFUSED}
+NORM_BLOCK = int(lib.TM_NORM_BLOCK)
+READ, WRITE, SYNC = int(lib.TM_READ), int(lib.TM_WRITE), int(lib.TM_SYNC)
+URGENT, NORMAL, BACKGROUND = int(lib.TM_URGENT), int(lib.TM_NORMAL), int(lib.TM_BACKGROUND)
+
+_VERBS = {READ: "reading", WRITE: "writing", SYNC: "syncing"}
+_DTYPES = {None: lib.TM_NONE, torch.float32: lib.TM_F32, torch.bfloat16: lib.TM_BF16, torch.float16: lib.TM_F16}
+_ADVICE = {
+    errno.ENOSPC: "the file system is full: free some space or add a path",
+    errno.ENODATA: "the file is shorter than what was written to it: something truncated it",
+    errno.EIO: "the device reports a failure: see the kernel log",
+    errno.EINVAL: "the file system refuses this alignment or O_DIRECT",
+}
+
+
+class TransferError(OSError):
+    """A block that could not be moved: errno, filename, offset, length, and what to do."""
+
+    def __init__(self, code: int, kind: int, path: str, offset: int, length: int) -> None:
+        advice = _ADVICE.get(code, "see the kernel log")
+        what = f"{_VERBS.get(kind, 'moving')} {length} bytes at offset {offset} failed: {os.strerror(code)} ({advice})"
+        super().__init__(code, what, path)
+        self.kind = kind
+        self.offset = offset
+        self.length = length
+
+    def anew(self) -> TransferError:
+        """The same error without a traceback, to be raised once more."""
+        return TransferError(self.errno or errno.EIO, self.kind, str(self.filename), self.offset, self.length)
+
+
+class Op(NamedTuple):
+    """One transfer between memory and a file; the memory belongs to the queue until its tag is answered."""
+
+    kind: int
+    fd: int
+    address: int
+    length: int
+    offset: int
+
+
+class Answer(NamedTuple):
+    """What became of a tag; times are CLOCK_MONOTONIC nanoseconds, error 0 or an errno."""
+
+    error: int
+    fd: int
+    kind: int
+    offset: int
+    length: int
+    num_bytes: int
+    submitted_ns: int
+    started_ns: int
+    finished_ns: int
+
+
+class Fault(NamedTuple):
+    """A lie for the fault-injecting engine to tell, for tests: see native/tiermem.h."""
+
+    serial: int
+    kind: str
+    value: int
+    repeat: int = 1
+
+
+class Counters(NamedTuple):
+    """Totals of a queue, counted from the kernel's completions."""
+
+    read_bytes: int
+    written_bytes: int
+    blocks: int
+    resumed: int
+    kernel_entries: int
+    busy_ns: int
+
+
+def check(code: int, what: str) -> int:
+    """Returns a non-negative code; turns -errno into OSError that says what was tried."""
+    if code < 0:
+        raise OSError(-code, f"{what}: {os.strerror(-code)}")
+    return code
+
+
+class Map:
+    """Address space with huge pages where they can be had; resident only where committed. Not inherited by a fork."""
+
+    def __init__(self, num_bytes: int) -> None:
+        base = ffi.new("void **")
+        check(lib.tm_map_open(num_bytes, base), f"reserving {num_bytes} bytes of address space")
+        self._base = ffi.gc(base[0], functools.partial(_unmap, num_bytes=num_bytes, owner=os.getpid()), num_bytes)
+        self.num_bytes = num_bytes
+        self.address = int(ffi.cast("uintptr_t", self._base))
+
+    def commit(self, offset: int, num_bytes: int) -> None:
+        """Makes a page-aligned range resident. Raises OSError (ENOMEM) when the system has none left."""
+        check(lib.tm_map_commit(self._base + offset, num_bytes), f"committing {num_bytes} bytes of memory")
+
+    def release(self, offset: int, num_bytes: int) -> None:
+        """Gives the pages of a range back to the kernel; their content is lost."""
+        check(lib.tm_map_release(self._base + offset, num_bytes), f"releasing {num_bytes} bytes of memory")
+
+    def tensor(self) -> torch.Tensor:
+        """The whole range as one uint8 tensor, which keeps it mapped."""
+        return torch.frombuffer(ffi.buffer(self._base, self.num_bytes), dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Gives the memory up: it is unmapped when the last tensor that looks at it is gone. May be called twice."""
+        self._base = ffi.NULL
+
+
+class Queue:
+    """A native I/O queue with its own thread.
+
+    Args:
+        engine: "auto", "uring", "aio" or "threads".
+        depth: blocks in flight.
+        block_bytes: a transfer is split into blocks of this size.
+        threads: of the threads engine; 0 lets it choose.
+        regions: (address, bytes) of memory to register with the kernel where it allows.
+        path_of: names the file behind a descriptor, for errors.
+        faults: lies for tests.
+
+    Raises:
+        OSError: a named engine cannot run here; the message says why.
+    """
+
+    def __init__(
+        self,
+        engine: str = "auto",
+        depth: int = 32,
+        block_bytes: int = 1 << 20,
+        threads: int = 0,
+        regions: Sequence[tuple[int, int]] = (),
+        path_of: Callable[[int], str] = str,
+        faults: Sequence[Fault] = (),
+    ) -> None:
+        if engine not in ENGINES:
+            raise ValueError(f"engine is {engine!r}; allowed are {', '.join(ENGINES)}")
+        self._path_of = path_of
+        self._tags = itertools.count(1)  # its next() is one step, whichever thread asks
+        self._queue = ffi.NULL
+        starts = ffi.new("void *[]", [ffi.cast("void *", address) for address, _ in regions])
+        sizes = ffi.new("uint64_t[]", [size for _, size in regions])
+        rules = ffi.new("tm_fault[]", [(f.serial, f.value, FAULTS[f.kind], f.repeat) for f in faults])
+        options = ffi.new("tm_queue_options *")
+        options.engine, options.depth, options.threads = ENGINES[engine], depth, threads
+        options.block_bytes = block_bytes
+        options.num_regions, options.regions, options.region_bytes = len(regions), starts, sizes
+        options.num_faults, options.faults = len(faults), rules
+        queue, chosen, why = ffi.new("tm_queue **"), ffi.new("int32_t *"), ffi.new("char[]", 1024)
+        code = lib.tm_queue_open(options, queue, chosen, why, 1024)
+        self.why = ffi.string(why).decode(errors="replace")
+        if code < 0:
+            raise OSError(-code, f"no I/O queue (engine {engine!r}): {os.strerror(-code)}; {self.why}")
+        self._queue = queue[0]
+        self.engine = _ENGINE_NAMES[chosen[0]]
+
+    def submit(self, ops: Sequence[Op], priority: int = NORMAL) -> int:
+        """Starts transfers and returns the one tag that answers for all of them. Never waits. Raises OSError."""
+        tag = next(self._tags)
+        batch = ffi.new("tm_op[]", len(ops))
+        for slot, op in zip(batch, ops, strict=True):
+            slot.buffer = ffi.cast("void *", op.address)
+            slot.length, slot.offset, slot.tag = op.length, op.offset, tag
+            slot.fd, slot.kind, slot.priority = op.fd, op.kind, priority
+        check(lib.tm_queue_submit(self._open_queue(), batch, len(ops)), f"submitting {len(ops)} transfers")
+        return tag
+
+    def wait(self, tag: int, timeout_s: float | None = None) -> Answer | None:
+        """Blocks until a tag is answered; None after timeout_s. The answer may hold an error: see `raise_for`."""
+        answer = ffi.new("tm_answer *")
+        timeout_ns = -1 if timeout_s is None else int(timeout_s * 1e9)
+        code = lib.tm_queue_wait(self._open_queue(), tag, timeout_ns, answer)
+        if code == -errno.ETIMEDOUT:
+            return None
+        check(code, f"waiting for tag {tag}")
+        a = answer[0]
+        times = (a.submitted_ns, a.started_ns, a.finished_ns)
+        return Answer(a.error, a.fd, a.kind, a.offset, a.length, a.bytes, *times)
+
+    def error_of(self, answer: Answer) -> TransferError | None:
+        """The error that the answer holds, if any."""
+        if not answer.error:
+            return None
+        return TransferError(answer.error, answer.kind, self._path_of(answer.fd), answer.offset, answer.length)
+
+    def raise_for(self, answer: Answer) -> None:
+        """Raises TransferError when the answer holds an error."""
+        error = self.error_of(answer)
+        if error is not None:
+            raise error
+
+    def promote(self, tag: int, priority: int = URGENT) -> None:
+        """Moves what the kernel has not yet got to a higher priority."""
+        check(lib.tm_queue_promote(self._open_queue(), tag, priority), f"promoting tag {tag}")
+
+    def cancel(self, tag: int) -> None:
+        """Drops what the kernel has not yet got. The tag must still be waited for."""
+        check(lib.tm_queue_cancel(self._open_queue(), tag), f"cancelling tag {tag}")
+
+    def counters(self) -> Counters:
+        """Totals so far."""
+        c = ffi.new("tm_counters *")
+        check(lib.tm_queue_counters(self._open_queue(), c), "reading the queue's counters")
+        return Counters(c.read_bytes, c.written_bytes, c.blocks, c.resumed, c.kernel_entries, c.busy_ns)
+
+    def close(self) -> int:
+        """Finishes what was submitted, stops the thread; returns how many errors nobody waited for."""
+        queue, self._queue = self._queue, ffi.NULL
+        if queue == ffi.NULL:
+            return 0
+        code = int(lib.tm_queue_close(queue))
+        return 0 if code == -errno.EPIPE else check(code, "closing the queue")
+
+    def _open_queue(self) -> object:
+        if self._queue == ffi.NULL:
+            raise OSError(errno.ESHUTDOWN, "this I/O queue is closed")
+        return self._queue
+
+
+class Workers:
+    """Threads that the kernels share; `num_threads` counts the caller."""
+
+    def __init__(self, num_threads: int) -> None:
+        workers = ffi.new("tm_workers **")
+        check(lib.tm_workers_open(num_threads, workers), f"starting {num_threads} threads")
+        self.handle = workers[0]
+        self.num_threads = num_threads
+
+    def close(self) -> None:
+        """Stops the threads; calling it twice does nothing."""
+        handle, self.handle = self.handle, ffi.NULL
+        if handle != ffi.NULL:
+            check(lib.tm_workers_close(handle), "stopping threads")
+
+
+class AdamScalars(NamedTuple):
+    """The scalars of one Adam step, in double; see tm_adam_scalars in native/tiermem.h."""
+
+    step_size: float
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+    inv_sqrt_bias2: float
+    grad_scale: float
+    decoupled: bool
+
+
+def adam_step(
+    workers: Workers,
+    master: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    low: torch.Tensor | None,
+    scalars: AdamScalars,
+    start_from_low: bool = False,
+) -> None:
+    """Steps `master`, `m`, `v` (fp32) in place in one pass, and writes the low-precision copy. Blocks; GIL free.
+
+    All tensors are contiguous CPU tensors of one length; `grad` is fp32, bf16 or fp16 and only read; `low` is bf16 or
+    fp16. With start_from_low the master is first made from `low`, and m and v start at zero without being read.
+    Source: Kingma & Ba 2015, Loshchilov & Hutter 2019.
+    """
+    for tensor in (master, m, v, grad, low):
+        if tensor is not None and not (tensor.is_contiguous() and tensor.numel() == master.numel()):
+            raise ValueError("adam_step takes contiguous tensors of one length")
+    if not master.dtype == m.dtype == v.dtype == torch.float32:
+        raise ValueError(f"adam_step keeps states in fp32; given {master.dtype}, {m.dtype}, {v.dtype}")
+    low_dtype = _DTYPES[None if low is None else low.dtype]
+    code = lib.tm_adam_step(
+        workers.handle,
+        master.numel(),
+        _pointer(master),
+        _pointer(m),
+        _pointer(v),
+        _pointer(grad),
+        _DTYPES[grad.dtype],
+        _pointer(low),
+        low_dtype,
+        low_dtype if start_from_low else lib.TM_NONE,
+        ffi.new("tm_adam_scalars *", (*scalars, 0)),
+    )
+    check(code, "Adam step")
+
+
+def store_gradient(
+    workers: Workers,
+    dst: torch.Tensor | None,
+    src: torch.Tensor,
+    first_element: int = 0,
+    accumulate: bool = False,
+) -> list[float]:
+    """Copies or adds `src` into `dst` (None: only measures) and returns the sum of squares of each norm block.
+
+    Flat contiguous CPU tensors of one length, fp32, bf16 or fp16. `first_element` is the index of src[0] in its whole
+    parameter: blocks of NORM_BLOCK elements are cut there, so that the sums do not depend on tiles or threads. A sum is
+    finite if and only if every element is. Blocks; GIL free.
+    """
+    if src.numel() == 0:
+        return []
+    num_blocks = (first_element + src.numel() - 1) // NORM_BLOCK - first_element // NORM_BLOCK + 1
+    sums = ffi.new("double[]", num_blocks)
+    code = lib.tm_gradient_store(
+        workers.handle,
+        src.numel(),
+        _pointer(dst),
+        _DTYPES[None if dst is None else dst.dtype],
+        _pointer(src),
+        _DTYPES[src.dtype],
+        int(accumulate),
+        first_element,
+        sums,
+    )
+    check(code, "storing a gradient")
+    return list(sums)
+
+
+def file_alignment(fd: int) -> tuple[int, int] | None:
+    """What O_DIRECT asks of an open file: bytes of memory, and of offsets and lengths. (0, 0): it refuses; None: unknown."""
+    memory, offset = ffi.new("uint32_t *"), ffi.new("uint32_t *")
+    code = lib.tm_file_alignment(fd, memory, offset)
+    return None if code < 0 else (memory[0], offset[0])
+
+
+def trim_heap() -> None:
+    """Gives memory that was freed back to the kernel, holes in the heap included (glibc). Blocks for milliseconds."""
+    check(lib.tm_heap_trim(), "trimming the heap")
+
+
+def choose_isa(isa: int = -1) -> str:
+    """Chooses the kernels' instruction set (-1: the best here; 0, 1, 2: plain C, AVX2, AVX-512) and names it."""
+    chosen = check(lib.tm_isa_choose(isa), f"choosing instruction set {isa}")
+    name: bytes = ffi.string(lib.tm_isa_name(chosen))
+    return name.decode()
+
+
+def _unmap(base: object, num_bytes: int, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child never had it, and may have mapped something else there
+        check(lib.tm_map_close(base, num_bytes), "unmapping the arena")
+
+
+def _pointer(tensor: torch.Tensor | None) -> object:
+    return ffi.NULL if tensor is None else ffi.cast("void *", tensor.data_ptr())

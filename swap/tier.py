@@ -1,0 +1,20 @@
+"""Tier: a place bytes can rest.
+
+    DEVICE   where the maths of the model runs: a GPU, or on a machine without one this process's own memory
+    HOST     the arena: page-aligned memory of an exact size, pinned when there is a GPU, counted in the budget
+    NVME     preallocated files on one or several paths, read and written with O_DIRECT
+
+A tensor's *home* is the tier it returns to. Nothing here moves a byte; see move.py and store.py.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Tier(enum.Enum):
+    """A place bytes can rest; the value is the name used in configs and reports."""
+
+    DEVICE = "none"
+    HOST = "cpu"
+    NVME = "nvme"

@@ -1,0 +1,87 @@
+"""The leak check around every test: what a test opened is closed when it ends.
+
+After each test there is no file descriptor and no thread (native ones too) that was not there before, no `tiermem-*` folder
+below its tmp_path, and no TensorStore that nobody closed. What is found is looked at again for a moment, because the kernel
+ends an io_uring worker a little after its ring; only what stays is a leak.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+# Torch's own, started when first needed and kept: pools of autograd and OpenMP.
+_TORCH_THREADS = ("pt_autograd", "pt_", "OMP", "libgomp")
+_LASTING_FILES = ("/dev/nvidia", "/dev/urandom", "/dev/null", "pipe:[hypothesis")
+_GRACE_S = 2.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warmed_up() -> None:
+    """Torch starts its thread pools now, so that no test is blamed for them; what is imported is not collected again."""
+    a = torch.ones(512, 512, requires_grad=True)
+    (a @ a).sum().backward()
+    torch.ones(1 << 20).add_(1).sum()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(request: pytest.FixtureRequest, warmed_up: None) -> Iterator[None]:
+    """Compares what the process holds before and after the test."""
+    tmp_path = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
+    before = _open_files(), _threads(), _live_stores()
+    yield
+    deadline = time.monotonic() + _GRACE_S
+    while leaks := _leaks(*before, tmp_path):
+        gc.collect()
+        if time.monotonic() > deadline:
+            pytest.fail("left behind: " + "; ".join(leaks))
+        time.sleep(0.005)
+
+
+def _leaks(files: dict[str, str], threads: dict[int, str], stores: set[int], tmp_path: Path | None) -> list[str]:
+    found = [f"descriptor {fd} ({file})" for fd, file in _open_files().items() if files.get(fd) != file]
+    found += [f"thread {tid} ({name})" for tid, name in _threads().items() if tid not in threads]
+    found += [f"{len(left)} live TensorStore" for left in [_live_stores() - stores] if left]
+    if tmp_path is not None:
+        found += [f"folder {folder}" for folder, _, _ in os.walk(tmp_path) if Path(folder).name.startswith("tiermem-")]
+    return found
+
+
+def _open_files() -> dict[str, str]:
+    files = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            file = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:  # the listing's own
+            continue
+        if not file.startswith(_LASTING_FILES):
+            files[fd] = file
+    return files
+
+
+def _threads() -> dict[int, str]:
+    names = {}
+    for tid in os.listdir("/proc/self/task"):
+        try:
+            name = Path(f"/proc/self/task/{tid}/comm").read_text().strip()
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            continue
+        if not name.startswith(_TORCH_THREADS):
+            names[int(tid)] = name
+    return names
+
+
+def _live_stores() -> set[int]:
+    """Stores whose finalizer has neither run nor been taken away: nobody closed them."""
+    finalizers = list(weakref.finalize._registry)  # type: ignore[attr-defined]
+    peeked = [(id(f), f.peek()) for f in finalizers if f.alive]
+    return {key for key, found in peeked if found and found[1].__name__ == "_close_forgotten"}

@@ -1,0 +1,62 @@
+"""tiermem: train models whose states do not fit in memory.
+
+A tiered tensor store (GPU, HOST memory, NVMe) under ZeRO-style partitioning and an optimizer whose maths runs on the CPU.
+Start at `shard` for plain PyTorch, or at `initialize` and `zero.Init` with a DeepSpeed-style config. The floors, lowest first:
+
+    tiermem.swap     tensors at rest and on the move                     tiermem.zero     units, partitioning, gradients
+    tiermem.optim    optimizer states, tile by tile                      tiermem.config   JSON to one frozen OffloadPolicy
+    tiermem.engine   initialize, backward, step                          tiermem.tools    the `tiermem` command
+
+Names are imported when first used, so that `import tiermem` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiermem import config as config
+    from tiermem import zero as zero
+    from tiermem.engine import Engine as Engine
+    from tiermem.engine import initialize as initialize
+    from tiermem.optim.adam import Adam as Adam
+    from tiermem.optim.adam import AdamW as AdamW
+    from tiermem.policy import IoSettings as IoSettings
+    from tiermem.policy import OffloadPolicy as OffloadPolicy
+    from tiermem.swap.store import TensorStore as TensorStore
+    from tiermem.swap.tier import Tier as Tier
+    from tiermem.weights import load_safetensors as load_safetensors
+    from tiermem.zero.shards import Shards as Shards
+    from tiermem.zero.shards import shard as shard
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Adam": "tiermem.optim.adam",
+    "AdamW": "tiermem.optim.adam",
+    "Engine": "tiermem.engine",
+    "IoSettings": "tiermem.policy",
+    "OffloadPolicy": "tiermem.policy",
+    "Shards": "tiermem.zero.shards",
+    "TensorStore": "tiermem.swap.store",
+    "Tier": "tiermem.swap.tier",
+    "initialize": "tiermem.engine",
+    "load_safetensors": "tiermem.weights",
+    "shard": "tiermem.zero.shards",
+}
+_PACKAGES = ("config", "zero")
+
+__all__ = [*_HOMES, *_PACKAGES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"tiermem.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'tiermem' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

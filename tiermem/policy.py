@@ -1,0 +1,120 @@
+"""OffloadPolicy: everything the machinery may know about where bytes rest and how they move.
+
+A DeepSpeed-style config ends as one of these (`config/`), and Python users build it directly. It is frozen, small, and
+the only thing that `zero/`, `optim/` and the engine read: they never see a config key. `None` always means "computed by
+the plan" (`zero/plan.py`), which reports what it chose. Counts of elements end in `_numel`, sizes in `_bytes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from tiermem.swap.files import IoSettings
+from tiermem.swap.tier import Tier
+
+__all__ = ["IoSettings", "OffloadPolicy", "Tier"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadPolicy:
+    """Where parameters, gradients and optimizer states rest, and with how much memory they may move.
+
+    Raises ValueError when the fields contradict each other; the message says what was given, what is allowed and what
+    to change.
+    """
+
+    stage: int = 3
+    """ZeRO stage: 0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
+    params: Tier = Tier.DEVICE
+    """Home of the (low-precision) parameters. HOST and NVME need stage 3."""
+    optim: Tier = Tier.DEVICE
+    """Home of the master weights and moments; the step runs on the CPU unless this is DEVICE on a GPU."""
+    grads: Tier | None = None
+    """Home of reduced gradients between backward and step. None: HOST when the budget has room, else NVME."""
+    paths: Sequence[str | os.PathLike[str]] = ()
+    """Folders on the NVMe file systems; needed when anything rests on NVME. Normalised to a tuple of Path."""
+    host_bytes: int | None = None
+    """Budget of HOST memory per node, divided by the ranks on it. None: what the plan needs."""
+    disk_bytes: int | None = None
+    """Most bytes to take on all paths together. None: what the plan needs."""
+    tile_numel: int | None = None
+    """Elements of optimizer state read, stepped and written as one (`sub_group_size`); may cut a parameter."""
+    tile_buffers: int | None = None
+    """Tiles in flight (reading, stepping, writing). None: 3 with both pipelines on, fewer otherwise."""
+    pipeline_read: bool = True
+    """Read the next tile while this one is stepped."""
+    pipeline_write: bool = True
+    """Write the previous tile while this one is stepped."""
+    resident_bytes: int | None = None
+    """Optimizer state kept on HOST although its home is NVME, in tiles interleaved among the streamed ones. None: what the
+    rest of the plan leaves of host_bytes."""
+    unit_buffers: int | None = None
+    """Units of parameters present at once (the one in use and those fetched ahead). None: 3 where memory allows."""
+    unit_numel: int | None = None
+    """Most elements of one unit's buffer; a larger unit is refused. None: the largest unit."""
+    host_param_numel: int | None = None
+    """Parameters homed on NVME that may stay on HOST all the time (`max_in_cpu`). None: 0."""
+    prefetch_numel: int | None = None
+    """Most elements fetched ahead of use. None: what the unit buffers hold."""
+    max_live_numel: int | None = None
+    """Most elements of gathered parameters at once. None: what the unit buffers hold."""
+    max_reuse_numel: int | None = None
+    """A unit used again within this many elements is kept. None: what the unit buffers hold."""
+    persistence_numel: int = 100_000
+    """Parameters of at most this many elements stay gathered (stage 3)."""
+    model_persistence_numel: int | None = None
+    """Most elements that stay gathered because of persistence_numel, in all. None: no bound."""
+    reduce_bucket_numel: int = 500_000_000
+    """Most elements of gradients handed to one reduction."""
+    pin_memory: bool = True
+    """Register the arena with the GPU driver, where there is a GPU."""
+    master_from: Literal["param", "init"] = "param"
+    """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
+    step_in_backward: bool = False
+    """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
+    on_nonfinite: Literal["skip", "raise"] = "skip"
+    """A step whose gradients hold NaN or infinity: leave every state untouched and count it, or raise."""
+    io: IoSettings = dataclasses.field(default_factory=IoSettings)
+    """How the queue moves blocks."""
+    timeout_s: float = 1800.0
+    """Longest wait for another rank before the run stops with an error."""
+
+    def __post_init__(self) -> None:
+        paths = (self.paths,) if isinstance(self.paths, (str, os.PathLike)) else self.paths
+        object.__setattr__(self, "paths", tuple(Path(p) for p in paths))
+        self._check()
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Whether anything is asked to rest on NVME (gradients may still be sent there by the plan)."""
+        return Tier.NVME in (self.params, self.optim, self.grads)
+
+    def _check(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage is {self.stage!r}; allowed are 0, 1, 2 and 3")
+        if self.params is not Tier.DEVICE and self.stage != 3:
+            raise ValueError(
+                f"params={self.params.name} with stage {self.stage}: parameters rest elsewhere only when they are "
+                "partitioned. Set stage=3, or params=Tier.DEVICE"
+            )
+        if self.optim is not Tier.DEVICE and self.stage == 0:
+            raise ValueError(f"optim={self.optim.name} with stage 0: offload needs stage 1, 2 or 3")
+        if self.uses_nvme and not self.paths:
+            wanted = [n for n in ("params", "optim", "grads") if getattr(self, n) is Tier.NVME]
+            raise ValueError(
+                f"{' and '.join(wanted)} rest on NVME but no path is given: set paths=['/mnt/nvme0', ...] "
+                "(in a config: nvme_path)"
+            )
+        if self.step_in_backward and self.on_nonfinite == "skip":
+            object.__setattr__(self, "on_nonfinite", "raise")
+        for name in ("host_bytes", "disk_bytes", "tile_numel", "tile_buffers", "unit_buffers", "unit_numel"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1, or None for what the plan computes")
+        for name in ("resident_bytes", "persistence_numel", "reduce_bucket_numel"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
