@@ -1,0 +1,252 @@
+"""From keys to the policy: what is set goes through, what is not is planned, what contradicts is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiermem.config import ConfigError, load_config
+from tiermem.policy import IoSettings, OffloadPolicy, Tier
+
+
+def policy_of(zero: dict[str, Any], **top: Any) -> OffloadPolicy:
+    return load_config({"zero_optimization": zero, **top}).policy()
+
+
+def nvme(**keys: Any) -> dict[str, Any]:
+    return {"device": "nvme", "nvme_path": "/a", **keys}
+
+
+def test_empty_config_is_the_default_policy_of_stage_zero() -> None:
+    assert load_config({}).policy() == OffloadPolicy(stage=0)
+
+
+def test_offload_without_counts_leaves_every_size_to_the_plan() -> None:
+    policy = policy_of({"stage": 3, "offload_param": nvme(), "offload_optimizer": nvme()})
+    assert policy == OffloadPolicy(stage=3, params=Tier.NVME, optim=Tier.NVME, paths=["/a"])
+
+
+@pytest.mark.parametrize(
+    ("key", "field"),
+    [
+        ("sub_group_size", "tile_numel"),
+        ("stage3_prefetch_bucket_size", "prefetch_numel"),
+        ("stage3_max_live_parameters", "max_live_numel"),
+        ("stage3_max_reuse_distance", "max_reuse_numel"),
+        ("stage3_param_persistence_threshold", "persistence_numel"),
+        ("stage3_model_persistence_threshold", "model_persistence_numel"),
+        ("reduce_bucket_size", "reduce_bucket_numel"),
+    ],
+)
+def test_size_that_is_set_goes_through(key: str, field: str) -> None:
+    assert getattr(policy_of({"stage": 3, key: 12345}), field) == 12345
+
+
+@pytest.mark.parametrize(
+    ("key", "field"),
+    [("buffer_count", "unit_buffers"), ("buffer_size", "unit_numel"), ("max_in_cpu", "host_param_numel")],
+)
+def test_parameter_buffers_matter_on_nvme_alone(key: str, field: str) -> None:
+    assert getattr(policy_of({"stage": 3, "offload_param": nvme(**{key: 7})}), field) == 7
+    assert getattr(policy_of({"stage": 3, "offload_param": {"device": "cpu", key: 7}}), field) is None
+
+
+@pytest.mark.parametrize(("count", "tiles"), [(4, 1), (5, 1), (8, 2), (12, 3)])
+def test_four_optimizer_buffers_are_one_tile(count: int, tiles: int) -> None:
+    assert policy_of({"stage": 2, "offload_optimizer": nvme(buffer_count=count)}).tile_buffers == tiles
+
+
+def test_fewer_buffers_than_one_tile_takes_are_refused_with_the_arithmetic() -> None:
+    with pytest.raises(ConfigError, match=r"3 // 4 = 0 tiles"):
+        policy_of({"stage": 2, "offload_optimizer": nvme(buffer_count=3)})
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 3, "offload_param": nvme(buffer_count=0)},
+        {"stage": 3, "offload_param": nvme(buffer_size=0)},
+        {"stage": 3, "sub_group_size": 0},
+    ],
+)
+def test_zero_is_refused_where_nothing_could_move(zero: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="0 given"):
+        policy_of(zero)
+
+
+@pytest.mark.parametrize("key", ["pipeline_read", "pipeline_write"])
+def test_pipelines_are_on_unless_switched_off(key: str) -> None:
+    assert getattr(policy_of({"stage": 2, "offload_optimizer": nvme()}), key) is True
+    assert getattr(policy_of({"stage": 2, "offload_optimizer": nvme(**{key: False})}), key) is False
+
+
+@pytest.mark.parametrize(("param", "optim", "pinned"), [(None, None, True), (False, None, False), (False, True, True)])
+def test_arena_is_pinned_unless_every_section_says_no(param: bool | None, optim: bool | None, pinned: bool) -> None:
+    sections = {
+        name: {"device": "cpu"} | ({} if pin is None else {"pin_memory": pin})
+        for name, pin in (("offload_param", param), ("offload_optimizer", optim))
+    }
+    assert policy_of({"stage": 3, **sections}).pin_memory is pinned
+
+
+def test_paths_are_the_union_in_order() -> None:
+    policy = policy_of(
+        {
+            "stage": 3,
+            "offload_param": nvme(nvme_path=["/a", "/b"]),
+            "offload_optimizer": nvme(nvme_path=["/c", "/a"]),
+        }
+    )
+    assert policy.paths == (Path("/a"), Path("/b"), Path("/c"))
+
+
+def test_path_of_a_section_that_is_not_on_nvme_is_left_out() -> None:
+    assert policy_of({"stage": 2, "offload_optimizer": {"device": "cpu", "nvme_path": "/a"}}).paths == ()
+
+
+@pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
+@pytest.mark.parametrize("path", [{}, {"nvme_path": None}, {"nvme_path": ""}, {"nvme_path": []}])
+def test_nvme_without_a_path_is_refused(section: str, path: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.nvme_path"):
+        policy_of({"stage": 3, section: {"device": "nvme", **path}})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_parameters_are_offloaded_in_stage_three_only(stage: int, device: str) -> None:
+    with pytest.raises(ConfigError, match="set stage to 3"):
+        policy_of({"stage": stage, "offload_param": nvme(device=device)})
+
+
+def test_optimizer_is_not_offloaded_in_stage_zero() -> None:
+    with pytest.raises(ConfigError, match="offload_optimizer: device cpu with stage 0"):
+        policy_of({"offload_optimizer": {"device": "cpu"}})
+
+
+def test_aio_keys_become_io_settings() -> None:
+    config = load_config(
+        {"aio": {"block_size": 8192, "queue_depth": 64, "thread_count": 3}, "tiermem": {"engine": "aio"}}
+    )
+    assert config.policy().io == IoSettings(engine="aio", block_bytes=8192, depth=64, threads=3)
+
+
+def test_aio_that_is_not_set_is_the_queue_s_own() -> None:
+    assert load_config({"aio": {}}).policy().io == IoSettings()
+
+
+@pytest.mark.parametrize("key", ["intra_op_parallelism", "thread_count", "num_threads"])
+def test_thread_count_has_three_spellings(key: str) -> None:
+    assert load_config({"aio": {key: 5}}).policy().io.threads == 5
+
+
+def test_spellings_that_disagree_are_refused() -> None:
+    with pytest.raises(ConfigError, match="thread_count 2, num_threads 3"):
+        load_config({"aio": {"thread_count": 2, "num_threads": 3}})
+
+
+@pytest.mark.parametrize("aio", [{"block_size": 1000}, {"queue_depth": 1_000_000}])
+def test_aio_that_the_queue_does_not_take_is_refused(aio: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="aio"):
+        load_config({"aio": aio})
+
+
+def test_own_section_maps_to_fields_of_the_same_name() -> None:
+    own = {
+        "host_bytes": "2GiB",
+        "disk_bytes": "1 TB",
+        "resident_bytes": "512MiB",
+        "grads": "cpu",
+        "on_nonfinite": "raise",
+        "master_from": "init",
+        "timeout_s": 5,
+    }
+    policy = policy_of({"stage": 3}, tiermem=own)
+    assert (policy.host_bytes, policy.disk_bytes, policy.resident_bytes) == (2 << 30, 10**12, 512 << 20)
+    assert (policy.grads, policy.on_nonfinite, policy.master_from, policy.timeout_s) == (
+        Tier.HOST,
+        "raise",
+        "init",
+        5.0,
+    )
+
+
+@pytest.mark.parametrize(("text", "size"), [(1, 1), ("7", 7), ("1.5KiB", 1536), ("2gb", 2 * 10**9), ("3M", 3 * 10**6)])
+def test_sizes_are_bytes_or_have_a_unit(text: Any, size: int) -> None:
+    assert load_config({"tiermem": {"host_bytes": text}}).tiermem.host_bytes == size
+
+
+@pytest.mark.parametrize("text", ["2 Gigs", "-1GiB", "1.0001KiB", True, 0, ""])
+def test_sizes_that_mean_nothing_are_refused(text: Any) -> None:
+    with pytest.raises(ConfigError, match=r"tiermem\.host_bytes"):
+        load_config({"tiermem": {"host_bytes": text}})
+
+
+def test_gradients_on_nvme_need_a_path() -> None:
+    with pytest.raises(ConfigError, match=r"tiermem\.grads: nvme given without a path"):
+        policy_of({"stage": 2, "offload_optimizer": {"device": "cpu"}}, tiermem={"grads": "nvme"})
+
+
+def test_gradients_rest_elsewhere_from_stage_one_on() -> None:
+    with pytest.raises(ConfigError, match=r"tiermem\.grads: set with stage 0"):
+        policy_of({"stage": 0}, tiermem={"grads": "cpu"})
+    assert policy_of({"stage": 1}, tiermem={"grads": "cpu"}).grads is Tier.HOST
+
+
+def test_gradients_on_nvme_use_the_path_of_any_section() -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "nvme_path": "/a"}}
+    assert policy_of(zero, tiermem={"grads": "nvme"}).paths == (Path("/a"),)
+
+
+@pytest.mark.parametrize(
+    ("top", "what"),
+    [
+        ({}, "gradient_clipping 1.0 \\(the default\\)"),
+        ({"gradient_clipping": 2}, "gradient_clipping 2.0,"),
+        ({"gradient_clipping": 0, "gradient_accumulation_steps": 2}, "gradient_accumulation_steps 2"),
+        ({"gradient_clipping": 0, "fp16": {"enabled": True}}, "dynamic loss scale"),
+    ],
+)
+def test_step_in_backward_excludes_what_needs_all_gradients(top: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        load_config({"tiermem": {"step_in_backward": True}, **top})
+
+
+def test_step_in_backward_excludes_skipping() -> None:
+    with pytest.raises(ConfigError, match="on_nonfinite"):
+        load_config({"gradient_clipping": 0, "tiermem": {"step_in_backward": True, "on_nonfinite": "skip"}})
+
+
+def test_overrides_win_over_keys() -> None:
+    config = load_config({"zero_optimization": {"stage": 3, "sub_group_size": 5}})
+    assert config.policy(tile_numel=9, host_bytes=100) == OffloadPolicy(stage=3, tile_numel=9, host_bytes=100)
+
+
+DEVICES = st.sampled_from(["none", "cpu", "nvme"])
+COUNTS = st.integers(0, 20)
+
+
+@given(
+    stage=st.integers(0, 3),
+    param=st.fixed_dictionaries({"device": DEVICES}, optional={"buffer_count": COUNTS, "nvme_path": st.just("/a")}),
+    optim=st.fixed_dictionaries({"device": DEVICES}, optional={"buffer_count": COUNTS, "nvme_path": st.just("/b")}),
+    own=st.fixed_dictionaries(
+        {}, optional={"grads": DEVICES, "resident_bytes": COUNTS, "step_in_backward": st.booleans()}
+    ),
+    clipping=st.sampled_from([0, 1]),
+)
+def test_config_that_is_accepted_always_gives_a_policy(
+    stage: int, param: dict[str, Any], optim: dict[str, Any], own: dict[str, Any], clipping: int
+) -> None:
+    zero = {"stage": stage, "offload_param": param, "offload_optimizer": optim}
+    try:
+        config = load_config({"zero_optimization": zero, "tiermem": own, "gradient_clipping": clipping})
+    except ConfigError:
+        return
+    policy = config.policy()
+    assert policy.stage == stage
+    assert policy.params is Tier(param["device"])
+    assert policy.optim is Tier(optim["device"])

@@ -1,0 +1,90 @@
+"""Is a key whose effect does not exist refused with its reason, and accepted where it asks for nothing?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tiermem.config import ConfigError, TiermemConfig, load_config
+from tiermem.config.errors import _known_paths
+from tiermem.config.keys import COMPUTED, PLANNED, REFUSED
+
+NOT_DEFAULT: dict[str, Any] = {
+    "zero_optimization.load_from_fp32_weights": False,
+    "zero_optimization.ignore_unused_parameters": False,
+    "zero_optimization.zero_hpz_partition_size": 8,
+    "zero_optimization.mics_shard_size": 8,
+    "zero_optimization.stage3_module_granularity_threshold": 10,
+    "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
+    "zero_optimization.leaf_module": {"names": ["experts"]},
+    "zero_optimization.zenflow": {"topk_ratio": 0.1},
+    "zero_optimization.offload_optimizer.ratio": 0.5,
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": 0.5,
+    "bf16.check_grad_overflow": False,
+    "optimizer.params.fp32_optimizer_states": False,
+    "communication_data_type": "fp16",
+    "seq_parallel_communication_data_type": "bf16",
+    "gradient_predivide_factor": 2.0,
+    "gradient_allreduce_op": "sum",
+    "managed_gradient_accumulation": False,
+    "sequence_parallel_size": 2,
+    "data_types": {"grad_accum_dtype": "bf16"},
+    "checkpoint": {"load_universal": True},
+    "activation_checkpointing": {"partition_activations": True},
+    "vocabulary_size": 50257,
+}
+
+
+def config_with(path: str, value: Any) -> dict[str, Any]:
+    """A config that holds one key, and the type that an optimizer section needs."""
+    *sections, key = path.split(".")
+    config: dict[str, Any] = {}
+    inner = config
+    for section in sections:
+        inner = inner.setdefault(section, {"type": "Adam"} if section == "optimizer" else {})
+    inner[key] = value
+    return config
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_refused_key_says_its_reason(path: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(config_with(path, NOT_DEFAULT.get(path, True)))
+    (problem,) = caught.value.problems
+    assert problem.path == path
+    assert REFUSED[path].reason in problem.message
+
+
+@pytest.mark.parametrize("path", [p for p in REFUSED if "." not in p])
+@pytest.mark.parametrize("value", [None, "auto"])
+def test_recognised_key_that_asks_for_nothing_is_accepted(path: str, value: Any) -> None:
+    assert load_config({path: value}).model_dump() == load_config({}).model_dump()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tensorboard": {"enabled": False, "output_path": "logs"}},
+        {"flops_profiler": {"enabled": False, "profile_step": 1}},
+        {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
+        {"checkpoint": {"tag_validation": "Warn", "load_universal": False}},
+        {"data_types": {"grad_accum_dtype": None}},
+        {"gradient_predivide_factor": 1.0, "prescale_gradients": False, "sequence_parallel_size": 1},
+    ],
+)
+def test_section_that_is_switched_off_is_accepted(config: dict[str, Any]) -> None:
+    assert load_config(config) == load_config({})
+
+
+@pytest.mark.parametrize("table", [COMPUTED, PLANNED])
+def test_tables_name_keys_that_exist(table: dict[str, str]) -> None:
+    assert set(table) <= set(_known_paths(TiermemConfig))
+
+
+def test_every_dotted_refusal_names_a_key_that_exists() -> None:
+    assert {path for path in REFUSED if "." in path} <= set(_known_paths(TiermemConfig))
+
+
+def test_no_key_is_both_refused_and_computed() -> None:
+    assert set(REFUSED) & (set(COMPUTED) | set(PLANNED)) == set()

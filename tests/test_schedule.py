@@ -1,0 +1,177 @@
+"""Do the schedules give the documented rates, and survive a save and a load?"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from tiermem.config import SchedulerConfig
+from tiermem.schedule import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR, build_scheduler
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("WarmupLR", {"warmup_num_steps": 5}),
+    ("WarmupDecayLR", {"warmup_num_steps": 3, "total_num_steps": 8, "warmup_type": "linear"}),
+    ("WarmupCosineLR", {"warmup_num_steps": 3, "total_num_steps": 8}),
+    ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 4, "decay_step_size": 2}),
+    ("LRRangeTest", {"lr_range_test_step_size": 2}),
+]
+
+
+def adam(lr: float = 0.5, num_groups: int = 1) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(num_groups)]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.5, 0.95))
+
+
+def rates(schedule: LRScheduler, num_steps: int) -> list[float]:
+    """The rate that each optimizer step runs with."""
+    found = []
+    for _ in range(num_steps):
+        found.append(float(schedule.optimizer.param_groups[0]["lr"]))
+        schedule.optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_linear_warmup_rises_by_equal_steps_and_stays() -> None:
+    schedule = WarmupLR(adam(), warmup_min_lr=0.0, warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear")
+    assert rates(schedule, 7) == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_log_warmup_is_the_default_and_rises_with_the_logarithm() -> None:
+    schedule = WarmupLR(adam(), warmup_min_lr=0.1, warmup_max_lr=1.1, warmup_num_steps=4)
+    expected = [0.1 + math.log(i + 1) / math.log(4) for i in (0, 0, 1, 2, 3)] + [1.1]
+    assert rates(schedule, 6) == pytest.approx(expected)
+
+
+def test_warmup_defaults_are_the_documented_ones() -> None:
+    schedule = WarmupLR(adam())
+    assert (schedule.min_lrs, schedule.max_lrs, schedule.warmup_num_steps) == ([0.0], [0.001], 1000)
+
+
+def test_decay_falls_on_a_line_to_the_least_rate_and_stays() -> None:
+    schedule = WarmupDecayLR(
+        adam(), total_num_steps=6, warmup_min_lr=1.0, warmup_max_lr=2.0, warmup_num_steps=2, warmup_type="linear"
+    )
+    assert rates(schedule, 9) == pytest.approx([1.0, 1.0, 1.5, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0])
+
+
+def test_cosine_falls_from_the_optimizer_s_rate_to_its_ratio_and_stays() -> None:
+    schedule = WarmupCosineLR(
+        adam(lr=2.0), total_num_steps=6, warmup_num_steps=2, cos_min_ratio=0.5, warmup_type="linear"
+    )
+    cosine = [0.5 + 0.5 * (1 + math.cos(math.pi * k / 4)) / 2 for k in (1, 2, 3, 4, 4)]
+    assert rates(schedule, 8) == pytest.approx([2 * r for r in [0.0, 0.0, 0.5, *cosine]])
+
+
+def test_cosine_warms_up_from_its_least_ratio() -> None:
+    schedule = WarmupCosineLR(adam(lr=2.0), 100, warmup_min_ratio=0.25, warmup_num_steps=2, warmup_type="linear")
+    assert rates(schedule, 3) == pytest.approx([0.5, 0.5, 1.25])
+
+
+def test_one_cycle_rises_falls_and_decays() -> None:
+    schedule = OneCycle(
+        adam(), 1.0, 3.0, cycle_first_step_size=2, cycle_second_step_size=4, decay_step_size=2, decay_lr_rate=1.0
+    )
+    assert rates(schedule, 9) == pytest.approx([1.0, 2.0, 3.0, 2.5, 2.0, 1.5, 1.0, 1 / 1.5, 0.5])
+
+
+def test_one_cycle_without_decay_stays_at_the_least_rate() -> None:
+    assert rates(OneCycle(adam(), 1.0, 3.0, cycle_first_step_size=1), 5) == [1.0, 3.0, 1.0, 1.0, 1.0]
+
+
+def test_one_cycle_moves_in_stairs() -> None:
+    schedule = OneCycle(adam(), 0.0, 1.0, cycle_first_step_size=4, cycle_first_stair_count=2)
+    assert rates(schedule, 9) == [0.0, 0.0, 0.5, 0.5, 1.0, 0.5, 0.5, 0.0, 0.0]
+
+
+def test_momentum_runs_opposite_to_the_rate_and_leaves_the_second_beta() -> None:
+    schedule = OneCycle(adam(), 0.0, 1.0, cycle_first_step_size=2, cycle_min_mom=0.8, cycle_max_mom=0.9)
+    seen = []
+    for _ in range(5):
+        seen.append(schedule.optimizer.param_groups[0]["betas"])
+        schedule.optimizer.step()
+        schedule.step()
+    assert [b[0] for b in seen] == pytest.approx([0.9, 0.85, 0.8, 0.85, 0.9])
+    assert {b[1] for b in seen} == {0.95}
+
+
+def test_momentum_is_left_alone_when_not_cycled() -> None:
+    schedule = OneCycle(adam(), 0.0, 1.0, cycle_momentum=False)
+    assert schedule.optimizer.param_groups[0]["betas"] == (0.5, 0.95)
+
+
+def test_optimizer_without_betas_is_scheduled_too() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    assert rates(OneCycle(optimizer, 0.0, 1.0, cycle_first_step_size=2), 3) == [0.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("staircase", "expected"), [(False, [1.0, 1.25, 1.5, 1.75, 2.0]), (True, [1.0, 1.0, 1.5, 1.5, 2.0])]
+)
+def test_range_test_rises_without_end(staircase: bool, expected: list[float]) -> None:
+    schedule = LRRangeTest(adam(), 1.0, 2, 0.5, staircase)
+    assert rates(schedule, 5) == expected
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "10"])
+@pytest.mark.parametrize("cls", [WarmupLR, lambda o, **k: WarmupCosineLR(o, 10, **k)])
+def test_warmup_steps_are_a_positive_whole_number(cls: Any, value: Any) -> None:
+    with pytest.raises(ValueError, match="warmup_num_steps is"):
+        cls(adam(), warmup_num_steps=value)
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+def test_warmup_of_one_step_counts_as_two(kind: str) -> None:
+    one, two = (rates(WarmupLR(adam(), 0.0, 1.0, steps, kind), 4) for steps in (1, 2))
+    assert one == two
+
+
+def test_warmup_type_is_log_or_linear() -> None:
+    with pytest.raises(ValueError, match="allowed are log and linear"):
+        WarmupLR(adam(), warmup_type="cubic")
+
+
+def test_rates_may_differ_by_group() -> None:
+    schedule = WarmupLR(adam(num_groups=2), 0.0, [1.0, 2.0], 2, "linear")
+    rates(schedule, 4)
+    assert [g["lr"] for g in schedule.optimizer.param_groups] == [1.0, 2.0]
+    with pytest.raises(ValueError, match="3 values, but the optimizer has 2"):
+        WarmupLR(adam(num_groups=2), warmup_max_lr=[1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(("name", "params"), CASES)
+def test_schedule_continues_after_a_save_and_a_load(name: str, params: dict[str, Any]) -> None:
+    section = SchedulerConfig(type=name, params=params)
+    unbroken = rates(build_scheduler(section, adam()), 12)
+    first = build_scheduler(section, adam())
+    head = rates(first, 5)
+    optimizer = adam()
+    second = build_scheduler(section, optimizer)
+    second.load_state_dict(first.state_dict())
+    optimizer.load_state_dict(first.optimizer.state_dict())
+    assert head + rates(second, 7) == unbroken
+
+
+def test_schedule_of_torch_is_built_by_its_name() -> None:
+    schedule = build_scheduler(SchedulerConfig(type="StepLR", params={"step_size": 2, "gamma": 0.1}), adam(lr=1.0))
+    assert rates(schedule, 3) == pytest.approx([1.0, 1.0, 0.1])
+
+
+@pytest.mark.parametrize("name", ["WarmupLrr", "Optimizer", "ReduceLROnPlateau", "_LRScheduler"])
+def test_name_that_is_no_schedule_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        SchedulerConfig(type=name)
+
+
+def test_argument_that_is_missing_is_named_when_built() -> None:
+    with pytest.raises(ValueError, match="WarmupDecayLR needs total_num_steps"):
+        build_scheduler(SchedulerConfig(type="WarmupDecayLR", params={"total_num_steps": "auto"}), adam())
+
+
+def test_argument_of_the_wrong_type_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="MultiStepLR cannot be built"):
+        build_scheduler(SchedulerConfig(type="MultiStepLR", params={"milestones": 3}), adam())

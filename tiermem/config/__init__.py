@@ -1,0 +1,60 @@
+"""config: DeepSpeed-style JSON in, one checked TiermemConfig out, and from it one frozen OffloadPolicy.
+
+    load       load_config, resolve_auto          root        TiermemConfig, the top section
+    zero       zero_optimization                  offload     offload_param, offload_optimizer
+    precision  bf16, fp16                         optimizer   optimizer and its params
+    scheduler  scheduler                          aio         aio
+    batch      the three batch sizes              own         the section "tiermem"
+    keys       refused, computed, planned keys    errors      ConfigError
+    translate  keys -> policy, report             base        what sections share
+
+Every documented key is honoured, or computed and reported, or refused with the reason; none is parsed and ignored.
+The documented class names are aliases of ours.
+"""
+
+from tiermem.config.aio import AioConfig
+from tiermem.config.batch import BatchSizes, solve_batch
+from tiermem.config.errors import ConfigError, Problem
+from tiermem.config.load import load_config, resolve_auto
+from tiermem.config.offload import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig
+from tiermem.config.optimizer import AdamParams, OptimizerConfig
+from tiermem.config.own import OwnConfig
+from tiermem.config.precision import Bf16Config, Fp16Config
+from tiermem.config.root import TiermemConfig
+from tiermem.config.scheduler import SchedulerConfig
+from tiermem.config.translate import ReportRow
+from tiermem.config.zero import ZeroConfig, ZeroStage
+
+DeepSpeedZeroConfig = ZeroConfig
+DeepSpeedZeroOffloadParamConfig = OffloadParamConfig
+DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizerConfig
+ZeroStageEnum = ZeroStage
+OffloadDeviceEnum = OffloadDevice
+
+__all__ = [
+    "AdamParams",
+    "AioConfig",
+    "BatchSizes",
+    "Bf16Config",
+    "ConfigError",
+    "DeepSpeedZeroConfig",
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+    "Fp16Config",
+    "OffloadDevice",
+    "OffloadDeviceEnum",
+    "OffloadOptimizerConfig",
+    "OffloadParamConfig",
+    "OptimizerConfig",
+    "OwnConfig",
+    "Problem",
+    "ReportRow",
+    "SchedulerConfig",
+    "TiermemConfig",
+    "ZeroConfig",
+    "ZeroStage",
+    "ZeroStageEnum",
+    "load_config",
+    "resolve_auto",
+    "solve_batch",
+]

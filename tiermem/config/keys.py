@@ -1,0 +1,193 @@
+"""What becomes of the keys that are not simply honoured.
+
+    REFUSED    the effect does not exist here: any value but the documented default is an error that says why
+    COMPUTED   the effect is decided by the plan or always on: any value is accepted, and the report says what happens
+    PLANNED    honoured when set; when not set, the plan computes the value instead of taking the documented default
+
+Every other key of the models is honoured. Paths are the documented ones, dotted from the top of the config. A top-level
+key in REFUSED that no model has a field for is a section or switch we only recognise: `is_off` says whether its value
+asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+__all__ = ["COMPUTED", "PLANNED", "REFUSED", "Refusal", "is_auto", "is_off"]
+
+
+class Refusal(NamedTuple):
+    """Why a key is refused, and for keys that no model has, its value that asks for nothing."""
+
+    reason: str
+    """A clause that fits after "..., but ": what does not exist, and what to do."""
+    off: Any = None
+    """The documented default; None, false, {} and {"enabled": false} ask for nothing too."""
+
+
+_ZERO = "zero_optimization"
+_PARAM = "zero_optimization.offload_param"
+_OPTIM = "zero_optimization.offload_optimizer"
+
+REFUSED: Mapping[str, Refusal] = MappingProxyType(
+    {
+        # zero_optimization
+        f"{_ZERO}.load_from_fp32_weights": Refusal("masters are always loaded in full precision; remove the key"),
+        f"{_ZERO}.elastic_checkpoint": Refusal("checkpoints open on any number of ranks without it; remove the key"),
+        f"{_ZERO}.ignore_unused_parameters": Refusal("unused parameters never stop training here; remove the key"),
+        f"{_ZERO}.legacy_stage1": Refusal("the old stage 1 does not exist here; remove the key"),
+        f"{_ZERO}.zero_hpz_partition_size": Refusal("secondary partitions (hpZ) do not exist yet; set 1 or remove it"),
+        f"{_ZERO}.zero_quantized_weights": Refusal("quantised all-gather does not exist yet; remove the key"),
+        f"{_ZERO}.zero_quantized_nontrainable_weights": Refusal("quantised weights do not exist yet; remove the key"),
+        f"{_ZERO}.zero_quantized_gradients": Refusal("quantised reduction does not exist yet; remove the key"),
+        f"{_ZERO}.zeropp_loco_param": Refusal("quantised reduction does not exist yet; remove the key"),
+        f"{_ZERO}.mics_shard_size": Refusal("sharding within a part of the ranks does not exist yet; remove the key"),
+        f"{_ZERO}.mics_hierarchical_params_gather": Refusal("two-stage gathers do not exist yet; remove the key"),
+        f"{_ZERO}.pipeline_loading_checkpoint": Refusal("every rank loads its own part at once; remove the key"),
+        f"{_ZERO}.stage3_module_granularity_threshold": Refusal("units are not formed by granularity; remove the key"),
+        f"{_ZERO}.stage3_use_all_reduce_for_fetch_params": Refusal("fetches use all-gather alone; remove the key"),
+        f"{_ZERO}.leaf_module": Refusal("leaf modules cannot be named in the config yet; remove the key"),
+        f"{_ZERO}.log_trace_cache_warnings": Refusal("there is no trace cache to warn about; remove the key"),
+        f"{_ZERO}.enable_sanity_checks": Refusal("sanity checks do not exist as a switch; remove the key"),
+        f"{_ZERO}.save_muon_momentum_buffer_in_memory": Refusal("Muon does not exist yet; remove the key"),
+        f"{_ZERO}.zenflow": Refusal("asynchronous selective updates (ZenFlow) do not exist; remove the key"),
+        f"{_OPTIM}.ratio": Refusal(
+            "a step split between CPU and GPU does not exist yet; to keep a part of the states in memory beside NVMe, "
+            "set tiermem.resident_bytes"
+        ),
+        f"{_OPTIM}.super_offload": Refusal("SuperOffload does not exist here; remove the key"),
+        f"{_OPTIM}.cpuadam_cores_perc": Refusal("it belongs to SuperOffload, which does not exist; remove the key"),
+        # precision
+        "bf16.check_grad_overflow": Refusal(
+            'a step with NaN or infinity is never applied; choose tiermem.on_nonfinite "skip" or "raise" instead'
+        ),
+        "bf16.bf16_master_weights_and_grads": Refusal("masters are kept in fp32 for now; remove the key"),
+        "bf16.bf16_optimizer_states": Refusal("moments are kept in fp32 for now; remove the key"),
+        "fp16.auto_cast": Refusal("inputs are not cast; cast them in the data pipeline and remove the key"),
+        "fp16.fp16_master_weights_and_grads": Refusal("masters are kept in fp32 for now; remove the key"),
+        "torch_autocast": Refusal("autocast is not entered for you; write `with torch.autocast(...)` and remove it"),
+        "amp": Refusal('apex amp cannot be combined with ZeRO; use "bf16" or "fp16"'),
+        "data_types": Refusal("the types of accumulated gradients and buffers follow bf16/fp16; remove the key"),
+        "communication_data_type": Refusal("communication uses the type of what is sent; remove the key"),
+        "seq_parallel_communication_data_type": Refusal("sequence parallelism does not exist; remove it", off="fp32"),
+        "fp32_allreduce": Refusal("communication uses the type of what is sent; remove the key"),
+        # optimizer
+        "optimizer.legacy_fusion": Refusal("there is no fused legacy optimizer; remove the key"),
+        "optimizer.params.torch_adam": Refusal(
+            "sharded states need tiermem's own Adam (the same mathematics as torch's); remove the key"
+        ),
+        "optimizer.params.amsgrad": Refusal("the amsgrad variant does not exist; remove the key"),
+        "optimizer.params.fp32_optimizer_states": Refusal("moments are kept in fp32 for now; remove the key"),
+        # aio
+        "aio.use_gds": Refusal("GPUDirect Storage is not used: NVMe is read into pinned host memory; remove the key"),
+        # the rest of the top level
+        "sparse_gradients": Refusal("sparse gradients do not exist here; remove the key"),
+        "prescale_gradients": Refusal("gradients are averaged in one reduction; remove the key"),
+        "gradient_predivide_factor": Refusal("gradients are averaged in one reduction; remove the key", off=1.0),
+        "gradient_allreduce_op": Refusal('gradients are averaged; remove the key or set "mean"', off="mean"),
+        "managed_gradient_accumulation": Refusal("the engine counts micro-batches; remove the key", off=True),
+        "disable_allgather": Refusal("updated parameters are always gathered; remove the key"),
+        "memory_breakdown": Refusal("use `tiermem plan` for where memory goes; remove the key"),
+        "vocabulary_size": Refusal("nothing depends on it; remove the key"),
+        "flops_profiler": Refusal("there is no FLOPS profiler; use torch.profiler and remove the section"),
+        "activation_checkpointing": Refusal(
+            "activations are checkpointed by the model (torch.utils.checkpoint), not by a config; remove the section",
+        ),
+        "sparse_attention": Refusal("attention is the model's own; remove the section"),
+        "autotuning": Refusal("use `tiermem tune` and `tiermem plan`; remove the section"),
+        "elasticity": Refusal("batch sizes are not chosen for you; remove the section"),
+        "compression_training": Refusal("compression does not exist here; remove the section"),
+        "data_efficiency": Refusal("curricula and data routing do not exist here; remove the section"),
+        "curriculum_learning": Refusal("curricula do not exist here; remove the section"),
+        "tensorboard": Refusal("monitors are not started for you; log from the training loop and remove the section"),
+        "wandb": Refusal("monitors are not started for you; log from the training loop and remove the section"),
+        "comet": Refusal("monitors are not started for you; log from the training loop and remove the section"),
+        "csv_monitor": Refusal("monitors are not started for you; log from the training loop and remove the section"),
+        "comms_logger": Refusal("there is no log of collectives; use torch.profiler and remove the section"),
+        "checkpoint": Refusal(
+            "there is one way to write a checkpoint, and it opens on any number of ranks; remove the section",
+            off={"tag_validation": "Warn"},
+        ),
+        "load_universal_checkpoint": Refusal("every checkpoint opens on any number of ranks; remove the key"),
+        "use_node_local_storage": Refusal("a checkpoint lies in the folder you name; remove the key"),
+        "nebula": Refusal("that service is not supported; remove the section"),
+        "hybrid_engine": Refusal("there is no inference engine; remove the section"),
+        "tensor_parallel": Refusal("tensor parallelism does not exist here; remove the section"),
+        "expert_parallel": Refusal("expert parallelism does not exist here; remove the section"),
+        "sequence_parallel_size": Refusal("sequence parallelism does not exist here; set 1 or remove it", off=1),
+        "pipeline": Refusal("pipeline parallelism does not exist here; remove the section"),
+        "use_data_before_expert_parallel_parallelism": Refusal("expert parallelism does not exist; remove the key"),
+        "compile": Refusal("call torch.compile on the model yourself; remove the section"),
+        "graph_harvesting": Refusal("CUDA graphs are not captured for you; remove the key"),
+        "eigenvalue": Refusal("eigenvalues are not computed; remove the section"),
+        "progressive_layer_drop": Refusal("layers are not dropped for you; remove the section"),
+        "quantize_training": Refusal("quantised training does not exist here; remove the section"),
+        "weight_quantization": Refusal("weights are not quantised; remove the section"),
+    }
+)
+
+COMPUTED: Mapping[str, str] = MappingProxyType(
+    {
+        f"{_ZERO}.contiguous_gradients": "gradients are always reduced from one contiguous buffer",
+        f"{_ZERO}.reduce_scatter": "reduce-scatter where gradients are sharded, all-reduce where they are not",
+        f"{_ZERO}.overlap_comm": "reduction always overlaps with backward where the device allows it",
+        f"{_ZERO}.use_multi_rank_bucket_allreduce": "one reduction serves all ranks",
+        f"{_ZERO}.allgather_partitions": "updated parameters are always all-gathered",
+        f"{_ZERO}.allgather_bucket_size": "a unit is gathered whole, straight into its storage; the plan sizes units",
+        f"{_ZERO}.round_robin_gradients": "every rank copies the gradients of its own shard",
+        f"{_ZERO}.memory_efficient_linear": "no linear layer is replaced; autograd saves views of a unit's storage",
+        f"{_ZERO}.override_module_apply": "nothing is overridden; parameters are fetched when they are touched",
+        f"{_ZERO}.stage3_allgather_sequential": "gathers need no list buffers: each lands in its final storage",
+        f"{_ZERO}.compute_grad_norm": "the norm is computed with the check for NaN and infinity",
+        f"{_ZERO}.parameter_alignment": "every parameter starts on a 64-byte boundary",
+        f"{_OPTIM}.fast_init": "states on NVMe are always made in place, tile by tile",
+        "bf16.immediate_grad_update": "a gradient is reduced as soon as it is final",
+        "aio.single_submit": "blocks are submitted in batches",
+        "aio.overlap_events": "completions never hold back submissions",
+        "zero_force_ds_cpu_optimizer": "an optimizer whose states are sharded or offloaded is always tiermem's own",
+    }
+)
+
+PLANNED: Mapping[str, str] = MappingProxyType(
+    {
+        f"{_ZERO}.sub_group_size": "the plan sizes tiles from the budget",
+        f"{_ZERO}.stage3_prefetch_bucket_size": "what the unit buffers hold",
+        f"{_ZERO}.stage3_max_live_parameters": "what the unit buffers hold",
+        f"{_ZERO}.stage3_max_reuse_distance": "what the unit buffers hold",
+        f"{_ZERO}.stage3_model_persistence_threshold": "no bound",
+        f"{_PARAM}.buffer_count": "the plan counts unit buffers",
+        f"{_PARAM}.buffer_size": "the largest unit",
+        f"{_PARAM}.max_in_cpu": "none; set it to keep parameters in memory",
+        f"{_PARAM}.pin_memory": "pinned where there is a GPU",
+        f"{_OPTIM}.buffer_count": "the plan counts tiles in flight",
+        f"{_OPTIM}.pin_memory": "pinned where there is a GPU",
+        f"{_OPTIM}.pipeline_read": "on, unlike the reference: set false to read each tile when it is needed",
+        f"{_OPTIM}.pipeline_write": "on, unlike the reference: set false to write each tile before the next",
+        "aio.block_size": "the queue's default",
+        "aio.queue_depth": "the queue's default",
+        "aio.intra_op_parallelism": "the engine chooses",
+        "tiermem.host_bytes": "what the plan needs",
+        "tiermem.disk_bytes": "what the plan needs",
+        "tiermem.grads": "cpu when the budget has room, else nvme",
+        "tiermem.engine": "the first of uring, aio and threads that works",
+    }
+)
+
+
+def is_auto(value: object) -> bool:
+    """Whether a raw value asks for its key to be computed, which is the same as leaving the key out."""
+    return isinstance(value, str) and value == "auto"
+
+
+def is_off(value: Any, off: Any) -> bool:
+    """Whether a recognised key's value asks for nothing: its default, or anything false, or a section of such."""
+    if value is None or is_auto(value):
+        return True
+    if isinstance(value, Mapping):
+        if "enabled" in value:
+            return is_off(value["enabled"], None)
+        defaults = off if isinstance(off, Mapping) else {}
+        return all(is_off(inner, defaults.get(key)) for key, inner in value.items())
+    return bool(value == off) if off is not None else not value

@@ -1,0 +1,100 @@
+"""load_config: the one door for configs, from a dict, a file or JSON text.
+
+    given --read--> dict (no key twice) --note "auto"--> --validate--> TiermemConfig, or ConfigError with every problem
+
+And `resolve_auto`, which computes the three "auto" keys that Hugging Face integrations compute from the hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from tiermem.config.errors import ConfigError, Problem, problems_of
+from tiermem.config.keys import is_auto
+from tiermem.config.root import TiermemConfig
+
+__all__ = ["load_config", "resolve_auto"]
+
+
+def load_config(config: Mapping[str, Any] | str | os.PathLike[str] | TiermemConfig) -> TiermemConfig:
+    """Reads and checks a config: a mapping, the path of a JSON file, JSON text (starting with `{`), or one read before.
+
+    Raises ConfigError (a ValueError) that lists every problem; OSError when the file cannot be read. Values are never
+    changed in place.
+    """
+    if isinstance(config, TiermemConfig):
+        return config
+    if isinstance(config, Mapping):
+        return _validated(dict(config), "the config")
+    if not isinstance(config, (str, os.PathLike)):
+        given = type(config).__name__
+        raise ConfigError([Problem("", f"a {given} given; allowed is a dict, a path or JSON text")])
+    if isinstance(config, str) and config.lstrip().startswith("{"):
+        return _validated(_parsed(config, "the config text"), "the config text")
+    source = os.fspath(config)
+    return _validated(_parsed(Path(source).read_text(encoding="utf-8"), source), source)
+
+
+def resolve_auto(config: TiermemConfig, hidden_size: int) -> TiermemConfig:
+    """Returns the config with the bucket, prefetch and persistence sizes that are "auto" computed from the hidden size.
+
+    reduce_bucket_size is h * h, stage3_prefetch_bucket_size 0.9 * h * h (rounded down) and
+    stage3_param_persistence_threshold 10 * h, as Hugging Face's integration has them. Keys with a value, and keys left
+    out, stay as they are.
+    """
+    if hidden_size < 1:
+        raise ValueError(f"hidden_size is {hidden_size}; it must be at least 1")
+    zero = config.zero_optimization
+    computed = {
+        "reduce_bucket_size": hidden_size * hidden_size,
+        "prefetch_bucket_size": 9 * hidden_size * hidden_size // 10,
+        "param_persistence_threshold": 10 * hidden_size,
+    }
+    auto = {name: value for name, value in computed.items() if zero.path_of(name) in config.auto_keys}
+    return config.model_copy(update={"zero_optimization": zero.model_copy(update=auto)}) if auto else config
+
+
+def _validated(raw: dict[str, Any], source: str) -> TiermemConfig:
+    try:
+        config = TiermemConfig.model_validate(raw)
+    except pydantic.ValidationError as error:
+        raise ConfigError(problems_of(error, TiermemConfig), source) from None
+    config._auto_keys = frozenset(_auto_paths(raw, ""))
+    return config
+
+
+def _auto_paths(raw: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            yield from _auto_paths(value, f"{prefix}{key}.")
+        elif is_auto(value):
+            yield f"{prefix}{key}"
+
+
+def _parsed(text: str, source: str) -> dict[str, Any]:
+    repeated: list[str] = []
+    try:
+        raw = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, repeated))
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ConfigError([Problem("", f"not JSON at {where}: {error.msg}")], source) from None
+    if repeated:
+        raise ConfigError([Problem(key, "appears twice in one object; keep one of them") for key in repeated], source)
+    if not isinstance(raw, dict):
+        raise ConfigError([Problem("", f"a JSON {type(raw).__name__} given; allowed is an object")], source)
+    return raw
+
+
+def _unique(pairs: list[tuple[str, Any]], repeated: list[str]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            repeated.append(key)
+        seen[key] = value
+    return seen

@@ -1,0 +1,117 @@
+"""The two offload sections: where parameters and optimizer states rest, and the buffers they move through.
+
+`device` is a tier's name. The counts are the user's caps: a key that is not set is computed by the plan, so the
+documented defaults below stand for what the reference system does, and reach the policy only when they are written out.
+Whether a path exists and can be written is found out by the store, on the machine that runs.
+"""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field
+
+from tiermem.config.base import ConfigModel, Count, Number
+
+__all__ = ["STATES_PER_TILE", "OffloadDevice", "OffloadOptimizerConfig", "OffloadParamConfig"]
+
+STATES_PER_TILE = 4
+"""Buffers of the reference system that one Adam tile takes: parameter, gradient, momentum, variance."""
+
+
+class OffloadDevice(str, enum.Enum):
+    """Where offloaded state rests."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+def _as_paths(value: Any) -> Any:
+    paths = [value] if isinstance(value, (str, Path)) else value
+    if isinstance(paths, (list, tuple)) and any(isinstance(p, str) and not p.strip() for p in paths):
+        raise ValueError(f"{value!r} given; allowed is the path of a folder, or a list of them, and none may be empty")
+    return paths
+
+
+Paths = Annotated[tuple[Path, ...], BeforeValidator(_as_paths), Field(min_length=1)]
+"""One path or several; several share the load."""
+
+
+class _OffloadConfig(ConfigModel):
+    """What both offload sections share."""
+
+    device: OffloadDevice = OffloadDevice.none
+    """Tier that the states rest on: none leaves them on the device, cpu is host memory, nvme is files."""
+    nvme_path: Paths | None = None
+    """Folder on the NVMe file system, or a list of folders on several; needed when device is nvme."""
+    pin_memory: bool = False
+    """Register host memory with the GPU driver. Not set: yes where there is a GPU. One arena serves both sections."""
+
+    def contradictions(self) -> list[tuple[str, str]]:
+        if self.device is OffloadDevice.nvme and self.nvme_path is None:
+            return [
+                ("nvme_path", 'is missing, but device is nvme; set it to a folder, such as "/mnt/nvme0", or a list')
+            ]
+        return []
+
+    def _below(self, name: str, least: int) -> bool:
+        """Whether the user gave a count that NVMe offload cannot work with."""
+        return self.device is OffloadDevice.nvme and self.is_set(name) and bool(getattr(self, name) < least)
+
+
+class OffloadParamConfig(_OffloadConfig):
+    """`zero_optimization.offload_param`: parameters that rest off the device. Needs stage 3."""
+
+    section: ClassVar[str] = "zero_optimization.offload_param"
+
+    buffer_count: Count = 5
+    """Units of parameters present at once when they rest on NVMe."""
+    buffer_size: Count = 100_000_000
+    """Most elements of one unit when parameters rest on NVMe; a larger unit is refused."""
+    max_in_cpu: Count = 1_000_000_000
+    """Elements of parameters that stay in host memory although their home is NVMe. Not set: 0."""
+
+    def contradictions(self) -> list[tuple[str, str]]:
+        found = super().contradictions()
+        for name, noun in (("buffer_count", "buffer"), ("buffer_size", "element")):
+            if self._below(name, 1):
+                found.append((name, f"0 given, but parameters on NVMe move through at least 1 {noun}; remove the key"))
+        return found
+
+
+class OffloadOptimizerConfig(_OffloadConfig):
+    """`zero_optimization.offload_optimizer`: optimizer states that rest off the device. Needs stage 1, 2 or 3."""
+
+    section: ClassVar[str] = "zero_optimization.offload_optimizer"
+
+    buffer_count: Count = 4
+    """Buffers for states on NVMe, counted as the reference does: 4 are one tile of Adam's states in flight."""
+    pipeline_read: bool = False
+    """Read the next tile while this one is stepped. Not set: on."""
+    pipeline_write: bool = False
+    """Write the previous tile while this one is stepped. Not set: on."""
+    fast_init: bool = False
+    """Make states in place on NVMe; always so here."""
+    ratio: Annotated[Number, Field(le=1.0)] = 1.0
+    """Part of the states stepped on the CPU; only all of them."""
+    super_offload: bool = False
+    """Asynchronous CPU step of the reference system; does not exist here."""
+    cpuadam_cores_perc: Annotated[Number, Field(le=1.0)] = 0.8
+    """Part of the cores for super_offload; does not exist here."""
+
+    def contradictions(self) -> list[tuple[str, str]]:
+        found = super().contradictions()
+        if self._below("buffer_count", STATES_PER_TILE):
+            found.append(
+                (
+                    "buffer_count",
+                    f"{self.buffer_count} given, but one tile of Adam takes {STATES_PER_TILE} (parameter, gradient, "
+                    f"momentum, variance): {self.buffer_count} // {STATES_PER_TILE} = 0 tiles; set at least "
+                    f"{STATES_PER_TILE}, or {2 * STATES_PER_TILE} with pipeline_read or pipeline_write, "
+                    f"{3 * STATES_PER_TILE} with both",
+                )
+            )
+        return found

@@ -1,0 +1,40 @@
+"""`tiermem`: the section for what the documented keys have no word for. Its keys are fields of the policy.
+
+"tiermem": {"host_bytes": "2GiB", "resident_bytes": "512MiB", "on_nonfinite": "raise"}
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from tiermem.config.base import Bytes, ConfigModel, Number
+from tiermem.config.offload import OffloadDevice
+
+__all__ = ["OwnConfig"]
+
+
+class OwnConfig(ConfigModel):
+    """`tiermem`: budgets and choices that are this library's own. Sizes are bytes, or strings such as "2GiB"."""
+
+    section: ClassVar[str] = "tiermem"
+
+    host_bytes: Annotated[Bytes, Field(ge=1)] | None = None
+    """Budget of host memory per node, divided by the ranks on it. Not set: what the plan needs."""
+    disk_bytes: Annotated[Bytes, Field(ge=1)] | None = None
+    """Most bytes to take on all NVMe paths together. Not set: what the plan needs."""
+    resident_bytes: Bytes | None = None
+    """Optimizer state kept in host memory although its home is NVMe."""
+    grads: OffloadDevice | None = None
+    """Tier of reduced gradients between backward and step. Not set: cpu when the budget has room, else nvme."""
+    step_in_backward: bool = False
+    """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
+    on_nonfinite: Literal["skip", "raise"] = "skip"
+    """A step whose gradients hold NaN or infinity: leave every state untouched and count it, or raise."""
+    master_from: Literal["param", "init"] = "param"
+    """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
+    engine: Literal["auto", "uring", "aio", "threads"] = "auto"
+    """How files are read and written; auto takes the first that works."""
+    timeout_s: Annotated[Number, Field(gt=0.0)] = 1800.0
+    """Longest wait for another rank before the run stops with an error, in seconds."""

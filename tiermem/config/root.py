@@ -1,0 +1,173 @@
+"""TiermemConfig: a whole config, checked.
+
+    JSON or dict --load.py--> TiermemConfig --translate.py--> OffloadPolicy (all that zero/, optim/ and swap/ ever see)
+                                            --batch()-------> BatchSizes
+                                            --report()------> what became of every key
+
+The engine reads the rest here: optimizer, scheduler, clipping, precision and printing. Checks that need two sections
+live here; checks within one live with it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import AliasChoices, BeforeValidator, Field, PrivateAttr
+
+from tiermem.config.aio import AioConfig
+from tiermem.config.base import ConfigModel, Count, Number, PositiveCount
+from tiermem.config.batch import BatchSizes, solve_batch
+from tiermem.config.errors import ConfigError, Problem
+from tiermem.config.keys import REFUSED, is_off
+from tiermem.config.offload import OffloadDevice
+from tiermem.config.optimizer import OptimizerConfig
+from tiermem.config.own import OwnConfig
+from tiermem.config.precision import Bf16Config, Fp16Config
+from tiermem.config.scheduler import SchedulerConfig
+from tiermem.config.translate import ReportRow, io_of, paths_of, policy_of, report_of
+from tiermem.config.zero import ZeroConfig
+from tiermem.policy import OffloadPolicy
+
+__all__ = ["TiermemConfig"]
+
+
+def _never_if_infinite(value: Any) -> Any:
+    return None if isinstance(value, float) and math.isinf(value) else value  # Accelerate writes infinity
+
+
+class TiermemConfig(ConfigModel):
+    """The top of a config. Values are frozen; `model_fields_set` of each section tells what the user wrote."""
+
+    train_batch_size: PositiveCount | None = None
+    """Samples per optimizer step, over all ranks."""
+    train_micro_batch_size_per_gpu: PositiveCount | None = None
+    """Samples in one forward of one rank."""
+    gradient_accumulation_steps: PositiveCount | None = None
+    """Forwards of one rank per optimizer step."""
+    optimizer: OptimizerConfig | None = None
+    """The optimizer that the engine builds, unless it is given one."""
+    scheduler: SchedulerConfig | None = None
+    """The learning-rate schedule that the engine builds, unless it is given one."""
+    gradient_clipping: Number = 1.0
+    """Largest global norm of the gradients in a step; 0 does not clip."""
+    bf16: Bf16Config = Field(default=Bf16Config(), validation_alias=AliasChoices("bf16", "bfloat16"))
+    """Compute in bfloat16."""
+    fp16: Fp16Config = Fp16Config()
+    """Compute in float16."""
+    zero_optimization: ZeroConfig = ZeroConfig()
+    """What is sharded and where it rests."""
+    aio: AioConfig = AioConfig()
+    """How blocks move between memory and files."""
+    tiermem: OwnConfig = OwnConfig()
+    """What the documented keys have no word for."""
+    steps_per_print: Annotated[Count | None, BeforeValidator(_never_if_infinite)] = 10
+    """Optimizer steps between two lines of progress; null, 0 or infinity prints none."""
+    wall_clock_breakdown: bool = False
+    """Time forward, backward and step in every line of progress."""
+    dump_state: bool = False
+    """Print what became of every key when the engine starts."""
+    seed: Count = 0
+    """Seeds the shuffling of training_data, and rounding where it is stochastic."""
+    dataloader_drop_last: bool = False
+    """Leave out a last batch of training_data that is not full."""
+    zero_allow_untested_optimizer: bool = False
+    """Accept an optimizer from the user that was not tested with sharded states."""
+    zero_force_ds_cpu_optimizer: bool = True
+    """With offload, refuse optimizers that cannot step on the CPU; always so here."""
+
+    _auto_keys: frozenset[str] = PrivateAttr(default=frozenset())
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _drop_what_is_off(cls, raw: Any) -> Any:
+        """Leaves out recognised keys that ask for nothing (`"tensorboard": {"enabled": false}`)."""
+        if not isinstance(raw, dict):
+            return raw
+        return {k: v for k, v in raw.items() if not (_only_recognised(k) and is_off(v, REFUSED[k].off))}
+
+    @property
+    def auto_keys(self) -> frozenset[str]:
+        """Dotted paths whose value was "auto"."""
+        return self._auto_keys
+
+    @property
+    def precision(self) -> Literal["bf16", "fp16", "fp32"]:
+        """What the model computes in."""
+        if self.bf16.enabled:
+            return "bf16"
+        return "fp16" if self.fp16.enabled else "fp32"
+
+    def batch(self, num_ranks: int) -> BatchSizes:
+        """Computes the batch sizes on this many ranks; raises ConfigError with the arithmetic when they do not fit."""
+        try:
+            sizes = solve_batch(
+                self.train_batch_size,
+                self.train_micro_batch_size_per_gpu,
+                self.gradient_accumulation_steps,
+                num_ranks,
+            )
+        except ValueError as error:
+            raise ConfigError([Problem("", str(error))]) from error
+        if self.tiermem.step_in_backward and sizes.accumulation > 1:
+            raise ConfigError([Problem("tiermem.step_in_backward", _NO_ACCUMULATION.format(sizes.accumulation))])
+        return sizes
+
+    def policy(self, **overrides: Any) -> OffloadPolicy:
+        """Builds the policy from the keys that are set; `overrides` are fields of OffloadPolicy that win over them."""
+        return policy_of(self.zero_optimization, self.aio, self.tiermem, overrides)
+
+    def report(self) -> list[ReportRow]:
+        """Lists every key: its value, whether it is honoured, computed or default, and a note."""
+        return report_of(self, self._auto_keys)
+
+    def contradictions(self) -> list[tuple[str, str]]:
+        found = []
+        if self.bf16.enabled and self.fp16.enabled:
+            found.append(("", "bf16.enabled and fp16.enabled are both true; allowed is one of them, or none for fp32"))
+        if self.tiermem.grads is OffloadDevice.nvme and not paths_of(self.zero_optimization, self.tiermem):
+            found.append(
+                ("tiermem.grads", "nvme given without a path; set zero_optimization.offload_optimizer.nvme_path")
+            )
+        if self.tiermem.grads not in (None, OffloadDevice.none) and self.zero_optimization.stage == 0:
+            found.append(("tiermem.grads", "set with stage 0, but gradients rest elsewhere in stages 1, 2 and 3 only"))
+        try:
+            io_of(self.aio, self.tiermem)
+        except ValueError as error:
+            found.append(("aio", f"{error} (block_bytes is block_size, depth is queue_depth)"))
+        if self.tiermem.step_in_backward:
+            found += self._step_in_backward_conflicts()
+        return found
+
+    def _step_in_backward_conflicts(self) -> list[tuple[str, str]]:
+        found = []
+        key = "tiermem.step_in_backward"
+        if self.gradient_clipping > 0:
+            whose = "" if self.is_set("gradient_clipping") else " (the default)"
+            found.append(
+                (
+                    key,
+                    f"true with gradient_clipping {self.gradient_clipping}{whose}, but the norm of all gradients is "
+                    "not known before the first is used; set gradient_clipping to 0",
+                )
+            )
+        if (self.gradient_accumulation_steps or 1) > 1:
+            found.append((key, _NO_ACCUMULATION.format(self.gradient_accumulation_steps)))
+        if self.tiermem.is_set("on_nonfinite") and self.tiermem.on_nonfinite == "skip":
+            found.append(
+                (key, 'true with on_nonfinite "skip", but a unit already stepped cannot be skipped; use "raise"')
+            )
+        if self.fp16.enabled and self.fp16.is_dynamic:
+            found.append(
+                (key, "true with a dynamic loss scale, which has to skip steps; set fp16.loss_scale or use bf16")
+            )
+        return found
+
+
+_NO_ACCUMULATION = "true with gradient_accumulation_steps {}, but no gradient is held to add to; set it to 1"
+
+
+def _only_recognised(key: str) -> bool:
+    """Whether a top-level key is one that no field holds."""
+    return key in REFUSED and key not in TiermemConfig.model_fields

@@ -1,0 +1,238 @@
+"""`zero_optimization`: what is sharded, in what portions, and what is offloaded.
+
+Also the keys it once had. A deprecated key becomes its successor with a DeprecationWarning; given together with the
+successor it is refused, because which of the two is meant cannot be known.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import warnings
+from typing import Annotated, Any, ClassVar
+
+import pydantic
+from pydantic import AliasChoices, BeforeValidator, Field
+
+from tiermem.config.base import ConfigModel, Count
+from tiermem.config.offload import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig
+
+__all__ = ["ZeroConfig", "ZeroStage"]
+
+
+class ZeroStage(enum.IntEnum):
+    """What is sharded over the ranks; each stage shards what the one before does, too."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+
+
+def _stage_of_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        warnings.warn(
+            f"zero_optimization.stage: {value} is deprecated; write {int(value)}", DeprecationWarning, stacklevel=2
+        )
+        return int(value)
+    return value
+
+
+class ZeroConfig(ConfigModel):
+    """`zero_optimization`: stage, portions of communication and prefetch, offload. Sizes are in elements."""
+
+    section: ClassVar[str] = "zero_optimization"
+
+    stage: Annotated[ZeroStage, BeforeValidator(_stage_of_bool)] = ZeroStage.disabled
+    """0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
+    contiguous_gradients: bool = True
+    """Reduce gradients from one contiguous buffer; always so here."""
+    reduce_scatter: bool = True
+    """Reduce-scatter rather than all-reduce gradients; follows from the stage here."""
+    reduce_bucket_size: Count = 500_000_000
+    """Most elements of gradients handed to one reduction."""
+    use_multi_rank_bucket_allreduce: bool = True
+    """Combine the buckets of several ranks in one reduction; always so here."""
+    allgather_partitions: bool = True
+    """All-gather updated parameters rather than broadcast them; always so here."""
+    allgather_bucket_size: Count = 500_000_000
+    """Elements gathered at a time; here a unit is."""
+    overlap_comm: bool | None = None
+    """Overlap reduction with backward; always so here where the device allows it."""
+    load_from_fp32_weights: bool = True
+    """Make masters from fp32 copies in a checkpoint; always so here."""
+    elastic_checkpoint: bool = False
+    """Open checkpoints on another number of ranks; always possible here."""
+    offload_param: OffloadParamConfig | None = None
+    """Where parameters rest; needs stage 3."""
+    offload_optimizer: OffloadOptimizerConfig | None = None
+    """Where optimizer states rest; needs stage 1, 2 or 3."""
+    sub_group_size: Count = 1_000_000_000
+    """Elements of optimizer state read, stepped and written as one tile. Not set: planned."""
+    cpu_offload_param: bool | None = None
+    """Deprecated: offload_param {"device": "cpu"}."""
+    cpu_offload_use_pin_memory: bool | None = None
+    """Deprecated: pin_memory of offload_param and offload_optimizer."""
+    cpu_offload: bool | None = None
+    """Deprecated: offload_optimizer {"device": "cpu"}."""
+    prefetch_bucket_size: Count = Field(default=50_000_000, validation_alias="stage3_prefetch_bucket_size")
+    """Most elements fetched ahead of use. Not set: planned."""
+    param_persistence_threshold: Count = Field(default=100_000, validation_alias="stage3_param_persistence_threshold")
+    """Parameters of at most this many elements stay gathered."""
+    model_persistence_threshold: Count = Field(
+        default=sys.maxsize, validation_alias="stage3_model_persistence_threshold"
+    )
+    """Most elements that stay gathered because they are small, in all."""
+    max_live_parameters: Count = Field(default=1_000_000_000, validation_alias="stage3_max_live_parameters")
+    """Most elements of gathered parameters at once. Not set: planned."""
+    max_reuse_distance: Count = Field(default=1_000_000_000, validation_alias="stage3_max_reuse_distance")
+    """A unit used again within this many elements stays gathered. Not set: planned."""
+    gather_16bit_weights_on_model_save: bool = Field(
+        default=False, validation_alias="stage3_gather_16bit_weights_on_model_save"
+    )
+    """Whether save_16bit_model gathers sharded weights and writes them."""
+    stage3_gather_fp16_weights_on_model_save: bool | None = None
+    """Deprecated: stage3_gather_16bit_weights_on_model_save."""
+    module_granularity_threshold: Count = Field(default=0, validation_alias="stage3_module_granularity_threshold")
+    """Form units by the ratio of parameters to descendants; does not exist here."""
+    use_all_reduce_for_fetch_params: bool = Field(
+        default=False, validation_alias="stage3_use_all_reduce_for_fetch_params"
+    )
+    """Fetch by all-reduce; does not exist here."""
+    allgather_sequential: bool = Field(
+        default=False, validation_alias=AliasChoices("stage3_allgather_sequential", "stage3_allgather_single_param")
+    )
+    """Gather parameter by parameter to save buffers; here no gather needs one."""
+    ignore_unused_parameters: bool = True
+    """Go on when a parameter gets no gradient; always so here."""
+    legacy_stage1: bool = False
+    """Old implementation of stage 1; does not exist here."""
+    round_robin_gradients: bool = False
+    """Spread the copying of gradients to the CPU over ranks; each rank copies its own shard here."""
+    zero_hpz_partition_size: Count = 1
+    """Ranks in a secondary partition of parameters; does not exist here."""
+    zero_quantized_weights: bool = False
+    """Quantise gathered weights; does not exist here."""
+    zero_quantized_nontrainable_weights: bool = False
+    """Quantise frozen weights; does not exist here."""
+    zero_quantized_gradients: bool = False
+    """Quantise reduced gradients; does not exist here."""
+    zeropp_loco_param: dict[str, Any] | None = None
+    """Error feedback of quantised gradients; does not exist here."""
+    mics_shard_size: int = -1
+    """Ranks that share one copy of the states; does not exist here."""
+    mics_hierarchical_params_gather: bool = False
+    """Gather in two stages; does not exist here."""
+    memory_efficient_linear: bool = True
+    """Replace linear layers by ones that save less; not needed here."""
+    pipeline_loading_checkpoint: bool = False
+    """Load a checkpoint rank by rank; does not exist here."""
+    override_module_apply: bool = True
+    """Gather in Module.apply; here parameters are fetched when touched."""
+    compute_grad_norm: bool = True
+    """Compute the norm of gradients in each step; always so here."""
+    parameter_alignment: bool = False
+    """Align parameters in flat buffers; always so here."""
+    leaf_module: dict[str, Any] | None = None
+    """Modules fetched as one; does not exist here."""
+    log_trace_cache_warnings: bool = False
+    """Warn when the order of units changes; does not exist here."""
+    enable_sanity_checks: bool = False
+    """Extra checks; do not exist here."""
+    save_muon_momentum_buffer_in_memory: bool = False
+    """Keep Muon's momentum off NVMe; does not exist here."""
+    zenflow: dict[str, Any] | None = None
+    """Selective asynchronous updates; do not exist here."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _accept_legacy_forms(cls, raw: Any) -> Any:
+        if isinstance(raw, bool):
+            return {"stage": raw}
+        return _without_deprecated(dict(raw)) if isinstance(raw, dict) else raw
+
+    @property
+    def param_device(self) -> OffloadDevice:
+        """Where parameters rest."""
+        return self.offload_param.device if self.offload_param else OffloadDevice.none
+
+    @property
+    def optimizer_device(self) -> OffloadDevice:
+        """Where optimizer states rest."""
+        return self.offload_optimizer.device if self.offload_optimizer else OffloadDevice.none
+
+    def contradictions(self) -> list[tuple[str, str]]:
+        return [*self._offload_without_shards(), *self._old_beside_new(), *self._unusable_tile()]
+
+    def _offload_without_shards(self) -> list[tuple[str, str]]:
+        found = []
+        stage = int(self.stage)
+        if self.param_device is not OffloadDevice.none and stage != 3:
+            found.append(
+                (
+                    "offload_param",
+                    f"device {self.param_device.value} with stage {stage}, but parameters rest elsewhere only when "
+                    "they are sharded; set stage to 3 or remove offload_param",
+                )
+            )
+        if self.optimizer_device is not OffloadDevice.none and stage == 0:
+            found.append(
+                (
+                    "offload_optimizer",
+                    f"device {self.optimizer_device.value} with stage 0, but optimizer states are offloaded only in "
+                    "stages 1, 2 and 3; set stage or remove offload_optimizer",
+                )
+            )
+        return found
+
+    def _old_beside_new(self) -> list[tuple[str, str]]:
+        found = []
+        for old, new in (
+            ("cpu_offload", "offload_optimizer"),
+            ("cpu_offload_param", "offload_param"),
+            ("stage3_gather_fp16_weights_on_model_save", "gather_16bit_weights_on_model_save"),
+        ):
+            if getattr(self, old) is not None and self.is_set(new):
+                key = self.path_of(new).rpartition(".")[2]
+                found.append((old, f"deprecated key given together with its successor {key}; remove {old}"))
+        if self.cpu_offload_use_pin_memory is not None:
+            found.append(
+                (
+                    "cpu_offload_use_pin_memory",
+                    "deprecated key without a deprecated cpu_offload or cpu_offload_param to act on; remove it and set "
+                    "pin_memory in offload_optimizer and offload_param",
+                )
+            )
+        return found
+
+    def _unusable_tile(self) -> list[tuple[str, str]]:
+        if self.is_set("sub_group_size") and self.sub_group_size == 0:
+            return [
+                ("sub_group_size", "0 given, but a tile holds at least 1 element; remove the key to have it planned")
+            ]
+        return []
+
+
+def _without_deprecated(raw: dict[str, Any]) -> dict[str, Any]:
+    """Rewrites deprecated keys as their successors; leaves them where a successor is given (a contradiction)."""
+    pin = raw.get("cpu_offload_use_pin_memory")
+    if pin is not None:
+        _warn_deprecated("cpu_offload_use_pin_memory", "pin_memory in offload_optimizer and offload_param")
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if raw.get(old) is None:
+            continue
+        _warn_deprecated(old, f'{new}: {{"device": "cpu"}}')
+        if raw[old] is True and new not in raw:
+            del raw[old]
+            raw[new] = {"device": "cpu"} if pin is None else {"device": "cpu", "pin_memory": pin}
+            raw.pop("cpu_offload_use_pin_memory", None)
+    old, new = "stage3_gather_fp16_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save"
+    if raw.get(old) is not None:
+        _warn_deprecated(old, new)
+        if new not in raw and "gather_16bit_weights_on_model_save" not in raw:
+            raw[new] = raw.pop(old)
+    return raw
+
+
+def _warn_deprecated(old: str, new: str) -> None:
+    warnings.warn(f"zero_optimization.{old} is deprecated; use {new}", DeprecationWarning, stacklevel=3)

@@ -1,0 +1,339 @@
+"""Learning-rate schedules with the documented names: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest.
+
+    lr   warm-up   then constant (WarmupLR), down a line (WarmupDecayLR), or down half a cosine (WarmupCosineLR)
+         up, down, then decay (OneCycle)      ever up (LRRangeTest)
+
+Each is an ordinary torch LRScheduler: construct it on an optimizer, call `step()` after each optimizer step. The first
+optimizer step runs with the value that the constructor sets. Warm-up counts as the documented schedules do: the first
+two optimizer steps both run at the start of the warm-up (iteration 0 is the step *after* the first), so optimizer step
+k, counted from 0, has warm-up iteration max(k - 1, 0). OneCycle and LRRangeTest count from the first step.
+
+`build_scheduler` makes one from a config section, or any schedule of torch.optim.lr_scheduler by its name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+__all__ = [
+    "LRRangeTest",
+    "OneCycle",
+    "SchedulerSection",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "build_scheduler",
+    "check_params",
+    "schedule_class",
+]
+
+_log = logging.getLogger("tiermem")
+
+WARMUP_TYPES = ("log", "linear")
+
+
+class SchedulerSection(Protocol):
+    """A config section that names a schedule (`config/scheduler.py`)."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def params(self) -> dict[str, Any]: ...
+
+
+class WarmupLR(LRScheduler):
+    """Raises each group's rate from warmup_min_lr to warmup_max_lr over warmup_num_steps steps, then holds it.
+
+    `warmup_type` "log" rises with log(iteration + 1) / log(warmup_num_steps), "linear" with iteration /
+    warmup_num_steps. Rates may be lists, one value per parameter group. Raises ValueError for bad arguments.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_epoch: int = -1,
+    ) -> None:
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
+        self.warmup_type = _warmup_type(warmup_type)
+        self.min_lrs = _per_group("warmup_min_lr", warmup_min_lr, optimizer)
+        self.max_lrs = _per_group("warmup_max_lr", warmup_max_lr, optimizer)
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        factor = self._factor(max(self.last_epoch - 1, 0))
+        return [low + (high - low) * factor for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def _factor(self, iteration: int) -> float:
+        """Part of the way from the lowest to the highest rate."""
+        return _warmup(iteration, self.warmup_num_steps, self.warmup_type)
+
+
+class WarmupDecayLR(WarmupLR):
+    """Warms up like WarmupLR, then falls on a line to warmup_min_lr at iteration total_num_steps, and stays there."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_epoch: int = -1,
+    ) -> None:
+        self.total_num_steps = _positive_int("total_num_steps", total_num_steps)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_epoch)
+
+    def _factor(self, iteration: int) -> float:
+        if iteration < self.warmup_num_steps:
+            return super()._factor(iteration)
+        decaying = max(1, self.total_num_steps - self.warmup_num_steps)
+        return max(0.0, (self.total_num_steps - iteration) / decaying)
+
+
+class WarmupCosineLR(LRScheduler):
+    """Raises each group's own rate from warmup_min_ratio of it to all of it, then lowers it along half a cosine.
+
+    The cosine ends at cos_min_ratio of the rate, at iteration total_num_steps - 1, and stays there.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_epoch: int = -1,
+    ) -> None:
+        self.total_num_steps = _positive_int("total_num_steps", total_num_steps)
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
+        self.warmup_type = _warmup_type(warmup_type)
+        self.warmup_min_ratio = warmup_min_ratio
+        self.cos_min_ratio = cos_min_ratio
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        ratio = self._ratio(max(self.last_epoch - 1, 0))
+        return [base * ratio for base in self.base_lrs]
+
+    def _ratio(self, iteration: int) -> float:
+        if iteration < self.warmup_num_steps:
+            part = _warmup(iteration, self.warmup_num_steps, self.warmup_type)
+            return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * part
+        decaying = max(1, self.total_num_steps - self.warmup_num_steps)
+        progress = min(1.0, (iteration - self.warmup_num_steps + 1) / decaying)
+        return self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0
+
+
+class OneCycle(LRScheduler):
+    """Raises the rate from cycle_min_lr to cycle_max_lr, lowers it again, then decays it below; momentum runs opposite.
+
+    The cycle takes cycle_first_step_size steps up and cycle_second_step_size (None: as many) down. A stair count above
+    0 moves in that many equal stairs. After it, every decay_step_size steps (0: no decay) divide cycle_min_lr by
+    1 + decay_lr_rate * steps / decay_step_size. With cycle_momentum the first beta falls from cycle_max_mom to
+    cycle_min_mom and rises again, then grows by decay_mom_rate in the same way. The other betas stay as they are, and
+    an optimizer without betas is left alone, with a warning.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        cycle_min_lr: float | Sequence[float],
+        cycle_max_lr: float | Sequence[float],
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float = 0.8,
+        cycle_max_mom: float = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_epoch: int = -1,
+    ) -> None:
+        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        self.rising = _positive_int("cycle_first_step_size", cycle_first_step_size)
+        self.falling = _positive_int("cycle_second_step_size", second)
+        self.rising_stairs = cycle_first_stair_count
+        self.falling_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.decay_step_size = decay_step_size
+        self.decay_lr_rate = decay_lr_rate
+        self.decay_mom_rate = decay_mom_rate
+        self.min_lrs = _per_group("cycle_min_lr", cycle_min_lr, optimizer)
+        self.max_lrs = _per_group("cycle_max_lr", cycle_max_lr, optimizer)
+        self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
+        if cycle_momentum and not self.cycle_momentum:
+            _log.warning("OneCycle: %s has no betas, so momentum is not cycled", type(optimizer).__name__)
+        self.min_momentum = cycle_min_mom
+        self.max_momentum = cycle_max_mom
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        if self._is_past_cycle:
+            divisor = 1.0 + self.decay_lr_rate * self._decay_intervals
+            return [low / divisor for low in self.min_lrs]
+        height = self._height()
+        return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def get_momentum(self) -> float:
+        """First beta of the current step."""
+        if self._is_past_cycle:
+            return self.max_momentum * (1.0 + self.decay_mom_rate * self._decay_intervals)
+        return self.max_momentum - (self.max_momentum - self.min_momentum) * self._height()
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        if self.cycle_momentum:
+            for group in self.optimizer.param_groups:
+                group["betas"] = (self.get_momentum(), *group["betas"][1:])
+
+    @property
+    def _is_past_cycle(self) -> bool:
+        return self.last_epoch > self.rising + self.falling
+
+    @property
+    def _decay_intervals(self) -> float:
+        steps = self.last_epoch - self.rising - self.falling
+        return steps / self.decay_step_size if self.decay_step_size else 0.0
+
+    def _height(self) -> float:
+        """Part of the way up the cycle."""
+        if self.last_epoch <= self.rising:
+            return _stairs(self.last_epoch, self.rising, self.rising_stairs)
+        return _stairs(self.rising + self.falling - self.last_epoch, self.falling, self.falling_stairs)
+
+
+class LRRangeTest(LRScheduler):
+    """Raises the rate without end, to find the highest that still trains.
+
+    The rate is lr_range_test_min_lr * (1 + lr_range_test_step_rate * steps / lr_range_test_step_size), the quotient
+    rounded down with lr_range_test_staircase.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lr_range_test_min_lr: float | Sequence[float] = 0.001,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_epoch: int = -1,
+    ) -> None:
+        self.min_lrs = _per_group("lr_range_test_min_lr", lr_range_test_min_lr, optimizer)
+        self.step_size = _positive_int("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_rate = lr_range_test_step_rate
+        self.is_staircase = lr_range_test_staircase
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        intervals = self.last_epoch // self.step_size if self.is_staircase else self.last_epoch / self.step_size
+        return [low * (1.0 + self.step_rate * intervals) for low in self.min_lrs]
+
+
+_DOCUMENTED: Mapping[str, type[LRScheduler]] = {
+    "WarmupLR": WarmupLR,
+    "WarmupDecayLR": WarmupDecayLR,
+    "WarmupCosineLR": WarmupCosineLR,
+    "OneCycle": OneCycle,
+    "LRRangeTest": LRRangeTest,
+}
+
+
+def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> LRScheduler:
+    """Builds the schedule that a config section names; raises ValueError for arguments it cannot take."""
+    cls = schedule_class(section.type)
+    params = dict(section.params)
+    problems = check_params(section.type, params)
+    if problems:
+        raise ValueError("; ".join(f"scheduler.params.{name}: {message}" for name, message in problems))
+    missing = [name for name, given in _arguments(cls).items() if given.default is given.empty and name not in params]
+    if missing:
+        raise ValueError(f"scheduler {section.type} needs {', '.join(missing)}: set it in scheduler.params")
+    try:
+        return cls(optimizer, **params)
+    except TypeError as error:
+        raise ValueError(f"scheduler {section.type} cannot be built from {params}: {error}") from error
+
+
+def schedule_class(name: str) -> type[LRScheduler]:
+    """Finds a schedule by its name; raises ValueError with the nearest name."""
+    found = _DOCUMENTED.get(name) or getattr(lr_scheduler, name, None)
+    if isinstance(found, type) and issubclass(found, LRScheduler) and not name.startswith("_"):
+        if found is lr_scheduler.ReduceLROnPlateau:
+            raise ValueError("'ReduceLROnPlateau' needs a metric at each step; build it and step it yourself")
+        return found
+    torch_names = [n for n in dir(lr_scheduler) if n.endswith("LR") and not n.startswith("_")]
+    near = difflib.get_close_matches(name, [*_DOCUMENTED, *torch_names], n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ValueError(
+        f"{name!r} given; allowed are {', '.join(_DOCUMENTED)} and the classes of torch.optim.lr_scheduler{hint}"
+    )
+
+
+def check_params(name: str, params: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Lists arguments that the schedule does not have, each with a sentence."""
+    known = _arguments(schedule_class(name))
+    problems = []
+    for given in params:
+        if given not in known:
+            near = difflib.get_close_matches(given, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"allowed are {', '.join(known)}"
+            problems.append((given, f"unknown argument of {name}; {hint}"))
+    return problems
+
+
+def _arguments(cls: type[LRScheduler]) -> dict[str, inspect.Parameter]:
+    arguments = dict(inspect.signature(cls).parameters)
+    arguments.pop("optimizer", None)
+    return arguments
+
+
+def _warmup(iteration: int, num_steps: int, kind: str) -> float:
+    if iteration >= num_steps:
+        return 1.0
+    return iteration / num_steps if kind == "linear" else math.log(iteration + 1) / math.log(num_steps)
+
+
+def _stairs(position: int, size: int, count: int) -> float:
+    return (position * count // size) / count if count > 0 else position / size
+
+
+def _warmup_steps(value: int) -> int:
+    return max(2, _positive_int("warmup_num_steps", value))  # one step has no logarithm to rise by
+
+
+def _warmup_type(value: str) -> str:
+    if value not in WARMUP_TYPES:
+        raise ValueError(f"warmup_type is {value!r}; allowed are {' and '.join(WARMUP_TYPES)}")
+    return value
+
+
+def _positive_int(name: str, value: float) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value != math.floor(value):
+        raise ValueError(f"{name} is {value!r}; it must be a positive whole number")
+    return int(value)
+
+
+def _per_group(name: str, value: float | Sequence[float], optimizer: Optimizer) -> list[float]:
+    num_groups = len(optimizer.param_groups)
+    if isinstance(value, (int, float)):
+        return [float(value)] * num_groups
+    if len(value) != num_groups:
+        raise ValueError(f"{name} has {len(value)} values, but the optimizer has {num_groups} parameter groups")
+    return [float(v) for v in value]
