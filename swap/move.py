@@ -150,7 +150,7 @@ class Move:
             return True
         if not after.is_done():
             return False
-        if False:
+        if after.has_failed:
             self._failure, self._was_cancelled = after._failure, after._was_cancelled
             self._end()
             return False

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tiermem.swap.bounce import Bounce
 from tiermem.swap.files import IoSettings
+from tiermem.swap.move import Move
 from tiermem.swap.native import Fault, TransferError
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
@@ -100,12 +101,22 @@ def test_range_beyond_the_entry_is_refused(make_bounce: Callable[..., tuple[Tens
 
 
 @pytest.mark.parametrize("serial", [1, 2, 4])
-def test_failed_piece_is_named_and_the_buffers_can_be_used_again(
+def test_failed_piece_is_named_and_no_other_is_under_way_in_the_buffers(
     make_bounce: Callable[..., tuple[TensorStore, Bounce]], pattern: Pattern, serial: int
 ) -> None:
-    _, bounce = make_bounce(Fault(serial, "error", errno.EIO))
-    with pytest.raises(TransferError, match="reading 8192 bytes"):
-        bounce.read("x", 0, 65536, torch.empty(65536, dtype=torch.uint8))
+    store, bounce = make_bounce(Fault(serial, "error", errno.EIO))
+    moves: list[Move] = []
+    read = store.read
+
+    def watch(ranges: list[tuple[str, int, torch.Tensor]], name: str) -> Move:
+        moves.append(read(ranges, name))
+        return moves[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "read", watch)
+        with pytest.raises(TransferError, match="reading 8192 bytes"):
+            bounce.read("x", 0, 65536, torch.empty(65536, dtype=torch.uint8))
+    assert [move._is_done for move in moves] == [True] * len(moves)
     into = torch.empty(65536, dtype=torch.uint8)
     bounce.read("x", 0, 65536, into)
     assert torch.equal(into, pattern(65536))

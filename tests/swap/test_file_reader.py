@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiermem.swap import reader as reader_module
-from tiermem.swap.native import Queue, TransferError
+from tiermem.swap.native import Answer, Op, Queue, TransferError
 from tiermem.swap.reader import FileReader
 
 Pattern = Callable[..., torch.Tensor]
@@ -104,16 +104,30 @@ def test_file_truncated_after_it_was_opened_is_never_read_as_if_whole(
 def test_failure_leaves_no_read_under_way_in_the_buffers(
     make_file: Callable[[int], Path], pattern: Pattern, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    submitted: list[int] = []
+    waited: list[int] = []
+    submit, wait = Queue.submit, Queue.wait
+
+    def watch_submit(self: Queue, ops: list[Op]) -> int:
+        submitted.append(submit(self, ops))
+        return submitted[-1]
+
+    def watch_wait(self: Queue, tag: int) -> Answer | None:
+        waited.append(tag)
+        return wait(self, tag)
+
+    def fail(self: Queue, answer: Answer) -> None:
+        raise TransferError(errno.EIO, answer.kind, "file", answer.offset, answer.length)
+
     with FileReader(make_file(6 * PIECE)) as reader:
         with monkeypatch.context() as patch:
-            patch.setattr(Queue, "raise_for", lambda self, answer: _fail())
+            for name, function in (("submit", watch_submit), ("wait", watch_wait), ("raise_for", fail)):
+                patch.setattr(Queue, name, function)
             with pytest.raises(TransferError):
                 reader.read(0, 6 * PIECE)
+        assert len(submitted) == 4
+        assert waited == submitted
         assert torch.equal(reader.read(0, 6 * PIECE), pattern(6 * PIECE))
-
-
-def _fail() -> None:
-    raise TransferError(errno.EIO, 0, "file", 0, 4096)
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:

@@ -28,13 +28,13 @@ STEPS = st.lists(
     ),
     max_size=40,
 )
-FAULTS = st.lists(
+FAULTS = st.lists(  # a read that is given nothing at all means the end of the file, so a short one gives something
     st.builds(
         Fault,
-        st.integers(0, 60),
-        st.sampled_from(["short", "late", "refused"]),
-        st.integers(0, 9000),
-        st.integers(1, 3),
+        serial=st.integers(0, 60),
+        kind=st.sampled_from(["short", "late", "refused"]),
+        value=st.integers(1, 9000),
+        repeat=st.integers(1, 3),
     ),
     max_size=6,
 )
