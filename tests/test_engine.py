@@ -1,0 +1,302 @@
+"""Does the face that DeepSpeed users know compute what a plain loop does?"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from twins import assert_same_tensors, seeded
+
+import tiermem
+from tiermem.zero import Init
+
+OFFLOADS = ["none", "cpu", "nvme"]
+
+
+def config(offload: str, folder: Path, stage: int = 3, **keys: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 50}
+    if offload != "none":
+        zero["offload_optimizer"] = {"device": offload, "nvme_path": str(folder)}
+        if stage == 3:
+            zero["offload_param"] = {"device": offload, "nvme_path": str(folder)}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": optimizer,
+        "zero_optimization": zero,
+    } | keys
+
+
+def run(engine: tiermem.Engine, num_steps: int = 4) -> list[float]:
+    losses = []
+    for micro in range(num_steps * engine.gradient_accumulation_steps()):
+        loss = zoo.loss_of(engine, micro)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def plain_run(model: nn.Module, num_steps: int = 4, accumulation: int = 1, lr: float = 1e-2) -> list[float]:
+    optim, losses = tiermem.AdamW(model.parameters(), lr=lr, weight_decay=0.01), []
+    for micro in range(num_steps * accumulation):
+        loss = zoo.loss_of(model, micro)
+        (loss / accumulation if accumulation > 1 else loss).backward()
+        losses.append(loss.item())
+        if (micro + 1) % accumulation == 0:
+            optim.step()
+            optim.zero_grad()
+    return losses
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [(0, "none"), (1, "none"), (1, "cpu"), (2, "nvme"), (3, "none"), (3, "cpu"), (3, "nvme")],
+)
+def test_engine_trains_as_a_plain_loop(
+    stage: int, offload: str, precision: str, accumulation: int, tmp_path: Path
+) -> None:
+    model = seeded(zoo.tied_tower)
+    plain = copy.deepcopy(model).to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    keys = {"gradient_accumulation_steps": accumulation, "bf16": {"enabled": precision == "bf16"}}
+    engine, _, _, _ = tiermem.initialize(model=model, config=config(offload, tmp_path, stage, **keys))
+    assert run(engine) == plain_run(plain, accumulation=accumulation)
+    assert engine.global_steps == 4
+    assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
+    engine.close()
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_weights_built_under_init_train_as_plain_ones(offload: str, tmp_path: Path) -> None:
+    losses = []
+    for is_enabled in (False, True):
+        cfg = config(offload, tmp_path, bf16={"enabled": True})
+        torch.manual_seed(0)
+        with Init(config_dict_or_path=cfg, enabled=is_enabled):
+            model = zoo.llama()
+        engine, _, _, _ = tiermem.initialize(model=model, config=cfg)
+        losses.append(run(engine))
+        engine.close()
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_fp16_with_a_dynamic_scale_skips_and_recovers(offload: str, tmp_path: Path) -> None:
+    """The scale starts too high: steps are skipped, states untouched to the bit, until it fits; then training goes on."""
+    model = seeded(zoo.Tower)
+    twin = copy.deepcopy(model).half()
+    fp16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 3, "hysteresis": 1}
+    engine, _, _, _ = tiermem.initialize(model=model, config=config(offload, tmp_path, fp16=fp16))
+    expected, losses, scale, good = tiermem.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.01), [], 2.0**24, 0
+    for micro in range(16):
+        assert engine.loss_scale() == scale
+        loss = zoo.loss_of(twin, micro)
+        (loss * scale).backward()
+        overflows = not all(p.grad.isfinite().all() for p in twin.parameters())
+        before = dict(model.state_dict())
+        losses.append((run_one(engine, micro), loss.item()))
+        if overflows:
+            assert_same_tensors(before, dict(model.state_dict()))
+            scale, good = scale / 2, 0
+        else:
+            expected.step(scale=scale)
+            good += 1
+            scale = scale * 2 if good % 3 == 0 else scale
+        expected.zero_grad()
+    assert 0 < engine.skipped_steps < 16
+    assert all(mine == other for mine, other in losses)
+    assert_same_tensors(dict(model.state_dict()), dict(twin.state_dict()))
+    engine.close()
+
+
+def run_one(engine: tiermem.Engine, micro: int) -> float:
+    loss = zoo.loss_of(engine, micro)
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_a_static_scale_changes_no_loss(offload: str, tmp_path: Path) -> None:
+    losses = []
+    for scale in (1, 256):
+        fp16 = {"enabled": True, "loss_scale": scale}
+        engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config(offload, tmp_path, fp16=fp16))
+        losses.append(run(engine))
+        engine.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+def test_clipping_and_the_global_norm(tmp_path: Path) -> None:
+    model = seeded(zoo.Tower)
+    plain = copy.deepcopy(model)
+    engine, _, _, _ = tiermem.initialize(model=model, config=config("nvme", tmp_path, gradient_clipping=0.05))
+    run_one(engine, 0)
+    zoo.loss_of(plain, 0).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05).item()
+    assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6)
+    engine.close()
+
+
+@pytest.mark.parametrize("given", ["instance", "factory", "torch's own"])
+def test_an_optimizer_that_is_given_keeps_its_groups(given: str, tmp_path: Path) -> None:
+    model = seeded(zoo.Tower)
+    plain = copy.deepcopy(model)
+    cfg = config("nvme", tmp_path)
+    del cfg["optimizer"]
+
+    def groups(of: nn.Module) -> list[dict[str, Any]]:
+        weights = [p for p in of.parameters() if p.ndim > 1]
+        return [{"params": weights, "weight_decay": 0.3}, {"params": [p for p in of.parameters() if p.ndim == 1], "lr": 0.1}]
+
+    kinds: dict[str, Callable[[], Any]] = {
+        "instance": lambda: tiermem.AdamW(groups(model), lr=1e-2),
+        "factory": lambda: lambda params: tiermem.AdamW(groups(model), lr=1e-2),
+        "torch's own": lambda: torch.optim.AdamW(groups(model), lr=1e-2),
+    }
+    engine, optim, _, _ = tiermem.initialize(model=model, optimizer=kinds[given](), config=cfg)
+    mine = run(engine)
+    assert engine.get_lr() == [1e-2, 0.1]
+    twin, losses = tiermem.AdamW(groups(plain), lr=1e-2), []
+    for micro in range(4):
+        loss = zoo.loss_of(plain, micro)
+        loss.backward()
+        twin.step()
+        twin.zero_grad()
+        losses.append(loss.item())
+    assert mine == losses
+    engine.close()
+
+
+def test_a_scheduler_that_is_given_steps_with_the_engine(tmp_path: Path) -> None:
+    factory = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    cfg = config("cpu", tmp_path, gradient_accumulation_steps=2)
+    engine, _, _, scheduler = tiermem.initialize(model=seeded(zoo.Tower), lr_scheduler=factory, config=cfg)
+    run(engine, num_steps=4)
+    assert scheduler is engine.lr_scheduler
+    assert engine.get_lr() == [pytest.approx(1e-2 / 4)]
+    engine.close()
+
+
+def test_step_in_backward_trains_as_stepping_after_it(tmp_path: Path) -> None:
+    losses = []
+    for own in ({}, {"step_in_backward": True}):
+        cfg = config("nvme", tmp_path, tiermem=own, bf16={"enabled": True})
+        engine, _, _, _ = tiermem.initialize(model=seeded(zoo.tied_tower), config=cfg)
+        losses.append(run(engine))
+        engine.close()
+    assert losses[0] == losses[1]
+
+
+# ---- inference -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_generate_gives_the_plain_models_tokens(offload: str, tied: bool, tmp_path: Path) -> None:
+    model = seeded(functools.partial(zoo.llama, tied=tied)).eval()
+    prompt = torch.randint(1, 61, (2, 5), generator=torch.Generator().manual_seed(1))
+    settings = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    expected = copy.deepcopy(model).generate(prompt, **settings)
+    cfg = config(offload, tmp_path)
+    del cfg["optimizer"]
+    engine, optim, _, _ = tiermem.initialize(model=model, config=cfg)
+    assert optim is None
+    assert torch.equal(engine.module.generate(prompt, **settings), expected)
+    assert torch.equal(engine.generate(prompt, **settings), expected)
+    assert (engine.shards.store.stats().nvme_read_bytes > 0) == (offload == "nvme")
+    assert not [row for row in engine.shards.plan.rows if "gradient" in row.what or "states" in row.what]
+    engine.close()
+
+
+def test_an_engine_for_inference_refuses_to_train(tmp_path: Path) -> None:
+    cfg = config("cpu", tmp_path)
+    del cfg["optimizer"]
+    engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=cfg)
+    with pytest.raises(RuntimeError, match="for inference"):
+        engine.backward(zoo.loss_of(engine, 0))
+    with pytest.raises(RuntimeError, match="for inference"):
+        engine.step()
+    engine.close()
+
+
+# ---- bad input: one clear error, before any byte is written ---------------------------------------------------------
+
+
+def refused(folder: Path, error: type[Exception], match: str, **given: Any) -> None:
+    with pytest.raises(error, match=match):
+        tiermem.initialize(**given)
+    assert not list(folder.rglob("tiermem-*"))
+
+
+def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
+    cfg = config("nvme", tmp_path, gradient_cliping=1.0)
+    refused(tmp_path, ValueError, "gradient_clipping", model=zoo.Tower(), config=cfg)
+
+
+def test_both_precisions_are_refused(tmp_path: Path) -> None:
+    cfg = config("nvme", tmp_path, bf16={"enabled": True}, fp16={"enabled": True})
+    refused(tmp_path, ValueError, "both", model=zoo.Tower(), config=cfg)
+
+
+def test_a_model_is_needed_and_a_config() -> None:
+    with pytest.raises(ValueError, match="needs a model"):
+        tiermem.initialize(config={})
+    with pytest.raises(ValueError, match="needs a config"):
+        tiermem.initialize(model=zoo.Tower())
+
+
+def test_an_optimizer_without_parameters_is_refused(tmp_path: Path) -> None:
+    cfg = config("nvme", tmp_path)
+    refused(tmp_path, ValueError, "no parameters", model=zoo.Tower().requires_grad_(False), config=cfg)
+    refused(tmp_path, ValueError, "no parameters", model=zoo.Tower(), model_parameters=[], config=cfg)
+
+
+def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
+    model = zoo.Tower()
+    sgd = torch.optim.SGD(model.parameters())
+    refused(tmp_path, ValueError, "SGD cannot step states", model=model, optimizer=sgd, config=config("nvme", tmp_path))
+
+
+def test_a_loss_of_several_elements_is_refused(tmp_path: Path) -> None:
+    engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config("cpu", tmp_path))
+    with pytest.raises(ValueError, match="loss of one element"):
+        engine.backward(torch.ones(3, requires_grad=True))
+    engine.close()
+
+
+def test_init_and_config_must_agree_on_the_dtype(tmp_path: Path) -> None:
+    with Init(config_dict_or_path=config("cpu", tmp_path, bf16={"enabled": True})):
+        model = zoo.Tower()
+    cfg = config("cpu", tmp_path, fp16={"enabled": True})
+    refused(tmp_path, ValueError, "built parameters as torch.bfloat16", model=model, config=cfg)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_non_finite_gradients_are_skipped_or_raise_as_asked(precision: str, tmp_path: Path) -> None:
+    for choice in ("skip", "raise"):
+        keys = {"tiermem": {"on_nonfinite": choice}, "bf16": {"enabled": precision == "bf16"}}
+        engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config("nvme", tmp_path, **keys))
+        before = dict(engine.module.state_dict())
+        engine.backward(zoo.loss_of(engine, 0) * float("nan"))
+        if choice == "raise":
+            with pytest.raises(RuntimeError, match="NaN or infinity"):
+                engine.step()
+        else:
+            engine.step()
+            assert engine.skipped_steps == 1
+        assert_same_tensors(before, dict(engine.module.state_dict()))
+        engine.close()

@@ -1,0 +1,129 @@
+"""Twins: small models, the same training loop for plain PyTorch and for sharded models, and how their results are compared.
+
+A *twin* is the plain model that a sharded one is held against: same seed, same data, same steps. `train` returns what a
+run leaves behind (losses, weights, states, bytes read), `assert_same` compares two of them to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tiermem
+from tiermem import OffloadPolicy
+
+VOCAB = 61
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Tower(nn.Module):
+    """Embedding, blocks in a ModuleList, head. The defaults make every parameter's size odd and cut by small tiles."""
+
+    def __init__(self, width: int = 31, inner: int = 97, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.layers = nn.ModuleList([Block(width, inner) for _ in range(num_blocks)])
+        self.head = nn.Linear(width, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return build()
+
+
+def batch(step: int, samples: int = 2, length: int = 11, vocab: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, vocab, (samples, length + 1), generator=torch.Generator().manual_seed(1000 + step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    inputs, targets = batch(step)
+    return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+
+
+def train_plain(model: nn.Module, optim: torch.optim.Optimizer, num_steps: int, clip: float = 0.0) -> list[float]:
+    losses = []
+    for step in range(num_steps):
+        loss = loss_of(model, step)
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@dataclasses.dataclass
+class Result:
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    states: dict[str, torch.Tensor]
+    read_bytes: int
+
+
+def train(
+    model: nn.Module,
+    policy: OffloadPolicy,
+    num_steps: int = 4,
+    max_norm: float = 0.0,
+    optimizer: type[tiermem.AdamW] | type[tiermem.Adam] = tiermem.AdamW,
+    **settings: Any,
+) -> Result:
+    """Trains a copy of the model under a policy and returns all that the run computed."""
+    model = copy.deepcopy(model)
+    with tiermem.shard(model, policy) as shards:
+        optim = optimizer(model.parameters(), **({"lr": 1e-2} | settings))
+        losses = []
+        for step in range(num_steps):
+            loss = loss_of(model, step)
+            loss.backward()
+            optim.step(max_norm=max_norm)
+            optim.zero_grad()
+            losses.append(loss.item())
+        return Result(losses, dict(model.state_dict()), states_of(shards, optim), shards.store.stats().nvme_read_bytes)
+
+
+def states_of(shards: tiermem.Shards, optim: tiermem.AdamW | tiermem.Adam) -> dict[str, torch.Tensor]:
+    tiles = optim.tiles_of(shards)
+    return {
+        f"{shard.name}.{name}": tiles.state(shard, name)
+        for live, shard in shards.parameters()
+        if live.unit.is_trainable
+        for name in ("master", "exp_avg", "exp_avg_sq")
+    }
+
+
+def assert_same(a: Result, b: Result) -> None:
+    """Equal to the bit: losses, weights and states."""
+    assert a.losses == b.losses
+    assert_same_tensors(a.weights, b.weights)
+    assert_same_tensors(a.states, b.states)
+
+
+def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    unequal = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not unequal, f"differ: {unequal}"

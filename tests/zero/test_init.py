@@ -1,0 +1,221 @@
+"""Does a model built under zero.Init hold the weights of a plain build, and does nothing else stay behind?"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from twins import assert_same_tensors, seeded
+
+import tiermem
+from tiermem import OffloadPolicy, Tier
+from tiermem.zero import Init
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": zoo.llama,
+    "llama, tied": functools.partial(zoo.llama, tied=True),
+    "nanogpt": zoo.NanoGPT,
+    "tied": zoo.tied_tower,
+    "frozen": zoo.frozen_tower,
+}
+HOMES = [Tier.DEVICE, Tier.HOST, Tier.NVME]
+
+
+def policy_at(home: Tier, folder: Path, **fields: Any) -> OffloadPolicy:
+    return OffloadPolicy(params=home, optim=home, paths=[folder], **({"persistence_numel": 50} | fields))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_weights_equal_a_plain_builds_seed_for_seed(
+    kind: str, home: Tier, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    plain = seeded(MODELS[kind])
+    plain = plain.to(dtype) if dtype else plain
+    policy = policy_at(home, tmp_path)
+    torch.manual_seed(0)
+    with Init(policy=policy, dtype=dtype):
+        model = MODELS[kind]()
+    assert torch.rand(1).item() == after_plain_build(kind)  # the generator has gone as far
+    with tiermem.shard(model, policy):
+        assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
+        assert {n for n, p in model.named_parameters() if not p.requires_grad} == {
+            n for n, p in plain.named_parameters() if not p.requires_grad
+        }
+
+
+@functools.cache
+def after_plain_build(kind: str) -> float:
+    seeded(MODELS[kind])
+    return torch.rand(1).item()
+
+
+def test_losses_equal_a_plain_builds(tmp_path: Path) -> None:
+    policy, losses = policy_at(Tier.NVME, tmp_path), []
+    for builder in (Init(policy=policy, enabled=False), Init(policy=policy)):
+        torch.manual_seed(0)
+        with builder:
+            model = zoo.llama()
+        with tiermem.shard(model, policy):
+            optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+            for step in range(3):
+                loss = zoo.loss_of(model, step)
+                loss.backward()
+                optim.step()
+                optim.zero_grad()
+                losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+
+
+def test_parameters_show_nan_the_true_shape_and_the_coming_dtype(tmp_path: Path) -> None:
+    with Init(policy=policy_at(Tier.NVME, tmp_path), dtype=torch.bfloat16):
+        model = zoo.NanoGPT()
+    assert model.lm_head.weight.shape == (61, 32)
+    assert model.lm_head.weight.isnan().all()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    tiermem.shard(model, policy_at(Tier.NVME, tmp_path)).close()
+
+
+def test_what_code_does_to_a_parameter_inside_is_kept(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = zoo.Tower()
+        up = model.layers[0].up
+        with torch.no_grad():
+            up.weight.mul_(2.0)
+            up.weight[3] = 7.0
+            up.weight.data[4].fill_(5.0)
+            torch.add(up.weight, 1.0, out=up.weight)
+            torch.nn.init.constant_(tensor=model.head.weight, val=0.25)
+            model.layers[1].load_state_dict(model.layers[0].state_dict())
+            model.layers[2].up.weight.copy_(input_of(up))
+        return model
+
+    def input_of(up: nn.Linear) -> torch.Tensor:
+        return up.weight.abs() + up.weight.norm()
+
+    policy = policy_at(Tier.NVME, tmp_path)
+    plain = seeded(build)
+    torch.manual_seed(0)
+    with Init(policy=policy):
+        model = build()
+    with tiermem.shard(model, policy):
+        assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_a_weight_that_was_tied_over_frees_its_place(tmp_path: Path) -> None:
+    policy = policy_at(Tier.NVME, tmp_path)
+    with Init(policy=policy) as init:
+        model = zoo.NanoGPT()
+        gc.collect()
+        assert init._nursery is not None
+        assert len(init._nursery._children) == sum(p.numel() > 50 for p in model.parameters())
+    tiermem.shard(model, policy).close()
+
+
+def test_a_finished_module_is_converted(tmp_path: Path) -> None:
+    model, plain = seeded(zoo.Tower), seeded(zoo.Tower)
+    policy = policy_at(Tier.NVME, tmp_path)
+    Init(module=model, policy=policy)
+    assert model.head.weight.isnan().all()
+    with tiermem.shard(model, policy):
+        assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_disabled_context_does_nothing(tmp_path: Path) -> None:
+    for builder in (
+        Init(policy=policy_at(Tier.NVME, tmp_path), enabled=False),
+        Init(policy=OffloadPolicy(stage=2)),
+    ):
+        torch.manual_seed(0)
+        with builder:
+            model = zoo.Tower()
+        assert_same_tensors(dict(model.state_dict()), dict(seeded(zoo.Tower).state_dict()))
+
+
+def test_nothing_is_left_when_the_body_raises(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Init(policy=policy_at(Tier.NVME, tmp_path)):
+        model = zoo.Tower()
+        raise ZeroDivisionError
+    assert not list(tmp_path.iterdir())
+    del model
+    plain = zoo.Tower()  # hooks and mode are gone
+    assert all(p.isfinite().all() for p in plain.parameters())
+
+
+def test_nothing_is_left_of_a_model_that_is_never_sharded(tmp_path: Path) -> None:
+    with Init(policy=policy_at(Tier.NVME, tmp_path)):
+        model = zoo.Tower()
+    assert list(tmp_path.iterdir())
+    del model
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_policy_may_shard_than_built(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with Init(policy=policy_at(Tier.NVME, tmp_path)):
+        model = zoo.Tower()
+    with tiermem.shard(model, OffloadPolicy(stage=1)):
+        assert_same_tensors(dict(model.state_dict()), dict(seeded(zoo.Tower).state_dict()))
+
+
+def test_a_meta_model_without_weights_is_refused(tmp_path: Path) -> None:
+    policy = policy_at(Tier.NVME, tmp_path)
+    with Init(policy=policy), torch.device("meta"):
+        model = zoo.Tower()
+    with pytest.raises(RuntimeError, match="never given values: load a checkpoint"):
+        tiermem.shard(model, policy)
+    del model
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_config_and_policy_together_are_refused() -> None:
+    with pytest.raises(ValueError, match="config or a policy, not both"):
+        Init(config_dict_or_path={"train_batch_size": 1}, policy=OffloadPolicy())
+    with pytest.raises(ValueError, match="are the same thing"):
+        Init(config={}, config_dict_or_path={})
+
+
+def test_a_missing_path_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"), Init(policy=policy_at(Tier.NVME, tmp_path / "nowhere")):
+        pass
+
+
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+@pytest.mark.parametrize("persistence_numel", [0, 50, 1 << 20])
+def test_masters_start_from_the_fp32_initial_values_when_asked(
+    home: Tier, persistence_numel: int, tmp_path: Path
+) -> None:
+    initial = {name: p.detach() for name, p in seeded(zoo.Tower).named_parameters()}
+    policy = policy_at(home, tmp_path, master_from="init", persistence_numel=persistence_numel, tile_numel=4096)
+    torch.manual_seed(0)
+    with Init(policy=policy, dtype=torch.bfloat16):
+        model = zoo.Tower()
+    with tiermem.shard(model, policy) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+        tiles = optim.tiles_of(shards)
+        for _, shard in shards.parameters():
+            assert torch.equal(tiles.state(shard, "master"), initial[shard.name].flatten()), shard.name
+        model(zoo.batch(0)[0]).sum().mul(0.0).backward()  # zero gradients: the step leaves masters as they are
+        optim.step()
+        for _, shard in shards.parameters():
+            assert torch.equal(tiles.state(shard, "master"), initial[shard.name].flatten()), shard.name
+            assert torch.equal(shards.weight(shard.param), initial[shard.name].bfloat16())
+        assert not any(name.startswith("initial/") for name in shards.store._entries)
+
+
+def test_masters_from_initial_values_are_in_the_plan(tmp_path: Path) -> None:
+    model = seeded(zoo.Tower).bfloat16()
+    with tiermem.shard(model, policy_at(Tier.NVME, tmp_path, master_from="init")) as shards:
+        row = next(row for row in shards.plan.rows if row.what == "initial masters")
+        assert row.num_bytes == sum(live.unit.shard_numel * 4 for live in shards.units)
+        assert shards.store.stats().nvme_bytes <= shards.plan.disk_bytes

@@ -1,0 +1,80 @@
+"""Do models with difficult habits train as they do unsharded?
+
+The twin is the same model, unsharded, with the same optimizer: losses and weights are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from twins import assert_same_tensors, seeded
+
+import tiermem
+from tiermem import OffloadPolicy, Tier
+
+HOMES = [Tier.HOST, Tier.NVME]
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "nanogpt": zoo.NanoGPT,
+    "llama": zoo.llama,
+    "llama, tied": functools.partial(zoo.llama, tied=True),
+    "llama, checkpointed": functools.partial(zoo.checkpointed_llama, False),
+    "llama, checkpointed reentrantly": functools.partial(zoo.checkpointed_llama, True),
+    "bare containers": zoo.BareContainers,
+    "tied": zoo.tied_tower,
+    "frozen": zoo.frozen_tower,
+    "frozen, tied": lambda: zoo.tied_tower().requires_grad_(True),
+    "unused blocks": functools.partial(zoo.Tower, skips=True),
+}
+for _outputs in ("tensor", "dict", "dataclass"):
+    for _checkpoint in (None, False, True):
+        for _rounds in (1, 2):
+            MODELS[f"{_outputs}, checkpoint {_checkpoint}, {_rounds} rounds"] = functools.partial(
+                zoo.Tower, outputs=_outputs, checkpoint=_checkpoint, rounds=_rounds
+            )
+
+
+@pytest.mark.parametrize("step_in_backward", [False, True], ids=["", "step in backward"])
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_model_trains_as_its_plain_twin(kind: str, home: Tier, step_in_backward: bool, tmp_path: Path) -> None:
+    model = seeded(MODELS[kind])
+    plain = copy.deepcopy(model)
+    expected = steps(plain, tiermem.AdamW(trainable(plain), lr=1e-2))
+    policy = OffloadPolicy(
+        params=home, optim=home, paths=[tmp_path], persistence_numel=50, step_in_backward=step_in_backward
+    )
+    with tiermem.shard(model, policy) as shards:
+        assert steps(model, tiermem.AdamW(trainable(model), lr=1e-2)) == expected
+        assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
+        assert (shards.store.stats().nvme_read_bytes > 0) == (home is Tier.NVME)
+
+
+def test_a_nan_that_was_never_fetched_would_show(tmp_path: Path) -> None:
+    """The tests above would fail if a unit were missing: released weights are NaN."""
+    model = seeded(zoo.Tower)
+    with tiermem.shard(model, OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=50)):
+        assert all(p.isnan().all() for p in model.layers[0].up.parameters() if p.numel() > 50 and not p.is_contiguous())
+
+
+def steps(model: nn.Module, optim: tiermem.AdamW, num_steps: int = 4) -> list[float]:
+    losses = []
+    for step in range(num_steps):
+        loss = zoo.loss_of(model, step)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    assert all(torch.isfinite(torch.tensor(losses)))
+    return losses
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]

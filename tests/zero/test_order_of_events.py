@@ -1,0 +1,161 @@
+"""What is read, gathered, stepped and written, and in which order?"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from twins import Tower, assert_same_tensors, loss_of, seeded
+
+import tiermem
+from tiermem import OffloadPolicy, Shards, Tier
+
+FORWARD = ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "head"]
+BACKWARD = {  # what forward left in the buffers is not read again
+    2: ["layers.2", "layers.1", "layers.0", "embed"],
+    3: ["layers.1", "layers.0", "embed"],
+    4: ["layers.0", "embed"],
+    6: [],
+}
+
+
+def policy(folder: Path, **fields: Any) -> OffloadPolicy:
+    return OffloadPolicy(
+        **({"params": Tier.NVME, "optim": Tier.HOST, "paths": [folder], "persistence_numel": 100} | fields)
+    )
+
+
+def events(shards: Shards, *lanes: str) -> list[str]:
+    """The names of events on lanes since the last call, oldest first."""
+    found = [event.name for event in shards.store.recorder.events if event.lane in lanes]
+    shards.store.recorder.events.clear()
+    return found
+
+
+def units(names: list[str]) -> list[str]:
+    return [name.split("/")[-1] for name in names]
+
+
+@pytest.mark.parametrize("unit_buffers", BACKWARD)
+def test_units_are_read_in_the_order_of_use_and_none_twice(unit_buffers: int, tmp_path: Path) -> None:
+    model = seeded(Tower)
+    with tiermem.shard(model, policy(tmp_path, unit_buffers=unit_buffers)) as shards:
+        optim = tiermem.AdamW(model.parameters())
+        for step in range(2):
+            events(shards)
+            loss = loss_of(model, step)
+            loss.backward()
+            assert units(events(shards, "read")) == FORWARD + BACKWARD[unit_buffers]
+            optim.step()
+            optim.zero_grad()
+
+
+def test_gradients_are_received_as_backward_goes(tmp_path: Path) -> None:
+    model = seeded(Tower)
+    with tiermem.shard(model, policy(tmp_path)) as shards:
+        loss_of(model, 0).backward()
+        assert events(shards, "reduce") == [*FORWARD[:0:-1], "embed", "persistent"]
+
+
+def test_gradients_on_nvme_are_written_behind_backward(tmp_path: Path) -> None:
+    model = seeded(Tower)
+    with tiermem.shard(model, policy(tmp_path, grads=Tier.NVME)) as shards:
+        loss_of(model, 0).backward()
+        shards.homes.settle()
+        written = events(shards, "write")
+        assert [n for n in written if n.startswith("grad")] == [f"grad {name}" for name in [*FORWARD[:0:-1], "embed", "persistent"]]
+
+
+@pytest.mark.parametrize("step_number", [0, 1])
+def test_a_tile_is_read_stepped_and_written_once(step_number: int, tmp_path: Path) -> None:
+    model = seeded(Tower)
+    with tiermem.shard(model, policy(tmp_path, optim=Tier.NVME)) as shards:
+        optim = tiermem.AdamW(model.parameters())
+        for step in range(step_number + 1):
+            loss_of(model, step).backward()
+            events(shards)
+            optim.step()
+            optim.zero_grad()
+        shards.store.settle()
+        expected = [f"tile state/{live.unit.index}/{live.unit.name}/0" for live in shards.units]
+        found = [(e.lane, e.name) for e in shards.store.recorder.events if e.name.startswith("tile")]
+        assert [name for lane, name in found if lane == "compute"] == expected
+        assert [name for lane, name in found if lane == "write"] == expected
+        # before its first step a tile has no states; the resident unit's parameters rest in memory
+        assert [name for lane, name in found if lane == "read"] == (expected if step_number else expected[:-1])
+
+
+def test_evaluation_reads_each_unit_once_and_does_not_upset_training(tmp_path: Path) -> None:
+    model = seeded(Tower)
+    with tiermem.shard(model, policy(tmp_path, unit_buffers=2)) as shards:
+        loss_of(model, 0).backward()
+        with torch.no_grad():
+            for _ in range(2):
+                shards.residency.empty()
+                events(shards)
+                model.eval()
+                loss_of(model, 1)
+                assert units(events(shards, "read")) == FORWARD
+        model.train()
+        shards.residency.empty()
+        events(shards)
+        loss_of(model, 2).backward()
+        assert units(events(shards, "read")) == FORWARD + BACKWARD[2]
+
+
+class Wandering(Tower):
+    """Goes through its blocks in another order in every forward, with repetitions."""
+
+    num_forwards = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        chosen = torch.randint(0, 4, (5,), generator=torch.Generator().manual_seed(self.num_forwards))
+        self.num_forwards += 1
+        for index in chosen.tolist():
+            x = self.layers[index](x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("unit_buffers", [1, 2, 3])
+def test_an_order_that_changes_costs_only_time(unit_buffers: int, tmp_path: Path) -> None:
+    model = seeded(Wandering)
+    plain = copy.deepcopy(model)
+    with tiermem.shard(model, policy(tmp_path, optim=Tier.NVME, unit_buffers=unit_buffers)):
+        losses = []
+        for each in (model, plain):
+            optim = tiermem.AdamW(each.parameters(), lr=1e-2)
+            for step in range(8):
+                loss = loss_of(each, step)
+                loss.backward()
+                optim.step()
+                optim.zero_grad()
+                losses.append(loss.item())
+        assert losses[:8] == losses[8:]
+        assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_a_unit_nested_in_another_needs_a_buffer_of_its_own(tmp_path: Path) -> None:
+    """Modules with parameters of their own inside each other: too few buffers are refused with what to raise."""
+
+    class Nested(torch.nn.Module):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((200,), 0.5))
+            self.inner = torch.nn.ModuleList([Nested(depth - 1)] if depth else [])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for inner in self.inner:
+                x = inner(x)
+            return x * self.weight
+
+    few = policy(tmp_path, unit_buffers=2, unit_numel=250)
+    with tiermem.shard(Nested(4), few) as shards, pytest.raises(RuntimeError, match=r"Raise unit_buffers .* to 3"):
+        shards.model(torch.ones(200))
+    enough = policy(tmp_path, unit_buffers=5, unit_numel=250)
+    with tiermem.shard(Nested(4), enough) as shards:
+        assert shards.model(torch.ones(200)).sum().item() == 200 * 0.5**5

@@ -1,0 +1,105 @@
+"""Does anything about where and how bytes rest and move change a bit of what is computed?"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from twins import Result, Tower, assert_same, seeded, train
+
+from tiermem import IoSettings, OffloadPolicy, Tier
+
+ON_NVME: dict[str, Any] = {"params": Tier.NVME, "optim": Tier.NVME}
+BASE = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, persistence_numel=100, tile_numel=1 << 20)
+DTYPES = [torch.float32, torch.bfloat16]
+
+WAYS: dict[str, dict[str, Any]] = {
+    "uring": {"io": IoSettings("uring")},
+    "aio": {"io": IoSettings("aio")},
+    "threads": {"io": IoSettings("threads")},
+    "depth 1": {"io": IoSettings(depth=1)},
+    "depth 32, blocks of 4096": {"io": IoSettings(depth=32, block_bytes=4096)},
+    "smallest tiles": {"tile_numel": 1},
+    "tiles of two pages": {"tile_numel": 8192},
+    "a tile for each unit": {"tile_numel": 1 << 20},
+    "one tile buffer": {"tile_buffers": 1},
+    "two tile buffers": {"tile_buffers": 2},
+    "three tile buffers": {"tile_buffers": 3},
+    "four tile buffers": {"tile_buffers": 4},
+    "no reading ahead": {"pipeline_read": False},
+    "no writing behind": {"pipeline_write": False},
+    "no pipeline": {"pipeline_read": False, "pipeline_write": False},
+    "two unit buffers": {"unit_buffers": 2},
+    "four unit buffers": {"unit_buffers": 4},
+    "some tiles resident": {"resident_bytes": 100_000},
+    "all tiles resident": {"resident_bytes": 1 << 30},
+    "some units on HOST": {"host_param_numel": 10_000},
+    "gradients on HOST": {"grads": Tier.HOST},
+    "gradients on NVME": {"grads": Tier.NVME},
+    "nothing fetched ahead": {"prefetch_numel": 0},
+    "nothing kept": {"max_reuse_numel": 0},
+    "few live": {"max_live_numel": 7000},
+    "everything persistent": {"persistence_numel": 1 << 20},
+    "nothing persistent": {"persistence_numel": 0},
+}
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
+def on_host(request: pytest.FixtureRequest) -> tuple[torch.nn.Module, Result]:
+    model = seeded(Tower).to(request.param)
+    return model, train(model, BASE, max_norm=0.7)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_everything_on_nvme_equals_everything_on_host(
+    way: str, on_host: tuple[torch.nn.Module, Result], tmp_path: Path
+) -> None:
+    model, expected = on_host
+    fields = ON_NVME | {"paths": [tmp_path], "tile_numel": 4096} | WAYS[way]
+    result = train(model, dataclasses.replace(BASE, **fields), max_norm=0.7)
+    assert_same(result, expected)
+    assert result.read_bytes > 0 or way == "everything persistent" or way == "all tiles resident"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"params": Tier.DEVICE, "optim": Tier.DEVICE},
+        {"params": Tier.DEVICE, "optim": Tier.NVME},
+        {"params": Tier.HOST, "optim": Tier.NVME},
+        {"params": Tier.NVME, "optim": Tier.HOST},
+        {"params": Tier.DEVICE, "optim": Tier.HOST, "stage": 2},
+        {"params": Tier.DEVICE, "optim": Tier.NVME, "stage": 1},
+        {"params": Tier.DEVICE, "optim": Tier.DEVICE, "stage": 0},
+    ],
+    ids=str,
+)
+def test_every_mixture_of_homes_equals_everything_on_host(
+    fields: dict[str, Any], on_host: tuple[torch.nn.Module, Result], tmp_path: Path
+) -> None:
+    model, expected = on_host
+    policy = dataclasses.replace(BASE, paths=[tmp_path], tile_numel=4096, **fields)
+    result = train(model, policy, max_norm=0.7)
+    assert_same(result, expected)
+    assert (result.read_bytes > 0) == (Tier.NVME in fields.values())
+
+
+def test_two_paths_equal_one(on_host: tuple[torch.nn.Module, Result], tmp_path: Path) -> None:
+    model, expected = on_host
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    assert_same(train(model, dataclasses.replace(BASE, paths=paths, **ON_NVME), max_norm=0.7), expected)
+
+
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_stepping_inside_backward_equals_stepping_after_it(home: Tier, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = seeded(Tower).to(dtype)
+    policy = dataclasses.replace(BASE, params=home, optim=home, paths=[tmp_path], tile_numel=4096)
+    expected = train(model, policy)
+    assert_same(train(model, dataclasses.replace(policy, step_in_backward=True)), expected)

@@ -1,0 +1,362 @@
+"""What people do around forward, backward and step: does it do what it does in plain PyTorch, or raise?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from twins import assert_same_tensors, seeded
+
+import tiermem
+from tiermem import OffloadPolicy, Tier
+
+
+class Pair:
+    """A sharded model with its optimizer, and the plain twin with its own."""
+
+    def __init__(self, policy: OffloadPolicy, model: nn.Module | None = None, **settings: Any) -> None:
+        self.model = model or seeded(zoo.Tower)
+        self.plain = copy.deepcopy(self.model)
+        self.shards = tiermem.shard(self.model, policy)
+        settings = {"lr": 1e-2} | settings
+        self.optim = tiermem.AdamW(self.model.parameters(), **settings)
+        self.plain_optim = tiermem.AdamW(self.plain.parameters(), **settings)
+        self.both = ((self.model, self.optim), (self.plain, self.plain_optim))
+
+    def step(self, number: int = 0) -> None:
+        """One whole step of both; their losses are equal."""
+        losses = []
+        for model, optim in self.both:
+            loss = zoo.loss_of(model, number)
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+
+    def close(self) -> None:
+        self.shards.close()
+        del self.plain_optim, self.both  # the threads of an optimizer of ordinary parameters end with it
+
+    def assert_same_weights(self) -> None:
+        assert_same_tensors(dict(self.model.state_dict()), dict(self.plain.state_dict()))
+
+
+@pytest.fixture(params=[Tier.HOST, Tier.NVME])
+def policy(request: pytest.FixtureRequest, tmp_path: Path) -> OffloadPolicy:
+    return OffloadPolicy(params=request.param, optim=request.param, paths=[tmp_path], persistence_numel=50)
+
+
+@pytest.fixture
+def on_nvme(tmp_path: Path) -> OffloadPolicy:
+    return OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], persistence_numel=50)
+
+
+@pytest.fixture
+def pair(policy: OffloadPolicy) -> Iterator[Pair]:
+    pair = Pair(policy)
+    yield pair
+    pair.close()
+
+
+# ---- forward without backward ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("is_training", [False, True])
+def test_evaluation_between_steps_changes_nothing(pair: Pair, context: Any, is_training: bool) -> None:
+    pair.step(0)
+    outputs = []
+    for model, _ in pair.both:
+        model.train(is_training)
+        with context():
+            outputs.append(zoo.loss_of(model, 7).item())
+        model.train()
+    assert outputs[0] == outputs[1]
+    pair.step(1)
+    pair.assert_same_weights()
+
+
+def test_two_forwards_before_one_backward(pair: Pair) -> None:
+    for model, optim in pair.both:
+        (zoo.loss_of(model, 0) + zoo.loss_of(model, 1)).backward()
+        optim.step()
+        optim.zero_grad()
+    pair.assert_same_weights()
+
+
+def test_backward_twice_through_a_retained_graph(pair: Pair) -> None:
+    for model, optim in pair.both:
+        loss = zoo.loss_of(model, 0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optim.step()
+    pair.assert_same_weights()
+
+
+def test_a_submodule_called_by_itself(pair: Pair) -> None:
+    x = torch.randn(2, 31, generator=torch.Generator().manual_seed(3))
+    for model, optim in pair.both:
+        model.layers[1](x).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+    pair.step(1)
+    pair.assert_same_weights()
+
+
+def test_two_sharded_models_in_one_process(on_nvme: OffloadPolicy) -> None:
+    first, second = Pair(on_nvme), Pair(on_nvme, seeded(zoo.NanoGPT))
+    for number in range(3):
+        first.step(number)
+        second.step(number)
+    first.close()
+    second.step(3)
+    second.assert_same_weights()
+    second.close()
+
+
+# ---- accumulation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grads", [None, Tier.NVME])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_of_micro_batches_add_up(stage: int, grads: Tier | None, tmp_path: Path) -> None:
+    policy = OffloadPolicy(stage=stage, grads=grads, paths=[tmp_path], persistence_numel=50)
+    pair = Pair(policy, seeded(zoo.Tower).to(torch.bfloat16))
+    for start in (0, 3):
+        for model, optim in pair.both:
+            for number in range(3):
+                (zoo.loss_of(model, start + number) / 3).backward()
+            optim.step()
+            optim.zero_grad()
+    pair.assert_same_weights()
+    pair.close()
+
+
+def test_zeroing_gradients_between_micro_batches_forgets_them(pair: Pair) -> None:
+    for model, optim in pair.both:
+        zoo.loss_of(model, 0).backward()
+        optim.zero_grad()
+        zoo.loss_of(model, 1).backward()
+        optim.step()
+    pair.assert_same_weights()
+
+
+def test_scaling_gradients_and_then_adding_more(pair: Pair) -> None:
+    for model, optim in pair.both:
+        zoo.loss_of(model, 0).backward()
+        for param in model.parameters():
+            param.grad.mul_(0.25)
+        zoo.loss_of(model, 1).backward()
+        optim.step()
+    pair.assert_same_weights()
+
+
+# ---- exceptions ------------------------------------------------------------------------------------------------------
+
+
+def test_after_an_exception_in_forward_training_goes_on(pair: Pair) -> None:
+    pair.step(0)
+    for model, _ in pair.both:
+        handle = model.layers[1].down.register_forward_hook(fail)
+        with pytest.raises(Interrupted):
+            zoo.loss_of(model, 5)
+        handle.remove()
+    pair.step(1)
+    pair.step(2)
+    pair.assert_same_weights()
+
+
+def test_after_an_exception_in_backward_training_goes_on(pair: Pair) -> None:
+    pair.step(0)
+    for model, optim in pair.both:
+        loss = zoo.loss_of(model, 5)
+        handle = model.layers[1].up.register_full_backward_hook(fail)
+        loss = zoo.loss_of(model, 5)
+        with pytest.raises(Interrupted):
+            loss.backward()
+        handle.remove()
+        del loss
+        optim.zero_grad()
+    pair.step(1)
+    pair.step(2)
+    pair.assert_same_weights()
+
+
+class Interrupted(Exception):
+    pass
+
+
+def fail(*_: Any) -> None:
+    raise Interrupted
+
+
+# ---- optimizers and schedules ----------------------------------------------------------------------------------------
+
+
+def test_parameter_groups_keep_their_settings_and_follow_a_schedule(policy: OffloadPolicy) -> None:
+    model = seeded(zoo.Tower)
+    plain = copy.deepcopy(model)
+    shards = tiermem.shard(model, policy)
+    losses = []
+    for each in (model, plain):
+        weights = [p for p in each.parameters() if p.ndim > 1]
+        others = [p for p in each.parameters() if p.ndim == 1]
+        optim = tiermem.AdamW([{"params": weights, "weight_decay": 0.2}, {"params": others, "lr": 0.1}], lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optim, step_size=2, gamma=0.3)
+        for number in range(5):
+            loss = zoo.loss_of(each, number)
+            loss.backward()
+            optim.step()
+            schedule.step()
+            optim.zero_grad()
+            losses.append(loss.item())
+    assert losses[:5] == losses[5:]
+    shards.close()
+
+
+def test_an_optimizer_of_some_parameters_leaves_the_others(policy: OffloadPolicy) -> None:
+    model = seeded(zoo.Tower)
+    before = copy.deepcopy(model.state_dict())
+    with tiermem.shard(model, policy):
+        optim = tiermem.AdamW(model.layers[0].parameters(), lr=1e-2)
+        zoo.loss_of(model, 0).backward()
+        optim.step()
+        after = model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.startswith("layers.0.")}
+
+
+def test_clip_grad_norm_returns_and_does_what_torch_does(pair: Pair) -> None:
+    norms = []
+    for model, optim in pair.both:
+        zoo.loss_of(model, 0).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optim.step()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    sharded, plain = pair.model.state_dict(), pair.plain.state_dict()
+    for name in plain:
+        torch.testing.assert_close(sharded[name], plain[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_grad_scaler_unscales_or_skips(pair: Pair, overflows: bool) -> None:
+    for model, optim in pair.both:
+        scaler = torch.amp.GradScaler("cpu", init_scale=float("inf") if overflows else 1024.0)
+        scaler.scale(zoo.loss_of(model, 0)).backward()
+        scaler.step(optim)
+        scaler.update()
+    pair.assert_same_weights()
+
+
+def test_grad_scaler_with_clipping_between(pair: Pair) -> None:
+    norms = []
+    for model, optim in pair.both:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(zoo.loss_of(model, 0)).backward()
+        scaler.unscale_(optim)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        scaler.step(optim)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_a_non_finite_gradient_skips_the_step_and_touches_nothing(policy: OffloadPolicy) -> None:
+    pair = Pair(policy)
+    pair.step(0)
+    before = pair.model.state_dict()
+    (zoo.loss_of(pair.model, 1) * float("nan")).backward()
+    pair.optim.step()
+    assert pair.optim.was_skipped
+    pair.optim.zero_grad()
+    assert_same_tensors(dict(before), dict(pair.model.state_dict()))
+    pair.step(2)
+    pair.assert_same_weights()
+    pair.close()
+
+
+def test_a_non_finite_gradient_raises_when_the_policy_says_so(tmp_path: Path) -> None:
+    policy = OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=50, on_nonfinite="raise")
+    with tiermem.shard(seeded(zoo.Tower), policy) as shards:
+        optim = tiermem.AdamW(shards.model.parameters())
+        (zoo.loss_of(shards.model, 0) * float("inf")).backward()
+        with pytest.raises(RuntimeError, match="they hold NaN or infinity. No state was touched"):
+            optim.step()
+
+
+def test_torchs_own_optimizer_raises_instead_of_doing_nothing(policy: OffloadPolicy) -> None:
+    with tiermem.shard(seeded(zoo.Tower), policy) as shards:
+        optim = torch.optim.AdamW(shards.model.parameters())
+        zoo.loss_of(shards.model, 0).backward()
+        with pytest.raises(RuntimeError, match="gradient of a sharded parameter"):
+            optim.step()
+
+
+def test_an_optimizer_built_before_sharding_raises_instead_of_doing_nothing(policy: OffloadPolicy) -> None:
+    model = seeded(zoo.Tower)
+    optim = tiermem.AdamW(model.parameters())
+    with tiermem.shard(model, policy):
+        zoo.loss_of(model, 0).backward()
+        with pytest.raises(RuntimeError, match="sharded after this optimizer was built"):
+            optim.step()
+
+
+def test_a_parameter_thawed_after_sharding_raises_instead_of_doing_nothing(policy: OffloadPolicy) -> None:
+    model = seeded(zoo.frozen_tower)
+    with tiermem.shard(model, policy):
+        optim = tiermem.AdamW(model.parameters())
+        model.requires_grad_(True)
+        zoo.loss_of(model, 0).backward()
+        with pytest.raises(RuntimeError, match=r"embed\.weight was frozen when the model was sharded"):
+            optim.step()
+
+
+def test_a_second_optimizer_of_the_same_model_is_refused(policy: OffloadPolicy) -> None:
+    with tiermem.shard(seeded(zoo.Tower), policy) as shards:
+        optim = tiermem.AdamW(shards.model.layers.parameters())
+        with pytest.raises(ValueError, match="one optimizer with several parameter groups"):
+            tiermem.AdamW(shards.model.head.parameters())
+        del optim
+
+
+def test_an_optimizer_without_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty parameter list"):
+        tiermem.AdamW([])
+
+
+# ---- looking at gradients --------------------------------------------------------------------------------------------
+
+
+def test_reading_a_gradient_raises_and_says_how_to(pair: Pair) -> None:
+    zoo.loss_of(pair.model, 0).backward()
+    grad = pair.model.head.weight.grad
+    assert grad.shape == pair.model.head.weight.shape
+    for read in (lambda: grad + 1, lambda: grad.sum(), lambda: grad[0], lambda: grad.tolist(), lambda: grad.numpy()):
+        with pytest.raises((RuntimeError, TypeError)):
+            read()
+    with pytest.raises(RuntimeError, match=r"use Shards\.gradient"):
+        grad.abs()
+
+
+def test_gradients_can_be_gathered_between_backward_and_step(pair: Pair) -> None:
+    for model, _ in pair.both:
+        zoo.loss_of(model, 0).backward()
+    for mine, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+        assert torch.equal(pair.shards.gradient(mine), plain.grad)
+    pair.optim.step()
+    pair.optim.zero_grad()
+    assert pair.shards.gradient(pair.model.head.weight) is None
+
+
+def test_zeroing_in_place_forgets_gradients(pair: Pair) -> None:
+    for model, optim in pair.both:
+        zoo.loss_of(model, 0).backward()
+        optim.zero_grad(set_to_none=False)
+        zoo.loss_of(model, 1).backward()
+        optim.step()
+    pair.assert_same_weights()

@@ -1,0 +1,165 @@
+"""What is a sharded model's weight outside forward and backward?"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from twins import assert_same_tensors, seeded
+
+import tiermem
+from tiermem import OffloadPolicy, Shards, Tier
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return seeded(zoo.tied_tower)
+
+
+@pytest.fixture
+def plain(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+@pytest.fixture(params=[Tier.HOST, Tier.NVME])
+def shards(request: pytest.FixtureRequest, model: nn.Module, plain: nn.Module, tmp_path: Path) -> Iterator[Shards]:
+    with tiermem.shard(model, OffloadPolicy(params=request.param, paths=[tmp_path], persistence_numel=50)) as shards:
+        yield shards
+
+
+@pytest.fixture
+def released(model: nn.Module, plain: nn.Module, tmp_path: Path) -> Iterator[nn.Parameter]:
+    with tiermem.shard(model, OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=50)):
+        yield model.layers[0].up.weight
+
+
+def test_released_parameter_keeps_its_shape_and_reads_nan(released: nn.Parameter) -> None:
+    assert released.shape == (97, 31)
+    assert released.numel() == 97 * 31
+    assert released.sum().isnan()
+    assert (released @ torch.ones(31)).isnan().all()
+
+
+@pytest.mark.parametrize("write", ["add_", "sub_", "mul_", "copy_"])
+def test_writing_a_released_parameter_raises(released: nn.Parameter, write: str) -> None:
+    with torch.no_grad(), pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        getattr(released, write)(torch.ones(97, 31))
+
+
+def test_filling_a_released_parameter_raises_when_its_unit_comes(model: nn.Module, released: nn.Parameter) -> None:
+    nn.init.zeros_(released)
+    with pytest.raises(RuntimeError, match=r"a parameter of 'layers\.0' was filled while its weights rested elsewhere"):
+        zoo.loss_of(model, 0)
+    assert released.isnan().all()
+    assert zoo.loss_of(model, 0).isfinite()
+
+
+def test_parameters_keep_their_identity(model: nn.Module, tmp_path: Path) -> None:
+    before = list(model.parameters())
+    with tiermem.shard(model, OffloadPolicy(params=Tier.NVME, paths=[tmp_path])):
+        zoo.loss_of(model, 0).backward()
+        assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+        assert model.head.weight is model.embed.weight
+
+
+def test_state_dict_gathers(shards: Shards, plain: nn.Module) -> None:
+    assert_same_tensors(dict(shards.model.state_dict()), dict(plain.state_dict()))
+
+
+def test_state_dict_of_a_part_gathers(shards: Shards, plain: nn.Module) -> None:
+    assert_same_tensors(dict(shards.model.layers[0].state_dict()), dict(plain.layers[0].state_dict()))
+    part = shards.model.layers[0].up
+    assert_same_tensors(dict(part.state_dict(prefix="x.")), dict(plain.layers[0].up.state_dict(prefix="x.")))
+
+
+def test_state_dict_keeps_tied_weights_tied(shards: Shards) -> None:
+    state = shards.model.state_dict()
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+
+
+def test_saved_state_dict_loads_into_a_plain_model(shards: Shards, plain: nn.Module) -> None:
+    file = io.BytesIO()
+    torch.save(shards.model.state_dict(), file)
+    file.seek(0)
+    fresh = seeded(zoo.tied_tower, seed=9)
+    fresh.load_state_dict(torch.load(file))
+    assert_same_tensors(dict(fresh.state_dict()), dict(plain.state_dict()))
+
+
+def test_load_state_dict_puts_weights_where_they_rest(shards: Shards) -> None:
+    other = seeded(zoo.tied_tower, seed=9)
+    shards.model.load_state_dict(other.state_dict())
+    assert_same_tensors(dict(shards.model.state_dict()), dict(other.state_dict()))
+    assert zoo.loss_of(shards.model, 0).item() == zoo.loss_of(other, 0).item()
+
+
+def test_load_state_dict_names_what_does_not_fit(shards: Shards, plain: nn.Module) -> None:
+    state = plain.state_dict()
+    state["layers.0.up.weight"] = torch.zeros(3, 3)
+    del state["layers.0.up.bias"]
+    with pytest.raises(RuntimeError, match=r"(?s)layers\.0\.up\.bias.*size mismatch for layers\.0\.up\.weight"):
+        shards.model.load_state_dict(state)
+
+
+def test_load_state_dict_after_a_step_is_refused(shards: Shards, plain: nn.Module) -> None:
+    optim = tiermem.AdamW(shards.model.parameters())
+    zoo.loss_of(shards.model, 0).backward()
+    optim.step()
+    with pytest.raises(RuntimeError, match="has been stepped: its master weights would not follow"):
+        shards.model.load_state_dict(plain.state_dict())
+
+
+def test_copying_raises_and_says_how(shards: Shards) -> None:
+    with pytest.raises(RuntimeError, match=r"state_dict\(\)"):
+        copy.deepcopy(shards.model)
+
+
+def test_pickling_raises_and_says_how(shards: Shards) -> None:
+    with pytest.raises(RuntimeError, match=r"state_dict\(\)"):
+        pickle.dumps(shards.model)
+
+
+def test_sharding_twice_is_refused(shards: Shards) -> None:
+    with pytest.raises(ValueError, match="sharded already"):
+        tiermem.shard(shards.model)
+
+
+def test_materialized_model_is_an_ordinary_one(shards: Shards, plain: nn.Module) -> None:
+    model = shards.model
+    shards.close(materialize=True)
+    assert_same_tensors(dict(model.named_parameters()), dict(plain.named_parameters()))
+    assert model.head.weight is model.embed.weight
+    assert zoo.loss_of(model, 0).item() == zoo.loss_of(plain, 0).item()
+    copy.deepcopy(model)
+    zoo.loss_of(model, 0).backward()
+    assert model.head.weight.grad.isfinite().all()
+
+
+def test_closed_model_can_be_sharded_again(shards: Shards, plain: nn.Module) -> None:
+    model = shards.model
+    shards.close(materialize=True)
+    with tiermem.shard(model):
+        assert zoo.loss_of(model, 0).item() == zoo.loss_of(plain, 0).item()
+
+
+def test_model_closed_without_materializing_reads_nan_or_its_weights(model: nn.Module, tmp_path: Path) -> None:
+    tiermem.shard(model, OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=50)).close()
+    assert model.layers[0].up.weight.isnan().all()
+    assert model.layers[0].up.weight.shape == (97, 31)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+def test_graph_that_outlives_the_shards_raises(home: Tier, model: nn.Module, tmp_path: Path) -> None:
+    shards = tiermem.shard(model, OffloadPolicy(params=home, paths=[tmp_path], persistence_numel=50))
+    loss = zoo.loss_of(model, 0)
+    shards.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        loss.backward()

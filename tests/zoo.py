@@ -1,0 +1,201 @@
+"""Zoo: models with the habits that make sharding hard, each a few thousand parameters. All take tokens and return what
+`logits_of` understands.
+
+    Tower(outputs=...)     blocks and root return tensors, dicts or dataclasses      Tower(checkpoint=...)  both kinds
+    Tower(rounds=2)        every block is used twice in a forward                    Tower(skips=True)      unused blocks
+    BareContainers         parameters in lists and dicts that have no forward of their own
+    tied_tower             head and embedding share a weight                         frozen_tower           some frozen
+    NanoGPT                weight tying, apply(_init_weights), a re-init by name     llama                  Hugging Face's
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as recompute
+from twins import VOCAB, Block, batch
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    note: str = "kept"
+
+
+class WrappingBlock(Block):
+    """A block whose output is a dict or a dataclass."""
+
+    def __init__(self, width: int, inner: int, outputs: str) -> None:
+        super().__init__(width, inner)
+        self.outputs = outputs
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return wrap(super().forward(x), self.outputs)
+
+
+class Tower(nn.Module):
+    def __init__(
+        self,
+        outputs: str = "tensor",
+        checkpoint: bool | None = None,
+        rounds: int = 1,
+        skips: bool = False,
+        num_blocks: int = 3,
+    ) -> None:
+        super().__init__()
+        self.outputs, self.checkpoint, self.rounds, self.skips = outputs, checkpoint, rounds, skips
+        self.num_forwards = 0
+        self.embed = nn.Embedding(VOCAB, 31)
+        self.layers = nn.ModuleList([WrappingBlock(31, 97, outputs) for _ in range(num_blocks)])
+        self.head = nn.Linear(31, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        x = self.embed(tokens)
+        for _ in range(self.rounds):
+            for layer in self.used_layers():
+                x = self.through(layer, x)
+        self.num_forwards += 1
+        return wrap(self.head(x), self.outputs)
+
+    def used_layers(self) -> list[nn.Module]:
+        """With `skips`: the last block never, the first in every other forward."""
+        if not self.skips:
+            return list(self.layers)
+        return list(self.layers[self.num_forwards % 2 : -1])
+
+    def through(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpoint is None or not self.training:
+            return logits_of(layer(x))
+        return recompute(lambda y: logits_of(layer(y)), x, use_reentrant=self.checkpoint)
+
+
+def tied_tower(**settings: Any) -> Tower:
+    model = Tower(**settings)
+    model.head.weight = model.embed.weight
+    return model
+
+
+def frozen_tower(**settings: Any) -> Tower:
+    model = Tower(**settings)
+    model.embed.requires_grad_(False)
+    model.layers[1].requires_grad_(False)
+    model.layers[2].up.requires_grad_(False)
+    return model
+
+
+class BareContainers(nn.Module):
+    """Parameters in containers that have no forward: the module around them uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 31)
+        self.scales = nn.ParameterList([nn.Parameter(torch.rand(11, 31)) for _ in range(3)])
+        self.named = nn.ParameterDict({"shift": nn.Parameter(torch.rand(11, 31))})
+        self.layers = nn.ModuleList([nn.ModuleList([Block(31, 97) for _ in range(2)]) for _ in range(3)])
+        self.heads = nn.ModuleDict({"words": nn.Linear(31, VOCAB)})
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.named["shift"]
+        for scale, pair in zip(self.scales, self.layers, strict=True):
+            for block in pair:
+                x = block(x * scale)
+        return self.heads["words"](x)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(width, 3 * width)
+        self.c_proj = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.c_attn(x).split(x.shape[-1], dim=-1)
+        return self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(width, 4 * width)
+        self.c_proj = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x)))
+
+
+class GPTBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(width), Attention(width)
+        self.ln_2, self.mlp = nn.LayerNorm(width), Mlp(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class NanoGPT(nn.Module):
+    def __init__(self, width: int = 32, num_layers: int = 3) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(VOCAB, width),
+                "wpe": nn.Embedding(16, width),
+                "h": nn.ModuleList([GPTBlock(width) for _ in range(num_layers)]),
+                "ln_f": nn.LayerNorm(width),
+            }
+        )
+        self.lm_head = nn.Linear(width, VOCAB, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+        self.apply(self._init_weights)
+        for name, param in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                torch.nn.init.normal_(param, mean=0.0, std=0.02 / math.sqrt(2 * num_layers))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            torch.nn.init.normal_(module.weight, mean=0.0, std=0.02)
+            if module.bias is not None:
+                torch.nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            torch.nn.init.normal_(module.weight, mean=0.0, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.transformer.wte(tokens) + self.transformer.wpe(torch.arange(tokens.shape[1]))
+        for block in self.transformer.h:
+            x = block(x)
+        return self.lm_head(self.transformer.ln_f(x))
+
+
+def llama(tied: bool = False, **settings: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=VOCAB, tie_word_embeddings=tied, pad_token_id=0, **(sizes | settings))
+    return LlamaForCausalLM(config)
+
+
+def checkpointed_llama(use_reentrant: bool) -> nn.Module:
+    model = llama(use_cache=False)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    return model.train()
+
+
+def wrap(x: torch.Tensor, outputs: str) -> Any:
+    return {"tensor": lambda: x, "dict": lambda: {"logits": x}, "dataclass": lambda: Output(x)}[outputs]()
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    if isinstance(output, torch.Tensor):
+        return output
+    return output["logits"] if isinstance(output, dict) else output.logits
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    inputs, targets = batch(step)
+    return F.cross_entropy(logits_of(model(inputs)).flatten(0, 1).float(), targets.flatten())

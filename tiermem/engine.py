@@ -1,0 +1,312 @@
+"""The engine: the face that DeepSpeed users know, over the same machinery as `tiermem.shard`.
+
+    engine, optimizer, loader, scheduler = tiermem.initialize(model=model, config=cfg)
+    for batch in loader:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+
+The engine casts the parameters to the precision of the config, shards the model by the config's policy, divides the loss by
+the micro-batches of a step and multiplies it by the loss scale, and at the last micro-batch steps optimizer and schedule.
+Everything else happens below.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from tiermem.config import TiermemConfig, load_config
+from tiermem.data import build_loader
+from tiermem.optim.adam import Adam, AdamW
+from tiermem.optim.scaling import LossScaler
+from tiermem.schedule import build_scheduler
+from tiermem.zero import registry
+from tiermem.zero.agreement import agree
+from tiermem.zero.shards import Shards, shard
+from tiermem.zero.topology import find_topology
+
+logger = logging.getLogger("tiermem")
+
+Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: LRScheduler | SchedulerFactory | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> tuple[Engine, AdamW | Adam | None, DataLoader[Any] | None, LRScheduler | None]:
+    """Shards a model by a config and returns (engine, optimizer, loader, scheduler).
+
+    Args:
+        args: a namespace whose `deepspeed_config` names the config file, when `config` is not given.
+        model: built plainly or under `tiermem.zero.Init`.
+        optimizer: one of torch's Adam or AdamW, or ours, or a function of the parameters; its groups and settings are kept,
+            the step becomes ours. Default: what the config says; with neither, the engine is for inference.
+        model_parameters: what the optimizer steps, parameters or groups; default: all that require gradients.
+        training_data: a dataset, for which a loader of micro-batches (each rank its own) is returned.
+        lr_scheduler: a scheduler or a function of the optimizer; default: what the config says.
+        config: a DeepSpeed-style dict or the path of a JSON file; `config_params` is its older name.
+
+    Collective and blocking. Raises ConfigError (a ValueError) for a config that is wrong, ValueError when the plan does not
+    fit, OSError when a path is missing, not writable or too full; all before any weight is moved.
+    """
+    if model is None:
+        raise ValueError("initialize needs a model")
+    given = config if config is not None else config_params
+    if given is None:
+        given = getattr(args, "deepspeed_config", None)
+    if given is None:
+        raise ValueError("initialize needs a config: a dict or the path of a JSON file")
+    loaded = load_config(given)
+    _join_ranks(loaded)
+    engine = Engine(model, loaded, optimizer, model_parameters, lr_scheduler)
+    loader = None
+    if training_data is not None:
+        topology = engine.shards.topology
+        loader = build_loader(
+            training_data,
+            engine.train_micro_batch_size_per_gpu(),
+            topology.rank,
+            topology.world,
+            collate_fn,
+            loaded.seed,
+            loaded.dataloader_drop_last,
+        )
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+class Engine(nn.Module):
+    """A sharded model with its optimizer, loss scale and schedule. Made by `initialize`; ended by `close`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TiermemConfig,
+        optimizer: torch.optim.Optimizer | OptimizerFactory | None,
+        parameters: Parameters | None,
+        scheduler: LRScheduler | SchedulerFactory | None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.module = model
+        self.global_steps = 0
+        self.skipped_steps = 0
+        self.micro_steps = 0
+        self._sizes = config.batch(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
+        self._scaler = LossScaler(config.fp16)
+        build = _optimizer_builder(config, model, optimizer, parameters)
+        _cast(model, _DTYPES[config.precision])
+        self._agree()
+        self.shards: Shards = shard(model, config.policy(), is_trained=build is not None)
+        try:
+            self.optimizer = build() if build else None
+            self.lr_scheduler = self._build_scheduler(scheduler)
+        except BaseException:
+            self.shards.close()
+            raise
+        self.shards.hooks.may_receive = self._may_receive
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward; units come and go while it runs."""
+        with self.shards.store.recorder.span("forward", f"micro-batch {self.micro_steps}"):
+            return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Computes gradients of the loss divided by the micro-batches of a step, and returns that quotient.
+
+        With scale_wrt_gas=False it is not divided. The loss scale of fp16 is applied on the way.
+        """
+        if not torch.is_tensor(loss) or loss.numel() != 1:
+            raise ValueError(f"backward takes a loss of one element; given {tuple(getattr(loss, 'shape', ()))}")
+        if self.optimizer is None:
+            raise RuntimeError("this engine is for inference: neither the config nor the call names an optimizer")
+        if scale_wrt_gas and self._sizes.accumulation > 1:
+            loss = loss / self._sizes.accumulation
+        with self.shards.store.recorder.span("backward", f"micro-batch {self.micro_steps}"):
+            self.scale(loss).backward(retain_graph=retain_graph)
+        return loss.detach()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """A loss times the loss scale, for users who call `.backward()` themselves."""
+        return loss * self._scaler.scale if self._scaler.scale != 1.0 else loss
+
+    def step(self) -> None:
+        """Ends a micro-batch; at the last one of a step, steps optimizer and schedule. Collective; blocks.
+
+        Gradients with NaN or infinity skip the step (fp16 lowers its scale) or raise NonFiniteGradients, as the policy says.
+        """
+        if self.optimizer is None:
+            raise RuntimeError("this engine is for inference: neither the config nor the call names an optimizer")
+        is_boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not is_boundary:
+            return
+        self.optimizer.step(scale=self._scaler.scale, max_norm=self.config.gradient_clipping)
+        self.optimizer.zero_grad()
+        self._scaler.update(self.optimizer.was_skipped)
+        self.global_steps += 1
+        if self.optimizer.was_skipped:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self._report_progress()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch at hand is the last of a step."""
+        return (self.micro_steps + 1) % self._sizes.accumulation == 0
+
+    def train_batch_size(self) -> int:
+        """Samples per step, over all ranks."""
+        return self._sizes.total
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples in one forward of one rank."""
+        return self._sizes.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one rank per step."""
+        return self._sizes.accumulation
+
+    def get_global_grad_norm(self) -> float:
+        """Norm of the last step's gradients over all ranks, before clipping, without the loss scale."""
+        return self.optimizer.grad_norm if self.optimizer is not None else 0.0
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by."""
+        return self._scaler.scale
+
+    def close(self) -> None:
+        """Ends the store; what it kept on paths is removed. Raises the first error of a write-back."""
+        self.shards.close()
+
+    destroy = close
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def _agree(self) -> None:
+        """Raises ValueError on every rank when what the engine itself was given differs between ranks."""
+        policy = self.config.policy()
+        facts = {
+            "micro-batch": self._sizes.micro,
+            "gradient_accumulation_steps": self._sizes.accumulation,
+            "gradient_clipping": self.config.gradient_clipping,
+            "precision": self.config.precision,
+        }
+        agree(find_topology(policy.stage, None, policy.timeout_s), facts)
+
+    def _may_receive(self) -> bool:
+        """Below stage 2 gradients stay with autograd until the last micro-batch, and are reduced once."""
+        return self.shards.policy.stage >= 2 or self.is_gradient_accumulation_boundary()
+
+    def _build_scheduler(self, given: LRScheduler | SchedulerFactory | None) -> LRScheduler | None:
+        if self.optimizer is None:
+            return None
+        if isinstance(given, LRScheduler):
+            given.optimizer = self.optimizer  # built for the optimizer that ours has taken the place of
+            return given
+        if given is not None:
+            return given(self.optimizer)
+        return build_scheduler(self.config.scheduler, self.optimizer) if self.config.scheduler is not None else None
+
+    def _report_progress(self) -> None:
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0 and self.shards.topology.rank == 0:
+            logger.info(
+                "step %d, lr %s, gradient norm %.4g", self.global_steps, self.get_lr(), self.get_global_grad_norm()
+            )
+
+
+def _optimizer_builder(
+    config: TiermemConfig,
+    model: nn.Module,
+    given: torch.optim.Optimizer | OptimizerFactory | None,
+    parameters: Parameters | None,
+) -> Callable[[], AdamW | Adam] | None:
+    """What will build the optimizer once the model is sharded; checks the request at once."""
+    params: Any = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    if callable(given) and not isinstance(given, torch.optim.Optimizer):
+        given = given(params)
+    if given is not None:
+        return _taken_over(given)
+    if config.optimizer is None:
+        return None
+    settings = config.optimizer.params
+    kind = AdamW if config.optimizer.is_decoupled else Adam
+    if not params:
+        raise ValueError(
+            "the optimizer has no parameters: model_parameters is empty, or no parameter requires gradients"
+        )
+    betas = (float(settings.betas[0]), float(settings.betas[1]))
+    return lambda: kind(params, settings.lr, betas, settings.eps, settings.weight_decay)
+
+
+def _taken_over(given: torch.optim.Optimizer) -> Callable[[], AdamW | Adam]:
+    """Ours with the groups of an optimizer that the user built."""
+    if isinstance(given, (torch.optim.AdamW, AdamW)):
+        kind: type[AdamW] | type[Adam] = AdamW
+    elif isinstance(given, (torch.optim.Adam, Adam)):
+        kind = Adam
+    else:
+        raise ValueError(
+            f"{type(given).__name__} cannot step states that rest on tiers; allowed are Adam and AdamW, "
+            "of torch.optim or of tiermem"
+        )
+    for group in given.param_groups:
+        for key in ("amsgrad", "maximize"):
+            if group.get(key):
+                raise ValueError(f"{key}=True is not supported by tiermem's {kind.__name__}")
+    keys = ("params", "lr", "betas", "eps", "weight_decay", "initial_lr")
+    groups = [{key: group[key] for key in keys if key in group} for group in given.param_groups]
+    return lambda: kind(groups)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Casts floating-point parameters; buffers keep their dtype (rotary frequencies need fp32)."""
+    for param in model.parameters():
+        is_resting = registry.keeper_of(param) is not None
+        if dtype is not None and param.dtype.is_floating_point and param.dtype != dtype:
+            if is_resting:
+                raise ValueError(
+                    f"zero.Init built parameters as {param.dtype}, the config asks for {dtype}: give both the same"
+                )
+            param.data = param.data.to(dtype)
+
+
+def _join_ranks(config: TiermemConfig) -> None:
+    """Under torchrun, makes the process group if nobody has."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or dist.is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend, timeout=timedelta(seconds=config.policy().timeout_s))

@@ -1,0 +1,46 @@
+"""Loss scale: fp16 gradients are multiplied so that small ones survive, and divided again inside the step.
+
+    static    the scale given
+    dynamic   halves when a step overflows (after `hysteresis` overflows), doubles after `window` steps in a row without
+
+A step that overflows is skipped and leaves every state untouched; this class only decides what the next scale is.
+"""
+
+from __future__ import annotations
+
+from tiermem.config.precision import Fp16Config
+
+
+class LossScaler:
+    """The scale of an fp16 run.
+
+    Args:
+        config: the section `fp16`; disabled means a scale of 1 for ever.
+    """
+
+    def __init__(self, config: Fp16Config) -> None:
+        self._config = config
+        self._is_dynamic = config.enabled and config.is_dynamic
+        self.scale = 1.0
+        if config.enabled:
+            self.scale = float(2**config.initial_scale_power) if config.is_dynamic else float(config.loss_scale)
+        self._hysteresis_left = config.hysteresis
+        self._num_good = 0  # steps since the last overflow or doubling
+
+    def update(self, has_overflowed: bool) -> None:
+        """Takes note of a step and sets the scale of the next."""
+        if not self._is_dynamic:
+            return
+        if has_overflowed:
+            self._num_good = 0
+            self._hysteresis_left -= 1
+            if self._hysteresis_left <= 0:
+                self.scale = max(self.scale / 2, float(self._config.min_loss_scale))
+            self._hysteresis_left = max(self._hysteresis_left, 1)
+            return
+        self._num_good += 1
+        if self._config.consecutive_hysteresis:
+            self._hysteresis_left = self._config.hysteresis
+        if self._num_good % self._config.loss_scale_window == 0:
+            self.scale *= 2
+            self._hysteresis_left = self._config.hysteresis

@@ -1,0 +1,172 @@
+"""Weights from safetensors files, streamed into a model: plain, sharded, or built under `zero.Init`.
+
+Bytes go through the queue into each parameter's place, one tensor at a time, past the page cache: never mmapped, never the
+whole model in memory. The header is validated whole before the first byte of data is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import reprlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tiermem.swap.reader import FileReader
+from tiermem.zero import registry
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_MAX_HEADER_BYTES = 100 << 20
+_MAX_DIMS = 64  # torch allows as many
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class _Stored(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # in the file
+    num_bytes: int
+
+
+def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
+    """Fills a model's parameters and buffers from a safetensors file, or from a folder of them.
+
+    Args:
+        model: any; sharded parameters are filled at their home.
+        path: one file, or a folder with an index, or with one or several `.safetensors` files.
+        strict: names missing in the file or the model are an error; tied parameters need one name only.
+
+    Blocks; with several ranks every rank calls it. Raises ValueError (what does not fit, both lists of names) and OSError (a
+    missing or truncated file), before any parameter is changed where that is possible.
+    """
+    files = find_files(Path(path))
+    targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    saved = set(model.state_dict(keep_vars=True)) if not _is_resting(model) else None
+    found: dict[str, Path] = {}
+    for file in files:
+        for stored in read_header(file):
+            found[stored.name] = file
+            target = targets.get(stored.name)
+            if target is not None and tuple(target.shape) != stored.shape:
+                raise ValueError(
+                    f"{file}: {stored.name} has shape {stored.shape}, the model wants {tuple(target.shape)}"
+                )
+    _check_names(model, found, targets, saved, strict)
+    for file in files:
+        with FileReader(file) as reader, torch.no_grad():
+            for stored in read_header(file):
+                if stored.name in targets:
+                    value = reader.read(stored.start, stored.num_bytes).view(stored.dtype).view(stored.shape)
+                    _put(targets[stored.name], value)
+
+
+def find_files(path: Path) -> list[Path]:
+    """The safetensors files that a path means. Raises FileNotFoundError naming what is missing."""
+    if path.is_file():
+        return [path]
+    index = path / INDEX_NAME
+    if index.is_file():
+        files = [path / name for name in _names_in(index)]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing or not files:
+        raise FileNotFoundError(2, f"no such file: {', '.join(missing) or 'no *.safetensors'}", str(path))
+    return files
+
+
+def read_header(file: Path) -> list[_Stored]:
+    """Every tensor of a file, in the order of their bytes. Raises ValueError for a header that does not describe the file."""
+    size = file.stat().st_size
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"{file}: not a safetensors file: {size} bytes, header of {length}")
+        header = _parse(file, stream.read(length))
+    header.pop("__metadata__", None)
+    return sorted(_entries(file, header, 8 + length, size), key=lambda stored: stored.start)
+
+
+def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> Iterator[_Stored]:
+    for name, entry in header.items():
+        try:
+            dtype, shape = _DTYPES[entry["dtype"]], tuple(_size(n) for n in entry["shape"])
+            first, last = (_size(n) for n in entry["data_offsets"])
+            if len(shape) > _MAX_DIMS:
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
+            described = reprlib.repr(entry)
+            raise ValueError(f"{file}: {name} is described by {described}, which is not understood") from None
+        numel = math.prod(shape)
+        if last - first != numel * dtype.itemsize:
+            raise ValueError(f"{file}: {name} of shape {shape} has {last - first} bytes, not {numel * dtype.itemsize}")
+        if base + last > size:
+            raise ValueError(f"{file} is truncated: {name} ends at byte {base + last}, the file has {size}")
+        yield _Stored(name, dtype, shape, base + first, last - first)
+
+
+def _names_in(index: Path) -> list[str]:
+    """The files that an index names. Raises ValueError for one that is no index, or names files in other folders."""
+    if index.stat().st_size > _MAX_HEADER_BYTES:
+        raise ValueError(f"{index}: {index.stat().st_size} bytes are too many for an index")
+    names = _parse(index, index.read_bytes()).get("weight_map")
+    if not isinstance(names, dict) or not all(
+        isinstance(n, str) and n == os.path.basename(n) != "" for n in names.values()
+    ):
+        raise ValueError(f"{index}: weight_map must be a map from tensor names to names of files in the same folder")
+    return sorted(set(names.values()))
+
+
+def _parse(file: Path, text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: the header is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: the header is no JSON object but {reprlib.repr(found)}")
+    return found
+
+
+def _size(value: object) -> int:
+    """A count or an offset as JSON must write it. Raises ValueError."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError
+    return value
+
+
+def _check_names(
+    model: nn.Module, found: dict[str, Path], targets: dict[str, Any], saved: set[str] | None, strict: bool
+) -> None:
+    tied: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(param), []).append(name)
+    missing = [names[0] for names in tied.values() if not any(name in found for name in names)]
+    if saved is not None:
+        missing += [n for n, _ in model.named_buffers() if n in saved and n not in found]
+    extra = [name for name in found if name not in targets]
+    if strict and (missing or extra):
+        raise ValueError(
+            f"the files do not fit the model. Missing in the files: {missing or 'none'}. Not in the model: {extra or 'none'}. "
+            "strict=False loads what fits"
+        )
+
+
+def _put(target: torch.Tensor, value: torch.Tensor) -> None:
+    keeper = registry.keeper_of(target) if isinstance(target, nn.Parameter) else None
+    if keeper is not None:
+        keeper.replace(target, value)
+    else:
+        target.data.copy_(value)
+
+
+def _is_resting(model: nn.Module) -> bool:
+    return any(registry.keeper_of(p) is not None for p in model.parameters())

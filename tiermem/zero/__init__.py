@@ -1,0 +1,32 @@
+"""The ZeRO partitioner: how a model becomes units whose parts rest on tiers, and come back when its modules run.
+
+Read in this order (imports go the same way, downward):
+
+    unit         parameters fetched together, and their two layouts       order        the learnt sequence of uses
+    rollcall     which rank is gone                                       agreement    ranks were given the same
+    topology     which ranks share parts                                  memory       the storage a unit has for life
+    plan         bytes of every tier, before anything is allocated        residency    present, on its way, or home
+    collectives  gather and reduce, straight into the layouts             grads        received, measured, sent home
+    registry     Parameter -> who looks after it                          hooks        forward and backward call the rest
+    shards       a sharded model                                          init         building what does not fit
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "Init": "tiermem.zero.init",
+    "Shards": "tiermem.zero.shards",
+    "TiledLinear": "tiermem.zero.tiled",
+    "shard": "tiermem.zero.shards",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'tiermem.zero' has no attribute {name!r}")

@@ -1,0 +1,116 @@
+"""UnitMemory: the one storage that a unit has for life, filled and emptied under the views that see it.
+
+Autograd saves views of weights (`weight.t()`) in forward and reads them in backward. They point at the storage, so the
+storage stays and its bytes come and go:
+
+    CPU    warm arena memory is put under the storage (`UntypedStorage._swap_data_ptr_`: microseconds, views follow). The call
+           is private to torch, so it is probed; without it the storage is resized and the bytes are copied.
+    CUDA   the storage is resized to fill and to free; torch's caching allocator keeps the pages.
+
+While a unit is not present its parameters' data is a zero-stride NaN expanded to the true shape: shape and numel stay
+right, reads give NaN, writes raise, nothing crashes. (torch lets `fill_` and `zero_` through; they raise when the unit comes.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tiermem.swap.arena import Slot
+from tiermem.zero.unit import Unit
+
+
+def can_swap_pointers() -> bool:
+    """Whether this torch can put memory under a storage; tried once per call, on two small storages."""
+    swap = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
+    if swap is None:
+        return False
+    lender, borrower = torch.zeros(4, dtype=torch.uint8).untyped_storage(), torch.UntypedStorage(0)
+    try:
+        swap(borrower, lender)
+    except (RuntimeError, TypeError):
+        return False
+    return borrower.nbytes() == 4 and lender.nbytes() == 0
+
+
+class UnitMemory:
+    """The full layout of one unit, present or not.
+
+    Args:
+        unit: whose parameters' data this becomes.
+        device: where the maths runs.
+        may_swap: what `can_swap_pointers` found.
+    """
+
+    def __init__(self, unit: Unit, device: torch.device, may_swap: bool) -> None:
+        self.unit = unit
+        self.is_present = False
+        self._may_swap = may_swap and device.type == "cpu"
+        self._lender: torch.UntypedStorage | None = None  # holds the slot's pointer while the unit does not
+        full = torch.empty(unit.full_numel, dtype=unit.dtype, device=device)  # never touched: no page is resident
+        self.full = full
+        self._storage = full.untyped_storage()
+        self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards]
+        self._nan = torch.full((), _nothing(unit.dtype), dtype=unit.dtype, device=device)
+        self._absent = [self._nan.expand(s.shape) for s in unit.shards]
+        self._storage.resize_(0)
+
+    def put_under(self, slot: Slot) -> None:
+        """Makes the unit present with the bytes of an arena slot (CPU). The slot belongs to the unit until it leaves.
+
+        Whatever fills the unit does so through `full` afterwards, or has filled the slot before.
+        """
+        if self._may_swap:
+            lender = torch.from_numpy(slot.tensor[: self.unit.full_bytes].numpy()).untyped_storage()
+            self._storage._swap_data_ptr_(lender)  # type: ignore[attr-defined]
+            self._lender = lender
+        else:
+            self.allocate()
+            self.full.view(torch.uint8).copy_(slot.tensor[: self.unit.full_bytes])
+        self._show()
+
+    def hold(self, slot: Slot) -> None:
+        """Makes an arena slot the unit's memory for good, content undefined (CPU, resident units)."""
+        full = slot.tensor[: self.unit.full_bytes].view(self.unit.dtype)
+        self.full = full
+        self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in self.unit.shards]
+
+    def allocate(self) -> None:
+        """Makes room for the full layout in torch's own memory, content undefined."""
+        self._storage.resize_(self.unit.full_bytes)
+
+    def show(self) -> None:
+        """Points the parameters at the full layout, once its bytes are (or will be, in stream order) right."""
+        self._show()
+
+    def leave(self) -> None:
+        """Gives the bytes up; the parameters' data becomes NaN. Nothing is written anywhere."""
+        self.is_present = False
+        for shard, nothing in zip(self.unit.shards, self._absent, strict=True):
+            shard.param.data = nothing
+        if self._lender is not None:
+            self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
+            self._lender = None
+        else:
+            self._storage.resize_(0)
+
+    def _show(self) -> None:
+        self._check_nothing_was_written()
+        self.is_present = True
+        for shard, view in zip(self.unit.shards, self.views, strict=True):
+            shard.param.data = view
+
+    def _check_nothing_was_written(self) -> None:
+        if (
+            self._nan.device.type == "cpu"
+            and self._nan.item() == self._nan.item()
+            and self.unit.dtype.is_floating_point
+        ):
+            self._nan.fill_(float("nan"))
+            raise RuntimeError(
+                f"a parameter of {self.unit.name!r} was filled while its weights rested elsewhere, so the values were lost: "
+                "write before sharding, or through Shards.replace or load_state_dict"
+            )
+
+
+def _nothing(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point else 0

@@ -1,0 +1,62 @@
+"""Order: the sequence in which units are used, learnt while it happens and used to look ahead.
+
+A *pass* begins when the root module's forward begins. The sequence of one pass (forward, and backward when there was one)
+is the guess for the next pass of the same kind; before the first, the guess is the order of definition and then its
+reverse. When the program does something else the guess is taken up again at the next place where it fits: a wrong guess
+costs time, never correctness. The guess depends on the program's sequence of uses alone, never on time or memory, so that
+every rank makes the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+
+_LOOK_BEHIND = 4
+
+
+class Order:
+    """The learnt sequence of unit indices, with a place in it.
+
+    Args:
+        first_guess: units in the order of definition.
+    """
+
+    def __init__(self, first_guess: Sequence[int]) -> None:
+        self._first_guess = list(first_guess)
+        self._learnt: dict[Hashable, list[int]] = {}
+        self._kind: Hashable = None
+        self._seen: list[int] = []  # of this pass
+        self._guess: list[int] = []
+        self._place = 0  # in the guess: what comes next
+
+    def begin(self, kind: Hashable, has_backward: bool) -> None:
+        """Begins a pass; what the last one did becomes the guess for its kind."""
+        if self._seen:
+            self._learnt[self._kind] = self._seen
+        self._kind, self._seen, self._place = kind, [], 0
+        backward = self._first_guess[::-1] if has_backward else []
+        self._guess = self._learnt.get(kind) or self._first_guess + backward
+
+    def use(self, unit: int) -> None:
+        """Notes a use and finds the place in the guess that fits it."""
+        if self._seen and self._seen[-1] == unit:
+            return
+        self._seen.append(unit)
+        nearest = self._place - _LOOK_BEHIND
+        if self._place < len(self._guess) and self._guess[self._place] == unit:
+            self._place += 1
+        elif unit in self._guess[self._place :]:
+            self._place = self._guess.index(unit, self._place) + 1
+        elif unit in self._guess[max(nearest, 0) : self._place]:
+            self._place = self._guess.index(unit, max(nearest, 0)) + 1
+
+    def upcoming(self) -> Iterator[int]:
+        """The units expected next, nearest first; ends where the pass is expected to end."""
+        return iter(self._guess[self._place :])
+
+    def distance(self, unit: int) -> float:
+        """How many uses lie before the unit's next; infinity when none is expected in this pass."""
+        try:
+            return self._guess.index(unit, self._place) - self._place
+        except ValueError:
+            return float("inf")

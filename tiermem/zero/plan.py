@@ -1,0 +1,269 @@
+"""Plan: what memory a sharded model will take on every tier, computed before anything is allocated.
+
+HOST memory is a sum of rows, each with its reason: homes (what rests on HOST) and buffers (what passes through). When the
+budget leaves a choice, the plan takes in this order: gradients rest on HOST if they fit, tiles and unit buffers of their
+usual size and number, then smaller tiles; what is left keeps a part of the optimizer states on HOST. What does not fit even
+at its smallest is refused with the arithmetic, naming the smallest budget that works. Bytes are per rank; the budget is per
+node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.zero.topology import Topology
+from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
+
+STATE_BYTES = 4  # of each fp32 state of one element
+NUM_MOMENTS = 2
+_USUAL_TILE_NUMEL = 1 << 20
+_USUAL_TILE_BUFFERS = 4
+_USUAL_UNIT_BUFFERS = 3
+_USUAL_GRAD_BUFFERS = 2
+_PAGE = 4096
+BOUNCE_BYTES = 4 << 20
+
+T = TypeVar("T")
+
+
+class Row(NamedTuple):
+    """One line of a plan: what takes how many bytes of which tier, and why."""
+
+    what: str
+    tier: Tier
+    num_bytes: int
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Sizes and numbers that the machinery allocates by; bytes of this rank."""
+
+    rows: list[Row]
+    host_bytes: int  # all HOST rows: the arena's size
+    disk_bytes: int  # all NVME rows
+    grads: Tier
+    unit_homes: dict[int, Tier]  # of streamed units, by index
+    unit_slot_bytes: int
+    num_unit_slots: int
+    stage_slot_bytes: int  # of shards on their way to a gather
+    num_stage_slots: int
+    grad_slot_bytes: int
+    num_grad_slots: int
+    tile_numel: int
+    num_tile_slots: int
+    tile_slot_bytes: int
+    resident_share: float  # of the tiles whose home is NVME, the part that is kept on HOST
+    resident_bytes: int  # what those take at most
+
+
+def state_element_bytes(unit: Unit) -> int:
+    """Bytes of optimizer state per element: an fp32 master (unless the parameter is one) and two moments."""
+    has_master = unit.dtype.itemsize < STATE_BYTES
+    return STATE_BYTES * (NUM_MOMENTS + int(has_master))
+
+
+def keeps_initial_master(unit: Unit, policy: OffloadPolicy) -> bool:
+    """Whether fp32 initial values are kept for a unit's first step, beside its low-precision parameters."""
+    return policy.master_from == "init" and unit.is_trainable and unit.dtype.itemsize < STATE_BYTES
+
+
+def make_plan(division: Division, policy: OffloadPolicy, topology: Topology, is_gpu: bool, ranks_on_node: int) -> Plan:
+    """Plans a division under a policy. Raises ValueError when the budget cannot hold the smallest plan.
+
+    With one shard, what rests where the maths runs is present where it rests: such units become resident here.
+    """
+    budget = None if policy.host_bytes is None else policy.host_bytes // ranks_on_node
+    homes = _unit_homes(division.units, policy, topology.num_shards)
+    in_place = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
+    for unit in division.units:
+        if topology.num_shards == 1 and homes.get(unit.index) in in_place:
+            unit.is_resident = True
+            del homes[unit.index]
+    planner = _Planner(division.units, policy, topology.num_shards, is_gpu, homes)
+    choices = planner.choices()
+    for choice in choices:
+        plan = planner.plan(*choice, resident_bytes=policy.resident_bytes or 0)
+        if budget is None or plan.host_bytes <= budget:
+            left = 0 if budget is None or policy.resident_bytes is not None else budget - plan.host_bytes - _PAGE
+            return planner.plan(*choice, resident_bytes=left) if left > 0 else plan
+    smallest = min(
+        (planner.plan(*choice, policy.resident_bytes or 0) for choice in choices), key=lambda p: p.host_bytes
+    )
+    rows = "; ".join(f"{row.what} {_mib(row.num_bytes)} ({row.why})" for row in smallest.rows if row.tier is Tier.HOST)
+    raise ValueError(
+        f"host_bytes={policy.host_bytes} per node is {budget} for each of {ranks_on_node} ranks, and the smallest plan "
+        f"needs {smallest.host_bytes} per rank, {smallest.host_bytes * ranks_on_node} per node: {rows}. Raise the budget, "
+        "or send more to NVME"
+    )
+
+
+class _Sheet:
+    """The rows of a plan while it is being made."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def add(self, what: str, tier: Tier, num_bytes: int, why: str) -> None:
+        if num_bytes:
+            self.rows.append(Row(what, tier, num_bytes, why))
+
+    def buffers(self, what: str, count: int, sizes: Iterable[int], why: str) -> tuple[int, int]:
+        """Adds `count` buffers of the largest size; returns (bytes of one, count), zeros when there is nothing to pass."""
+        size = max(sizes, default=0) if count else 0
+        if not size:
+            return 0, 0
+        self.add(f"{count} {what} buffers", Tier.HOST, count * _page(size), why)
+        return size, count
+
+    def total(self, tier: Tier) -> int:
+        return sum(row.num_bytes for row in self.rows if row.tier is tier)
+
+
+class _Planner:
+    """Makes the plan of one choice; the choices, best first."""
+
+    def __init__(
+        self, units: list[Unit], policy: OffloadPolicy, num_shards: int, is_gpu: bool, homes: dict[int, Tier]
+    ) -> None:
+        self._policy = policy
+        self._units = units
+        self._is_gpu = is_gpu
+        self._num_shards = num_shards
+        self._trainable = [u for u in units if u.is_trainable]
+        self._homes = homes  # of streamed units, by index
+
+    def choices(self) -> list[tuple[Tier, int, int]]:
+        """(home of gradients, unit buffers, elements of a tile), best first."""
+        policy = self._policy
+        homes = [policy.grads] if policy.grads else [Tier.HOST, Tier.NVME] if policy.paths else [Tier.HOST]
+        if policy.step_in_backward:
+            homes = [Tier.DEVICE]  # none is held
+        counts = [policy.unit_buffers] if policy.unit_buffers else [_USUAL_UNIT_BUFFERS, 2]
+        tiles = [policy.tile_numel] if policy.tile_numel else [_USUAL_TILE_NUMEL >> i for i in range(5)]
+        return list(itertools.product(homes, counts, tiles))
+
+    def plan(self, grads: Tier, num_units: int, tile_numel: int, resident_bytes: int) -> Plan:
+        """The plan of one choice, whether it fits or not."""
+        policy, sheet = self._policy, _Sheet()
+        at_home = self._add_parameters(sheet)
+        streamed = [u for u in self._units if u.index in self._homes]
+        num_units = 0 if self._is_gpu else min(num_units, len(streamed))
+        unit_slot, num_units = sheet.buffers(
+            "unit", num_units, (u.full_bytes for u in streamed), "in use and fetched ahead"
+        )
+        needs_stage = self._num_shards > 1 or self._is_gpu
+        stage_slot, num_stages = sheet.buffers(
+            "shard", 2 * needs_stage, (u.shard_bytes for u in at_home[Tier.NVME]), "read ahead of a gather"
+        )
+        grad_slot, num_grads = self._add_gradients(sheet, grads)
+        share, resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
+        streams = Tier.NVME in (policy.optim, grads, *self._homes.values())
+        largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
+        tile_numel = min(_up(tile_numel, UNIT_ALIGN), largest)
+        tile_slot, num_tiles = sheet.buffers(
+            "tile", self._num_tile_slots() * streams, (tile_bytes(u, tile_numel) for u in self._trainable),
+            f"of {tile_numel} elements",
+        )  # fmt: skip
+        sheet.add("bounce buffer", Tier.HOST, BOUNCE_BYTES if policy.paths else 0, "for bytes of ordinary tensors")
+        return Plan(
+            rows=sheet.rows,
+            host_bytes=sheet.total(Tier.HOST),
+            disk_bytes=sheet.total(Tier.NVME),
+            grads=grads,
+            unit_homes=self._homes,
+            unit_slot_bytes=unit_slot,
+            num_unit_slots=num_units,
+            stage_slot_bytes=stage_slot,
+            num_stage_slots=num_stages,
+            grad_slot_bytes=grad_slot,
+            num_grad_slots=num_grads,
+            tile_numel=tile_numel,
+            num_tile_slots=num_tiles,
+            tile_slot_bytes=tile_slot,
+            resident_share=share,
+            resident_bytes=resident_bytes,
+        )
+
+    def _add_parameters(self, sheet: _Sheet) -> dict[Tier, list[Unit]]:
+        """Adds the homes of parameters; returns the streamed units by home."""
+        at_home = {tier: [u for u in self._units if self._homes.get(u.index) is tier] for tier in Tier}
+        present = [u for u in self._units if u.is_resident]
+        place = Tier.DEVICE if self._is_gpu else Tier.HOST
+        sheet.add("resident parameters", place, _pages(u.full_bytes for u in present), "present all the time")
+        if self._num_shards > 1 or self._is_gpu:
+            sheet.add("their shards", Tier.HOST, _pages(u.shard_bytes for u in present), "what a step writes")
+        in_memory = at_home[Tier.HOST] + at_home[Tier.DEVICE]
+        sheet.add("parameters", Tier.HOST, _pages(u.shard_bytes for u in in_memory), "rest on HOST")
+        sheet.add("parameters", Tier.NVME, _pages(u.shard_bytes for u in at_home[Tier.NVME]), "rest on NVME")
+        return at_home
+
+    def _add_gradients(self, sheet: _Sheet, home: Tier) -> tuple[int, int]:
+        """Adds what holds gradients; returns bytes and number of the buffers they pass through."""
+        sizes = [u.shard_bytes for u in self._trainable]
+        if home is not Tier.DEVICE:
+            sheet.add("gradients", home, _pages(sizes), f"rest on {home.name} until the step")
+        passes = home is not Tier.HOST
+        return sheet.buffers("gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home")
+
+    def _add_states(self, sheet: _Sheet, resident_bytes: int, tile_numel: int) -> tuple[float, int]:
+        """Adds the homes of optimizer states; returns the share that is resident, and its bytes."""
+        states = _pages(u.shard_numel * state_element_bytes(u) for u in self._trainable)
+        home = Tier.NVME if self._policy.optim is Tier.NVME else Tier.HOST
+        initial = [u.shard_numel * STATE_BYTES for u in self._trainable if keeps_initial_master(u, self._policy)]
+        sheet.add("initial masters", home, _pages(initial), "until the first step")
+        if home is Tier.HOST:
+            sheet.add("optimizer states", Tier.HOST, states, "rest on HOST")
+            return 0.0, 0
+        resident = min(resident_bytes // _PAGE * _PAGE, states)
+        tiles = [min(tile_numel, u.shard_numel) * state_element_bytes(u) for u in self._trainable]
+        whole = resident if resident == states else max(0, resident - max(tiles, default=0))  # tiles are not cut for it
+        sheet.add("optimizer states", Tier.NVME, states - whole, "rest on NVME")
+        sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST")
+        return resident / max(states, 1), resident
+
+    def _num_tile_slots(self) -> int:
+        if self._policy.tile_buffers:
+            return self._policy.tile_buffers
+        return _USUAL_TILE_BUFFERS - int(not self._policy.pipeline_read) - int(not self._policy.pipeline_write)
+
+
+def _unit_homes(units: list[Unit], policy: OffloadPolicy, num_shards: int) -> dict[int, Tier]:
+    """Homes of streamed units; of those on NVME, `host_param_numel` elements stay on HOST, spread evenly."""
+    streamed = [u for u in units if not u.is_resident]
+    homes = {u.index: policy.params for u in streamed}
+    if policy.params is Tier.NVME and policy.host_param_numel and streamed:
+        share = policy.host_param_numel / num_shards / sum(u.shard_numel for u in streamed)
+        for unit in spread(streamed, min(1.0, share)):
+            homes[unit.index] = Tier.HOST
+    return homes
+
+
+def tile_bytes(unit: Unit, tile_numel: int) -> int:
+    """Bytes of a tile's buffer: its states, its slice of the parameters and its slice of the gradients."""
+    return min(tile_numel, unit.shard_numel) * (state_element_bytes(unit) + 2 * unit.dtype.itemsize)
+
+
+def spread(items: Sequence[T], share: float) -> list[T]:
+    """A share of a list, spread evenly over it."""
+    return [item for i, item in enumerate(items) if int((i + 1) * share) > int(i * share)]
+
+
+def _pages(sizes: Iterable[int]) -> int:
+    return sum(_page(size) for size in sizes)
+
+
+def _page(num_bytes: int) -> int:
+    return _up(num_bytes, _PAGE)
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.1f} MiB"

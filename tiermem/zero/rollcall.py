@@ -1,0 +1,112 @@
+"""Roll call: which rank is gone, when a collective has failed.
+
+A backend only reports that a connection was closed, and closes its own in turn, so that the rank that really stopped drowns
+in errors of its neighbours. So every rank says in the rendezvous store where it runs (host, process), and whoever fails asks
+
+    1  whether another rank has named the lost one already (it posts what it found)
+    2  whether a process of its own host is no longer alive
+
+for a few seconds, and raises with the answer. torchrun's store belongs to its agent and outlives ranks; a store that was kept
+by rank 0 goes with it, which is an answer too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+_GRACE_S = 10.0
+_PREFIX = "tiermem/rank"
+
+
+class RankLost(RuntimeError):
+    """A collective failed; the message names the rank that is gone, or says that all are there."""
+
+
+class RollCall:
+    """This rank's entry in the rendezvous store, and the look at everybody's when something fails.
+
+    Args:
+        ranks: the global ranks that work together.
+    """
+
+    def __init__(self, ranks: list[int]) -> None:
+        self._ranks = ranks
+        self._me = dist.get_rank()
+        self._store = dist.distributed_c10d._get_default_store()
+        self._store.set(f"{_PREFIX}/{self._me}", json.dumps(_this_process()))
+        self._known: dict[int, tuple[str, int, str]] = {}  # what others said, read while the store lives
+
+    def meet(self) -> None:
+        """Waits until every rank has said where it runs, and remembers it. Raises RankLost."""
+        try:
+            for rank in self._ranks:
+                self._known[rank] = tuple(json.loads(self._store.get(f"{_PREFIX}/{rank}")))
+        except RuntimeError as error:
+            raise self.explain("the roll call", error) from error
+
+    def explain(self, what: str, error: Exception) -> RankLost:
+        """The error to raise when a collective has failed; asks around for a few seconds."""
+        lost, deadline = self._lost(), time.monotonic() + _GRACE_S
+        while not lost and time.monotonic() < deadline:
+            time.sleep(0.05)
+            lost = self._lost()
+        if not lost:
+            return RankLost(
+                f"{what} failed on rank {self._me}, though every rank that can be seen from here is alive: {error}. Ranks may "
+                "have gone different ways (another batch, another branch), or one was slower than timeout_s"
+            )
+        names = ", ".join(f"rank {rank}{self._place(rank)}" for rank in sorted(lost))
+        self._post(lost)
+        return RankLost(f"{what} cannot go on: {names} is gone. Its own output says why. (On rank {self._me}: {error})")
+
+    def _lost(self) -> set[int]:
+        lost = {rank for rank, (host, pid, started) in self._known.items() if _has_died(host, pid, started)}
+        try:
+            for rank in self._ranks:
+                key = f"{_PREFIX}/{rank}/lost"
+                if rank != self._me and self._store.check([key]):
+                    lost |= set(json.loads(self._store.get(key)))
+        except RuntimeError:
+            return lost or ({0} if self._me != 0 and not _is_agents_store() else set())  # rank 0 kept the store
+        return lost
+
+    def _post(self, lost: set[int]) -> None:
+        try:
+            self._store.set(f"{_PREFIX}/{self._me}/lost", json.dumps(sorted(lost)))
+        except RuntimeError:
+            return  # nobody can be told: the store is gone
+
+    def _place(self, rank: int) -> str:
+        known = self._known.get(rank)
+        return f" (process {known[1]} on {known[0]})" if known else ""
+
+
+def _this_process() -> tuple[str, int, str]:
+    return socket.gethostname(), os.getpid(), _start_of(os.getpid())
+
+
+def _has_died(host: str, pid: int, started: str) -> bool:
+    """Whether a process of this host is gone, a zombie, or another one by now; False for other hosts."""
+    if host != socket.gethostname():
+        return False
+    return _start_of(pid) != started
+
+
+def _start_of(pid: int) -> str:
+    """When a process started, in the kernel's clock ticks; empty for one that runs no more."""
+    try:
+        fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] in ("Z", "X") else str(fields[19])
+
+
+def _is_agents_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,0 +1,398 @@
+"""Shards: a model whose parameters are partitioned and rest on a tier, and everything that looks after them.
+
+    with tiermem.shard(model, policy=OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=["/mnt/nvme0"])) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=3e-4)
+        loss = model(x); loss.backward(); optim.step(); optim.zero_grad()
+
+    divide     the model into units                 unit.py        present    units when their modules run   residency.py
+    plan       the memory of every tier             plan.py        watch      forward and backward           hooks.py
+    move       every parameter's part to its home   here           receive    gradients                      grads.py
+
+Reading a weight or a gradient from outside forward and backward gathers it: `weight`, `gradient`, and `state_dict`, which are
+collective (every rank calls them). Nothing is patched: closing the shards takes the hooks off and leaves the module behind,
+with its weights when asked to.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.arena import Pool
+from tiermem.swap.bounce import Bounce
+from tiermem.swap.native import Workers, trim_heap
+from tiermem.swap.store import TensorStore
+from tiermem.zero import registry
+from tiermem.zero.agreement import agree, facts_of
+from tiermem.zero.collectives import gather, gather_unit, share
+from tiermem.zero.grads import GradientHomes
+from tiermem.zero.hooks import Hooks
+from tiermem.zero.init import Nursery
+from tiermem.zero.memory import UnitMemory, can_swap_pointers
+from tiermem.zero.order import Order
+from tiermem.zero.plan import BOUNCE_BYTES, keeps_initial_master, make_plan
+from tiermem.zero.residency import LiveUnit, Residency
+from tiermem.zero.topology import Topology, find_topology, give_fair_threads, ranks_per_node
+from tiermem.zero.unit import Shard, Unit, divide
+
+logger = logging.getLogger("tiermem")
+
+
+def shard(
+    model: nn.Module,
+    policy: OffloadPolicy | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    is_trained: bool = True,
+) -> Shards:
+    """Partitions a model's parameters over the ranks of a group and sends each part to its home.
+
+    Args:
+        model: any module, built plainly or under `tiermem.zero.Init`; its parameters keep their identity.
+        policy: where things rest; the default keeps everything in memory.
+        group: data-parallel ranks; default: the world, if torch.distributed is initialised. Rank 0's weights win.
+        device: where the maths runs; default: where the parameters are.
+        is_trained: False for inference: no room is made for gradients and optimizer states.
+
+    Collective and blocking. Raises ValueError when the policy cannot be met (with the arithmetic) and OSError when a path is
+    missing, not writable or too full, both before any weight has been moved.
+    """
+    return Shards(model, policy or OffloadPolicy(), group, device, is_trained)
+
+
+class Shards:
+    """See `shard`. A context manager: closing ends it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: OffloadPolicy,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str | None,
+        is_trained: bool = True,
+    ) -> None:
+        if any(isinstance(registry.keeper_of(p), Shards) for p in model.parameters()):
+            raise ValueError("this model is sharded already: close its shards before sharding it again")
+        self.model = model
+        self.policy = policy
+        self.topology: Topology = find_topology(policy.stage, group, policy.timeout_s)
+        agree(self.topology, facts_of(model, policy))
+        self.device = torch.device(device) if device is not None else _device_of(model)
+        self._is_closed = False
+        self._handles: list[RemovableHandle] = []
+        _check_device(policy, self.device, is_trained)
+        division = divide(model, policy, self.topology.num_shards, is_trained)
+        is_gpu = self.device.type == "cuda"
+        self.plan = make_plan(division, policy, self.topology, is_gpu, ranks_per_node())
+        arena_bytes = max(self.plan.host_bytes, 1)
+        self.store = TensorStore(policy.paths, arena_bytes, policy.io, policy.disk_bytes, policy.pin_memory)
+        self.workers = Workers(give_fair_threads())
+        try:
+            if self.plan.disk_bytes:
+                self.store.reserve_disk(self.plan.disk_bytes)
+            self._build(division.triggers, division.units, Order([u.index for u in division.order()]))
+        except BaseException:
+            self.store.close()
+            self.workers.close()
+            raise
+        trim_heap()  # what building left behind is not needed again
+        self._log_start()
+
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- looking at values ---------------------------------------------------------------------------------------------
+
+    def weight(self, param: nn.Parameter) -> torch.Tensor:
+        """A copy of a parameter's whole value, on the CPU, in its own dtype. Collective; blocks."""
+        live, shard = self._find(param)
+        if live.unit.is_resident:
+            index = live.unit.shards.index(shard)
+            return live.memory.views[index].detach().to("cpu", copy=True)
+        return self._whole(shard, self.local_weight(param)).view(shard.shape)
+
+    def local_weight(self, param: nn.Parameter) -> torch.Tensor:
+        """A copy of this rank's part of a parameter: flat, on the CPU, shard_numel elements. Blocks."""
+        live, shard = self._find(param)
+        part = slice(shard.shard_offset, shard.shard_offset + shard.shard_numel)
+        if live.shard is not None:
+            return live.shard[part].clone()
+        assert live.entry is not None
+        return self.read_part(live.entry, live.unit.dtype, part)
+
+    def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        """A copy of a parameter's reduced gradient (the mean over ranks), or None. Between backward and step. Collective."""
+        live, shard = self._find(param)
+        if not shard.has_gradient or param.grad is None:
+            return None
+        self.homes.settle()
+        part = slice(shard.shard_offset, shard.shard_offset + shard.shard_numel)
+        flat = self.homes.flat(live.unit)
+        local = (
+            self.read_part(self.homes.entry(live.unit), live.unit.dtype, part) if flat is None else flat[part].clone()
+        )
+        return self._whole(shard, local).view(shard.shape) * (shard.grad_factor / self.topology.world)
+
+    def read_part(self, entry: str, dtype: torch.dtype, part: slice) -> torch.Tensor:
+        """A copy of elements of an entry that rests on NVME, through a small bounce buffer. Blocks; raises OSError."""
+        out = torch.empty(part.stop - part.start, dtype=dtype)
+        assert self._bounce is not None
+        self._bounce.read(entry, part.start * dtype.itemsize, part.stop * dtype.itemsize, out.view(torch.uint8))
+        return out
+
+    def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Puts other values in a parameter's place, before the first step; every rank gives the whole. Blocks."""
+        live, shard = self._find(param)
+        if shard.num_steps:
+            raise RuntimeError(f"{shard.name} has been stepped: its master weights would not follow")
+        first = shard.shard_numel * self.topology.shard_rank
+        mine = value.detach().reshape(-1)[first : first + shard.shard_numel]
+        if initial_master(live.unit) in self.store:
+            self._write_initial_master(live.unit, shard, mine)
+        mine = mine.to(live.unit.dtype)
+        if live.shard is not None:
+            live.shard[shard.shard_offset : shard.shard_offset + mine.numel()].copy_(mine)
+        else:
+            assert live.entry is not None and self._bounce is not None
+            self.residency.empty()
+            start = shard.shard_offset * live.unit.dtype.itemsize
+            self._bounce.write(live.entry, start, mine.contiguous().view(torch.uint8))
+        if live.unit.is_resident and live.shard is not None and live.shard is not live.memory.full:
+            self.regather(live.unit, live.shard, live.memory)
+
+    def parameters(self) -> Iterator[tuple[LiveUnit, Shard]]:
+        """Every partitioned parameter, unit by unit."""
+        for live in self.units:
+            for shard in live.unit.shards:
+                yield live, shard
+
+    # ---- the end -------------------------------------------------------------------------------------------------------
+
+    def close(self, materialize: bool = False) -> None:
+        """Takes the hooks off and ends the store; what it kept on paths is removed.
+
+        With materialize the parameters become ordinary tensors with their weights (collective; takes the whole model's
+        memory); without, parameters that are not resident are left as NaN. Raises the first error of a write-back.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self.residency.empty()
+            weights = [(s.param, self.weight(s.param)) for _, s in self.parameters()] if materialize else []
+            self.homes.settle()
+        finally:
+            self.hooks.remove()
+            for handle in self._handles:
+                handle.remove()
+            for live, shard in self.parameters():
+                shard.param.grad = None
+                if not materialize and live.unit.is_resident:
+                    shard.param.data = shard.param.data.clone()
+                registry.dismiss(shard.param)
+            self.workers.close()
+            self.store.close()
+        for param, value in weights:
+            param.data = value.to(self.device)
+
+    # ---- building ------------------------------------------------------------------------------------------------------
+
+    def _build(self, triggers: dict[nn.Module, list[Unit]], units: list[Unit], order: Order) -> None:
+        plan, arena = self.plan, self.store.arena
+        may_swap = can_swap_pointers()
+        self._bounce = Bounce(self.store, BOUNCE_BYTES // 4) if self.policy.paths else None
+        pool = Pool(arena, plan.unit_slot_bytes, plan.num_unit_slots, "units") if plan.num_unit_slots else None
+        stages = Pool(arena, plan.stage_slot_bytes, plan.num_stage_slots, "shards") if plan.num_stage_slots else None
+        grads = Pool(arena, plan.grad_slot_bytes, plan.num_grad_slots, "gradients") if plan.num_grad_slots else None
+        tiles = Pool(arena, plan.tile_slot_bytes, plan.num_tile_slots, "tiles") if plan.num_tile_slots else None
+        self.tile_pool = tiles
+        self.units = [self._send_home(unit, may_swap, pool or stages) for unit in units]
+        self.store.settle()
+        self.residency = Residency(self.units, self.store, order, self.topology, self.policy, pool, stages, self.device)
+        trainable = [u for u in units if u.is_trainable]
+        self.homes = GradientHomes(
+            trainable, plan.grads, self.store, self.topology, self.workers, grads, self.policy.reduce_bucket_numel
+        )
+        live = {module: [self.units[u.index] for u in needed] for module, needed in triggers.items()}
+        self.hooks = Hooks(self.model, live, self.units, self.residency, self.homes)
+        self._gathered: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._gathered_by: Callable[[], object] = lambda: None  # the state_dict under way, held weakly
+        for module in self.model.modules():
+            if module._parameters:
+                # torch marks the functions it is given, so each module gets one of its own
+                fill, put = self._fill_state_dict, self._take_state_dict
+                self._handles.append(module.register_state_dict_post_hook(lambda *args, fill=fill: fill(*args)))
+                self._handles.append(module.register_load_state_dict_pre_hook(lambda *args, put=put: put(*args)))
+        self._by_param = {id(s.param): (u, s) for u, s in self.parameters()}
+        for _, part in self.parameters():
+            registry.enrol(part.param, self)
+
+    def _send_home(self, unit: Unit, may_swap: bool, pool: Pool | None) -> LiveUnit:
+        """Moves a unit's weights to where they rest, one parameter at a time."""
+        if unit.is_resident:
+            return self._make_resident(unit, may_swap)
+        home, entry = self.plan.unit_homes[unit.index], f"param/{unit.index}/{unit.name}"
+        if home is not Tier.NVME and self.topology.num_shards == 1 and self.device.type == "cpu":
+            unit.is_resident = True  # one of `host_param_numel`: it is present where it rests
+            return self._make_resident(unit, may_swap)
+        self.store.reserve(entry, (unit.shard_numel,), unit.dtype, Tier.NVME if home is Tier.NVME else Tier.HOST)
+        memory = UnitMemory(unit, self.device, may_swap)
+        if home is not Tier.NVME:
+            shard = self.store.view(entry)
+            self._fill(unit, shard)
+            memory.leave()
+            return LiveUnit(unit, memory, None, shard)
+        assert pool is not None
+        slot = pool.take()
+        assert slot is not None
+        self._fill(unit, slot.tensor[: unit.shard_bytes].view(unit.dtype))
+        self.store.write([(entry, 0, slot.tensor[: unit.shard_bytes])], entry).wait()
+        pool.give_back(slot)
+        memory.leave()
+        return LiveUnit(unit, memory, entry, None)
+
+    def _make_resident(self, unit: Unit, may_swap: bool) -> LiveUnit:
+        memory = UnitMemory(unit, self.device, may_swap)
+        if self.device.type == "cpu":
+            memory.hold(self.store.arena.take(unit.full_bytes, f"resident unit {unit.name!r}"))
+        else:
+            memory.allocate()
+        shard = memory.full
+        if self.topology.num_shards > 1 or self.device.type == "cuda":
+            self.store.reserve(f"param/{unit.index}/{unit.name}", (unit.shard_numel,), unit.dtype, Tier.HOST)
+            shard = self.store.view(f"param/{unit.index}/{unit.name}")
+        self._fill(unit, shard)
+        if shard is not memory.full:
+            self.regather(unit, shard, memory)
+        memory.show()
+        return LiveUnit(unit, memory, None, shard)
+
+    def regather(self, unit: Unit, shard: torch.Tensor, memory: UnitMemory) -> None:
+        """Refreshes a resident unit's full layout from every rank's shard. Collective."""
+        gather_unit(self.topology, unit, shard.to(self.device), memory.full)
+
+    def _fill(self, unit: Unit, shard: torch.Tensor) -> None:
+        """Writes this rank's part of every parameter of a unit into its shard layout; rank 0's values win."""
+        shard.zero_()
+        if keeps_initial_master(unit, self.policy):
+            home = Tier.NVME if self.policy.optim is Tier.NVME else Tier.HOST
+            self.store.reserve(initial_master(unit), (unit.shard_numel,), torch.float32, home)
+        for part in unit.shards:
+            piece = shard[part.shard_offset : part.shard_offset + part.shard_numel]
+            if initial_master(unit) in self.store:
+                values = torch.zeros(part.shard_numel)
+                self._fill_part(part, values)
+                self._write_initial_master(unit, part, values)
+                piece.copy_(values)
+            else:
+                self._fill_part(part, piece)
+            part.param.grad = None
+            part.param.data = torch.empty(0, dtype=unit.dtype, device=self.device)
+
+    def _write_initial_master(self, unit: Unit, part: Shard, values: torch.Tensor) -> None:
+        """Keeps a parameter's values in fp32 until its first step."""
+        entry = initial_master(unit)
+        if self.store.home_of(entry) is Tier.HOST:
+            self.store.view(entry)[part.shard_offset : part.shard_offset + values.numel()].copy_(values)
+        else:
+            assert self._bounce is not None
+            self._bounce.write(entry, part.shard_offset * 4, values.float().contiguous().view(torch.uint8))
+
+    def _fill_part(self, part: Shard, out: torch.Tensor) -> None:
+        """Writes this rank's part of a parameter that has not been sharded yet; the padding is left."""
+        keeper = registry.keeper_of(part.param)
+        if isinstance(keeper, Nursery) and keeper.topology == self.topology:
+            keeper.move_part(part.param, out)
+            return
+        if isinstance(keeper, Nursery):
+            value = keeper.whole(part.param)
+            keeper.move_part(part.param, None)
+        else:
+            value = part.param.detach().contiguous()
+            if self.topology.group is not None and part.numel:
+                share(self.topology, value, f"sharing {part.name}")
+        first = part.shard_numel * self.topology.shard_rank
+        mine = value.view(-1)[first : first + part.shard_numel]
+        out[: mine.numel()].copy_(mine)
+
+    def _find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
+        try:
+            return self._by_param[id(param)]
+        except KeyError:
+            raise ValueError("this parameter is not one of the sharded model's") from None
+
+    def _whole(self, shard: Shard, local: torch.Tensor) -> torch.Tensor:
+        if self.topology.num_shards == 1:
+            return local[: shard.numel]
+        local = local.to(self.device)
+        whole = torch.empty(shard.shard_numel * self.topology.num_shards, dtype=local.dtype, device=self.device)
+        gather(self.topology, local, whole, f"gathering {shard.name}")
+        return whole[: shard.numel].cpu()
+
+    def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Replaces a module's own parameters in a state dict by gathered copies, in ordinary memory; tied ones by one."""
+        if self._gathered_by() is not state:
+            self._gathered_by = weakref.ref(state)
+            self._gathered.clear()
+        for name, param in module._parameters.items():
+            if param is not None and prefix + name in state:
+                copy = self._gathered.get(id(param))
+                if copy is None:
+                    copy = self._gathered[id(param)] = self.weight(param)
+                state[prefix + name] = copy
+
+    def _take_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Before torch loads a module's own parameters: puts the values where the parameters rest."""
+        for name, param in module._parameters.items():
+            value = state.get(prefix + name)
+            if param is not None and isinstance(value, torch.Tensor) and value.shape == param.shape:
+                self.replace(param, value)
+                state[prefix + name] = param  # torch copies it to itself, which does nothing
+
+    def _log_start(self) -> None:
+        stats = self.store.stats()
+        engine = f"; {stats.engine_why}" if self.policy.paths and stats.engine != "none yet" else ""
+        logger.info(
+            "%d units, %.1f MiB on HOST, %.1f MiB on NVME per rank%s",
+            len(self.units),
+            self.plan.host_bytes / 2**20,
+            self.plan.disk_bytes / 2**20,
+            engine,
+        )
+
+
+def initial_master(unit: Unit) -> str:
+    """The name in the store of a unit's fp32 values before its first step, kept for `master_from="init"`."""
+    return f"initial/{unit.index}/{unit.name}"
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    device = first.device if first is not None else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if device.type == "meta" and torch.cuda.is_available()
+        else device
+    )
+
+
+def _check_device(policy: OffloadPolicy, device: torch.device, is_trained: bool) -> None:
+    if device.type == "cuda" and policy.optim is Tier.DEVICE and is_trained:
+        raise ValueError(
+            "optim=DEVICE on a GPU: optimizer states step on the CPU here. Set optim=Tier.HOST or Tier.NVME (in a config: "
+            'offload_optimizer: {"device": "cpu"})'
+        )

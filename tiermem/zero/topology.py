@@ -1,0 +1,82 @@
+"""Topology: which ranks share the parts of a tensor, and which hold copies of the same part.
+
+    stage 0        every rank holds everything (shards = 1), gradients are averaged over all ranks (replicas = world)
+    stage 1 to 3   every rank holds one part (shards = world), nobody holds a copy (replicas = 1)
+
+One process without a process group is a world of one rank; no group is made for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tiermem.zero.rollcall import RollCall
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """This rank's place. `group` is None in a world of one."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    world: int
+    num_shards: int
+    shard_rank: int
+    roll_call: RollCall | None = dataclasses.field(default=None, compare=False)
+    timeout_s: float = dataclasses.field(default=1800.0, compare=False)  # longest wait for the other ranks
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold a copy of this rank's part."""
+        return self.world // self.num_shards
+
+
+def find_topology(stage: int, group: dist.ProcessGroup | None = None, timeout_s: float = 1800.0) -> Topology:
+    """The topology of a ZeRO stage over a process group (default: the world, if torch.distributed is initialised).
+
+    Waits for the other ranks of the group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return Topology(None, 0, 1, 1, 0)
+    group = group or dist.group.WORLD
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if world == 1:
+        return Topology(None, 0, 1, 1, 0)
+    _bound_waits(group, timeout_s)
+    roll_call = RollCall(dist.get_process_group_ranks(group))
+    roll_call.meet()
+    if stage == 0:
+        return Topology(group, rank, world, 1, 0, roll_call, timeout_s)
+    return Topology(group, rank, world, world, rank, roll_call, timeout_s)
+
+
+def _bound_waits(group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Gives gloo our time-out as well: its threads would wait for as long as the group was made to, and the exit for them."""
+    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # private: without it only the exit is slower
+    if set_timeout is not None and dist.get_backend(group) == "gloo":
+        set_timeout(timedelta(seconds=timeout_s), group)
+
+
+def ranks_per_node() -> int:
+    """Ranks that share this node's memory and cores: torchrun says so in LOCAL_WORLD_SIZE; else all of them."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def fair_threads() -> int:
+    """This rank's share of the cores it may run on, at least one."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks_per_node())
+
+
+def give_fair_threads() -> int:
+    """Sets torch's threads to the fair share (torchrun sets OMP_NUM_THREADS=1) and returns it."""
+    threads = fair_threads()
+    if torch.get_num_threads() != threads and ranks_per_node() > 1:
+        torch.set_num_threads(threads)
+    return threads

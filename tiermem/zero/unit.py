@@ -1,0 +1,230 @@
+"""Unit: parameters that are fetched, gathered and released together, and how they lie in memory.
+
+A unit is a child of the outermost ModuleList; one that is larger than its buffer is split at its inner modules. What
+lies outside every ModuleList becomes a unit per module that owns parameters. Small parameters (and, below stage 3, all of
+them) make *resident* units, which stay present. Parameters of one unit share a dtype and are all trainable or all
+frozen. A parameter owned by two modules (tied weights) belongs to the first one's unit, which both modules then trigger.
+
+Two layouts, in elements, with every parameter on a multiple of ALIGN (64 bytes or more in every dtype):
+
+    full    what the maths sees:   parameter i holds shards x ceil(numel / shards) elements, its own numel first
+    shard   this rank's part:      parameter i holds ceil(numel / shards) elements, flat row-major, zero-padded tail
+
+With one shard the two are the same, so that a unit is read from disk straight into place. Both are padded to a multiple
+of UNIT_ALIGN elements, so that any tile cut at it lies on 4096 bytes in every dtype. A shard is one contiguous extent:
+one read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from tiermem.policy import OffloadPolicy
+from tiermem.zero.tiled import TiledLinear
+
+ALIGN = 64  # elements
+UNIT_ALIGN = 4096  # elements
+
+
+@dataclasses.dataclass(eq=False)
+class Shard:
+    """This rank's part of one parameter, and its place in its unit's two layouts (elements)."""
+
+    name: str  # full name in the root module
+    index: int  # position in named_parameters(): the order of reductions
+    param: nn.Parameter
+    shape: torch.Size
+    numel: int
+    shard_numel: int  # ceil(numel / shards)
+    full_offset: int
+    shard_offset: int
+    has_gradient: bool = False  # a reduced gradient rests at its home
+    grad_factor: float = 1.0  # what clip_grad_norm_ or GradScaler multiplied that gradient by
+    block_sums: list[float] = dataclasses.field(default_factory=list)  # squares of that gradient, per norm block
+    num_steps: int = 0  # optimizer steps taken
+
+
+@dataclasses.dataclass(eq=False)
+class Unit:
+    """Parameters fetched, gathered and released together."""
+
+    name: str
+    index: int
+    shards: list[Shard]
+    dtype: torch.dtype
+    is_trainable: bool
+    is_resident: bool  # present all the time: its full layout is never given up
+    full_numel: int
+    shard_numel: int
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full layout."""
+        return self.full_numel * self.dtype.itemsize
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's part."""
+        return self.shard_numel * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """A model divided into units."""
+
+    units: list[Unit]
+    triggers: dict[nn.Module, list[Unit]]  # modules whose forward needs units, in the order of the model
+
+    def order(self) -> list[Unit]:
+        """The streamed units in the order in which their modules were defined: the first guess of a forward."""
+        seen: dict[int, Unit] = {}
+        for units in self.triggers.values():
+            seen.update((unit.index, unit) for unit in units if not unit.is_resident)
+        return list(seen.values())
+
+
+def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained: bool = True) -> Division:
+    """Divides a model's parameters into units.
+
+    Raises ValueError when a module with parameters of its own is larger than `policy.unit_numel`, naming it.
+    """
+    names = {param: (i, name) for i, (name, param) in enumerate(model.named_parameters())}
+    persistent = _persistent(model, policy)
+    units: list[Unit] = []
+    triggers: dict[nn.Module, list[Unit]] = {}
+    owners: dict[nn.Parameter, Unit] = {}
+    small: dict[nn.Parameter, None] = {}  # a set that keeps its order
+    for name, module, params in _groups(model, policy.unit_numel, persistent):
+        needed: dict[int, Unit] = {owners[p].index: owners[p] for p in params if p in owners}
+        fresh = [p for p in params if p not in owners and p not in persistent]
+        for kind, alike in _by_kind(fresh, is_trained).items():
+            unit = _lay_out(name, len(units), alike, names, kind, policy.stage != 3, num_shards)
+            _check_size(unit, policy)
+            units.append(unit)
+            owners.update((p, unit) for p in alike)
+            needed[unit.index] = unit
+        for p in params:
+            if p in persistent:
+                small[p] = None
+        if needed:
+            triggers.setdefault(module, []).extend(needed.values())
+    for kind, alike in _by_kind(list(small), is_trained).items():
+        units.append(_lay_out("persistent", len(units), alike, names, kind, True, num_shards))
+    return Division(units, triggers)
+
+
+def _groups(
+    model: nn.Module, limit: int | None, persistent: set[nn.Parameter]
+) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """(name, module, parameters) of every group: whole subtrees where they fit, a module's own parameters elsewhere.
+
+    The module is one whose forward runs: what lies in a bare container (ModuleList, ParameterList) is needed by the forward
+    around it.
+    """
+    Group = tuple[str, nn.Module, list[nn.Parameter]]
+    seen: set[nn.Module] = set()
+
+    def visit(name: str, module: nn.Module, runs: nn.Module, is_listed: bool) -> Iterator[Group]:
+        if module in seen:
+            return
+        seen.add(module)
+        params = list(module.parameters())
+        fits = limit is None or sum(p.numel() for p in params if p not in persistent) <= limit
+        is_whole = fits and not _holds_tiles(module) and (is_listed or not _holds_list(module))
+        runs = module if _has_forward(module) else runs
+        if module is not model and is_whole and runs is module:
+            yield name, module, params
+            return
+        own = list(module.parameters(recurse=False))
+        if own:
+            yield name or "root", runs, own
+        is_listed = is_listed or isinstance(module, nn.ModuleList)
+        for child_name, child in module.named_children():
+            yield from visit(f"{name}.{child_name}" if name else child_name, child, runs, is_listed)
+
+    yield from visit("", model, model, False)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _holds_list(module: nn.Module) -> bool:
+    return any(isinstance(m, nn.ModuleList) and len(m) > 0 for m in module.modules())
+
+
+def _holds_tiles(module: nn.Module) -> bool:
+    return any(isinstance(m, TiledLinear) for m in module.modules())
+
+
+def _persistent(model: nn.Module, policy: OffloadPolicy) -> set[nn.Parameter]:
+    """Parameters small enough to stay gathered, smallest first, within the bound for the whole model."""
+    if policy.stage != 3:
+        return set()
+    small = sorted((p for p in model.parameters() if p.numel() <= policy.persistence_numel), key=lambda p: p.numel())
+    room = math.inf if policy.model_persistence_numel is None else policy.model_persistence_numel
+    chosen: set[nn.Parameter] = set()
+    for param in small:
+        room -= param.numel()
+        if room < 0:
+            break
+        chosen.add(param)
+    return chosen
+
+
+def _by_kind(params: list[nn.Parameter], is_trained: bool) -> dict[tuple[torch.dtype, bool], list[nn.Parameter]]:
+    kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    for param in params:
+        alike = kinds.setdefault((param.dtype, param.requires_grad and is_trained), [])
+        if all(param is not other for other in alike):
+            alike.append(param)
+    return kinds
+
+
+def _lay_out(
+    name: str,
+    index: int,
+    params: list[nn.Parameter],
+    names: dict[nn.Parameter, tuple[int, str]],
+    kind: tuple[torch.dtype, bool],
+    is_resident: bool,
+    num_shards: int,
+) -> Unit:
+    shards: list[Shard] = []
+    full = part = 0
+    for param in params:
+        position, full_name = names[param]
+        share = -(-param.numel() // num_shards)
+        shards.append(Shard(full_name, position, param, param.shape, param.numel(), share, full, part))
+        full += _up(share * num_shards, ALIGN)
+        part += _up(share, ALIGN)
+    dtype, is_trainable = kind
+    return Unit(
+        name,
+        index,
+        shards,
+        dtype,
+        is_trainable,
+        is_resident,
+        _up(max(full, 1), UNIT_ALIGN),
+        _up(max(part, 1), UNIT_ALIGN),
+    )
+
+
+def _check_size(unit: Unit, policy: OffloadPolicy) -> None:
+    numel = sum(shard.numel for shard in unit.shards)
+    if policy.unit_numel is not None and numel > policy.unit_numel and policy.stage == 3:
+        raise ValueError(
+            f"unit {unit.name!r} holds {numel} elements, more than the {policy.unit_numel} of one parameter buffer "
+            "(unit_numel; buffer_size in a config), and has no inner module to split it at. Raise the buffer's size, "
+            "or replace its Linear by tiermem.zero.TiledLinear"
+        )
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
