@@ -1,0 +1,93 @@
+"""Is the arithmetic of the budget what a model really saves, and is a cap that is too small refused with it?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tiermem.tools.budget import ModelSizes, plan_budget, saved_bytes_per_token, state_bytes
+from tiermem.tools.presets import preset
+
+transformers: Any = pytest.importorskip("transformers")
+
+MIB = 1 << 20
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def saved_by_autograd(shape: dict[str, Any], precision: str, seq: int) -> int:
+    """Bytes of distinct storages that a forward saves, parameters left out."""
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape))
+    for param in model.parameters():
+        param.data = param.data.to(DTYPES[precision])
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.randint(0, 64, (1, seq))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(input_ids=tokens, labels=tokens).loss
+    del loss
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("num_key_value_heads", [4, 2])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_llama_block_saves_what_the_formula_says(precision: str, num_key_value_heads: int) -> None:
+    shape = preset("151m") | {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "vocab_size": 64}
+    shape |= {"num_key_value_heads": num_key_value_heads}
+    seq = 32
+    two, four = (saved_by_autograd({**shape, "num_hidden_layers": n}, precision, seq) for n in (2, 4))
+    assert (four - two) // 2 == seq * saved_bytes_per_token(ModelSizes.of(shape), precision)
+
+
+def test_the_terms_are_those_of_the_419m_model() -> None:
+    budget = plan_budget(1250 * MIB, 350 * MIB, preset("419m"), 128, "bf16", is_checkpointing=False)
+    terms = {term.name: term.num_bytes for term in budget.terms}
+    assert terms["interpreter and libraries"] == 350 * MIB
+    assert terms["activations"] == 24 * 128 * 57_416
+    assert terms["one block at work"] == 128 * 57_416
+    assert terms["logits and loss"] == 128 * 8192 * 16
+    assert terms["gradients in autograd"] == 16_779_264 * 2
+    assert budget.host_bytes == 1250 * MIB - sum(terms.values())
+    assert [row.name for row in budget.rows()][-1] == "host memory of the store"
+
+
+def test_with_checkpointing_a_layer_more_costs_one_block_input() -> None:
+    def host(num_layers: int) -> int:
+        shape = preset("419m") | {"num_hidden_layers": num_layers}
+        return plan_budget(1 << 31, 0, shape, 128, "bf16", is_checkpointing=True).host_bytes
+
+    inputs = 24 * 128 * 1024 * 2
+    assert host(24) - host(48) == pytest.approx(inputs * 1.3, rel=1e-6)
+
+
+def test_a_cap_that_leaves_nothing_is_refused_with_the_arithmetic() -> None:
+    budget = plan_budget(400 * MIB, 350 * MIB, preset("419m"), 128, "bf16", is_checkpointing=False)
+    with pytest.raises(
+        ValueError, match=r"a cap of 400\.0 MiB is too small: 400\.0 MiB - 350\.0 MiB \(interpreter"
+    ) as caught:
+        budget.check()
+    advised = int(str(caught.value).split("--memory ")[1].split("MiB")[0])
+    plan_budget(advised * MIB, 350 * MIB, preset("419m"), 128, "bf16", is_checkpointing=False).check(32 * MIB)
+
+
+def test_a_shape_without_a_key_names_it() -> None:
+    with pytest.raises(ValueError, match="hidden_size"):
+        ModelSizes.of({"model_type": "mystery"})
+
+
+def test_other_families_names_are_understood() -> None:
+    sizes = ModelSizes.of({"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 10})
+    assert sizes == ModelSizes(64, 256, 2, 4, 64, 10)
+
+
+@pytest.mark.parametrize(("precision", "per_param"), [("bf16", 14), ("fp16", 14), ("fp32", 12)])
+def test_state_bytes(precision: str, per_param: int) -> None:
+    assert state_bytes(1000, precision) == 1000 * per_param

@@ -1,0 +1,41 @@
+"""Does `tiermem check` name everything it promises?"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+pytest.importorskip("_tiermem_native")
+
+from tiermem.tools.check import check_machine
+
+
+def test_every_finding_is_there(tmp_path: Path) -> None:
+    text = io.StringIO()
+    assert check_machine(tmp_path, 0.1, Console(file=text, width=200)) == 0
+    for what in (
+        "path",
+        "direct I/O",
+        "memory limit",
+        "memlock",
+        "aio-max-nr",
+        "transparent_hugepage",
+        "engine auto",
+        "engine uring",
+        "engine aio",
+        "engine threads",
+        "kernels",
+        "GPU",
+        "GB/s",
+        " free",
+    ):
+        assert what in text.getvalue()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_measurement_of_no_time_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--seconds"):
+        check_machine(tmp_path, 0, Console(quiet=True))

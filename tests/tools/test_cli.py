@@ -1,0 +1,86 @@
+"""Is a mistake of the user's one line and exit status 2, with nothing left behind?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiermem.tools.cli import spread_lists
+
+
+def tiermem(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tiermem.tools.cli", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--preset", "420m"], "the preset is '420m'; allowed are 151m, 419m"),
+        ([], "exactly one of --preset, --config and --model; none is given"),
+        (["--preset", "151m", "--config", "x.json"], "--preset and --config are given"),
+        (["--config", "no.json"], "--config: there is no file no.json"),
+        (["--model", "no-folder"], "--model: no-folder has no config.json"),
+        (["--preset", "151m", "--memory", "much"], "'much' is not a size; write bytes, or for example 1250MiB"),
+        (["--preset", "151m", "--offload", "disk"], "--offload is 'disk'; allowed are none, cpu, nvme"),
+        (["--preset", "151m", "--offload", "cpu", "--nvme", "."], "--nvme names folders, but with --offload cpu"),
+        (["--preset", "151m", "--nvme", "no-disk"], "no-disk: no such folder"),
+        (["--preset", "151m", "--data", "no-data"], "--data: there is no no-data"),
+        (["--preset", "151m", "--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--preset", "151m", "--seq", "100000000"], "are fewer than one sequence of 100000000"),
+        (["--preset", "151m", "--lr", "-1"], "--lr is -1.0"),
+        (["--preset", "151m", "--precision", "int8"], "--precision is 'int8'; allowed are bf16, fp32, fp16"),
+        (["--preset", "151m", "--peer-python", "python"], "--peer-python names an interpreter for --peers"),
+        (["--preset", "151m", "--peers", "--peer-python", "no-python"], "--peer-python: no-python is no program"),
+        (["--preset", "151m", "--deepspeed-config", "no.json"], "no.json: No such file or directory"),
+        (["--preset", "151m", "--deepspeed-config", "x", "--lr", "1"], "--lr: --deepspeed-config decides this"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_made(tmp_path: Path, arguments: list[str], reason: str) -> None:
+    done = tiermem(tmp_path, "train", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("tiermem train: ")
+    assert reason in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    done = tiermem(tmp_path, "train", "--preset", "420m", "--debug")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+
+
+def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
+    done = tiermem(tmp_path, "train", "--offlaod", "nvme")
+    assert done.returncode == 2
+    assert "--offload" in done.stderr
+
+
+def test_check_names_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    done = tiermem(tmp_path, "check", "--path", "nowhere")
+    assert done.returncode == 2
+    assert done.stderr.startswith("tiermem check: nowhere: no such folder")
+
+
+def test_the_command_line_imports_no_torch() -> None:
+    look = "import sys, tiermem.tools.cli, tiermem.tools.train, tiermem.tools.peers; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("given", "spread"),
+    [
+        (["--nvme", "a", "b", "--steps", "3"], ["--nvme", "a", "--nvme", "b", "--steps", "3"]),
+        (["--nvme", "a", "--nvme", "b"], ["--nvme", "a", "--nvme", "b"]),
+        (["--data", "a", "b", "c"], ["--data", "a", "--data", "b", "--data", "c"]),
+        (["train", "--steps", "3", "x"], ["train", "--steps", "3", "x"]),
+        (["--nvme=a", "--peers"], ["--nvme=a", "--peers"]),
+    ],
+)
+def test_an_option_that_takes_several_takes_the_words_after_it(given: list[str], spread: list[str]) -> None:
+    assert spread_lists(given) == spread

@@ -1,0 +1,40 @@
+"""Is a disk measured through the queue, with nothing left on it?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("_tiermem_native")
+
+from tiermem.tools.check import direct_alignment
+from tiermem.tools.disk_rate import measure_disk, open_unnamed
+
+
+def test_rates_are_positive_and_nothing_is_left(tmp_path: Path) -> None:
+    rate = measure_disk(tmp_path, 0.05, file_bytes=(32 << 20) + (1 << 20))
+    assert rate.read_bytes_s > 0
+    assert rate.write_bytes_s > 0
+    assert rate.engine in ("uring", "aio", "threads")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_has_no_name(tmp_path: Path) -> None:
+    import os
+
+    fd, _ = open_unnamed(tmp_path)
+    try:
+        assert list(tmp_path.iterdir()) == []
+        os.write(fd, bytes(0))
+    finally:
+        os.close(fd)
+
+
+def test_alignment_is_one_of_those_tried(tmp_path: Path) -> None:
+    assert direct_alignment(tmp_path) in (0, 512, 1024, 2048, 4096)
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        measure_disk(tmp_path / "nowhere", 0.1)

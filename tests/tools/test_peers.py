@@ -1,0 +1,139 @@
+"""Do peers get the same model, data and settings, and is their death a result?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+from tiermem.tools.corpus import Corpus
+from tiermem.tools.job import Job
+from tiermem.tools.launcher import launch
+from tiermem.tools.memory_limit import open_limit
+from tiermem.tools.peers import Peer, _save_tokens, deepspeed_settings, list_peers
+from tiermem.tools.presets import preset
+from tiermem.tools.run_record import RunRecord
+from tiermem.tools.train_config import make_config
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+}
+
+
+def job(folder: Path, **changes: object) -> Job:
+    fields: dict[str, object] = {
+        "name": "tiny",
+        "shape": preset("151m") | TINY | {"num_key_value_heads": 4},
+        "checkpoint": None,
+        "config": make_config("nvme", "bf16", 1e-3, 2, [folder], 0),
+        "data": [],
+        "steps": 3,
+        "seq": 16,
+        "batch": 2,
+        "seed": 5,
+        "lr": 1e-3,
+        "precision": "bf16",
+        "is_checkpointing": False,
+        "memory_limit_bytes": None,
+        "threads": 1,
+        "nvme_paths": [str(folder)],
+        "events_file": None,
+    }
+    return Job(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def run_plain(given: Job, folder: Path, cap_bytes: int | None = None) -> RunRecord:
+    peer = Peer("plain", Path(sys.executable), [])
+    (folder / "place").mkdir()
+    given.save(folder / "place" / "job.json")
+    _save_tokens(given, folder / "tokens.npy")
+    record = RunRecord()
+    setting = list_peers(given, None)[0].settings[0]
+    with open_limit(cap_bytes) as limit:
+        record.outcome = launch(peer.command(given, setting, folder / "place"), limit, record)
+    return record
+
+
+def test_the_tokens_are_those_our_trainer_draws(tmp_path: Path) -> None:
+    given = job(tmp_path)
+    _save_tokens(given, tmp_path / "tokens.npy")
+    tokens = numpy.load(tmp_path / "tokens.npy")
+    assert tokens.shape == (3, 2, 16)
+    corpus = Corpus([], 16, 5)
+    assert bytes(tokens[1, 0]) == corpus.window(2)
+    assert bytes(tokens[2, 1]) == corpus.window(5)
+
+
+def test_plain_pytorch_trains_and_reports(tmp_path: Path) -> None:
+    record = run_plain(job(tmp_path), tmp_path)
+    summary = record.summary()
+    assert summary["outcome"] == "finished", record.outcome
+    assert len(summary["losses"]) == 3
+    assert summary["losses"][2] < summary["losses"][0]
+    assert summary["num_params"] == 115_008
+    assert summary["threads"] == 1
+    assert summary["peak_rss_bytes"] > 100 << 20
+
+
+def test_a_peer_that_dies_at_the_cap_is_a_result(tmp_path: Path) -> None:
+    with open_limit(64 << 20) as limit:
+        if limit.kind == "watch":
+            pytest.skip(f"no kernel-held cap here: {limit.why}")
+    record = run_plain(job(tmp_path), tmp_path, cap_bytes=64 << 20)
+    summary = record.summary()
+    assert summary["is_killed_at_cap"]
+    assert summary["outcome"].startswith("killed at the cap of 64.0 MiB during the imports")
+
+
+def test_an_error_of_a_peer_is_told(tmp_path: Path) -> None:
+    record = run_plain(job(tmp_path, shape={"model_type": "no-such-model"}), tmp_path)
+    assert record.error is not None
+    assert record.error["type"] == "ValueError"
+    assert record.summary()["outcome"].startswith("ended with status 1 during building the model")
+
+
+def test_deepspeed_is_swept_over_homes_and_pipelining(tmp_path: Path) -> None:
+    given = job(tmp_path, shape=preset("1.3b"))
+    settings = deepspeed_settings(given, tmp_path / "swap", uses_nvme=True)
+    assert [s.name for s in settings] == [
+        "all-on-nvme",
+        "optimizer-on-nvme",
+        "optimizer-on-nvme-unpipelined",
+        "all-on-cpu",
+    ]
+    assert [s.is_like_ours for s in settings] == [True, True, True, False]
+    buffers = settings[0].values["zero_optimization"]["offload_param"]
+    assert buffers["buffer_size"] == 32000 * 2048
+    assert [s.name for s in deepspeed_settings(given, tmp_path, uses_nvme=False)] == ["all-on-cpu"]
+    json.dumps([s.values for s in settings])
+
+
+def test_swap_folders_are_made_and_removed(tmp_path: Path) -> None:
+    swap = tmp_path / "tiermem-peer-1"
+    peer = Peer("plain", Path(sys.executable), [], [swap])
+    from rich.console import Console
+
+    peer.prepare(job(tmp_path), tmp_path, Console(quiet=True))
+    (swap / "left.swp").write_bytes(b"x")
+    peer.clean(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"precision": "fp16"}, "compares bf16 and fp32"),
+        ({"config": {"train_batch_size": 8}}, "train_micro_batch_size_per_gpu"),
+        ({"config": {"gradient_accumulation_steps": "auto"}}, "gradient_accumulation_steps"),
+    ],
+)
+def test_a_job_that_peers_cannot_be_given_is_refused(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        list_peers(job(tmp_path, **changes), None)

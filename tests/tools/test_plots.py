@@ -1,0 +1,85 @@
+"""Are the pictures drawn from a run's files, and do they show what the run was?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_run import MS, write_run
+
+pytest.importorskip("matplotlib")
+
+from tiermem.tools import plots
+from tiermem.tools.timeline import read_spans
+
+
+@pytest.fixture(scope="module", autouse=True)
+def opened_fonts() -> None:
+    """matplotlib keeps the files of its fonts open from the first text on: no test is to be blamed for that."""
+    from matplotlib import pyplot
+
+    pyplot.switch_backend("Agg")
+    pyplot.figure().suptitle("text")
+    pyplot.gcf().canvas.draw()
+    pyplot.close("all")
+
+
+@pytest.fixture(autouse=True)
+def closed_figures() -> Iterator[None]:
+    from matplotlib import pyplot
+
+    yield
+    pyplot.close("all")
+
+
+def test_three_pictures_are_drawn_by_a_process_of_its_own(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "tiermem.tools.plots", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    files = [Path(line) for line in done.stdout.splitlines()]
+    assert [file.name for file in files] == ["loss.png", "memory.png", "timeline.png"]
+    for file in files:
+        content = file.read_bytes()
+        assert content.startswith(b"\x89PNG\r\n\x1a\n")
+        assert len(content) > 10_000
+
+
+def test_a_run_that_died_before_its_first_step_shows_its_memory_alone(tmp_path: Path) -> None:
+    write_run(tmp_path, num_steps=0)
+    assert [file.name for file in plots.draw_run(tmp_path)] == ["memory.png"]
+
+
+def test_axes_are_labelled_with_units_and_the_cap_is_drawn(tmp_path: Path) -> None:
+    figure = plots.draw_memory(write_run(tmp_path))
+    assert figure is not None
+    top, bottom = figure.axes
+    assert top.get_ylabel() == "memory (MiB)"
+    assert bottom.get_xlabel() == "time (s)"
+    assert "cap 1250 MiB (cgroup-v1)" in [text.get_text() for text in top.texts]
+
+
+def test_the_timeline_is_of_one_step_and_says_what_was_moved(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    figure = plots.draw_timeline(run, read_spans(tmp_path / "events.jsonl"))
+    assert figure is not None
+    (ax,) = figure.axes
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert [label.split("\n")[0] for label in labels] == ["phase", "compute", "read", "write", "wait"]
+    assert "0.13 GB at 1.3 GB/s" in labels[2]
+    assert ax.get_xlim() == (0.0, 300.0)
+
+
+def test_a_step_whose_events_were_forgotten_is_not_chosen(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    spans = [span for span in read_spans(tmp_path / "events.jsonl") if span.start_ns >= 1600 * MS]
+    step = plots._typical_step(run["pictures"]["steps"], spans)
+    assert step is not None
+    assert step["step"] == 3

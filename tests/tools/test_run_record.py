@@ -1,0 +1,76 @@
+"""Does a record keep what a run told, to the bit and in bounded memory?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tiermem.tools.launcher import Outcome, Sample
+from tiermem.tools.memory_limit import Charge
+from tiermem.tools.run_record import RunRecord, Series, median_after_warm_up, save_json
+
+
+def step(number: int, loss: float, seconds: float = 1.0) -> dict[str, object]:
+    times = {"forward_s": seconds, "backward_s": seconds, "step_s": 2 * seconds}
+    moved = {"nvme_read_bytes": 100 * number, "nvme_written_bytes": 50 * number}
+    return {"kind": "step", "step": number, "loss": loss, "tokens": 128, **times, **moved}
+
+
+def outcome() -> Outcome:
+    return Outcome(0, "close", "none", None, False, False, False, 7, Charge(), None, 1.0, ())
+
+
+def test_losses_read_back_to_the_bit(tmp_path: Path) -> None:
+    record = RunRecord()
+    losses = [0.1 + 0.2, 1 / 3, 9.399864196777344, 5e-324]
+    for number, loss in enumerate(losses, 1):
+        record.on_message(step(number, loss))
+    record.outcome = outcome()
+    save_json(tmp_path / "run.json", record.summary())
+    assert json.loads((tmp_path / "run.json").read_text())["losses"] == losses
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_the_documented_keys_are_there_even_for_a_run_that_died() -> None:
+    record = RunRecord()
+    record.outcome = outcome()
+    keys = (
+        "losses forward_s backward_s step_s tokens_per_s peak_rss_bytes memory_limit_bytes limit_kind nvme_read_bytes "
+        "nvme_written_bytes num_params state_bytes kernel_read_bytes kernel_written_bytes cgroup_peak_bytes engine versions"
+    )
+    assert set(keys.split(" ")) <= set(record.summary())
+
+
+def test_medians_leave_the_first_step_out() -> None:
+    assert median_after_warm_up([100.0, 1.0, 2.0, 3.0]) == 2.0
+    assert median_after_warm_up([100.0]) == 100.0
+    assert median_after_warm_up([]) is None
+    record = RunRecord()
+    for message in (step(1, 9.0, 50.0), step(2, 8.0), step(3, 7.0)):
+        record.on_message(message)
+    assert record.tokens_per_s() == 32.0
+
+
+def test_bytes_of_a_run_that_died_are_those_of_its_last_step() -> None:
+    record = RunRecord()
+    record.on_message({"kind": "ready", "read_bytes": 10, "written_bytes": 20})
+    record.on_message(step(1, 9.0))
+    summary = record.summary()
+    assert (summary["nvme_read_bytes"], summary["nvme_written_bytes"]) == (90, 30)
+
+
+def test_counts_that_differ_are_told() -> None:
+    record = RunRecord()
+    counts = {"nvme_read_bytes": 10**9, "nvme_written_bytes": 10**9, "kernel_read_bytes": 10**9}
+    record.on_message({"kind": "done", **counts, "kernel_written_bytes": 2 * 10**9})
+    assert len(record.disagreements()) == 1
+
+
+def test_a_long_run_keeps_few_samples_and_every_peak() -> None:
+    series = Series(max_samples=16)
+    for i in range(1000):
+        series.add(Sample(i, 100 if i == 777 else 1, None if i % 2 else i))
+    assert len(series.samples) < 16
+    assert max(sample.resident_bytes for sample in series.samples) == 100
+    times = [sample.time_ns for sample in series.samples]
+    assert times == sorted(times)

@@ -1,0 +1,181 @@
+"""The main job on a model of a few million parameters: train under a cap, end to end, through the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("_tiermem_native")
+pytest.importorskip("transformers")
+
+from tiermem.tools.memory_limit import open_limit
+from tiermem.tools.presets import preset
+
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.json").write_text(json.dumps(preset("151m") | TINY | {"num_key_value_heads": 4}))
+    return tmp_path
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "tiermem.tools.cli", "train", "--config", "tiny.json", "--seq", "32", *arguments]
+
+
+def train(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    done = subprocess.run(
+        command("--json", "out.json", *arguments), cwd=folder, capture_output=True, text=True, check=False, timeout=300
+    )
+    out = folder / "out.json"
+    return done, json.loads(out.read_text()) if out.exists() else {}
+
+
+def test_a_capped_run_on_nvme_equals_one_in_memory_to_the_bit(folder: Path) -> None:
+    done, nvme = train(folder, "--steps", "4", "--offload", "nvme", "--memory", "700MiB", "--resident", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done, cpu = train(folder, "--steps", "4", "--offload", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert nvme["losses"] == cpu["losses"]
+    assert nvme["losses"][3] < nvme["losses"][0]
+    assert nvme["nvme_read_bytes"] > 0
+    assert nvme["memory_limit_bytes"] == 700 << 20
+    assert nvme["limit_kind"] != "none"
+    assert cpu["limit_kind"] == "none"
+    assert nvme["num_params"] == cpu["num_params"]
+    assert nvme["state_bytes"] == 14 * nvme["num_params"]
+    assert len(nvme["step_s"]) == 4
+    assert nvme["disagreements"] == []
+
+
+def test_a_run_leaves_its_reports_and_nothing_on_nvme(folder: Path) -> None:
+    disk = folder / "disk"
+    disk.mkdir()
+    done, _ = train(folder, "--steps", "2", "--nvme", "disk", "--resident", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(disk.iterdir()) == []
+    (run,) = (folder / "runs").iterdir()
+    assert {file.name for file in run.iterdir()} - {"output.log"} == {
+        "events.jsonl",
+        "job.json",
+        "loss.png",
+        "memory.png",
+        "run.json",
+        "timeline.png",
+        "trace.json",
+    }
+    trace = json.loads((run / "trace.json").read_text())["traceEvents"]
+    assert {"forward", "backward", "step", "read", "write"} <= {event.get("cat") for event in trace}
+
+
+def test_a_cap_below_the_budget_is_refused_with_the_arithmetic(folder: Path) -> None:
+    done, _ = train(folder, "--memory", "300MiB")
+    assert done.returncode in (2, 137), done.stdout + done.stderr
+    if done.returncode == 2:
+        assert "a cap of 300.0 MiB is too small: 300.0 MiB - " in done.stderr
+        assert list((folder / "runs").iterdir()) == []
+
+
+def test_a_run_killed_at_the_cap_says_so(folder: Path) -> None:
+    with open_limit(1 << 30) as limit:
+        if limit.kind == "watch":
+            pytest.skip(f"no kernel-held cap here: {limit.why}")
+    done, out = train(folder, "--memory", "64MiB")
+    assert done.returncode == 137
+    assert "killed at the cap of 64.0 MiB during the imports" in done.stderr
+    assert out["is_killed_at_cap"]
+
+
+def test_an_interrupt_finishes_the_step_and_reports(folder: Path) -> None:
+    with subprocess.Popen(command("--steps", "100000"), cwd=folder, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if ": step 2/" in line:
+                run.send_signal(signal.SIGINT)
+                break
+        rest = run.stdout.read()
+    assert run.returncode == 130, rest
+    assert "stopped by Ctrl-C, cleanly" in rest
+    (folder_of_run,) = (folder / "runs").iterdir()
+    saved = json.loads((folder_of_run / "run.json").read_text())
+    assert 2 <= len(saved["losses"]) < 100_000
+    assert saved["kernel_read_bytes"] is not None
+    assert not [file for file in folder_of_run.iterdir() if file.name.startswith("tiermem-")]
+
+
+def test_a_launcher_that_is_killed_takes_its_trainer_with_it(folder: Path) -> None:
+    with subprocess.Popen(command("--steps", "100000"), cwd=folder, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if ": step 1/" in line:
+                children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+                run.kill()
+                break
+    deadline = time.monotonic() + 30
+    while any(os.path.exists(f"/proc/{pid}/exe") for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(os.path.exists(f"/proc/{pid}/exe") for pid in children)
+    (folder_of_run,) = (folder / "runs").iterdir()
+    assert not [file for file in folder_of_run.iterdir() if file.name.startswith("tiermem-")]
+
+
+def test_a_config_file_decides_all_that_it_names(folder: Path) -> None:
+    config = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }
+    (folder / "ds.json").write_text(json.dumps(config))
+    done, out = train(folder, "--steps", "2", "--deepspeed-config", "ds.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(out["losses"]) == 2
+    assert out["state_bytes"] == 12 * out["num_params"]
+
+
+def test_a_wrong_config_is_one_line(folder: Path) -> None:
+    (folder / "ds.json").write_text(json.dumps({"zero_optimisation": {}, "optimizer": {"type": "AdamW"}}))
+    done, _ = train(folder, "--deepspeed-config", "ds.json")
+    assert done.returncode == 2
+    assert "zero_optimization" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert list((folder / "runs").iterdir()) == []
+
+
+def test_a_checkpoint_is_trained_on(folder: Path) -> None:
+    import safetensors.torch
+    import torch
+    import transformers
+
+    torch.manual_seed(3)
+    shape = json.loads((folder / "tiny.json").read_text())
+    config = transformers.AutoConfig.for_model(**shape)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    (folder / "checkpoint").mkdir()
+    (folder / "checkpoint" / "config.json").write_text(json.dumps(shape))
+    safetensors.torch.save_file(dict(model.state_dict()), folder / "checkpoint" / "model.safetensors")
+    arguments = ["--precision", "fp32", "--steps", "1", "--seq", "32", "--offload", "cpu", "--json", "out.json"]
+    start = [sys.executable, "-m", "tiermem.tools.cli", "train", "--model", "checkpoint", *arguments]
+    done = subprocess.run(start, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    from tiermem.tools.corpus import Corpus
+    from tiermem.tools.dataset import TokenDataset
+
+    batch = TokenDataset(Corpus([], 32, 0)).batch(0, 1, torch.device("cpu"))
+    expected = float(model(**batch).loss.detach())
+    assert json.loads((folder / "out.json").read_text())["losses"][0] == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,76 @@
+"""Do options and config files say one thing each?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tiermem.tools.train_config import make_config, precision_of, read_config, with_host_bytes
+
+
+def test_options_become_a_config() -> None:
+    config = make_config("nvme", "bf16", 1e-3, 2, [Path("/a"), Path("/b")], 1024)
+    target = {"device": "nvme", "nvme_path": ["/a", "/b"]}
+    assert config == {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3, "offload_param": target, "offload_optimizer": target},
+        "bf16": {"enabled": True},
+        "tiermem": {"resident_bytes": 1024},
+    }
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_the_precision_of_a_config_is_read_back(precision: str) -> None:
+    assert precision_of(make_config("cpu", precision, 1e-3, 1, [], 0)) == precision
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
+def test_the_library_accepts_every_config(offload: str, tmp_path: Path) -> None:
+    from tiermem.config import load_config
+
+    config = make_config(offload, "bf16", 1e-3, 1, [tmp_path], 4096 if offload == "nvme" else 0)
+    assert load_config(with_host_bytes(config, 1 << 30)).policy().host_bytes == 1 << 30
+
+
+def test_a_budget_in_the_file_stands() -> None:
+    assert with_host_bytes({"tiermem": {"host_bytes": 5}}, 7) == {"tiermem": {"host_bytes": 5}}
+    assert with_host_bytes({}, 7) == {"tiermem": {"host_bytes": 7}}
+
+
+@pytest.mark.parametrize(
+    ("offload", "precision", "resident", "reason"),
+    [
+        ("disk", "bf16", 0, "none, cpu, nvme"),
+        ("nvme", "int8", 0, "bf16, fp32, fp16"),
+        ("cpu", "bf16", 4096, "--resident"),
+    ],
+)
+def test_a_wrong_option_names_what_is_allowed(offload: str, precision: str, resident: int, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        make_config(offload, precision, 1e-3, 1, [], resident)
+
+
+def test_two_sources_for_one_thing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--lr, --offload: --deepspeed-config decides this"):
+        read_config(tmp_path / "ds.json", ["--lr", "--offload"], 1)
+
+
+def test_a_batch_is_added_only_where_the_file_names_none(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"bf16": {"enabled": True}}))
+    assert read_config(file, [], 4)["train_micro_batch_size_per_gpu"] == 4
+    file.write_text(json.dumps({"train_batch_size": 8}))
+    assert read_config(file, [], 4) == {"train_batch_size": 8}
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=str(file)):
+        read_config(file, [], 1)

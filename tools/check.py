@@ -1,0 +1,168 @@
+"""`tiermem check`: what this machine offers, by trying it, and what would mend what is missing.
+
+Looks at one folder and its disk; the measurement's file is unnamed and gone when it ends. Changes nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tiermem.tools.byte_size import format_bytes
+from tiermem.tools.memory_limit import open_limit
+
+_TRIED_CAP_BYTES = 256 << 20
+_USEFUL_MEMLOCK_BYTES = 64 << 20
+
+
+class Finding(NamedTuple):
+    """One line of the report; `advice` is empty when nothing needs mending."""
+
+    what: str
+    found: str
+    advice: str = ""
+
+
+def check_machine(path: Path, seconds: float, console: Console) -> int:
+    """Prints the report and returns 0. Blocks for the measurement; raises OSError when the folder is not usable."""
+    if seconds <= 0:
+        raise ValueError(f"--seconds is {seconds}; it must be more than 0")
+    table = Table(title="tiermem check", title_justify="left", box=None, pad_edge=False)
+    table.add_column("", style="bold", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    table.add_column("to mend", style="yellow", overflow="fold")
+    findings = [*find_path(path), *find_system(), *find_engines(), *find_kernels(), *find_gpu()]
+    with console.status(f"measuring the disk of {path} for {seconds:.0f} s"):
+        findings += find_rate(path, seconds)
+    for finding in findings:
+        table.add_row(*map(Text, finding))  # Text: brackets are no markup
+    console.print(table)
+    return 0
+
+
+def find_path(path: Path) -> Iterator[Finding]:
+    """The folder's file system, room, direct I/O and alignment. Raises OSError for a folder that is not usable."""
+    from tiermem.swap.files import probe_path
+
+    facts = probe_path(path)
+    yield Finding("path", f"{path.resolve()} ({facts.file_system}), {format_bytes(facts.free_bytes)} free")
+    if not facts.is_direct:
+        yield Finding(
+            "direct I/O", "refused: reads and writes would go through the page cache", "use ext4, xfs or btrfs"
+        )
+        return
+    alignment = direct_alignment(path)
+    yield Finding("direct I/O", f"O_DIRECT taken, smallest offset and length tried that works: {alignment} bytes")
+
+
+def find_system() -> Iterator[Finding]:
+    """Limits and settings of the kernel."""
+    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    size = format_bytes(int(memory.split()[1]) * 1024)
+    yield Finding("machine", f"{len(os.sched_getaffinity(0))} cores, {size}, Linux {platform.release()}")
+    with open_limit(_TRIED_CAP_BYTES) as limit:
+        advice = "delegate the memory controller, or run under a user's systemd" if limit.kind == "watch" else ""
+        yield Finding("memory limit", limit.why, advice)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    shown = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+    is_low = soft != resource.RLIM_INFINITY and soft < _USEFUL_MEMLOCK_BYTES
+    yield Finding("memlock", shown, "ulimit -l unlimited lets the kernel keep buffers registered" if is_low else "")
+    most, used = _word("/proc/sys/fs/aio-max-nr"), _word("/proc/sys/fs/aio-nr")
+    yield Finding("Linux AIO", f"aio-max-nr {most}, in use {used}" if most else "not in this kernel")
+    disabled = _word("/proc/sys/kernel/io_uring_disabled")
+    if disabled not in ("", "0"):
+        yield Finding("io_uring", f"io_uring_disabled is {disabled}", "sysctl kernel.io_uring_disabled=0")
+    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    chosen = pages.read_text().strip() if pages.exists() else "not in this kernel"
+    is_off = "[never]" in chosen
+    advice = f"echo madvise > {pages}: big buffers then read 10 to 20 % faster" if is_off else ""
+    yield Finding("huge pages", f"transparent_hugepage: {chosen}", advice)
+
+
+def find_engines() -> Iterator[Finding]:
+    """Which engines of the queue can run, by opening each."""
+    from tiermem.swap.native import ENGINES, Queue
+
+    for name in ENGINES:
+        try:
+            queue = Queue(name)
+        except OSError as error:
+            yield Finding(f"engine {name}", f"cannot run: {error.strerror or error}")
+            continue
+        queue.close()
+        yield Finding(f"engine {name}", f"takes {queue.engine}: {queue.why}" if name == "auto" else queue.why)
+
+
+def find_kernels() -> Iterator[Finding]:
+    """The instruction set of the optimizer's kernels, and the threads it may use."""
+    import torch
+
+    from tiermem.swap.native import choose_isa
+
+    yield Finding("kernels", f"{choose_isa()}, {torch.get_num_threads()} threads")
+
+
+def find_gpu() -> Iterator[Finding]:
+    """GPUs and whether memory can be pinned for them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding(
+            "GPU", f"none that torch {torch.__version__} can use: the maths runs on the CPU, nothing is pinned"
+        )
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        yield Finding(f"GPU {index}", f"{properties.name}, {format_bytes(properties.total_memory)}")
+    try:
+        torch.empty(1 << 20, dtype=torch.uint8).pin_memory()
+    except RuntimeError as error:
+        yield Finding("pinning", f"refused: {error}".splitlines()[0], "raise the memlock limit")
+    else:
+        yield Finding("pinning", "works")
+
+
+def find_rate(path: Path, seconds: float) -> list[Finding]:
+    """The disk's rates through the queue."""
+    from tiermem.tools.disk_rate import BLOCK_BYTES, DEPTH, measure_disk
+
+    rate = measure_disk(path, seconds, file_bytes=1 << 30)
+    how = f"blocks of {format_bytes(BLOCK_BYTES)}, {DEPTH} in flight, {rate.engine}, file of 1 GiB"
+    how += "" if rate.is_direct else ", through the page cache"
+    figures = f"read {rate.read_bytes_s / 1e9:.2f} GB/s, write {rate.write_bytes_s / 1e9:.2f} GB/s"
+    return [Finding("disk", f"{figures} ({how})")]
+
+
+def direct_alignment(path: Path) -> int:
+    """The smallest of 512, 1024, 2048 and 4096 that direct reads at odd multiples of it accept; 0 if none."""
+    from tiermem.tools.disk_rate import open_unnamed
+
+    fd, is_direct = open_unnamed(path)
+    try:
+        os.posix_fallocate(fd, 0, 1 << 16)
+        with mmap.mmap(-1, 1 << 13) as memory, memoryview(memory) as buffer:
+            for size in (512, 1024, 2048, 4096) if is_direct else ():
+                try:
+                    os.preadv(fd, [buffer[:size]], size)
+                except OSError:
+                    continue
+                return size
+    finally:
+        os.close(fd)
+    return 0
+
+
+def _word(file: str) -> str:
+    try:
+        return Path(file).read_text().strip()
+    except OSError:
+        return ""

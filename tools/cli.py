@@ -1,0 +1,187 @@
+"""The command line: `tiermem train`, `tiermem check` and `tiermem bench step`.
+
+A mistake of the user's is one line on stderr and exit status 2; --debug shows the traceback. Nothing heavy is imported
+before a command needs it: torch belongs to the trainer's process.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tiermem.tools.byte_size import parse_bytes, parse_count
+
+EXIT_USER = 2
+_LISTS = ("--nvme", "--data")
+
+app = typer.Typer(
+    help="Train models whose states do not fit in memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the `tiermem` program; ends the process with its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    app(args=spread_lists(given), prog_name="tiermem")
+
+
+def spread_lists(arguments: Sequence[str]) -> list[str]:
+    """`--nvme A B` as `--nvme A --nvme B`: words after an option that takes several belong to it."""
+    spread: list[str] = []
+    option: str | None = None
+    has_value = False
+    for word in arguments:
+        if word.startswith("-"):
+            option = word if word in _LISTS else None
+            has_value = False
+        elif option is not None:
+            if has_value:
+                spread.append(option)
+            has_value = True
+        spread.append(word)
+    return spread
+
+
+bench = typer.Typer(help="Measure what this machine reaches.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps `train` a sub-command."""
+
+
+@app.command()
+def train(
+    preset: Annotated[str | None, typer.Option(help="151m, 419m, 1.3b, 3b or 7b: a Llama of that size")] = None,
+    config: Annotated[Path | None, typer.Option(help="a Hugging Face config.json")] = None,
+    model: Annotated[Path | None, typer.Option(help="a local checkpoint: config.json and safetensors")] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option(help="text files or folders [default: Python's own sources and documentation]")
+    ] = None,
+    offload: Annotated[str | None, typer.Option(help="home of all states: none, cpu or nvme [default: nvme]")] = None,
+    nvme: Annotated[list[Path] | None, typer.Option(help="folders on NVMe disks [default: the run's folder]")] = None,
+    memory: Annotated[str | None, typer.Option(help="hard limit of host memory, such as 1250MiB")] = None,
+    deepspeed_config: Annotated[Path | None, typer.Option(help="a DeepSpeed-style JSON config")] = None,
+    steps: Annotated[int, typer.Option(help="optimizer steps")] = 10,
+    seq: Annotated[int, typer.Option(help="tokens of a sequence")] = 128,
+    batch: Annotated[int | None, typer.Option(help="sequences of a micro-batch [default: 1]")] = None,
+    seed: Annotated[int, typer.Option(help="of weights and of the order of data")] = 0,
+    lr: Annotated[float | None, typer.Option(help="learning rate of AdamW [default: 0.0001]")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp32 or fp16 [default: bf16]")] = None,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="recompute activations in backward")] = False,
+    layers: Annotated[int | None, typer.Option(help="another number of layers")] = None,
+    resident: Annotated[
+        str | None, typer.Option(help="optimizer states kept in memory, such as 200MiB [default: what the cap leaves]")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="of the maths [default: what torch takes]")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
+    runs: Annotated[Path, typer.Option(help="folder that keeps a folder per run")] = Path("runs"),
+    peers: Annotated[bool, typer.Option("--peers", help="also train with plain PyTorch, and DeepSpeed")] = False,
+    peer_python: Annotated[Path | None, typer.Option(help="an interpreter that has DeepSpeed")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks and what the trainer prints")] = False,
+) -> None:
+    """Train a model under a memory cap, with its states on any tier."""
+    from tiermem.tools.reports import open_console
+    from tiermem.tools.train import TrainOptions, UserError
+    from tiermem.tools.train import train as run_training
+
+    try:
+        options = TrainOptions(
+            preset=preset,
+            config=config,
+            model=model,
+            data=tuple(data or ()),
+            offload=offload,
+            nvme=tuple(nvme or ()),
+            memory_bytes=parse_bytes(memory) if memory is not None else None,
+            deepspeed_config=deepspeed_config,
+            steps=steps,
+            seq=seq,
+            batch=batch,
+            seed=seed,
+            lr=lr,
+            precision=precision,
+            is_checkpointing=checkpointing,
+            layers=layers,
+            resident_bytes=parse_bytes(resident) if resident is not None else None,
+            threads=threads,
+            json_file=json_file,
+            runs=runs,
+            has_peers=peers,
+            peer_python=peer_python,
+            is_debug=debug,
+            command=["tiermem", *sys.argv[1:]],
+        )
+        status = run_training(options, open_console())
+    except (UserError, ValueError, OSError) as error:
+        raise typer.Exit(_refuse("train", error, debug)) from None
+    raise typer.Exit(status)
+
+
+@app.command()
+def check(
+    path: Annotated[Path, typer.Option(help="folder whose disk is looked at and measured")] = Path(),
+    seconds: Annotated[float, typer.Option(help="of the disk measurement")] = 5.0,
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+) -> None:
+    """Say what this machine offers: engines, direct I/O, limits, kernels, GPU, and how fast its disk is."""
+    from tiermem.tools.check import check_machine
+    from tiermem.tools.reports import open_console
+
+    try:
+        status = check_machine(path, seconds, open_console())
+    except (ValueError, OSError) as error:
+        raise typer.Exit(_refuse("check", error, debug)) from None
+    raise typer.Exit(status)
+
+
+@bench.command("step")
+def bench_step(
+    path: Annotated[Path, typer.Option(help="folder on the NVMe disk")],
+    params: Annotated[str, typer.Option(help="parameters to step, such as 256M")] = "256M",
+    precision: Annotated[str, typer.Option(help="of parameters and gradients: fp32 or bf16; states are fp32")] = "bf16",
+    loops: Annotated[int, typer.Option(help="steps to time")] = 5,
+    resident: Annotated[str, typer.Option(help="states kept in memory, such as 200MiB")] = "0",
+    no_pipeline: Annotated[bool, typer.Option("--no-pipeline", help="read, compute and write in turn")] = False,
+    yardstick: Annotated[Path | None, typer.Option(help="tests/native/bare_mixed, built: the bare loop")] = None,
+    engine: Annotated[str, typer.Option(help="auto, uring, aio or threads")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+) -> None:
+    """Time optimizer steps over states on NVMe, beside the disk's roofline for the same bytes."""
+    from tiermem.tools.bench_step import measure_steps, print_step
+    from tiermem.tools.reports import open_console
+
+    try:
+        num_params = parse_count(params)
+        figures = measure_steps(
+            path, num_params, precision, loops, parse_bytes(resident), not no_pipeline, yardstick, engine
+        )
+    except (ValueError, OSError) as error:
+        raise typer.Exit(_refuse("bench step", error, debug)) from None
+    print_step(figures, json_file, open_console())
+
+
+def _refuse(command: str, error: Exception, is_debug: bool) -> int:
+    """One line for the user, and the traceback when asked for."""
+    if is_debug:
+        traceback.print_exception(error)
+    message = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename}: {error.strerror or error}"
+    print(f"tiermem {command}: {' '.join(message.split())}", file=sys.stderr)
+    return EXIT_USER
+
+
+if __name__ == "__main__":
+    main()

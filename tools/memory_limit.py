@@ -1,0 +1,397 @@
+"""MemoryLimit: a cap on the memory of one child process and all it starts, in force before its program is loaded.
+
+Four kinds, tried in this order; `why` says which is in force and what spoke against the ones before it:
+
+    cgroup-v1      <memory hierarchy>/<own cgroup>/tiermem-<pid>-<n>: limit_in_bytes, memsw (no swap), swappiness 0
+    cgroup-v2      the same below a cgroup whose memory controller is delegated: memory.max, memory.swap.max 0
+    systemd-scope  `systemd-run --user --scope -p MemoryMax= -p MemorySwapMax=0`
+    watch          nothing holds the cap but the launcher, which samples the process tree and kills it: a run may exceed
+                   the cap between two samples
+
+A child joins by writing its own pid before exec, so the first page of its program is counted already. The kernel charges
+page cache to a cgroup as well: `peak_bytes` holds it, `anonymous_bytes` does not. A cgroup made here is removed by
+`close()`, and those of launchers that were killed by the next launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tiermem.tools.byte_size import format_bytes
+
+KINDS = ("cgroup-v1", "cgroup-v2", "systemd-scope", "watch")
+_PREFIX = "tiermem-"
+_serial = itertools.count()
+
+
+class Charge(NamedTuple):
+    """What the kernel says of a capped group; None where it says nothing."""
+
+    usage_bytes: int | None = None  # charged now, page cache included
+    peak_bytes: int | None = None  # the most ever charged
+    anonymous_bytes: int | None = None  # now: not page cache
+    num_kills: int | None = None  # processes the kernel killed for memory
+    num_hits: int | None = None  # times the cap was reached (mostly answered by dropping page cache)
+
+
+class MemoryLimit:
+    """No limit, and the base of those that are one.
+
+    Use as a context manager, or `close()`; the child must have ended by then, what is left of it is killed.
+    """
+
+    kind = "none"
+
+    def __init__(self, limit_bytes: int | None = None, why: str = "no cap was asked for") -> None:
+        self.limit_bytes = limit_bytes
+        self.why = why
+
+    def __enter__(self) -> MemoryLimit:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def wrap(self, command: Sequence[str]) -> list[str]:
+        """The command line that puts `command` under the cap before its first instruction."""
+        return list(command)
+
+    def attach(self, pid: int) -> None:
+        """Tells which process was started, for kinds that find their cgroup by it."""
+
+    def charge(self) -> Charge:
+        """The kernel's counts now. Cheap enough for every sample, except anonymous_bytes: see `charge_in_full`."""
+        return Charge()
+
+    def charge_in_full(self) -> Charge:
+        """As `charge`, with every field the kernel can fill."""
+        return self.charge()
+
+    def is_over(self, resident_bytes: int) -> bool:
+        """Whether the launcher itself must stop the run: only a watch ever answers yes."""
+        return False
+
+    def close(self) -> None:
+        """Removes what was made for the cap. Calling it twice does nothing."""
+
+
+class CgroupLimit(MemoryLimit):
+    """A memory cgroup of either version, made in `parent`.
+
+    Raises:
+        OSError: it cannot be made, limited or joined here.
+    """
+
+    _limit_files: tuple[tuple[str, str, bool], ...] = ()  # name, value ("{}": the cap), whether it must be there
+
+    def __init__(self, parent: Path, limit_bytes: int, why: str = "") -> None:
+        super().__init__(limit_bytes, why)
+        _remove_dead(parent)
+        self.folder = parent / f"{_PREFIX}{os.getpid()}-{next(_serial)}"
+        self.folder.mkdir()
+        try:
+            for name, value, is_needed in self._limit_files:
+                self._set(name, value.format(limit_bytes), is_needed)
+            subprocess.run(self.wrap(["true"]), check=True, capture_output=True, timeout=30)
+        except (OSError, subprocess.SubprocessError) as error:
+            self.close()
+            raise OSError(f"{self.folder} cannot hold a process under a cap: {error}") from error
+
+    def wrap(self, command: Sequence[str]) -> list[str]:
+        join = 'echo $$ > "$0" && exec "$@"'
+        return ["/bin/sh", "-c", join, str(self.folder / "cgroup.procs"), *command]
+
+    def close(self) -> None:
+        deadline = time.monotonic() + 5.0
+        while self.folder.is_dir():
+            try:
+                self.folder.rmdir()
+            except OSError:
+                _kill_members(self.folder)
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+    def _set(self, name: str, value: str, is_needed: bool) -> None:
+        file = self.folder / name
+        if not file.exists():
+            if is_needed:
+                raise OSError(f"{file} does not exist")
+            return
+        try:
+            file.write_text(value)
+        except OSError:
+            if is_needed:
+                raise
+
+
+class CgroupV1Limit(CgroupLimit):
+    """A cgroup of the version 1 memory hierarchy."""
+
+    kind = "cgroup-v1"
+    _limit_files = (
+        ("memory.limit_in_bytes", "{}", True),
+        ("memory.memsw.limit_in_bytes", "{}", False),
+        ("memory.swappiness", "0", False),
+    )
+
+    def charge(self) -> Charge:
+        return Charge(
+            usage_bytes=_number(self.folder / "memory.usage_in_bytes"),
+            peak_bytes=_number(self.folder / "memory.max_usage_in_bytes"),
+        )
+
+    def charge_in_full(self) -> Charge:
+        stat = _table(self.folder / "memory.stat")
+        anonymous = stat.get("total_rss")
+        kernel = _number(self.folder / "memory.kmem.usage_in_bytes") or 0
+        return self.charge()._replace(
+            anonymous_bytes=None if anonymous is None else anonymous + kernel,
+            num_kills=_table(self.folder / "memory.oom_control").get("oom_kill"),
+            num_hits=sum(_number(self.folder / f"memory.{name}failcnt") or 0 for name in ("", "memsw.")),
+        )
+
+
+class CgroupV2Limit(CgroupLimit):
+    """A cgroup of the unified hierarchy, where a memory controller is delegated to this user."""
+
+    kind = "cgroup-v2"
+    _limit_files = (
+        ("memory.max", "{}", True),
+        ("memory.swap.max", "0", False),
+        ("memory.oom.group", "1", False),
+    )
+
+    def charge(self) -> Charge:
+        return _charge_v2(self.folder)
+
+    def charge_in_full(self) -> Charge:
+        return _charge_v2_in_full(self.folder)
+
+
+class SystemdScopeLimit(MemoryLimit):
+    """A transient scope of the user's systemd.
+
+    Raises:
+        OSError: there is no user's systemd, or it cannot limit memory.
+    """
+
+    kind = "systemd-scope"
+
+    def __init__(self, limit_bytes: int, why: str = "") -> None:
+        super().__init__(limit_bytes, why)
+        self._folder: Path | None = None
+        self._last = Charge()
+        self._unit = ""
+        shown = self._try_out()
+        if shown != str(limit_bytes):
+            raise OSError(f"systemd-run --user --scope holds no cap: memory.max is {shown!r}")
+
+    def wrap(self, command: Sequence[str]) -> list[str]:
+        self._unit = f"{_PREFIX}{os.getpid()}-{next(_serial)}.scope"
+        limits = ["-p", f"MemoryMax={self.limit_bytes}", "-p", "MemorySwapMax=0"]
+        return ["systemd-run", "--user", "--scope", "--quiet", f"--unit={self._unit}", *limits, "--", *command]
+
+    def attach(self, pid: int) -> None:
+        """Finds the scope's cgroup, which systemd-run enters before it execs the command."""
+        deadline = time.monotonic() + 5.0
+        while time.monotonic() < deadline:
+            own = own_cgroup_v2(pid)
+            if own is not None and own.name == self._unit:
+                self._folder = own
+                return
+            time.sleep(0.01)
+
+    def charge(self) -> Charge:
+        self._last = self._keep(_charge_v2(self._folder)) if self._folder else self._last
+        return self._last
+
+    def charge_in_full(self) -> Charge:
+        """The scope's folder goes with its last process: systemd remembers whether that was killed for memory."""
+        if self._folder:
+            self._last = self._keep(_charge_v2_in_full(self._folder))
+        if not self._last.num_kills and self._result() == "oom-kill":
+            self._last = self._last._replace(num_kills=1)
+        return self._last
+
+    def close(self) -> None:
+        if self._unit:
+            for verb in ("stop", "reset-failed"):
+                _quietly(["systemctl", "--user", verb, self._unit])
+            self._unit = ""
+
+    def _keep(self, charge: Charge) -> Charge:
+        return Charge(*(new if new is not None else old for new, old in zip(charge, self._last, strict=True)))
+
+    def _result(self) -> str:
+        return _quietly(["systemctl", "--user", "show", "--property=Result", "--value", self._unit])
+
+    def _try_out(self) -> str:
+        if shutil.which("systemd-run") is None:
+            raise OSError("systemd-run is not installed")
+        look = "cat /sys/fs/cgroup$(sed -n s/^0:://p /proc/self/cgroup)/memory.max"
+        command = self.wrap(["/bin/sh", "-c", look])
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        except subprocess.SubprocessError as error:
+            raise OSError(f"systemd-run --user: {error}") from error
+        finally:
+            self.close()
+        if done.returncode:
+            raise OSError(f"systemd-run --user: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
+        return done.stdout.strip()
+
+
+class WatchLimit(MemoryLimit):
+    """The launcher's own eyes: it kills the run when a sample of the process tree is over the cap."""
+
+    kind = "watch"
+
+    def is_over(self, resident_bytes: int) -> bool:
+        return self.limit_bytes is not None and resident_bytes > self.limit_bytes
+
+
+def open_limit(limit_bytes: int | None, kind: str = "auto") -> MemoryLimit:
+    """The strongest cap this machine grants, or the named kind.
+
+    Raises ValueError for a kind that does not exist, OSError when the named kind cannot be had here.
+    """
+    if limit_bytes is None:
+        return MemoryLimit()
+    if kind not in ("auto", *KINDS):
+        raise ValueError(f"the kind of memory limit is {kind!r}; allowed are auto, {', '.join(KINDS)}")
+    refusals = []
+    for name in KINDS if kind == "auto" else (kind,):
+        try:
+            limit = _open(name, limit_bytes)
+        except OSError as error:
+            refusals.append(f"{name}: {error}")
+            continue
+        against = f" ({'; '.join(refusals)})" if refusals else ""
+        limit.why = f"{limit.kind} holds {format_bytes(limit_bytes)}{against}"
+        return limit
+    raise OSError(f"no memory limit of this kind here: {'; '.join(refusals)}")
+
+
+def _open(kind: str, limit_bytes: int) -> MemoryLimit:
+    if kind == "watch":
+        return WatchLimit(limit_bytes)
+    if kind == "systemd-scope":
+        return SystemdScopeLimit(limit_bytes)
+    if kind == "cgroup-v1":
+        return CgroupV1Limit(_parent_v1(), limit_bytes)
+    refusals = []
+    for parent in _parents_v2():
+        try:
+            return CgroupV2Limit(parent, limit_bytes)
+        except OSError as error:
+            refusals.append(str(error))
+    raise OSError("; ".join(refusals) or "no cgroup whose memory controller is delegated to this process")
+
+
+def own_cgroup_v2(pid: int | str = "self") -> Path | None:
+    """The folder of a process's cgroup in the unified hierarchy."""
+    mount = _mount("cgroup2", "")
+    return _own_folder(mount, "", pid) if mount else None
+
+
+def _parent_v1() -> Path:
+    mount = _mount("cgroup", "memory")
+    if mount is None:
+        raise OSError("the version 1 memory hierarchy is not mounted")
+    return _own_folder(mount, "memory", "self") or mount[0]
+
+
+def _parents_v2() -> list[Path]:
+    """Cgroups whose children have the memory controller: the own one (only if it may hold no process), or its parent."""
+    own = own_cgroup_v2()
+    if own is None:
+        return []
+    return [p for p in (own, own.parent) if "memory" in _words(p / "cgroup.subtree_control")]
+
+
+def _mount(fs_type: str, controller: str) -> tuple[Path, str] | None:
+    """Mount point of a hierarchy, and which of its folders is mounted there."""
+    with open("/proc/self/mountinfo", encoding="utf-8") as mounts:
+        for line in mounts:
+            left, right = line.split(" - ", 1)
+            kind, _, options = right.split()[:3]
+            if kind == fs_type and (not controller or controller in options.split(",")):
+                root, point = left.split()[3:5]
+                return Path(point), root
+    return None
+
+
+def _own_folder(mount: tuple[Path, str], controller: str, pid: int | str) -> Path | None:
+    point, root = mount
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if (controller in controllers.split(",")) if controller else not controllers:
+            folder = point / os.path.relpath(path, root) if path.startswith(root) else point
+            return folder.resolve() if folder.is_dir() else point
+    return None
+
+
+def _charge_v2(folder: Path) -> Charge:
+    return Charge(usage_bytes=_number(folder / "memory.current"), peak_bytes=_number(folder / "memory.peak"))
+
+
+def _charge_v2_in_full(folder: Path) -> Charge:
+    stat, events = _table(folder / "memory.stat"), _table(folder / "memory.events")
+    anonymous = stat.get("anon")
+    return _charge_v2(folder)._replace(
+        anonymous_bytes=None if anonymous is None else anonymous + stat.get("kernel", 0),
+        num_kills=events.get("oom_kill"),
+        num_hits=events.get("max"),
+    )
+
+
+def _remove_dead(parent: Path) -> None:
+    for folder in parent.glob(f"{_PREFIX}*"):
+        pid = folder.name.removeprefix(_PREFIX).split("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _kill_members(folder: Path) -> None:
+    for pid in _words(folder / "cgroup.procs"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def _number(file: Path) -> int | None:
+    words = _words(file)
+    return int(words[0]) if words and words[0].isdigit() else None
+
+
+def _table(file: Path) -> dict[str, int]:
+    words = _words(file)
+    return {name: int(value) for name, value in zip(words[::2], words[1::2], strict=False) if value.isdigit()}
+
+
+def _words(file: Path) -> list[str]:
+    try:
+        return file.read_text().split()
+    except OSError:
+        return []
+
+
+def _quietly(command: Sequence[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,244 @@
+"""Pictures of a run: `python -m tiermem.tools.plots runs/<id>` draws loss.png, memory.png and timeline.png.
+
+Run as a process of its own after the run, outside the cap: matplotlib would cost the trainer memory. Everything comes from
+run.json and events.jsonl, so a picture can be drawn again at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiermem.tools.timeline import PHASES, Span, lanes_of, read_spans, rows_of, within
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MIB = 1 << 20
+GIB = 1 << 30
+_COLOURS = {
+    "forward": "#4c78a8",
+    "backward": "#b279a2",
+    "step": "#f58518",
+    "compute": "#54a24b",
+    "read": "#72b7b2",
+    "write": "#eeca3b",
+    "gather": "#9d755d",
+    "reduce": "#bab0ac",
+    "wait": "#e45756",
+}
+_GREY = "#888888"
+_MAX_ROWS = 6
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Draws the pictures of one run folder and names them."""
+    parser = argparse.ArgumentParser(prog="tiermem.tools.plots", description=__doc__)
+    parser.add_argument("folder", type=Path, help="runs/<id>")
+    for file in draw_run(parser.parse_args(arguments).folder):
+        print(file)
+    return 0
+
+
+def draw_run(folder: Path) -> list[Path]:
+    """Draws what the run's files allow; returns the PNGs. Raises OSError when run.json is missing."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    spans = read_spans(folder / "events.jsonl")
+    drawn = []
+    for name, figure in (
+        ("loss", draw_loss(run)),
+        ("memory", draw_memory(run)),
+        ("timeline", draw_timeline(run, spans)),
+    ):
+        if figure is not None:
+            figure.savefig(folder / f"{name}.png", dpi=130)
+            drawn.append(folder / f"{name}.png")
+    return drawn
+
+
+def draw_loss(run: dict[str, Any]) -> Figure | None:
+    """Loss over steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    steps = run["pictures"]["steps"]
+    if not steps:
+        return None
+    figure, axes = _figure(7.5, 4.2, 1)
+    ax = axes[0]
+    numbers, losses = [s["step"] for s in steps], [s["loss"] for s in steps]
+    ax.plot(numbers, losses, color=_COLOURS["forward"], marker="o" if len(steps) <= 50 else "", markersize=4)
+    ax.set_xlabel("step")
+    ax.set_ylabel("loss (nats per token)")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.grid(alpha=0.25)
+    ax.annotate(f"{losses[-1]:.4f}", (numbers[-1], losses[-1]), textcoords="offset points", xytext=(0, 8), ha="center")
+    ax.margins(x=0.06, y=0.1)
+    figure.suptitle(f"{run['name']}: loss over {len(steps)} steps", fontsize=12)
+    return figure
+
+
+def draw_memory(run: dict[str, Any]) -> Figure | None:
+    """Memory over time: resident, charged to the cgroup and carved by the store, under the cap; NVMe in use below."""
+    samples = run["pictures"]["samples"]
+    if not samples:
+        return None
+    figure, axes = _figure(10, 6.2, 2, heights=(3, 1))
+    top, bottom = axes
+    origin = samples[0][0]
+    times = [(s[0] - origin) / 1e9 for s in samples]
+    charged = [(t, s[2] / MIB) for t, s in zip(times, samples, strict=True) if s[2] is not None]
+    if charged:
+        label = "charged to the cgroup (with page cache)"
+        top.plot(*zip(*charged, strict=True), color=_GREY, linewidth=1.2, label=label)
+    top.plot(times, [s[1] / MIB for s in samples], color=_COLOURS["forward"], linewidth=1.6, label="resident (VmRSS)")
+    marks = [p for p in (*run["pictures"]["phases"], *run["pictures"]["steps"]) if "host_bytes" in p]
+    marks.sort(key=lambda p: int(p["time_ns"]))
+    at = [(p["time_ns"] - origin) / 1e9 for p in marks]
+    if marks:
+        host = [p["host_bytes"] / MIB for p in marks]
+        top.fill_between(at, host, step="post", color=_COLOURS["compute"], alpha=0.35, label="HOST tier (carved)")
+        nvme = [p["nvme_bytes"] / GIB for p in marks]
+        bottom.fill_between(at, nvme, step="post", color=_COLOURS["write"], alpha=0.6)
+    cap = run.get("memory_limit_bytes")
+    if cap:
+        top.axhline(cap / MIB, color=_COLOURS["wait"], linestyle="--", linewidth=1.4)
+        text = f"cap {cap / MIB:.0f} MiB ({run['limit_kind']})"
+        top.text(times[-1], cap / MIB, text, color=_COLOURS["wait"], ha="right", va="bottom", fontsize=9)
+    highest = max([s[1] for s in samples] + [s[2] or 0 for s in samples] + [cap or 0])
+    top.set_ylim(0, highest / MIB * 1.32)
+    top.set_ylabel("memory (MiB)")
+    top.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9, frameon=False)
+    bottom.set_ylabel("NVMe tier\n(GiB in use)")
+    bottom.set_ylim(bottom=0)
+    bottom.set_xlabel("time (s)")
+    for ax in axes:
+        ax.grid(alpha=0.25)
+        ax.set_xlim(0, times[-1] or 1)
+    _name_stretches(top, run, origin)
+    peak = run.get("peak_rss_bytes")
+    figure.suptitle(f"{run['name']}: memory per tier, peak resident {(peak or 0) / MIB:.0f} MiB", fontsize=12)
+    return figure
+
+
+def draw_timeline(run: dict[str, Any], spans: Sequence[Span]) -> Figure | None:
+    """One step, the one of median length after the warm-up: what ran, moved and waited when."""
+    step = _typical_step(run["pictures"]["steps"], spans)
+    if step is None:
+        return None
+    start, end = step["start_ns"], step["end_ns"]
+    lanes = lanes_of(within(spans, start, end))
+    bands = {lane: rows_of(members)[:_MAX_ROWS] for lane, members in lanes.items() if lane not in PHASES}
+    phases = [span for phase in PHASES for span in lanes.get(phase, [])]
+    bands = {"phase": [sorted(phases, key=lambda s: s.start_ns)], **bands}
+    num_rows = sum(max(2, len(rows)) for rows in bands.values())
+    figure, axes = _figure(13, 1.9 + 0.30 * num_rows, 1)
+    ax = axes[0]
+    top, ticks = 0.0, []
+    for lane, rows in bands.items():
+        height = max(2, len(rows))
+        _draw_band(ax, rows, top, height, start, is_phase=lane == "phase")
+        ticks.append((top + height / 2, _lane_label(lane, lanes.get(lane, []), (end - start) / 1e9)))
+        top += height + 0.5
+        ax.axhline(top - 0.25, color="#dddddd", linewidth=0.8)
+    ax.set_ylim(top - 0.25, -0.25)
+    ax.set_yticks([y for y, _ in ticks], [label for _, label in ticks], fontsize=9)
+    ax.set_xlim(0, (end - start) / 1e6)
+    ax.set_xlabel("time since the step began (ms)")
+    ax.grid(axis="x", alpha=0.25)
+    disk = run.get("disk")
+    rates = ""
+    if disk:
+        rates = f"; disk measured {disk['read_bytes_s'] / 1e9:.1f} read, {disk['write_bytes_s'] / 1e9:.1f} write GB/s"
+    figure.suptitle(f"{run['name']}: step {step['step']}, {(end - start) / 1e9:.2f} s{rates}", fontsize=12)
+    return figure
+
+
+def _draw_band(ax: Axes, rows: list[list[Span]], top: float, height: float, origin: int, is_phase: bool) -> None:
+    row_height = height / max(len(rows), 1)
+    for number, row in enumerate(rows):
+        y = top + number * row_height
+        for lane in {span.lane for span in row}:
+            bars = [((s.start_ns - origin) / 1e6, (s.end_ns - s.start_ns) / 1e6) for s in row if s.lane == lane]
+            colour = _COLOURS.get(lane, _GREY)
+            edge = "white" if lane in ("read", "write", "wait") else colour  # thin bars must not drown in their edges
+            ax.broken_barh(bars, (y + 0.04, row_height - 0.08), facecolors=colour, edgecolor=edge, linewidth=0.3)
+        if is_phase:
+            for span in row:
+                middle = (span.start_ns + span.end_ns) / 2
+                text = f"{span.lane}\n{(span.end_ns - span.start_ns) / 1e6:.0f} ms"
+                x = (middle - origin) / 1e6
+                ax.text(x, y + row_height / 2, text, ha="center", va="center", fontsize=8.5, color="white")
+
+
+def _lane_label(lane: str, spans: Sequence[Span], seconds: float) -> str:
+    """A lane's name, how long it was busy, and what it moved."""
+    if lane == "phase":
+        return "phase"
+    busy, last = 0, 0
+    for span in sorted(spans, key=lambda s: s.start_ns):
+        busy += max(0, span.end_ns - max(span.start_ns, last))
+        last = max(last, span.end_ns)
+    label = f"{lane}\n{busy / 1e9 / seconds:.0%} busy"
+    moved = sum(span.num_bytes for span in spans)
+    if moved and lane in ("read", "write"):
+        label += f"\n{moved / 1e9:.2f} GB at {moved / max(busy, 1):.1f} GB/s"
+    return label
+
+
+def _typical_step(steps: list[dict[str, Any]], spans: Sequence[Span]) -> dict[str, Any] | None:
+    if not steps or not spans:
+        return None
+    first = spans[0].start_ns
+    covered = [s for s in steps if s["start_ns"] >= first] or steps[-1:]
+    later = covered[1:] or covered
+    middle = statistics.median_low([s["end_ns"] - s["start_ns"] for s in later])
+    return next(s for s in later if s["end_ns"] - s["start_ns"] == middle)
+
+
+def _name_stretches(ax: Axes, run: dict[str, Any], origin: int) -> None:
+    """Thin lines where a new stretch begins: imports, build, initialize, each step when there are few."""
+    steps = run["pictures"]["steps"]
+    top = ax.get_ylim()[1]
+    for phase in run["pictures"]["phases"]:
+        if " of step " in phase["name"]:
+            continue
+        _mark(ax, (phase["time_ns"] - origin) / 1e9, phase["name"], top)
+    if steps:
+        _mark(ax, (steps[0]["start_ns"] - origin) / 1e9, "step 1", top)
+        for step in steps[1:] if len(steps) <= 30 else ():
+            ax.axvline((step["start_ns"] - origin) / 1e9, color=_GREY, linewidth=0.5, alpha=0.4)
+
+
+def _mark(ax: Axes, x: float, name: str, top: float) -> None:
+    if x < 0:
+        return
+    ax.axvline(x, color=_GREY, linewidth=0.8, alpha=0.7)
+    ax.text(x, top * 0.985, f" {name}", rotation=90, ha="left", va="top", fontsize=7.5, color="#444444")
+
+
+def _figure(width: float, height: float, num_axes: int, heights: Sequence[float] = (1,)) -> tuple[Figure, list[Axes]]:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        num_axes,
+        1,
+        figsize=(width, height),
+        squeeze=False,
+        sharex=num_axes > 1,
+        layout="constrained",
+        gridspec_kw={"height_ratios": heights},
+    )
+    return figure, [ax for row in axes for ax in row]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Tables for a person: where every byte will live, what a run took, and runs side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tiermem.tools.byte_size import format_bytes
+from tiermem.tools.channel import Message
+from tiermem.tools.run_record import median_after_warm_up
+
+_WIDTH = 150  # of tables that go to a file
+
+Summary = Mapping[str, Any]
+
+
+def open_console() -> Console:
+    """A console on stdout, wide where there is no terminal to be wide as; brackets in texts are no markup."""
+    return Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=_WIDTH)
+
+
+def plan_table(ready: Message) -> Table:
+    """The plan (what rests and passes where) and, under a cap, the arithmetic that led to its budget."""
+    table = Table(title="where each byte lives", title_justify="left", box=None, pad_edge=False)
+    for name, justify in (("what", "left"), ("tier", "left"), ("size", "right"), ("why", "left")):
+        table.add_column(name, justify=justify, style="dim" if name == "why" else "")  # type: ignore[arg-type]
+    for what, tier, num_bytes, why in ready.get("plan", []):
+        table.add_row(what, tier, format_bytes(num_bytes), why)
+    if ready.get("budget"):
+        table.add_section()
+        for name, num_bytes, why in ready["budget"]:
+            table.add_row(name, "cap", format_bytes(num_bytes), why)
+    return table
+
+
+def result_table(run: Summary) -> Table:
+    """What a run took: our figures beside the kernel's."""
+    table = Table(title=f"{run['name']}: {run['outcome']}", title_justify="left", box=None, pad_edge=False)
+    for name, justify in (("", "left"), ("measured", "right"), ("kernel", "right"), ("", "left")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    losses = run["losses"]
+    if losses:
+        table.add_row("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}", "", f"{len(losses)} steps")
+        times = " / ".join(_seconds(median_after_warm_up(run[key])) for key in ("forward_s", "backward_s", "step_s"))
+        table.add_row("forward / backward / step", times, "", "medians, the first step left out")
+        table.add_row("tokens per second", f"{run['tokens_per_s']:.1f}", "", "")
+    if run["num_params"]:
+        table.add_row("parameters", f"{run['num_params']:,}", "", f"{format_bytes(run['state_bytes'])} of states")
+    for what in ("read", "written"):
+        ours, kernel = run.get(f"nvme_{what}_bytes"), run.get(f"kernel_{what}_bytes")
+        if ours or kernel:
+            table.add_row(f"NVMe bytes {what}", _size(ours), _size(kernel), _difference(ours, kernel))
+    table.add_row("host memory carved", _size(run.get("host_peak_bytes")), "", "peak of the store's arena")
+    table.add_row("resident", "", _size(run["peak_rss_bytes"]), "peak over the process tree (VmHWM)")
+    if run["cgroup_peak_bytes"] is not None:
+        anonymous = run["cgroup_anonymous_peak_bytes"]
+        note = f"with page cache; without {_size(anonymous)} at the largest sample"
+        table.add_row("cgroup", "", _size(run["cgroup_peak_bytes"]), note)
+    if run["memory_limit_bytes"]:
+        table.add_row("cap", _size(run["memory_limit_bytes"]), "", run["limit_kind"])
+    if run.get("engine") not in (None, "none yet"):
+        table.add_row("engine", run["engine"], "", run["engine_why"])
+    return table
+
+
+def peers_table(runs: Sequence[Summary]) -> Table:
+    """The same training by different means, side by side."""
+    table = Table(
+        title="side by side (same model, data, seed, threads, cap)", title_justify="left", box=None, pad_edge=False
+    )
+    columns = ("run", "loss", "forward s", "backward s", "step s", "tokens/s", "peak RSS", "outcome")
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("run", "outcome") else "right", overflow="fold")
+    for run in runs:
+        losses = run["losses"]
+        loss = f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else "-"
+        times = [_seconds(median_after_warm_up(run[key])) for key in ("forward_s", "backward_s", "step_s")]
+        speed = f"{run['tokens_per_s']:.1f}" if run["tokens_per_s"] else "-"
+        table.add_row(run["name"], loss, *times, speed, _size(run["peak_rss_bytes"]), run["outcome"])
+    return table
+
+
+def _difference(ours: int | None, kernel: int | None) -> str:
+    if not ours or kernel is None:
+        return ""
+    return f"kernel {(kernel - ours) / ours:+.2%}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _size(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else format_bytes(num_bytes)

@@ -1,0 +1,367 @@
+"""`tiermem train`, from options to pictures.
+
+    options -> Job -> launcher (cap) -> trainer process -> RunRecord -> run.json, table, --json, trace.json, PNGs
+                                                                     -> the peers, each in its own process
+
+Every mistake that can be seen without starting a process is a ValueError or OSError here, before a folder is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import secrets
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from tiermem.swap.files import probe_path
+from tiermem.tools.channel import Message
+from tiermem.tools.chrome_trace import write_trace
+from tiermem.tools.corpus import Corpus
+from tiermem.tools.job import Job
+from tiermem.tools.launcher import CHANNEL_FD, CHILD_ENVIRONMENT, Observer, Sample, launch
+from tiermem.tools.memory_limit import open_limit
+from tiermem.tools.peers import Peer, list_peers
+from tiermem.tools.presets import ModelShape, preset, read_shape, with_layers
+from tiermem.tools.progress import Progress
+from tiermem.tools.reports import peers_table, plan_table, result_table
+from tiermem.tools.run_record import RunRecord, save_json, stamp
+from tiermem.tools.timeline import read_spans
+from tiermem.tools.train_config import DEFAULT_LR, make_config, precision_of, read_config
+
+EXIT_FAILED, EXIT_USER, EXIT_COUNTS, EXIT_INTERRUPTED, EXIT_KILLED = 1, 2, 3, 130, 137
+
+
+_PEER_PATIENCE_S = 300.0  # a peer that hangs, or thrashes below its cap, is a result too
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions:
+    """What was asked for on the command line; None where nothing was given."""
+
+    preset: str | None = None
+    config: Path | None = None
+    model: Path | None = None
+    data: Sequence[Path] = ()
+    offload: str | None = None
+    nvme: Sequence[Path] = ()
+    memory_bytes: int | None = None
+    deepspeed_config: Path | None = None
+    steps: int = 10
+    seq: int = 128
+    batch: int | None = None
+    seed: int = 0
+    lr: float | None = None
+    precision: str | None = None
+    is_checkpointing: bool = False
+    layers: int | None = None
+    resident_bytes: int | None = None
+    threads: int | None = None
+    json_file: Path | None = None
+    runs: Path = Path("runs")
+    has_peers: bool = False
+    peer_python: Path | None = None
+    is_debug: bool = False
+    command: Sequence[str] = ()
+
+
+class UserError(Exception):
+    """What the user must change; the message is one line."""
+
+
+def train(options: TrainOptions, console: Console) -> int:
+    """Runs the training and its peers, reports, and returns the exit status.
+
+    0 finished · 1 failed · 3 our counts and the kernel's differ · 130 stopped by Ctrl-C · 137 killed at the cap.
+
+    Raises:
+        UserError, ValueError, OSError: options that cannot be met.
+    """
+    name = _run_name(options)
+    run_id = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
+    folder = options.runs / run_id
+    job = make_job(options, name, folder)
+    peers = list_peers(job, options.peer_python) if options.has_peers else []
+    folder.mkdir(parents=True)
+    console.print(f"run {folder}", highlight=False, markup=False)
+    command = [sys.executable, "-m", "tiermem.tools.trainer", str(folder / "job.json"), "--channel", CHANNEL_FD]
+    run = _run_one(job, command, f"tiermem {name}", folder, options, console)
+    _report(run, folder, options, console)
+    runs = [run]
+    for peer in peers:
+        runs += _run_peer(peer, job, folder, options, console)
+    if peers:
+        console.print(peers_table(runs))
+        save_json(folder / "peers.json", {"runs": [_without_pictures(r) for r in runs]})
+    if options.json_file is not None:
+        extra = {"peers": [_without_pictures(r) for r in runs[1:]]} if peers else {}
+        save_json(options.json_file, {**_without_pictures(run), **extra})
+    return _status(run, console)
+
+
+def make_job(options: TrainOptions, name: str, folder: Path) -> Job:
+    """The job that options describe. Raises ValueError or OSError for options that contradict or name what is not there."""
+    shape, checkpoint = _shape(options)
+    _check_sizes(options)
+    batch = options.batch or 1
+    if options.deepspeed_config is not None:
+        config = read_config(options.deepspeed_config, _decided_by_config(options), batch)
+        nvme = [Path(path) for path in _paths_in(config)]
+    else:
+        offload = options.offload or "nvme"
+        nvme = list(options.nvme) or [folder] if offload == "nvme" else list(options.nvme)
+        if options.nvme and offload != "nvme":
+            raise ValueError(
+                f"--nvme names folders, but with --offload {offload} nothing rests there: use --offload nvme"
+            )
+        precision, lr = options.precision or "bf16", options.lr if options.lr is not None else DEFAULT_LR
+        config = make_config(offload, precision, lr, batch, nvme, options.resident_bytes)
+    for path in nvme:
+        if path != folder:
+            probe_path(path)
+    Corpus(options.data, options.seq, options.seed)  # raises for what cannot be read
+    return Job(
+        name=name,
+        shape=shape,
+        checkpoint=str(checkpoint) if checkpoint else None,
+        config=config,
+        data=[str(path) for path in options.data],
+        steps=options.steps,
+        seq=options.seq,
+        batch=int(config.get("train_micro_batch_size_per_gpu", batch)) if _is_number(config, batch) else batch,
+        seed=options.seed,
+        lr=_lr_of(config),
+        precision=precision_of(config),
+        is_checkpointing=options.is_checkpointing,
+        memory_limit_bytes=options.memory_bytes,
+        threads=options.threads,
+        nvme_paths=[str(path) for path in nvme],
+        events_file=str(folder / "events.jsonl"),
+    )
+
+
+class _Listener(Observer):
+    """Passes what a run tells on to its record, its progress and its log."""
+
+    def __init__(self, record: RunRecord, progress: Progress, log: Path, console: Console, is_debug: bool) -> None:
+        self._record = record
+        self._progress = progress
+        self._log = log
+        self._stream: TextIO | None = None
+        self._console = console
+        self._is_debug = is_debug
+
+    def on_message(self, message: Message) -> None:
+        self._record.on_message(message)
+        self._progress.on_message(message)
+        if message["kind"] == "ready" and message.get("plan"):
+            self._console.print(plan_table(message))
+
+    def on_sample(self, sample: Sample) -> None:
+        self._record.on_sample(sample)
+        self._progress.on_sample(sample)
+
+    def on_output(self, line: str) -> None:
+        if self._stream is None:
+            self._stream = open(self._log, "w", encoding="utf-8")  # noqa: SIM115  (closed by close)
+        print(line, file=self._stream, flush=True)
+        if self._is_debug:
+            self._console.print(line, highlight=False, markup=False)
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+
+def _run_one(
+    job: Job,
+    command: Sequence[str],
+    title: str,
+    folder: Path,
+    options: TrainOptions,
+    console: Console,
+    patience_s: float | None = None,
+) -> dict[str, Any]:
+    """One capped process from job to run.json; returns the run as saved."""
+    job.save(folder / "job.json")
+    record = RunRecord()
+    with open_limit(job.memory_limit_bytes) as limit:
+        console.print(f"memory limit: {limit.why}", highlight=False, markup=False)
+        with Progress(console, title, job.steps, limit.limit_bytes, limit.kind) as progress:
+            listener = _Listener(record, progress, folder / "output.log", console, options.is_debug)
+            try:
+                record.outcome = launch(command, limit, listener, CHILD_ENVIRONMENT, patience_s)
+            finally:
+                listener.close()
+    if record.error and record.outcome.exit_code == EXIT_USER and not record.steps:
+        _forget(folder)
+        raise UserError(record.error["trace"] if options.is_debug else record.error["message"])
+    run = {"name": title, **stamp(options.command), **record.summary(), "pictures": record.pictures()}
+    save_json(folder / "run.json", run)
+    return run
+
+
+def _run_peer(peer: Peer, job: Job, folder: Path, options: TrainOptions, console: Console) -> list[dict[str, Any]]:
+    """A peer with each of its settings; the best one, the others printed. Its death is a result."""
+    home = folder / peer.name
+    home.mkdir()
+    runs = []
+    try:
+        peer.prepare(job, home, console)
+        for setting in peer.settings:
+            console.print(f"{peer.name} with {setting.describe()}", highlight=False, markup=False)
+            place = home / setting.name
+            place.mkdir()
+            command = peer.command(job, setting, place)
+            peer_job = dataclasses.replace(job, name=peer.name, events_file=None)
+            title = f"{peer.name} {setting.name}"
+            runs.append(_run_one(peer_job, command, title, place, options, console, _PEER_PATIENCE_S))
+            runs[-1] |= {"setting": setting.values, "is_like_ours": setting.is_like_ours}
+            _tell_peer(runs[-1], console)
+    finally:
+        peer.clean(home)
+    if len(runs) > 1:
+        best = min(runs, key=_rank)
+        console.print(f"{peer.name}: best of {len(runs)} settings is {best['name']}", highlight=False, markup=False)
+        return [best]
+    return runs
+
+
+def _rank(run: dict[str, Any]) -> tuple[bool, bool, int, float]:
+    """Finished first, then with states on the tier where ours rest, then further, then faster."""
+    return run["exit_code"] != 0, not run["is_like_ours"], -len(run["losses"]), -(run["tokens_per_s"] or 0.0)
+
+
+def _tell_peer(run: dict[str, Any], console: Console) -> None:
+    speed = f"{run['tokens_per_s']:.1f} tokens/s, " if run["tokens_per_s"] else ""
+    reason = f": {run['error']['type']}: {run['error']['message'].splitlines()[0]}" if run["error"] else ""
+    console.print(
+        f"{run['name']}: {speed}peak {run['peak_rss_bytes'] / 2**20:.0f} MiB, {run['outcome']}{reason}",
+        highlight=False,
+        markup=False,
+    )
+
+
+def _report(run: dict[str, Any], folder: Path, options: TrainOptions, console: Console) -> None:
+    console.print(result_table(run))
+    spans = read_spans(folder / "events.jsonl")
+    if spans:
+        write_trace(folder / "trace.json", spans)
+    draw = [sys.executable, "-m", "tiermem.tools.plots", str(folder)]
+    drawn = subprocess.run(draw, capture_output=True, text=True, check=False)
+    if drawn.returncode:
+        lines = drawn.stderr.strip().splitlines() or ["unknown reason"]
+        console.print(f"no pictures: {lines[-1]}", highlight=False, markup=False)
+        if options.is_debug:
+            console.print(drawn.stderr, highlight=False, markup=False)
+    files = [line for line in drawn.stdout.splitlines() if line]
+    if spans:
+        files.append(f"{folder / 'trace.json'} (opens in ui.perfetto.dev)")
+    for file in files:
+        console.print(f"  {file}", highlight=False, markup=False)
+
+
+def _status(run: dict[str, Any], console: Console) -> int:
+    """The exit status of our own run, with the reason when it is not 0."""
+    reasons: list[str] = []
+    if run["is_killed_at_cap"]:
+        reasons, status = [run["outcome"]], EXIT_KILLED
+    elif run["error"]:
+        reasons, status = [f"{run['error']['type']}: {run['error']['message']}"], EXIT_FAILED
+    elif run["exit_code"]:
+        reasons, status = [run["outcome"]], EXIT_FAILED
+    elif run["disagreements"]:
+        reasons, status = run["disagreements"], EXIT_COUNTS
+    else:
+        status = EXIT_INTERRUPTED if run["is_interrupted"] else 0
+    for reason in reasons:
+        print(f"tiermem train: {reason}", file=sys.stderr)
+    return status
+
+
+def _shape(options: TrainOptions) -> tuple[ModelShape, Path | None]:
+    given = {"--preset": options.preset, "--config": options.config, "--model": options.model}
+    named = [option for option, value in given.items() if value is not None]
+    if len(named) != 1:
+        what = f"{' and '.join(named)} are given" if named else "none is given"
+        raise ValueError(f"a model is named by exactly one of --preset, --config and --model; {what}")
+    if options.model is not None:
+        if not (options.model / "config.json").is_file():
+            raise FileNotFoundError(f"--model: {options.model} has no config.json")
+        if options.layers is not None:
+            raise ValueError("--layers changes the shape, but --model brings weights of its own shape")
+        return read_shape(options.model / "config.json"), options.model
+    shape = preset(options.preset) if options.preset is not None else read_shape(_file(options.config))
+    return (with_layers(shape, options.layers) if options.layers is not None else shape), None
+
+
+def _file(path: Path | None) -> Path:
+    assert path is not None
+    if not path.is_file():
+        raise FileNotFoundError(f"--config: there is no file {path}")
+    return path
+
+
+def _check_sizes(options: TrainOptions) -> None:
+    for name in ("steps", "seq", "batch", "layers", "threads"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} is {value}; it must be at least 1")
+    if options.lr is not None and not options.lr >= 0:
+        raise ValueError(f"--lr is {options.lr}; it must be 0 or more")
+    if options.peer_python is not None and not options.has_peers:
+        raise ValueError("--peer-python names an interpreter for --peers, which is not given")
+
+
+def _decided_by_config(options: TrainOptions) -> list[str]:
+    values = {
+        "--offload": options.offload,
+        "--nvme": list(options.nvme) or None,
+        "--lr": options.lr,
+        "--precision": options.precision,
+        "--batch": options.batch,
+        "--resident": options.resident_bytes,
+    }
+    return [name for name, value in values.items() if value is not None]
+
+
+def _paths_in(config: dict[str, Any]) -> list[str]:
+    zero = config.get("zero_optimization", {})
+    paths: list[str] = []
+    for section in ("offload_param", "offload_optimizer"):
+        value = (zero.get(section) or {}).get("nvme_path") if isinstance(zero, dict) else None
+        if (zero.get(section) or {}).get("device") != "nvme" or value is None:
+            continue
+        paths += [path for path in ([value] if isinstance(value, str) else value) if path not in paths]
+    return paths
+
+
+def _lr_of(config: dict[str, Any]) -> float:
+    lr = (config.get("optimizer") or {}).get("params", {}).get("lr", DEFAULT_LR)
+    return float(lr) if isinstance(lr, (int, float)) else DEFAULT_LR
+
+
+def _is_number(config: dict[str, Any], default: int) -> bool:
+    return isinstance(config.get("train_micro_batch_size_per_gpu", default), int)
+
+
+def _run_name(options: TrainOptions) -> str:
+    model = options.preset or (options.config or options.model or Path("model")).resolve().stem
+    layers = f"-{options.layers}layers" if options.layers is not None else ""
+    return f"{model}{layers}-{options.offload or ('config' if options.deepspeed_config else 'nvme')}"
+
+
+def _forget(folder: Path) -> None:
+    """Removes what a run that never began left in its own folder."""
+    for name in ("job.json", "output.log"):
+        (folder / name).unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def _without_pictures(run: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in run.items() if key != "pictures"}

@@ -1,0 +1,389 @@
+"""Trainer: the training loop, run in the capped process: `python -m tiermem.tools.trainer JOB --channel FD`.
+
+    imports -> budget -> disk's ceiling -> build under zero.Init -> initialize -> steps -> close -> counts -> events
+
+It tells the launcher over the channel what begins and what each step took, and writes nothing itself until the counts are
+closed; then its events go to the file that the job names, a line each. SIGINT before the first step unwinds at once, later
+it lets the step at hand finish. Errors travel over the channel as well: what to print is the launcher's business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import importlib
+import json
+import platform
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from tiermem.tools.budget import Budget, plan_budget, state_bytes
+from tiermem.tools.channel import Channel
+from tiermem.tools.corpus import Corpus
+from tiermem.tools.counts import IoCounts, kernel_counts
+from tiermem.tools.job import Job
+from tiermem.tools.process_tree import own_resident
+from tiermem.tools.train_config import Config, precision_of, with_host_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from tiermem.engine import Engine
+
+EXIT_FAILED, EXIT_USER = 1, 2
+_CEILING_S = 0.4
+_ARRIVAL_S = 0.2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one job; the exit status is 0, EXIT_USER for what the user must change, EXIT_FAILED for the rest."""
+    parser = argparse.ArgumentParser(prog="tiermem.tools.trainer")
+    parser.add_argument("job", type=Path)
+    parser.add_argument("--channel", type=int)
+    given = parser.parse_args(arguments)
+    channel = Channel(given.channel)
+    try:
+        with _stopping_on_interrupt() as stop:
+            Trainer(Job.load(given.job), channel, stop).run()
+    except KeyboardInterrupt:
+        channel.send("interrupted")
+    except BrokenPipeError:
+        return EXIT_FAILED  # the launcher is gone
+    except Exception as error:
+        channel.send("error", type=type(error).__name__, message=str(error), trace=traceback.format_exc())
+        return EXIT_USER if isinstance(error, (ValueError, OSError)) else EXIT_FAILED
+    return 0
+
+
+class Stop:
+    """Whether Ctrl-C was pressed since training began."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self.may_unwind = True  # nothing has been trained yet: an interrupt may end it anywhere
+
+
+class Trainer:
+    """One job from imports to counts; every attribute is what a later phase needs of an earlier one."""
+
+    def __init__(self, job: Job, channel: Channel, stop: Stop) -> None:
+        self._job = job
+        self._channel = channel
+        self._stop = stop
+        self._budget: Budget | None = None
+
+    def run(self) -> None:
+        """Trains and reports. Raises what goes wrong, the store closed."""
+        job = self._job
+        self._channel.phase("the imports")
+        _import_all(job)
+        config = self._config_within_cap()
+        ceiling = self._measure_ceiling()
+        self._channel.phase("building the model")
+        model = build_model(job, config)
+        num_params = sum(p.numel() for p in model.parameters())
+        self._channel.phase("initialize")
+        engine = self._initialize(model, config)
+        try:
+            if job.checkpoint is not None:
+                self._load(model, Path(job.checkpoint))
+            give_back_free_memory()
+            self._announce(engine, num_params, ceiling)
+            before = _counts(engine), kernel_counts()
+            self._stop.may_unwind = False
+            self._train(engine)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                engine.close()
+            raise
+        self._finish(engine, *before)
+
+    # ---- before training ---------------------------------------------------------------------------------------------
+
+    def _config_within_cap(self) -> Config:
+        job = self._job
+        if job.memory_limit_bytes is None:
+            return job.config
+        own = job.config.get("tiermem", {})
+        if "host_bytes" in own:
+            return job.config
+        resident = own_resident().now_bytes
+        tokens = job.batch * job.seq
+        self._budget = plan_budget(
+            job.memory_limit_bytes, resident, job.shape, tokens, precision_of(job.config), job.is_checkpointing
+        )
+        self._budget.check()
+        return with_host_bytes(job.config, self._budget.host_bytes)
+
+    def _measure_ceiling(self) -> dict[str, Any] | None:
+        """The disk's rates, in its own short-lived memory: far below what training takes."""
+        if not self._job.nvme_paths:
+            return None
+        from tiermem.swap.files import probe_path
+        from tiermem.tools.disk_rate import measure_disk
+
+        self._channel.phase("measuring the disk")
+        path = Path(self._job.nvme_paths[0])
+        probe_path(path)
+        return measure_disk(path, _CEILING_S)._asdict()
+
+    def _initialize(self, model: nn.Module, config: Config) -> Engine:
+        import tiermem
+
+        try:
+            return tiermem.initialize(model=model, config=config)[0]
+        except ValueError as error:
+            if self._budget is None:
+                raise
+            raise ValueError(f"{error} (the budget under the cap: {self._budget.explain()})") from error
+
+    def _load(self, model: nn.Module, checkpoint: Path) -> None:
+        import tiermem
+
+        self._channel.phase("loading the checkpoint")
+        tiermem.load_safetensors(model, checkpoint)
+
+    def _announce(self, engine: Engine, num_params: int, ceiling: dict[str, Any] | None) -> None:
+        import torch
+
+        precision = precision_of(self._job.config)
+        plan = engine.shards.plan
+        self._channel.send(
+            "ready",
+            num_params=num_params,
+            state_bytes=state_bytes(num_params, precision),
+            batch_size=engine.train_batch_size(),
+            threads=torch.get_num_threads(),
+            device=str(_device()),
+            plan=[[row.what, row.tier.name, row.num_bytes, row.why] for row in plan.rows],
+            budget=[list(term) for term in self._budget.rows()] if self._budget else [],
+            ceiling=ceiling,
+            versions=_versions(),
+            **_counts(engine)._asdict(),
+        )
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def _train(self, engine: Engine) -> None:
+        import torch
+
+        from tiermem.tools.dataset import TokenDataset
+
+        job = self._job
+        dataset = TokenDataset(Corpus([Path(path) for path in job.data], job.seq, job.seed))
+        size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+        device = _device()
+        for step in range(1, job.steps + 1):
+            started = time.monotonic_ns()
+            seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+            losses = []
+            for micro in range(accumulation):
+                batch = dataset.batch((step - 1) * accumulation + micro, size, device)
+                with self._timed(engine, seconds, "forward", step):
+                    loss = engine(**batch).loss
+                with self._timed(engine, seconds, "backward", step):
+                    engine.backward(loss)
+                losses.append(loss.detach())
+                del loss
+                with self._timed(engine, seconds, "step", step):
+                    engine.step()
+            mean = float(torch.stack(losses).float().mean()) if accumulation > 1 else float(losses[0])
+            self._report_step(engine, step, started, mean, seconds, size * accumulation * job.seq)
+            if self._stop.is_asked:
+                break
+
+    @contextlib.contextmanager
+    def _timed(self, engine: Engine, seconds: dict[str, float], name: str, step: int) -> Iterator[None]:
+        stats = engine.shards.store.stats()
+        self._channel.phase(f"{name} of step {step}", host_bytes=stats.host_bytes, nvme_bytes=stats.nvme_bytes)
+        started = time.monotonic()
+        yield
+        _synchronize()
+        seconds[name] += time.monotonic() - started
+
+    def _report_step(
+        self, engine: Engine, step: int, started: int, loss: float, seconds: dict[str, float], tokens: int
+    ) -> None:
+        stats = engine.shards.store.stats()
+        self._channel.send(
+            "step",
+            step=step,
+            start_ns=started,
+            end_ns=time.monotonic_ns(),
+            loss=loss,
+            forward_s=seconds["forward"],
+            backward_s=seconds["backward"],
+            step_s=seconds["step"],
+            tokens=tokens,
+            nvme_read_bytes=stats.nvme_read_bytes,
+            nvme_written_bytes=stats.nvme_written_bytes,
+            nvme_bytes=stats.nvme_bytes,
+            host_bytes=stats.host_bytes,
+            engine=stats.engine,
+            engine_why=stats.engine_why,
+            waits=_waits_since(engine, started),
+            grad_norm=float(engine.get_global_grad_norm()),
+            lr=engine.get_lr()[0],
+            skipped_steps=engine.skipped_steps,
+        )
+
+    # ---- after training ----------------------------------------------------------------------------------------------
+
+    def _finish(self, engine: Engine, ours: IoCounts, kernel: IoCounts) -> None:
+        """Lets what is under way arrive, takes both counts, closes; only then writes a file."""
+        self._channel.phase("close")
+        moved, moved_by_kernel = _counts_at_rest(engine).since(ours), kernel_counts().since(kernel)
+        host_peak_bytes = engine.shards.store.stats().host_peak_bytes
+        engine.close()
+        self._channel.send(
+            "done",
+            nvme_read_bytes=moved.read_bytes,
+            nvme_written_bytes=moved.written_bytes,
+            kernel_read_bytes=moved_by_kernel.read_bytes,
+            kernel_written_bytes=moved_by_kernel.written_bytes,
+            host_peak_bytes=host_peak_bytes,
+            peak_rss_bytes=own_resident().peak_bytes,
+            is_interrupted=self._stop.is_asked,
+        )
+        if self._job.events_file is not None:
+            with open(self._job.events_file, "w", encoding="utf-8") as file:
+                for event in engine.shards.store.recorder.events:
+                    file.write(json.dumps(list(event)) + "\n")
+
+
+def build_model(job: Job, config: Config) -> nn.Module:
+    """The job's model with weights from its seed, built under `zero.Init`: each module goes to its home as it stands."""
+    import torch
+
+    import tiermem
+
+    torch.manual_seed(job.seed)
+    with tiermem.zero.Init(config_dict_or_path=config):
+        model: nn.Module = _transformers().AutoModelForCausalLM.from_config(hf_config(job.shape))
+    model.train()
+    if job.is_checkpointing:
+        enable_checkpointing(model)
+    return model
+
+
+def hf_config(shape: dict[str, Any]) -> Any:
+    """The transformers config of a shape. Raises ValueError for a model type that transformers does not know."""
+    return _transformers().AutoConfig.for_model(**shape)
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Activation checkpointing of a Hugging Face model, by the name its version has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+
+
+def _import_all(job: Job) -> None:
+    """Imports everything training needs, so that what is resident after it is the interpreter's part."""
+    warnings.filterwarnings("ignore", module="torch.*")
+    import torch
+
+    import tiermem.engine
+    import tiermem.tools.dataset
+    import tiermem.zero.init  # noqa: F401
+
+    transformers = _transformers()
+    transformers.logging.set_verbosity_error()
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    with torch.device("meta"):  # loads the model's own modules; takes no memory for weights
+        transformers.AutoModelForCausalLM.from_config(hf_config(job.shape))
+
+
+def give_back_free_memory() -> None:
+    """Hands the heap's free pages back to the kernel: what building left must not sit beside what training takes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
+    if trim is not None:
+        trim(0)
+
+
+def _transformers() -> Any:
+    """transformers as Any: it is typed in parts only."""
+    return importlib.import_module("transformers")
+
+
+def _device() -> torch.device:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _synchronize() -> None:
+    """Lets a phase's time be its own on a GPU; a tool may."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _counts(engine: Engine) -> IoCounts:
+    stats = engine.shards.store.stats()
+    return IoCounts(stats.nvme_read_bytes, stats.nvme_written_bytes)
+
+
+def _counts_at_rest(engine: Engine) -> IoCounts:
+    """Counts with nothing under way: writes are waited for, reads ahead of a step that never comes arrive by themselves."""
+    engine.shards.store.settle()
+    before, counts = IoCounts(-1, -1), _counts(engine)
+    while counts != before:
+        time.sleep(_ARRIVAL_S)
+        before, counts = counts, _counts(engine)
+    return counts
+
+
+def _waits_since(engine: Engine, start_ns: int) -> dict[str, float]:
+    """Seconds stalled since a moment, by the kind of thing waited for: the name up to its first slash."""
+    waits: collections.Counter[str] = collections.Counter()
+    for event in reversed(list(engine.shards.store.recorder.events)):
+        if event.end_ns < start_ns:
+            break
+        if event.lane == "wait":
+            waits[event.name.partition("/")[0]] += event.end_ns - event.start_ns
+    return {name: ns * 1e-9 for name, ns in waits.most_common(5)}
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    import tiermem
+
+    return {
+        "tiermem": tiermem.__version__,
+        "torch": torch.__version__,
+        "transformers": _transformers().__version__,
+        "python": platform.python_version(),
+    }
+
+
+@contextlib.contextmanager
+def _stopping_on_interrupt() -> Iterator[Stop]:
+    stop = Stop()
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        stop.is_asked = True
+        if stop.may_unwind:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
