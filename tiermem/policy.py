@@ -109,12 +109,19 @@ class OffloadPolicy:
                 f"{' and '.join(wanted)} rest on NVME but no path is given: set paths=['/mnt/nvme0', ...] "
                 "(in a config: nvme_path)"
             )
+        if self.grads is Tier.DEVICE:
+            raise ValueError("grads=DEVICE: reduced gradients rest on HOST or NVME; leave it None for what fits the budget")
         if self.step_in_backward and self.on_nonfinite == "skip":
             object.__setattr__(self, "on_nonfinite", "raise")
         for name in ("host_bytes", "disk_bytes", "tile_numel", "tile_buffers", "unit_buffers", "unit_numel"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1, or None for what the plan computes")
+        for name, allowed in (("master_from", ("param", "init")), ("on_nonfinite", ("skip", "raise"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {' and '.join(allowed)}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s is {self.timeout_s}; it must be more than 0")
         for name in ("resident_bytes", "persistence_numel", "reduce_bucket_numel"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
