@@ -160,14 +160,17 @@ def test_an_optimizer_that_is_given_keeps_its_groups(given: str, tmp_path: Path)
 
     def groups(of: nn.Module) -> list[dict[str, Any]]:
         weights = [p for p in of.parameters() if p.ndim > 1]
-        return [{"params": weights, "weight_decay": 0.3}, {"params": [p for p in of.parameters() if p.ndim == 1], "lr": 0.1}]
+        return [
+            {"params": weights, "weight_decay": 0.3},
+            {"params": [p for p in of.parameters() if p.ndim == 1], "lr": 0.1},
+        ]
 
     kinds: dict[str, Callable[[], Any]] = {
         "instance": lambda: tiermem.AdamW(groups(model), lr=1e-2),
         "factory": lambda: lambda params: tiermem.AdamW(groups(model), lr=1e-2),
         "torch's own": lambda: torch.optim.AdamW(groups(model), lr=1e-2),
     }
-    engine, optim, _, _ = tiermem.initialize(model=model, optimizer=kinds[given](), config=cfg)
+    engine, _, _, _ = tiermem.initialize(model=model, optimizer=kinds[given](), config=cfg)
     mine = run(engine)
     assert engine.get_lr() == [1e-2, 0.1]
     twin, losses = tiermem.AdamW(groups(plain), lr=1e-2), []

@@ -123,7 +123,9 @@ def test_names_that_do_not_fit_are_all_named(model: nn.Module, saved: nn.Module,
     tensors["surplus"] = torch.zeros(2)
     save_file(tensors, folder / "model.safetensors")
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"Missing in the files: \['layers\.0\.up\.bias'\]. Not in the model: \['surplus'\]"):
+    with pytest.raises(
+        ValueError, match=r"Missing in the files: \['layers\.0\.up\.bias'\]. Not in the model: \['surplus'\]"
+    ):
         tiermem.load_safetensors(model, folder)
     assert_same_tensors(dict(model.state_dict()), dict(before))
     tiermem.load_safetensors(model, folder, strict=False)
@@ -225,7 +227,9 @@ ENTRY = st.fixed_dictionaries(
 
 @settings(max_examples=200, deadline=None)
 @given(header=st.dictionaries(st.text(max_size=5), ENTRY | JSON, max_size=3) | JSON, rest=st.binary(max_size=40))
-def test_any_header_is_understood_or_refused(header: Any, rest: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_header_is_understood_or_refused(
+    header: Any, rest: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     file = write(tmp_path_factory.getbasetemp() / "any.safetensors", json.dumps(header).encode(), rest)
     try:
         found = read_header(file)

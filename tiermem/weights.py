@@ -74,10 +74,7 @@ def find_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     index = path / INDEX_NAME
-    if index.is_file():
-        files = [path / name for name in _names_in(index)]
-    else:
-        files = sorted(path.glob("*.safetensors"))
+    files = [path / name for name in _names_in(index)] if index.is_file() else sorted(path.glob("*.safetensors"))
     missing = [str(file) for file in files if not file.is_file()]
     if missing or not files:
         raise FileNotFoundError(2, f"no such file: {', '.join(missing) or 'no *.safetensors'}", str(path))

@@ -7,6 +7,7 @@ run.json and events.jsonl, so a picture can be drawn again at any time.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -35,6 +36,7 @@ _COLOURS = {
 }
 _GREY = "#888888"
 _MAX_ROWS = 6
+_MAX_READABLE_SPANS = 250
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -130,36 +132,53 @@ def draw_memory(run: dict[str, Any]) -> Figure | None:
 
 
 def draw_timeline(run: dict[str, Any], spans: Sequence[Span]) -> Figure | None:
-    """One step, the one of median length after the warm-up: what ran, moved and waited when."""
+    """One step, the one of median length after the warm-up: what ran, moved and waited when; a dense one magnified too."""
     step = _typical_step(run["pictures"]["steps"], spans)
     if step is None:
         return None
     start, end = step["start_ns"], step["end_ns"]
-    lanes = lanes_of(within(spans, start, end))
-    bands = {lane: rows_of(members)[:_MAX_ROWS] for lane, members in lanes.items() if lane not in PHASES}
-    phases = [span for phase in PHASES for span in lanes.get(phase, [])]
-    bands = {"phase": [sorted(phases, key=lambda s: s.start_ns)], **bands}
-    num_rows = sum(max(2, len(rows)) for rows in bands.values())
-    figure, axes = _figure(13, 1.9 + 0.30 * num_rows, 1)
-    ax = axes[0]
-    top, ticks = 0.0, []
-    for lane, rows in bands.items():
-        height = max(2, len(rows))
-        _draw_band(ax, rows, top, height, start, is_phase=lane == "phase")
-        ticks.append((top + height / 2, _lane_label(lane, lanes.get(lane, []), (end - start) / 1e9)))
-        top += height + 0.5
-        ax.axhline(top - 0.25, color="#dddddd", linewidth=0.8)
-    ax.set_ylim(top - 0.25, -0.25)
-    ax.set_yticks([y for y, _ in ticks], [label for _, label in ticks], fontsize=9)
-    ax.set_xlim(0, (end - start) / 1e6)
-    ax.set_xlabel("time since the step began (ms)")
-    ax.grid(axis="x", alpha=0.25)
+    stretches = [(start, end)]
+    tiles = [span for span in within(spans, start, end) if span.lane not in PHASES]
+    if len(tiles) > _MAX_READABLE_SPANS:
+        middle = tiles[len(tiles) * 3 // 4].start_ns
+        stretches.append((middle, min(end, middle + (end - start) * _MAX_READABLE_SPANS // len(tiles) // 2)))
+    parts = [lanes_of(within(spans, *stretch)) for stretch in stretches]
+    heights = [1.0 + sum(_num_rows(members) for lane, members in part.items() if lane not in PHASES) for part in parts]
+    figure, axes = _figure(13, 1.4 + 0.36 * sum(heights) + 0.8 * len(parts), len(parts), heights, is_shared=False)
+    for ax, part, stretch in zip(axes, parts, stretches, strict=True):
+        _draw_lanes(ax, part, stretch, start)
+    axes[0].set_title("the step", fontsize=9, loc="left")
+    if len(axes) > 1:
+        axes[1].set_title("a part of it, magnified", fontsize=9, loc="left")
+    axes[-1].set_xlabel("time since the step began (ms)")
     disk = run.get("disk")
     rates = ""
     if disk:
         rates = f"; disk measured {disk['read_bytes_s'] / 1e9:.1f} read, {disk['write_bytes_s'] / 1e9:.1f} write GB/s"
     figure.suptitle(f"{run['name']}: step {step['step']}, {(end - start) / 1e9:.2f} s{rates}", fontsize=12)
     return figure
+
+
+def _draw_lanes(ax: Axes, lanes: dict[str, list[Span]], stretch: tuple[int, int], origin: int) -> None:
+    """The lanes of a stretch of time, from top to bottom, each with its label."""
+    phases = [span for phase in PHASES for span in lanes.get(phase, [])]
+    bands = {"phase": [sorted(phases, key=lambda s: s.start_ns)]}
+    bands |= {lane: rows_of(members)[:_MAX_ROWS] for lane, members in lanes.items() if lane not in PHASES}
+    top, ticks = 0.0, []
+    for lane, rows in bands.items():
+        height = max(2, len(rows))
+        _draw_band(ax, rows, top, height, origin, is_phase=lane == "phase")
+        ticks.append((top + height / 2, _lane_label(lane, lanes.get(lane, []), (stretch[1] - stretch[0]) / 1e9)))
+        top += height + 0.5
+        ax.axhline(top - 0.25, color="#dddddd", linewidth=0.8)
+    ax.set_ylim(top - 0.25, -0.25)
+    ax.set_yticks([y for y, _ in ticks], [label for _, label in ticks], fontsize=9)
+    ax.set_xlim((stretch[0] - origin) / 1e6, (stretch[1] - origin) / 1e6)
+    ax.grid(axis="x", alpha=0.25)
+
+
+def _num_rows(members: Sequence[Span]) -> int:
+    return max(2, min(_MAX_ROWS, len(rows_of(members))))
 
 
 def _draw_band(ax: Axes, rows: list[list[Span]], top: float, height: float, origin: int, is_phase: bool) -> None:
@@ -173,9 +192,8 @@ def _draw_band(ax: Axes, rows: list[list[Span]], top: float, height: float, orig
             ax.broken_barh(bars, (y + 0.04, row_height - 0.08), facecolors=colour, edgecolor=edge, linewidth=0.3)
         if is_phase:
             for span in row:
-                middle = (span.start_ns + span.end_ns) / 2
+                x = ((span.start_ns + span.end_ns) / 2 - origin) / 1e6
                 text = f"{span.lane}\n{(span.end_ns - span.start_ns) / 1e6:.0f} ms"
-                x = (middle - origin) / 1e6
                 ax.text(x, y + row_height / 2, text, ha="center", va="center", fontsize=8.5, color="white")
 
 
@@ -207,25 +225,21 @@ def _typical_step(steps: list[dict[str, Any]], spans: Sequence[Span]) -> dict[st
 def _name_stretches(ax: Axes, run: dict[str, Any], origin: int) -> None:
     """Thin lines where a new stretch begins: imports, build, initialize, each step when there are few."""
     steps = run["pictures"]["steps"]
-    top = ax.get_ylim()[1]
-    for phase in run["pictures"]["phases"]:
-        if " of step " in phase["name"]:
-            continue
-        _mark(ax, (phase["time_ns"] - origin) / 1e9, phase["name"], top)
-    if steps:
-        _mark(ax, (steps[0]["start_ns"] - origin) / 1e9, "step 1", top)
-        for step in steps[1:] if len(steps) <= 30 else ():
-            ax.axvline((step["start_ns"] - origin) / 1e9, color=_GREY, linewidth=0.5, alpha=0.4)
+    marks = [(p["time_ns"], p["name"]) for p in run["pictures"]["phases"] if " of step " not in p["name"]]
+    marks += [(steps[0]["start_ns"], "step 1")] if steps else []
+    marks += [(step["start_ns"], "") for step in steps[1:]] if len(steps) <= 30 else []
+    marks.sort()
+    width = ax.get_xlim()[1]
+    for (time_ns, name), (following_ns, _) in itertools.pairwise([*marks, (1 << 63, "")]):
+        x = (time_ns - origin) / 1e9
+        ax.axvline(x, color=_GREY, linewidth=0.8 if name else 0.5, alpha=0.7 if name else 0.4)
+        if (following_ns - time_ns) / 1e9 > 0.018 * width:  # no room for two names beside each other
+            ax.text(x, ax.get_ylim()[1] * 0.985, f" {name}", rotation=90, va="top", fontsize=7.5, color="#444444")
 
 
-def _mark(ax: Axes, x: float, name: str, top: float) -> None:
-    if x < 0:
-        return
-    ax.axvline(x, color=_GREY, linewidth=0.8, alpha=0.7)
-    ax.text(x, top * 0.985, f" {name}", rotation=90, ha="left", va="top", fontsize=7.5, color="#444444")
-
-
-def _figure(width: float, height: float, num_axes: int, heights: Sequence[float] = (1,)) -> tuple[Figure, list[Axes]]:
+def _figure(
+    width: float, height: float, num_axes: int, heights: Sequence[float] = (1,), is_shared: bool = True
+) -> tuple[Figure, list[Axes]]:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(
@@ -233,7 +247,7 @@ def _figure(width: float, height: float, num_axes: int, heights: Sequence[float]
         1,
         figsize=(width, height),
         squeeze=False,
-        sharex=num_axes > 1,
+        sharex=is_shared and num_axes > 1,
         layout="constrained",
         gridspec_kw={"height_ratios": heights},
     )

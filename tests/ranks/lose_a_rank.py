@@ -1,6 +1,6 @@
 """Run once per rank by test_lost_ranks.py: something goes wrong on one rank.
 
-    lose_a_rank.py WHAT WHO NVME     WHAT: "dies", "raises", "hangs", "policy", "model" or "config"; WHO: the rank it happens to
+lose_a_rank.py WHAT WHO NVME     WHAT: "dies", "raises", "hangs", "policy", "model" or "config"; WHO: the rank it happens to
 """
 
 from __future__ import annotations

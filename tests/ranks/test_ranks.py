@@ -54,7 +54,9 @@ def test_tiers_change_no_bit_on_ranks(stage: int, dtype: str, accumulation: int,
     for rank in range(RANKS):
         results = [launched[0][rank][f"{case} {dtype} x{accumulation}"] for case in same]
         for each in results:
-            assert (each["losses"], each["norms"], each["head"]) == tuple(results[0][k] for k in ("losses", "norms", "head"))
+            assert (each["losses"], each["norms"], each["head"]) == tuple(
+                results[0][k] for k in ("losses", "norms", "head")
+            )
 
 
 def test_nothing_is_left_in_the_nvme_folder(launched: Any) -> None:

@@ -1,6 +1,6 @@
 """Run under torchrun by test_ranks.py: trains every case on all ranks, beside a DistributedDataParallel twin.
 
-    train_on_ranks.py OUT NVME     writes OUT/<rank>.json: {case: {"losses", "twin", "norms", "twin_norms", "same_weights"}}
+train_on_ranks.py OUT NVME     writes OUT/<rank>.json: {case: {"losses", "twin", "norms", "twin_norms", "same_weights"}}
 """
 
 from __future__ import annotations

@@ -141,11 +141,14 @@ def test_disabled_context_does_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_when_the_body_raises(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), Init(policy=policy_at(Tier.NVME, tmp_path)):
-        model = zoo.Tower()
-        raise ZeroDivisionError
+    def build() -> None:
+        with Init(policy=policy_at(Tier.NVME, tmp_path)):
+            zoo.Tower()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        build()
     assert not list(tmp_path.iterdir())
-    del model
     plain = zoo.Tower()  # hooks and mode are gone
     assert all(p.isfinite().all() for p in plain.parameters())
 

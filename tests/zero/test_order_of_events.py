@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
 from twins import Tower, assert_same_tensors, loss_of, seeded
 
 import tiermem
@@ -67,7 +66,9 @@ def test_gradients_on_nvme_are_written_behind_backward(tmp_path: Path) -> None:
         loss_of(model, 0).backward()
         shards.homes.settle()
         written = events(shards, "write")
-        assert [n for n in written if n.startswith("grad")] == [f"grad {name}" for name in [*FORWARD[:0:-1], "embed", "persistent"]]
+        assert [n for n in written if n.startswith("grad")] == [
+            f"grad {name}" for name in [*FORWARD[:0:-1], "embed", "persistent"]
+        ]
 
 
 @pytest.mark.parametrize("step_number", [0, 1])
@@ -84,7 +85,7 @@ def test_a_tile_is_read_stepped_and_written_once(step_number: int, tmp_path: Pat
         expected = [f"tile state/{live.unit.index}/{live.unit.name}/0" for live in shards.units]
         found = [(e.lane, e.name) for e in shards.store.recorder.events if e.name.startswith("tile")]
         assert [name for lane, name in found if lane == "compute"] == expected
-        assert [name for lane, name in found if lane == "write"] == expected
+        assert sorted(name for lane, name in found if lane == "write") == sorted(expected)  # they may end in any order
         # before its first step a tile has no states; the resident unit's parameters rest in memory
         assert [name for lane, name in found if lane == "read"] == (expected if step_number else expected[:-1])
 

@@ -285,7 +285,7 @@ def test_a_non_finite_gradient_raises_when_the_policy_says_so(tmp_path: Path) ->
     with tiermem.shard(seeded(zoo.Tower), policy) as shards:
         optim = tiermem.AdamW(shards.model.parameters())
         (zoo.loss_of(shards.model, 0) * float("inf")).backward()
-        with pytest.raises(RuntimeError, match="they hold NaN or infinity. No state was touched"):
+        with pytest.raises(RuntimeError, match=r"they hold NaN or infinity\. No state was touched"):
             optim.step()
 
 

@@ -72,7 +72,7 @@ def policy_of(zero: ZeroConfig, aio: AioConfig, own: OwnConfig, overrides: Mappi
     fields |= {ours: getattr(zero, theirs) for theirs, ours in _ZERO_FIELDS.items() if zero.is_set(theirs)}
     fields |= _offload_fields(zero)
     fields |= {name: getattr(own, name) for name in _OWN_FIELDS if own.is_set(name)}
-    if own.grads is not None:
+    if own.grads not in (None, OffloadDevice.none):
         fields["grads"] = Tier(own.grads.value)
     return OffloadPolicy(**(fields | dict(overrides)))
 

@@ -96,15 +96,13 @@ class _NativeAdam(torch.optim.Optimizer):
             for param in group["params"]:
                 keeper = registry.keeper_of(param)
                 if isinstance(keeper, Shards) and keeper not in self._tiles:
-                    raise RuntimeError(
-                        "the model was sharded after this optimizer was built: build it from the sharded parameters"
-                    )
+                    raise RuntimeError("the model was sharded after this optimizer was built: build it after")
         for shards in self._tiles:
             for live, shard in shards.parameters():
                 if not live.unit.is_trainable and shard.param.grad is not None:
                     raise RuntimeError(
-                        f"{shard.name} was frozen when the model was sharded (or all were, for inference), so it has no states: "
-                        "set requires_grad before sharding"
+                        f"{shard.name} was frozen when the model was sharded (or all were, for inference), so it has no "
+                        "states: set requires_grad before sharding"
                     )
 
     # ---- sharded -----------------------------------------------------------------------------------------------------------

@@ -169,9 +169,11 @@ class Nursery:
         self._on_nvme = policy.params is Tier.NVME
         self._store: TensorStore | None = None
         self._bounce: Bounce | None = None
+        self._piece: torch.Tensor | None = None  # what is read on the way to a parameter's place
         if self._on_nvme:
             self._store = TensorStore(policy.paths, 8 << 20, policy.io, policy.disk_bytes, pin=False)
             self._bounce = Bounce(self._store)
+            self._piece = torch.empty(_PIECE_NUMEL * 8, dtype=torch.uint8)  # kept: blocks that come and go leave holes
         self._children: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> _Child
         self._small: list[weakref.ref[nn.Parameter]] = []  # left where they are; cast in the end
         self._awake: collections.OrderedDict[int, weakref.ref[nn.Parameter]] = collections.OrderedDict()
@@ -232,6 +234,7 @@ class Nursery:
             if small is not None and dtype is not None and small.dtype.is_floating_point:
                 small.data = small.data.to(dtype)
         self._small.clear()
+        trim_heap()
 
     def abandon(self) -> None:
         """Building has failed: nothing is kept."""
@@ -304,8 +307,9 @@ class Nursery:
                 f"a parameter of shape {tuple(child.shape)} was built on the meta device and never given values: "
                 "load a checkpoint (tiermem.load_safetensors) before sharding"
             )
-        assert self._bounce is not None and child.dtype is not None
-        piece, size = torch.empty(_PIECE_NUMEL, dtype=child.dtype), child.dtype.itemsize
+        assert self._bounce is not None and self._piece is not None and child.dtype is not None
+        size = child.dtype.itemsize
+        piece = self._piece[: _PIECE_NUMEL * size].view(child.dtype)
         for start in range(0, child.num_values, _PIECE_NUMEL):
             stop = min(start + _PIECE_NUMEL, child.num_values)
             values = piece[: stop - start]

@@ -21,7 +21,7 @@ from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
 STATE_BYTES = 4  # of each fp32 state of one element
 NUM_MOMENTS = 2
 _USUAL_TILE_NUMEL = 1 << 20
-_USUAL_TILE_BUFFERS = 4
+_USUAL_TILE_BUFFERS = (8, 4)  # two reading and two writing keep a disk busy; more even out its pauses
 _USUAL_UNIT_BUFFERS = 3
 _USUAL_GRAD_BUFFERS = 2
 _PAGE = 4096
@@ -137,17 +137,19 @@ class _Planner:
         self._trainable = [u for u in units if u.is_trainable]
         self._homes = homes  # of streamed units, by index
 
-    def choices(self) -> list[tuple[Tier, int, int]]:
-        """(home of gradients, unit buffers, elements of a tile), best first."""
+    def choices(self) -> list[tuple[Tier, int, int, int]]:
+        """(home of gradients, unit buffers, tile buffers, elements of a tile), best first."""
         policy = self._policy
         homes = [policy.grads] if policy.grads else [Tier.HOST, Tier.NVME] if policy.paths else [Tier.HOST]
         if policy.step_in_backward:
             homes = [Tier.DEVICE]  # none is held
         counts = [policy.unit_buffers] if policy.unit_buffers else [_USUAL_UNIT_BUFFERS, 2]
         tiles = [policy.tile_numel] if policy.tile_numel else [_USUAL_TILE_NUMEL >> i for i in range(5)]
-        return list(itertools.product(homes, counts, tiles))
+        num_off = int(not policy.pipeline_read) + int(not policy.pipeline_write)
+        buffers = [policy.tile_buffers] if policy.tile_buffers else [n >> num_off for n in _USUAL_TILE_BUFFERS]
+        return list(itertools.product(homes, counts, buffers, tiles))
 
-    def plan(self, grads: Tier, num_units: int, tile_numel: int, resident_bytes: int) -> Plan:
+    def plan(self, grads: Tier, num_units: int, num_tiles: int, tile_numel: int, resident_bytes: int) -> Plan:
         """The plan of one choice, whether it fits or not."""
         policy, sheet = self._policy, _Sheet()
         at_home = self._add_parameters(sheet)
@@ -166,7 +168,7 @@ class _Planner:
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
         tile_numel = min(_up(tile_numel, UNIT_ALIGN), largest)
         tile_slot, num_tiles = sheet.buffers(
-            "tile", self._num_tile_slots() * streams, (tile_bytes(u, tile_numel) for u in self._trainable),
+            "tile", num_tiles * streams, (tile_bytes(u, tile_numel) for u in self._trainable),
             f"of {tile_numel} elements",
         )  # fmt: skip
         sheet.add("bounce buffer", Tier.HOST, BOUNCE_BYTES if policy.paths else 0, "for bytes of ordinary tensors")
@@ -220,16 +222,11 @@ class _Planner:
             sheet.add("optimizer states", Tier.HOST, states, "rest on HOST")
             return 0.0, 0
         resident = min(resident_bytes // _PAGE * _PAGE, states)
-        tiles = [min(tile_numel, u.shard_numel) * state_element_bytes(u) for u in self._trainable]
+        tiles = [min(_up(tile_numel, UNIT_ALIGN), u.shard_numel) * state_element_bytes(u) for u in self._trainable]
         whole = resident if resident == states else max(0, resident - max(tiles, default=0))  # tiles are not cut for it
         sheet.add("optimizer states", Tier.NVME, states - whole, "rest on NVME")
         sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST")
         return resident / max(states, 1), resident
-
-    def _num_tile_slots(self) -> int:
-        if self._policy.tile_buffers:
-            return self._policy.tile_buffers
-        return _USUAL_TILE_BUFFERS - int(not self._policy.pipeline_read) - int(not self._policy.pipeline_write)
 
 
 def _unit_homes(units: list[Unit], policy: OffloadPolicy, num_shards: int) -> dict[int, Tier]:

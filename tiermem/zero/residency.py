@@ -277,7 +277,9 @@ class Residency:
             self._evict(farthest)
             return pool.take()
         if urgent:
-            busy = ", ".join(u.unit.name for u in self._units if u.num_users and u is not live and not u.unit.is_resident)
+            busy = ", ".join(
+                u.unit.name for u in self._units if u.num_users and u is not live and not u.unit.is_resident
+            )
             raise RuntimeError(
                 f"unit {live.unit.name!r} finds all {pool.count} buffers in use by {busy}: modules with parameters of their "
                 f"own are nested deeper than that. Raise unit_buffers (buffer_count in a config) to {pool.count + 1} or more"

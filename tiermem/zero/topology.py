@@ -44,6 +44,7 @@ def find_topology(stage: int, group: dist.ProcessGroup | None = None, timeout_s:
     if not (dist.is_available() and dist.is_initialized()):
         return Topology(None, 0, 1, 1, 0)
     group = group or dist.group.WORLD
+    assert group is not None
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if world == 1:
         return Topology(None, 0, 1, 1, 0)

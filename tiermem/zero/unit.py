@@ -126,10 +126,11 @@ def _groups(
     The module is one whose forward runs: what lies in a bare container (ModuleList, ParameterList) is needed by the forward
     around it.
     """
-    Group = tuple[str, nn.Module, list[nn.Parameter]]
     seen: set[nn.Module] = set()
 
-    def visit(name: str, module: nn.Module, runs: nn.Module, is_listed: bool) -> Iterator[Group]:
+    def visit(
+        name: str, module: nn.Module, runs: nn.Module, is_listed: bool
+    ) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
         if module in seen:
             return
         seen.add(module)

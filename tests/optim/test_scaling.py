@@ -1,0 +1,46 @@
+"""Does the loss scale move as the documented fp16 keys say?"""
+
+from __future__ import annotations
+
+import pytest
+
+from tiermem.config.precision import Fp16Config
+from tiermem.optim.scaling import LossScaler
+
+
+def scales(overflows: str, **keys: object) -> list[float]:
+    """The scale before each step; `x` in `overflows` is a step that overflowed, `.` one that did not."""
+    scaler, found = LossScaler(Fp16Config.model_validate({"enabled": True} | keys)), []
+    for step in overflows:
+        found.append(scaler.scale)
+        scaler.update(step == "x")
+    return [*found, scaler.scale]
+
+
+def test_disabled_is_one_for_ever() -> None:
+    assert scales("..x.", enabled=False) == [1.0] * 5
+
+
+def test_static_scale_stays() -> None:
+    assert scales("..x.", loss_scale=128) == [128.0] * 5
+
+
+def test_dynamic_scale_halves_at_once_without_hysteresis() -> None:
+    assert scales("xx..", initial_scale_power=4, hysteresis=1) == [16, 8, 4, 4, 4]
+
+
+def test_hysteresis_forgives_the_first_overflows() -> None:
+    assert scales("xxx", initial_scale_power=4, hysteresis=3) == [16, 16, 16, 8]
+
+
+def test_scale_doubles_after_a_window_without_overflow() -> None:
+    assert scales("..x....", initial_scale_power=4, loss_scale_window=3, hysteresis=1) == [16, 16, 16, 8, 8, 8, 16, 16]
+
+
+def test_scale_never_falls_below_its_minimum() -> None:
+    assert scales("xxxx", initial_scale_power=2, hysteresis=1, min_loss_scale=2)[-1] == 2
+
+
+@pytest.mark.parametrize("power", [0, 16, 24])
+def test_scale_starts_at_the_power_given(power: int) -> None:
+    assert scales("", initial_scale_power=power) == [2.0**power]
