@@ -36,6 +36,10 @@ static const float *store_chunk(const Store *store, uint64_t begin, uint64_t n, 
     if (!store->dst)
         return values;
     void *dst = tm_dtype_at(store->dst, store->dst_dtype, begin);
+    if (store->dst_dtype == store->src_dtype && !store->is_added) { // nothing is rounded
+        memmove(dst, src, n * (store->src_dtype == TM_F32 ? 4 : 2));
+        return values;
+    }
     if (store->is_added) {
         float held[CHUNK];
         tm_dtype_widen(store->loops, store->dst_dtype, n, dst, held);

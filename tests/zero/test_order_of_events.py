@@ -29,10 +29,10 @@ def policy(folder: Path, **fields: Any) -> OffloadPolicy:
 
 
 def events(shards: Shards, *lanes: str) -> list[str]:
-    """The names of events on lanes since the last call, oldest first."""
-    found = [event.name for event in shards.store.recorder.events if event.lane in lanes]
+    """The names of events on lanes since the last call, in the order in which they started."""
+    found = sorted(shards.store.recorder.events, key=lambda event: event.start_ns)
     shards.store.recorder.events.clear()
-    return found
+    return [event.name for event in found if event.lane in lanes]
 
 
 def units(names: list[str]) -> list[str]:
@@ -44,13 +44,23 @@ def test_units_are_read_in_the_order_of_use_and_none_twice(unit_buffers: int, tm
     model = seeded(Tower)
     with tiermem.shard(model, policy(tmp_path, unit_buffers=unit_buffers)) as shards:
         optim = tiermem.AdamW(model.parameters())
-        for step in range(2):
-            events(shards)
-            loss = loss_of(model, step)
-            loss.backward()
-            assert units(events(shards, "read")) == FORWARD + BACKWARD[unit_buffers]
-            optim.step()
+        events(shards)
+        for step in range(3):
+            loss_of(model, step).backward()
+            read = [name for name in events(shards, "read") if name.startswith("param/")]  # not what tiles read
+            assert units(read) == FORWARD + BACKWARD[unit_buffers]
+            optim.step()  # and begins to read for the next forward
             optim.zero_grad()
+
+
+def test_the_step_begins_to_read_for_the_next_forward(tmp_path: Path) -> None:
+    model = seeded(Tower)
+    with tiermem.shard(model, policy(tmp_path, unit_buffers=3)) as shards:
+        optim = tiermem.AdamW(model.parameters())
+        loss_of(model, 0).backward()
+        optim.step()
+        coming = [live.unit.name for live in shards.units if live.move is not None]
+        assert coming == FORWARD[:3]
 
 
 def test_gradients_are_received_as_backward_goes(tmp_path: Path) -> None:

@@ -37,6 +37,12 @@ class Order:
         backward = self._first_guess[::-1] if has_backward else []
         self._guess = self._learnt.get(kind) or self._first_guess + backward
 
+    def rewind(self) -> None:
+        """Ends a pass whose next is expected to be of the same kind: what it begins with is upcoming."""
+        if self._seen:
+            self._learnt[self._kind] = self._guess = self._seen
+        self._seen, self._place = [], 0
+
     def use(self, unit: int) -> None:
         """Notes a use and finds the place in the guess that fits it."""
         if self._seen and self._seen[-1] == unit:

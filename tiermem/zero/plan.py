@@ -57,7 +57,6 @@ class Plan:
     tile_numel: int
     num_tile_slots: int
     tile_slot_bytes: int
-    resident_share: float  # of the tiles whose home is NVME, the part that is kept on HOST
     resident_bytes: int  # what those take at most
 
 
@@ -163,7 +162,7 @@ class _Planner:
             "shard", 2 * needs_stage, (u.shard_bytes for u in at_home[Tier.NVME]), "read ahead of a gather"
         )
         grad_slot, num_grads = self._add_gradients(sheet, grads)
-        share, resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
+        resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         streams = Tier.NVME in (policy.optim, grads, *self._homes.values())
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
         tile_numel = min(_up(tile_numel, UNIT_ALIGN), largest)
@@ -187,7 +186,6 @@ class _Planner:
             tile_numel=tile_numel,
             num_tile_slots=num_tiles,
             tile_slot_bytes=tile_slot,
-            resident_share=share,
             resident_bytes=resident_bytes,
         )
 
@@ -212,21 +210,21 @@ class _Planner:
         passes = home is not Tier.HOST
         return sheet.buffers("gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home")
 
-    def _add_states(self, sheet: _Sheet, resident_bytes: int, tile_numel: int) -> tuple[float, int]:
-        """Adds the homes of optimizer states; returns the share that is resident, and its bytes."""
+    def _add_states(self, sheet: _Sheet, resident_bytes: int, tile_numel: int) -> int:
+        """Adds the homes of optimizer states; returns the bytes that are resident."""
         states = _pages(u.shard_numel * state_element_bytes(u) for u in self._trainable)
         home = Tier.NVME if self._policy.optim is Tier.NVME else Tier.HOST
         initial = [u.shard_numel * STATE_BYTES for u in self._trainable if keeps_initial_master(u, self._policy)]
         sheet.add("initial masters", home, _pages(initial), "until the first step")
         if home is Tier.HOST:
             sheet.add("optimizer states", Tier.HOST, states, "rest on HOST")
-            return 0.0, 0
+            return 0
         resident = min(resident_bytes // _PAGE * _PAGE, states)
         tiles = [min(_up(tile_numel, UNIT_ALIGN), u.shard_numel) * state_element_bytes(u) for u in self._trainable]
         whole = resident if resident == states else max(0, resident - max(tiles, default=0))  # tiles are not cut for it
         sheet.add("optimizer states", Tier.NVME, states - whole, "rest on NVME")
         sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST")
-        return resident / max(states, 1), resident
+        return resident
 
 
 def _unit_homes(units: list[Unit], policy: OffloadPolicy, num_shards: int) -> dict[int, Tier]:

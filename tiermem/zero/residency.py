@@ -121,6 +121,7 @@ class Residency:
 
     def prefetch_first(self) -> None:
         """Starts fetching what the next pass is expected to begin with."""
+        self.order.rewind()
         self._look_ahead(None)
 
     # ---- coming and leaving ------------------------------------------------------------------------------------------
