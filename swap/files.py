@@ -304,12 +304,32 @@ def _lock(folder: Path) -> int:
     fd = os.open(folder / _NEW_LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        os.write(fd, json.dumps(_owner(os.getpid())).encode())
         (folder / _NEW_LOCK).rename(folder / _LOCK)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def remove_dead_runs(path: Path, pid: int) -> list[str]:
+    """Removes what runs of one process that has died left in a folder, and names it. Only files that a run makes go.
+
+    For whoever started that process; raises OSError when something cannot be removed.
+    """
+    removed = []
+    for folder in path.glob(f"{FOLDER_PREFIX}*"):
+        if _is_dead(folder) and json.loads((folder / _LOCK).read_text()) == _owner(pid):
+            (folder / "segment.bin").unlink(missing_ok=True)
+            (folder / _LOCK).unlink()
+            folder.rmdir()
+            removed.append(folder.name)
+    return removed
+
+
+def _owner(pid: int) -> dict[str, object]:
+    """What a lock says of the process that holds it."""
+    return {"pid": pid, "host": socket.gethostname()}
 
 
 def _report_dead_runs(path: Path) -> None:

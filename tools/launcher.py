@@ -84,6 +84,7 @@ class Outcome:
     anonymous_peak_bytes: int | None  # largest sample of the cgroup's memory that is not page cache
     wall_s: float
     last_output: tuple[str, ...]
+    pid: int = 0  # it was, and the session of its children
 
     def describe(self) -> str:
         """One line: finished, or killed at the cap during which phase, by whose counters."""
@@ -222,6 +223,7 @@ class _Watch:
             anonymous_peak_bytes=self._anonymous_peak,
             wall_s=time.monotonic() - self._started,
             last_output=tuple(self._last_output),
+            pid=self._child.pid,
         )
 
     def _read(self, selector: selectors.BaseSelector | None) -> None:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from tiermem.swap.files import probe_path
+from tiermem.swap.files import probe_path, remove_dead_runs
 from tiermem.tools.channel import Message
 from tiermem.tools.chrome_trace import write_trace
 from tiermem.tools.corpus import Corpus
@@ -198,12 +198,22 @@ def _run_one(
                 record.outcome = launch(command, limit, listener, CHILD_ENVIRONMENT, patience_s)
             finally:
                 listener.close()
+    _clean_up(record, job, console)
     if record.error and record.outcome.exit_code == EXIT_USER and not record.steps:
         _forget(folder)
         raise UserError(record.error["trace"] if options.is_debug else record.error["message"])
     run = {"name": title, **stamp(options.command), **record.summary(), "pictures": record.pictures()}
     save_json(folder / "run.json", run)
     return run
+
+
+def _clean_up(record: RunRecord, job: Job, console: Console) -> None:
+    """What a trainer that was killed left on its paths goes; a trainer that closed left nothing."""
+    if record.outcome is None:
+        return
+    for path in job.nvme_paths:
+        for name in remove_dead_runs(Path(path), record.outcome.pid):
+            console.print(f"removed {name}, which the killed trainer left in {path}", highlight=False, markup=False)
 
 
 def _run_peer(peer: Peer, job: Job, folder: Path, options: TrainOptions, console: Console) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ static void errors_of_the_kernel_name_the_block(int engine) {
     file.set_size(8192);
     Memory memory(65536);
     Queue queue(engine, 4, 4096);
-    tm_answer answer = queue.transfer(op_of(TM_READ, file, memory.data, 16384, 0, 1));
+    tm_answer answer = queue.transfer(op_of(TM_READ, file, memory.data, 12288, 0, 1));
     CHECK_EQUAL(answer.error, ENODATA);
     CHECK_EQUAL(answer.offset, 8192);
     CHECK_EQUAL(answer.length, 4096);

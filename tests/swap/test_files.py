@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiermem.swap import files as files_module
-from tiermem.swap.files import ALIGNMENT, Extent, Files, IoSettings, file_system_of, probe_path
+from tiermem.swap.files import ALIGNMENT, Extent, Files, IoSettings, file_system_of, probe_path, remove_dead_runs
 
 MIB = 1 << 20
 
@@ -395,3 +395,22 @@ def test_folder_removed_under_a_run_does_not_stop_the_closing(tmp_path: Path) ->
 def test_setting_out_of_range_is_refused_with_what_is_allowed(setting: dict[str, object], allowed: str) -> None:
     with pytest.raises(ValueError, match=allowed):
         IoSettings(**setting)  # type: ignore[arg-type]
+
+
+def test_what_a_dead_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from tiermem.swap.files import Files;"
+        "Files([Path(sys.argv[1])]).allocate(4096); os.kill(os.getpid(), 9)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    child.wait()
+    (tmp_path / "tiermem-notes").mkdir()
+    live = Files([tmp_path])
+    left = {folder.name for folder in tmp_path.glob("tiermem-*")} - {"tiermem-notes", f"tiermem-{live.run_id}"}
+    assert len(left) == 1
+    assert remove_dead_runs(tmp_path, child.pid + 1) == []
+    assert set(remove_dead_runs(tmp_path, child.pid)) == left
+    assert remove_dead_runs(tmp_path, os.getpid()) == []  # it lives
+    live.close(keep=False)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["tiermem-notes"]
+    (tmp_path / "tiermem-notes").rmdir()
