@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tiermem.swap.extents import FreeRanges
+from tiermem.swap.extents import FreeRanges, round_up
 from tiermem.swap.native import Map
 
 PAGE_BYTES = 4096
@@ -60,7 +60,7 @@ class Arena:
             raise ValueError(
                 f"a budget of {limit_bytes} bytes of HOST memory holds nothing; give at least {PAGE_BYTES}"
             )
-        self.limit_bytes = _round_up(limit_bytes, PAGE_BYTES)
+        self.limit_bytes = round_up(limit_bytes, PAGE_BYTES)
         self.peak_bytes = 0
         self.carved_bytes = 0
         self._map = Map(self.limit_bytes)
@@ -179,13 +179,9 @@ class Pool:
 
 def _size_of(num_bytes: int) -> int:
     """What a slot takes of the budget."""
-    return _round_up(max(num_bytes, 1), PAGE_BYTES)
+    return round_up(max(num_bytes, 1), PAGE_BYTES)
 
 
 def _cudart() -> Any:
     cuda: Any = torch.cuda  # whose types differ from one torch to the next
     return cuda.cudart()
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit

@@ -52,3 +52,8 @@ class FreeRanges:
     def ranges(self) -> list[tuple[int, int]]:
         """(start, stop) of every free range, in order."""
         return list(self._ranges)
+
+
+def round_up(value: int, unit: int) -> int:
+    """The least multiple of `unit` that is not less than `value`."""
+    return -(-value // unit) * unit

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.swap.extents import FreeRanges
+from tiermem.swap.extents import FreeRanges, round_up
 
 ALIGNMENT = 4096  # of offsets, lengths and memory; what every file system with O_DIRECT accepts here
 FOLDER_PREFIX = "tiermem-"
@@ -165,7 +165,7 @@ class Segment:
 
     def reserve(self, num_bytes: int) -> None:
         """Grows the file once so that num_bytes more can be allocated, in one piece or several."""
-        missing = _round_up(num_bytes, ALIGNMENT) - self._free.tail(self.size_bytes)
+        missing = round_up(num_bytes, ALIGNMENT) - self._free.tail(self.size_bytes)
         if missing > 0:
             self._extend(missing)
 
@@ -185,7 +185,7 @@ class Segment:
                 logger.warning("%s is left: %s", self.folder, error.strerror)
 
     def _grow(self, missing: int, most_growth: int) -> None:
-        more = min(_round_up(missing, _GROWTH_BYTES), most_growth)
+        more = min(round_up(missing, _GROWTH_BYTES), most_growth)
         if more > missing:
             try:
                 self._extend(more)
@@ -238,7 +238,7 @@ class Files:
 
     def allocate(self, num_bytes: int) -> Extent:
         """A free extent of at least num_bytes, on the path that holds least for its weight and has room."""
-        size = _round_up(max(num_bytes, 1), ALIGNMENT)
+        size = round_up(max(num_bytes, 1), ALIGNMENT)
         most_growth = min(_GROWTH_BYTES, self._check_limit(size))
         errors: list[OSError] = []
         for index in sorted(range(len(self.segments)), key=self._fill_of):
@@ -368,7 +368,3 @@ def _takes_direct(name: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit

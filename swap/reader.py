@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from tiermem.swap.arena import Arena
+from tiermem.swap.extents import round_up
 from tiermem.swap.files import ALIGNMENT
 from tiermem.swap.native import READ, Op, Queue
 
@@ -75,7 +76,7 @@ class FileReader:
 
     def _start(self, offset: int, buffer: torch.Tensor, wanted: _Wanted, under_way: collections.deque[_Piece]) -> None:
         """Starts reading whole blocks; what is behind the file's last whole block is read at once."""
-        length = min(_PIECE_BYTES, _round_up(wanted.stop - offset), self.num_bytes - offset)
+        length = min(_PIECE_BYTES, round_up(wanted.stop - offset, ALIGNMENT), self.num_bytes - offset)
         whole = length // ALIGNMENT * ALIGNMENT
         if whole:
             tag = self._queue.submit([Op(READ, self._fd, buffer.data_ptr(), whole, offset)])
@@ -130,7 +131,3 @@ def _open(path: Path) -> int:
         if error.errno != errno.EINVAL:
             raise
         return os.open(path, os.O_RDONLY)
-
-
-def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.extents import round_up
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
 
@@ -165,7 +166,7 @@ class _Planner:
         resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         streams = Tier.NVME in (policy.optim, grads, *self._homes.values())
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
-        tile_numel = min(_up(tile_numel, UNIT_ALIGN), largest)
+        tile_numel = min(round_up(tile_numel, UNIT_ALIGN), largest)
         tile_slot, num_tiles = sheet.buffers(
             "tile", num_tiles * streams, (tile_bytes(u, tile_numel) for u in self._trainable),
             f"of {tile_numel} elements",
@@ -220,7 +221,7 @@ class _Planner:
             sheet.add("optimizer states", Tier.HOST, states, "rest on HOST")
             return 0
         resident = min(resident_bytes // _PAGE * _PAGE, states)
-        tiles = [min(_up(tile_numel, UNIT_ALIGN), u.shard_numel) * state_element_bytes(u) for u in self._trainable]
+        tiles = [min(round_up(tile_numel, UNIT_ALIGN), u.shard_numel) * state_element_bytes(u) for u in self._trainable]
         whole = resident if resident == states else max(0, resident - max(tiles, default=0))  # tiles are not cut for it
         sheet.add("optimizer states", Tier.NVME, states - whole, "rest on NVME")
         sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST")
@@ -253,11 +254,7 @@ def _pages(sizes: Iterable[int]) -> int:
 
 
 def _page(num_bytes: int) -> int:
-    return _up(num_bytes, _PAGE)
-
-
-def _up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
+    return round_up(num_bytes, _PAGE)
 
 
 def _mib(num_bytes: int) -> str:

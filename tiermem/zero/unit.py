@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from tiermem.policy import OffloadPolicy
+from tiermem.swap.extents import round_up
 from tiermem.zero.tiled import TiledLinear
 
 ALIGN = 64  # elements
@@ -202,8 +203,8 @@ def _lay_out(
         position, full_name = names[param]
         share = -(-param.numel() // num_shards)
         shards.append(Shard(full_name, position, param, param.shape, param.numel(), share, full, part))
-        full += _up(share * num_shards, ALIGN)
-        part += _up(share, ALIGN)
+        full += round_up(share * num_shards, ALIGN)
+        part += round_up(share, ALIGN)
     dtype, is_trainable = kind
     return Unit(
         name,
@@ -212,8 +213,8 @@ def _lay_out(
         dtype,
         is_trainable,
         is_resident,
-        _up(max(full, 1), UNIT_ALIGN),
-        _up(max(part, 1), UNIT_ALIGN),
+        round_up(max(full, 1), UNIT_ALIGN),
+        round_up(max(part, 1), UNIT_ALIGN),
     )
 
 
@@ -225,7 +226,3 @@ def _check_size(unit: Unit, policy: OffloadPolicy) -> None:
             "(unit_numel; buffer_size in a config), and has no inner module to split it at. Raise the buffer's size, "
             "or replace its Linear by tiermem.zero.TiledLinear"
         )
-
-
-def _up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
