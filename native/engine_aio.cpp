@@ -2,30 +2,28 @@
 //
 // The wake-up is an eventfd with a poll always waiting in the context, so one io_getevents sleeps for
 // everything. Files not opened with O_DIRECT are transferred inside io_submit: right, only slower.
-// The four system calls are made here: libaio would add names for them and a licence, nothing else.
+// The system calls are libaio's, linked statically; without it the engine answers -ENOSYS.
 
 #include <atomic>
 #include <errno.h>
-#include <linux/aio_abi.h>
 #include <new>
 #include <poll.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 #include <vector>
 
 #include "engine.h"
 
-namespace {
+#ifdef TIERMEM_HAVE_AIO
+#include <libaio.h>
 
-// Linux 4.18; older headers lack the name.
-const uint16_t COMMAND_POLL = 5;
+namespace {
 
 struct Aio {
     explicit Aio(uint32_t depth) : blocks(depth), pending(depth + 1), events(depth + 1) {}
-    aio_context_t context = 0;
+    io_context_t context = nullptr;
     int wake_fd = -1;
     iocb wake_poll;
     bool is_wake_armed = false;
@@ -41,25 +39,11 @@ struct Aio {
 
 static Aio *aio_of(tm_engine_state *state) { return reinterpret_cast<Aio *>(state); }
 
-static int io_setup(uint32_t num_events, aio_context_t *context) {
-    return syscall(SYS_io_setup, num_events, context) == 0 ? 0 : -errno;
-}
-
-static int io_submit(aio_context_t context, uint32_t count, iocb **blocks) {
-    const long taken = syscall(SYS_io_submit, context, (long)count, blocks);
-    return taken < 0 ? -errno : (int)taken;
-}
-
-static int io_getevents(aio_context_t context, bool may_sleep, uint32_t max, io_event *events) {
-    const long count = syscall(SYS_io_getevents, context, may_sleep ? 1l : 0l, (long)max, events, nullptr);
-    return count < 0 ? -errno : (int)count;
-}
-
-static void prepare(iocb *block, uint16_t command, int fd) {
+static void prepare(iocb *block, io_iocb_cmd command, int fd) {
     memset(block, 0, sizeof *block);
-    block->aio_data = (uint64_t)block;
-    block->aio_lio_opcode = command;
-    block->aio_fildes = (uint32_t)fd;
+    block->data = block;
+    block->aio_lio_opcode = (short)command;
+    block->aio_fildes = fd;
 }
 
 static int say_why_not(int error, uint32_t depth, char *why, uint32_t why_bytes) {
@@ -74,8 +58,8 @@ static int say_why_not(int error, uint32_t depth, char *why, uint32_t why_bytes)
 }
 
 static void arm_wake(Aio *engine) {
-    prepare(&engine->wake_poll, COMMAND_POLL, engine->wake_fd);
-    engine->wake_poll.aio_buf = POLLIN;
+    prepare(&engine->wake_poll, IO_CMD_POLL, engine->wake_fd);
+    engine->wake_poll.u.poll.events = POLLIN;
     engine->pending[engine->num_pending++] = &engine->wake_poll;
     engine->is_wake_armed = true;
 }
@@ -83,7 +67,7 @@ static void arm_wake(Aio *engine) {
 static void aio_close(tm_engine_state *state) {
     Aio *engine = aio_of(state);
     if (engine->context)
-        syscall(SYS_io_destroy, engine->context); // also ends the poll
+        io_destroy(engine->context); // also ends the poll
     if (engine->wake_fd >= 0)
         close(engine->wake_fd);
     delete engine;
@@ -97,7 +81,7 @@ static int open_context(Aio *engine, uint32_t depth, char *why, uint32_t why_byt
         snprintf(why, why_bytes, "eventfd: %s", strerror(error));
         return -error;
     }
-    int answer = io_setup(depth + 1, &engine->context);
+    int answer = io_setup((int)depth + 1, &engine->context);
     if (answer < 0)
         return say_why_not(-answer, depth, why, why_bytes);
     arm_wake(engine);
@@ -138,12 +122,12 @@ static tm_push aio_push(tm_engine_state *state, const tm_request *request, int64
     }
     iocb *block = &engine->blocks[request->slot];
     if (request->kind == TM_SYNC) {
-        prepare(block, IOCB_CMD_FDSYNC, request->fd);
+        prepare(block, IO_CMD_FDSYNC, request->fd);
     } else {
-        prepare(block, request->kind == TM_READ ? IOCB_CMD_PREAD : IOCB_CMD_PWRITE, request->fd);
-        block->aio_buf = (uint64_t)request->buffer;
-        block->aio_nbytes = request->length;
-        block->aio_offset = (int64_t)request->offset;
+        prepare(block, request->kind == TM_READ ? IO_CMD_PREAD : IO_CMD_PWRITE, request->fd);
+        block->u.c.buf = request->buffer;
+        block->u.c.nbytes = request->length;
+        block->u.c.offset = (long long)request->offset;
     }
     engine->pending[engine->num_pending++] = block;
     return TM_PUSH_QUEUED;
@@ -159,7 +143,7 @@ static tm_completion end_refused(Aio *engine, int error) {
     iocb *block = engine->pending[0];
     drop_pending(engine, 1);
     int64_t result = error;
-    if (block->aio_lio_opcode == IOCB_CMD_FDSYNC && error == -EINVAL) {
+    if (block->aio_lio_opcode == IO_CMD_FDSYNC && error == -EINVAL) {
         engine->is_sync_refused = true;
         result = sync_here(engine, (int)block->aio_fildes);
     }
@@ -170,7 +154,7 @@ static tm_completion end_refused(Aio *engine, int error) {
 static uint32_t submit_pending(Aio *engine, tm_completion *completions, uint32_t max) {
     uint32_t count = 0;
     while (engine->num_pending > 0 && count < max) {
-        const int taken = io_submit(engine->context, engine->num_pending, engine->pending.data());
+        const int taken = io_submit(engine->context, (long)engine->num_pending, engine->pending.data());
         engine->kernel_entries.fetch_add(1, std::memory_order_relaxed);
         if (taken > 0)
             drop_pending(engine, (uint32_t)taken);
@@ -199,7 +183,7 @@ static int aio_reap(tm_engine_state *state, tm_reap_mode mode, tm_completion *co
         return (int)count;
     // Never asleep with something not handed over: it could be the one that everybody waits for.
     const bool may_sleep = mode == TM_REAP_WAIT && count == 0 && engine->num_pending == 0;
-    const int num_events = io_getevents(engine->context, may_sleep, room, engine->events.data());
+    const int num_events = io_getevents(engine->context, may_sleep ? 1 : 0, (long)room, engine->events.data(), nullptr);
     engine->kernel_entries.fetch_add(1, std::memory_order_relaxed);
     if (num_events < 0)
         return num_events == -EINTR ? (int)count : num_events;
@@ -224,6 +208,20 @@ static void aio_wake(tm_engine_state *state) {
 static uint64_t aio_kernel_entries(const tm_engine_state *state) {
     return reinterpret_cast<const Aio *>(state)->kernel_entries.load(std::memory_order_relaxed);
 }
+
+#else
+
+static int aio_open(const tm_queue_options *, tm_engine_state **, char *why, uint32_t why_bytes) {
+    snprintf(why, why_bytes, "built without libaio");
+    return -ENOSYS;
+}
+static tm_push aio_push(tm_engine_state *, const tm_request *, int64_t *) { return TM_PUSH_FULL; }
+static int aio_reap(tm_engine_state *, tm_reap_mode, tm_completion *, uint32_t) { return -ENOSYS; }
+static void aio_wake(tm_engine_state *) {}
+static uint64_t aio_kernel_entries(const tm_engine_state *) { return 0; }
+static void aio_close(tm_engine_state *) {}
+
+#endif
 
 const tm_engine_functions tm_engine_aio = {"Linux AIO", aio_open,           aio_push, aio_reap,
                                            aio_wake,    aio_kernel_entries, aio_close};

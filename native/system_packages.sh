@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs what building floor 0 needs from Debian or Ubuntu, where it may (root, or sudo without a
 # password), and says what it could not. Never fails: the build itself has the last word, and without
-# liburing tiermem still works through Linux AIO.
+# liburing or libaio tiermem still works through another engine.
 #
 #     system_packages.sh PYTHON
 python=$1
@@ -9,6 +9,7 @@ missing=""
 command -v c++ >/dev/null 2>&1 || missing="$missing g++"
 command -v make >/dev/null 2>&1 || missing="$missing make"
 [ -e /usr/include/liburing.h ] || [ -e /usr/local/include/liburing.h ] || missing="$missing liburing-dev"
+[ -e /usr/include/libaio.h ] || [ -e /usr/local/include/libaio.h ] || missing="$missing libaio-dev"
 if ! "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; then
     missing="$missing $("$python" -c 'import sys; print(f"python{sys.version_info.major}.{sys.version_info.minor}-dev")')"
 fi
