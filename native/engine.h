@@ -9,6 +9,7 @@
 #define TIERMEM_ENGINE_H
 
 #include <stdint.h>
+#include <thread>
 
 #include "tiermem.h"
 
@@ -47,10 +48,12 @@ struct tm_engine_functions {
     int (*reap)(tm_engine_state *state, tm_reap_mode mode, tm_completion *completions, uint32_t max);
     // Ends a sleeping reap, or the next one to sleep. Any thread.
     void (*wake)(tm_engine_state *state);
-    // System calls made so far.
+    // System calls made so far. Any thread.
     uint64_t (*kernel_entries)(const tm_engine_state *state);
     // Nothing is in flight any more.
     void (*close)(tm_engine_state *state);
+    // CPU time, in nanoseconds, of the threads that the engine started. Any thread. NULL: it starts none.
+    int64_t (*cpu_ns)(tm_engine_state *state);
 };
 
 extern const tm_engine_functions tm_engine_uring, tm_engine_aio, tm_engine_threads;
@@ -59,6 +62,9 @@ extern const tm_engine_functions tm_engine_uring, tm_engine_aio, tm_engine_threa
 int tm_engine_faulty_open(const tm_queue_options *options, const tm_engine_functions *inner,
                           tm_engine_state *inner_state, tm_engine_state **state);
 extern const tm_engine_functions tm_engine_faulty;
+
+// CPU time of a thread that has not been joined, user and system, in nanoseconds; 0 when it ended.
+int64_t tm_thread_cpu_ns(std::thread *thread);
 
 // True when the file was opened with O_DIRECT, whose transfers start on multiples of TM_DIRECT_ALIGN.
 bool tm_engine_is_direct(int fd);

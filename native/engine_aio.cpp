@@ -46,12 +46,32 @@ static void prepare(iocb *block, io_iocb_cmd command, int fd) {
     block->aio_fildes = fd;
 }
 
+static uint64_t read_limit(const char *path) {
+    unsigned long long value = 0;
+    FILE *file = fopen(path, "re");
+    if (!file)
+        return 0;
+    if (fscanf(file, "%llu", &value) != 1)
+        value = 0;
+    fclose(file);
+    return value;
+}
+
+// The kernel counts the events that every context of the machine was opened for, and refuses past a limit.
+static void say_limit(uint32_t num_events, char *why, uint32_t why_bytes) {
+    const uint64_t limit = read_limit("/proc/sys/fs/aio-max-nr"), used = read_limit("/proc/sys/fs/aio-nr");
+    const uint64_t step = 65536, enough = (used + num_events + step - 1) / step * step;
+    snprintf(
+        why, why_bytes,
+        "io_setup: /proc/sys/fs/aio-max-nr allows %llu events on this machine, %llu are in use, this queue needs %u: "
+        "set it to %llu or more (sysctl -w fs.aio-max-nr=%llu) or lower the depth",
+        (unsigned long long)limit, (unsigned long long)used, num_events, (unsigned long long)enough,
+        (unsigned long long)enough);
+}
+
 static int say_why_not(int error, uint32_t depth, char *why, uint32_t why_bytes) {
     if (error == EAGAIN)
-        snprintf(why, why_bytes,
-                 "io_setup: too many events on this machine; raise fs.aio-max-nr by at least %u "
-                 "(sysctl -w fs.aio-max-nr=1048576)",
-                 depth + 1);
+        say_limit(depth + 1, why, why_bytes);
     else
         snprintf(why, why_bytes, "io_setup: %s", strerror(error));
     return -error;
@@ -223,5 +243,5 @@ static void aio_close(tm_engine_state *) {}
 
 #endif
 
-const tm_engine_functions tm_engine_aio = {"Linux AIO", aio_open,           aio_push, aio_reap,
-                                           aio_wake,    aio_kernel_entries, aio_close};
+const tm_engine_functions tm_engine_aio = {"Linux AIO", aio_open,           aio_push,  aio_reap,
+                                           aio_wake,    aio_kernel_entries, aio_close, nullptr};

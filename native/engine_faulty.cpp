@@ -165,6 +165,11 @@ static uint64_t faulty_kernel_entries(const tm_engine_state *state) {
     return engine->inner->kernel_entries(engine->inner_state);
 }
 
+static int64_t faulty_cpu_ns(tm_engine_state *state) {
+    const Faulty *engine = faulty_of(state);
+    return engine->inner->cpu_ns ? engine->inner->cpu_ns(engine->inner_state) : 0;
+}
+
 static void faulty_close(tm_engine_state *state) {
     Faulty *engine = faulty_of(state);
     engine->inner->close(engine->inner_state);
@@ -173,4 +178,4 @@ static void faulty_close(tm_engine_state *state) {
 
 // It is opened by tm_engine_faulty_open alone: the table has no engine to wrap.
 const tm_engine_functions tm_engine_faulty = {
-    "faulty", nullptr, faulty_push, faulty_reap, faulty_wake, faulty_kernel_entries, faulty_close};
+    "faulty", nullptr, faulty_push, faulty_reap, faulty_wake, faulty_kernel_entries, faulty_close, faulty_cpu_ns};

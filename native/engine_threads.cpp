@@ -149,5 +149,12 @@ static uint64_t threads_kernel_entries(const tm_engine_state *state) {
     return reinterpret_cast<const Threads *>(state)->kernel_entries.load(std::memory_order_relaxed);
 }
 
-const tm_engine_functions tm_engine_threads = {"threads",    threads_open,           threads_push, threads_reap,
-                                               threads_wake, threads_kernel_entries, threads_close};
+static int64_t threads_cpu_ns(tm_engine_state *state) {
+    int64_t sum = 0;
+    for (std::thread &thread : threads_of(state)->threads)
+        sum += tm_thread_cpu_ns(&thread);
+    return sum;
+}
+
+const tm_engine_functions tm_engine_threads = {"threads",    threads_open,           threads_push,  threads_reap,
+                                               threads_wake, threads_kernel_entries, threads_close, threads_cpu_ns};

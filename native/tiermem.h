@@ -6,7 +6,7 @@
  *
  *   system   tm_file_alignment · tm_heap_trim
  *   map      tm_map_open · tm_map_commit · tm_map_release · tm_map_close
- *   queue    tm_queue_open · _submit · _wait · _promote · _cancel · _counters · _close
+ *   queue    tm_queue_open · _submit · _wait · _promote · _cancel · _counters · _latencies · _close
  *   workers  tm_workers_open · tm_workers_close          threads that the kernels share
  *   kernels  tm_adam_step · tm_gradient_store · tm_isa_names
  *
@@ -76,6 +76,13 @@ typedef struct tm_fault {
     uint32_t repeat;
 } tm_fault;
 
+enum tm_queue_flag {
+    TM_QUEUE_SINGLE_SUBMIT = 1, /* each block is handed to the kernel by a system call of its own, instead of
+                                   all that are ready by one */
+    TM_QUEUE_NO_OVERLAP = 2     /* waves: new blocks are cut only when none is in flight, instead of whenever
+                                   one of `depth` ended */
+};
+
 typedef struct tm_queue_options {
     int32_t engine;       /* enum tm_engine; AUTO tries io_uring, Linux AIO, threads, in that order */
     uint32_t depth;       /* blocks in flight, 1..4096 */
@@ -87,6 +94,10 @@ typedef struct tm_queue_options {
     const uint64_t *region_bytes;
     const tm_fault *faults; /* rules for the fault-injecting engine, wrapped round the chosen one */
     uint32_t num_faults;
+    uint32_t flags;       /* enum tm_queue_flag, or-ed */
+    const int32_t *files; /* descriptors to register with the kernel, if it allows (io_uring); they stay open until
+                             the queue is closed. Others may be used as well. NULL when num_files is 0 */
+    uint32_t num_files;
     uint32_t reserved;
 } tm_queue_options;
 
@@ -122,8 +133,16 @@ typedef struct tm_counters {
     uint64_t blocks;         /* completed */
     uint64_t resumed;        /* remainders re-queued after a short transfer, EINTR or EAGAIN */
     uint64_t kernel_entries; /* system calls of the engine */
-    int64_t busy_ns;         /* time with at least one block in flight */
+    int64_t busy_ns;         /* time with at least one block in flight, until its end is looked at */
+    int64_t wanted_ns;       /* time with at least one tag not yet answered: the disk stood idle for
+                                wanted_ns - busy_ns of it while something was to be done */
+    int64_t cpu_ns;          /* CPU time, user and system, of the queue's thread and of the threads engine's; what the
+                                kernel does in threads of its own is not in it */
 } tm_counters;
+
+/* Buckets of latencies: 16 to every doubling from 1.024 microseconds up, and 16 of 64 ns below. The last one begins
+ * at 66.6 s and has no end. */
+enum tm_latency { TM_LATENCY_BUCKETS = 432 };
 
 /* Opens a queue with its own native thread. `*engine` receives the engine in use; `why` (of
  * why_bytes, always terminated) receives one line that says which was chosen and why others were
@@ -150,6 +169,16 @@ int tm_queue_promote(tm_queue *queue, uint64_t tag, int32_t priority);
 int tm_queue_cancel(tm_queue *queue, uint64_t tag);
 
 int tm_queue_counters(tm_queue *queue, tm_counters *counters);
+
+/* How long blocks took: counts[i] is how many took tm_latency_floor_ns(i) or longer, but less than that of i + 1.
+ * A block is one that was transferred in full, of the kind TM_READ or TM_WRITE, since the queue was opened; its time
+ * runs from when it is cut to be handed to the engine until its completion is looked at, remainders included.
+ * counts has room for TM_LATENCY_BUCKETS. -EINVAL: another kind. */
+int tm_queue_latencies(tm_queue *queue, int32_t kind, uint64_t *counts);
+
+/* bucket < 16: 64 * bucket; else with octave = bucket / 16 - 1: (16 + bucket % 16) * 2^octave * 64. From
+ * TM_LATENCY_BUCKETS on it is that of TM_LATENCY_BUCKETS. */
+int64_t tm_latency_floor_ns(uint32_t bucket);
 
 /* Finishes what was submitted, stops the thread and frees the queue. Unanswered tags are forgotten.
  * Returns the number of tags that ended in an error (ECANCELED aside) nobody waited for, or -EPIPE in a fork (where
@@ -197,9 +226,9 @@ typedef struct tm_adam_scalars {
  * is not TM_NONE, p starts from float(low) instead of master (first step: master is written, not
  * read; low's dtype is master_from) and m, v start from zero without being read. Every pointer is
  * aligned to its element size only. When low_dtype and master_from are both given they are equal; either
- * may be TM_F32. Streams should not lie a large power of two (256 MiB) apart: on AMD they evict each
- * other from the first-level cache, and any kernel is several times slower. Source: Kingma & Ba 2015; Loshchilov &
- * Hutter 2019. */
+ * may be TM_F32. Streams should not lie a large power of two apart (seen from 32 MiB on, 8 M elements of fp32): on AMD
+ * they evict each other from the first-level cache, and any kernel is several times slower. Source: Kingma & Ba 2015;
+ * Loshchilov & Hutter 2019. */
 int tm_adam_step(tm_workers *workers, uint64_t n, void *master, void *m, void *v, const void *grad, int32_t grad_dtype,
                  void *low, int32_t low_dtype, int32_t master_from, const tm_adam_scalars *scalars);
 

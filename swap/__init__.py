@@ -1,17 +1,31 @@
 """Floor 1: tensors at rest and on the move.
 
-    native     the binding to floor 0: map, queue, workers, kernels
-    extents    which bytes of a line of bytes nobody holds
-    arena      one allocation of HOST memory, slots and pools
-    tier       a place bytes can rest
-    files      folders, locks and segments on NVMe paths
-    record     what happened when
-    move       bytes on their way, as a value
-    entry      one named tensor and the states it goes through
-    store      named tensors: put, fetch, release
-    pipeline   read | compute | write, tile by tile
-    bounce     bytes at odd offsets, through small aligned buffers
-    reader     byte ranges of somebody else's file
+    native        the binding to floor 0: map, queue, workers, kernels
+    extents       which bytes of a line of bytes nobody holds
+    arena         one allocation of HOST memory, slots and pools
+    tier          a place bytes can rest
+    direct        whether a file is read and written past the page cache
+    settings      how a queue moves blocks
+    paths         folders for NVME, with caps and weights
+    probe         what a folder offers
+    run_folder    the folder of one run, and its lock
+    segment       one path's preallocated file
+    shares        how many bytes each path gets
+    files         the segments of all paths, and extents dealt over them
+    queues        one native queue per path, behind one face
+    passes        one file's bytes moved in a pattern, and how long that took
+    path_weights  paths measured against each other
+    record        what happened when
+    move          bytes on their way, as a value
+    entry         one named tensor and the states it goes through
+    ranges        parts of an entry as transfers, checked
+    under_way     moves that have not ended
+    held          memory, files and queues of a store, and their end
+    stats         what a store has moved and holds
+    store         named tensors: put, fetch, release
+    pipeline      read | compute | write, tile by tile
+    bounce        bytes at odd offsets, through small aligned buffers
+    reader        byte ranges of somebody else's file
 
 Imports torch and native. Knows no module, gradient, rank or optimizer.
 """

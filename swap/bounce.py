@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tiermem.swap.files import ALIGNMENT
+from tiermem.swap.direct import ALIGNMENT
 from tiermem.swap.move import Move
 from tiermem.swap.store import TensorStore
 

@@ -26,7 +26,8 @@ from collections.abc import Sequence
 import torch
 
 from tiermem.swap.arena import Slot
-from tiermem.swap.files import ALIGNMENT, Extent
+from tiermem.swap.direct import ALIGNMENT
+from tiermem.swap.files import Extent
 from tiermem.swap.move import Move
 from tiermem.swap.tier import Tier
 

@@ -49,6 +49,13 @@ class FreeRanges:
         """Bytes of the free range that ends at `end`."""
         return end - self._ranges[-1][0] if self._ranges and self._ranges[-1][1] == end else 0
 
+    def drop_tail(self, start: int) -> None:
+        """Forgets what is free from `start` on: the line of bytes ends there now. It must lie in the last free range."""
+        first, _ = self._ranges.pop()
+        assert first <= start  # whoever shortens the line has looked
+        if first < start:
+            self._ranges.append((first, start))
+
     def ranges(self) -> list[tuple[int, int]]:
         """(start, stop) of every free range, in order."""
         return list(self._ranges)

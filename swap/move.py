@@ -17,8 +17,29 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiermem.swap.native import NORMAL, READ, URGENT, Answer, Op, Queue
+from tiermem.swap.native import NORMAL, READ, URGENT, Answer
+from tiermem.swap.queues import Blocks, Queues, Transfers
 from tiermem.swap.record import Recorder
+
+_GLANCE_S = 1e-3  # for which one move is waited for while others may end
+
+
+def wait_for_any(groups: Sequence[Sequence[Move]]) -> int:
+    """Blocks until every move of a group has ended, well or not, and returns its index: of several the first.
+
+    The first group's bytes are asked for urgently, as `wait` does. The others are looked at every millisecond: moves of
+    several queues cannot be waited for together. What has failed raises in its own `wait`, not here.
+    """
+    start_ns = 0
+    while True:
+        for index, group in enumerate(groups):
+            if all(move.is_done() for move in group):
+                if start_ns:
+                    group[-1]._recorder.add("wait", group[-1].name, start_ns, time.monotonic_ns())
+                return index
+        start_ns = start_ns or time.monotonic_ns()
+        for move in groups[0]:
+            move._glance(_GLANCE_S if len(groups) > 1 else None)
 
 
 class Move:
@@ -26,7 +47,7 @@ class Move:
 
     Args:
         queue: where they are submitted; must outlive the move.
-        ops: the transfers; their memory is inside `owns`.
+        ops: the transfers, on one path or several; their memory is inside `owns`. None: nothing has to move.
         owns: what must stay alive until the end (slots, tensors).
         name: for events and errors.
         recorder: receives the transfer's times and the time spent waiting.
@@ -37,8 +58,8 @@ class Move:
 
     def __init__(
         self,
-        queue: Queue,
-        ops: Sequence[Op],
+        queue: Queues,
+        ops: Transfers,
         owns: Any,
         name: str,
         recorder: Recorder,
@@ -48,8 +69,8 @@ class Move:
     ) -> None:
         self.name = name
         self._queue = queue
-        self._ops: Sequence[Op] = ops
-        self._lane = "read" if not ops or ops[0].kind == READ else "write"
+        self._ops: Transfers = ops
+        self._lane = "read" if not ops or _kind_of(ops) == READ else "write"
         self._owns = owns
         self._recorder = recorder
         self._priority = priority
@@ -143,6 +164,18 @@ class Move:
             self._ask(timeout_s=None)
             self._recorder.add("wait", self.name, start_ns, time.monotonic_ns())
 
+    def _glance(self, timeout_s: float | None) -> None:
+        """Waits for at most that long (None: to the end) and records nothing."""
+        if self._is_done or not self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            return
+        try:
+            if self._after is not None:
+                self._after._glance(timeout_s)
+            if not self._is_done and self._start():
+                self._ask(timeout_s)
+        finally:
+            self._lock.release()
+
     def _start(self) -> bool:
         """Whether the transfers are with the queue. Submits them when the predecessor has ended well, ends if not."""
         after = self._after
@@ -199,3 +232,7 @@ class Move:
         if on_end:
             on_end(self._failure is None)
         self._is_done = True
+
+
+def _kind_of(ops: Transfers) -> int:
+    return ops.kind if isinstance(ops, Blocks) else ops[0].kind

@@ -10,10 +10,13 @@ from __future__ import annotations
 import errno
 import functools
 import itertools
+import math
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from _tiermem_native import ffi, lib
 
@@ -23,9 +26,12 @@ _ENGINE_NAMES = {code: name for name, code in ENGINES.items()}
 FAULTS = {"error": lib.TM_FAULT_ERROR, "short": lib.TM_FAULT_SHORT}
 FAULTS |= {"late": lib.TM_FAULT_LATE, "refused": lib.TM_FAULT_REFUSED}
 NORM_BLOCK = int(lib.TM_NORM_BLOCK)
+NUM_LATENCY_BUCKETS = int(lib.TM_LATENCY_BUCKETS)
 READ, WRITE, SYNC = int(lib.TM_READ), int(lib.TM_WRITE), int(lib.TM_SYNC)
 URGENT, NORMAL, BACKGROUND = int(lib.TM_URGENT), int(lib.TM_NORMAL), int(lib.TM_BACKGROUND)
 
+_LEAST = 1e-9  # part of a block: the rank of quantile 0 lies in the first bucket that holds one
+_NUMPY_NAMES = {"uint64_t": np.uint64, "int32_t": np.int32}
 _VERBS = {READ: "reading", WRITE: "writing", SYNC: "syncing"}
 _DTYPES = {None: lib.TM_NONE, torch.float32: lib.TM_F32, torch.bfloat16: lib.TM_BF16, torch.float16: lib.TM_F16}
 _ADVICE = {
@@ -94,6 +100,11 @@ class Counters(NamedTuple):
     resumed: int
     kernel_entries: int
     busy_ns: int
+    """With at least one block in flight."""
+    wanted_ns: int = 0
+    """With at least one tag not answered: without a pause of the disk this is busy_ns."""
+    cpu_ns: int = 0
+    """CPU time, user and system, of the queue's own threads."""
 
 
 def check(code: int, what: str) -> int:
@@ -141,6 +152,9 @@ class Queue:
         regions: (address, bytes) of memory to register with the kernel where it allows.
         path_of: names the file behind a descriptor, for errors.
         faults: lies for tests.
+        files: descriptors to register with the kernel where it allows; they stay open until the queue is closed.
+        single_submit: hand each block to the kernel by a system call of its own.
+        overlap_events: hand over new blocks while others are in flight; False: only when all of those have ended.
 
     Raises:
         OSError: a named engine cannot run here; the message says why.
@@ -155,6 +169,9 @@ class Queue:
         regions: Sequence[tuple[int, int]] = (),
         path_of: Callable[[int], str] = str,
         faults: Sequence[Fault] = (),
+        files: Sequence[int] = (),
+        single_submit: bool = False,
+        overlap_events: bool = True,
     ) -> None:
         if engine not in ENGINES:
             raise ValueError(f"engine is {engine!r}; allowed are {', '.join(ENGINES)}")
@@ -164,13 +181,16 @@ class Queue:
         starts = ffi.new("void *[]", [ffi.cast("void *", address) for address, _ in regions])
         sizes = ffi.new("uint64_t[]", [size for _, size in regions])
         rules = ffi.new("tm_fault[]", [(f.serial, f.value, FAULTS[f.kind], f.repeat) for f in faults])
+        descriptors = ffi.new("int32_t[]", list(files))
         options = ffi.new("tm_queue_options *")
         options.engine, options.depth, options.threads = ENGINES[engine], depth, threads
         options.block_bytes = block_bytes
         options.num_regions, options.regions, options.region_bytes = len(regions), starts, sizes
         options.num_faults, options.faults = len(faults), rules
-        queue, chosen, why = ffi.new("tm_queue **"), ffi.new("int32_t *"), ffi.new("char[]", 1024)
-        code = lib.tm_queue_open(options, queue, chosen, why, 1024)
+        options.num_files, options.files = len(files), descriptors
+        options.flags = lib.TM_QUEUE_SINGLE_SUBMIT * single_submit | lib.TM_QUEUE_NO_OVERLAP * (not overlap_events)
+        queue, chosen, why = ffi.new("tm_queue **"), ffi.new("int32_t *"), ffi.new("char[]", 2048)
+        code = lib.tm_queue_open(options, queue, chosen, why, 2048)
         self.why = ffi.string(why).decode(errors="replace")
         if code < 0:
             raise OSError(-code, f"no I/O queue (engine {engine!r}): {os.strerror(-code)}; {self.why}")
@@ -180,11 +200,36 @@ class Queue:
     def submit(self, ops: Sequence[Op], priority: int = NORMAL) -> int:
         """Starts transfers and returns the one tag that answers for all of them. Never waits. Raises OSError."""
         tag = next(self._tags)
-        batch = ffi.new("tm_op[]", len(ops))
-        for slot, op in zip(batch, ops, strict=True):
-            slot.buffer = ffi.cast("void *", op.address)
-            slot.length, slot.offset, slot.tag = op.length, op.offset, tag
-            slot.fd, slot.kind, slot.priority = op.fd, op.kind, priority
+        cast = ffi.cast
+        rows = [(cast(_VOID, op.address), op.length, op.offset, tag, op.fd, op.kind, priority, 0) for op in ops]
+        batch = ffi.new("tm_op[]", rows)
+        check(lib.tm_queue_submit(self._open_queue(), batch, len(rows)), f"submitting {len(rows)} transfers")
+        return tag
+
+    def submit_blocks(
+        self,
+        kind: int,
+        fd: int,
+        addresses: npt.NDArray[np.int64],
+        offsets: npt.NDArray[np.int64],
+        length: int,
+        priority: int = NORMAL,
+    ) -> int:
+        """Starts many transfers of one length, and returns the one tag that answers for all. Never waits.
+
+        addresses[i] in memory goes to or comes from offsets[i] in the file; nothing is done per block in Python, so
+        that small ones are cheap. Raises ValueError for arrays of different lengths, OSError when a block is malformed.
+        """
+        if addresses.ndim != 1 or addresses.shape != offsets.shape:
+            raise ValueError(
+                f"addresses and offsets are two rows of one length; given {addresses.shape}, {offsets.shape}"
+            )
+        tag = next(self._tags)
+        ops = np.zeros(len(addresses), _OP_DTYPE)
+        ops["buffer"], ops["offset"] = addresses, offsets
+        ops["length"], ops["tag"] = length, tag
+        ops["fd"], ops["kind"], ops["priority"] = fd, kind, priority
+        batch = ffi.cast("tm_op *", ops.ctypes.data)
         check(lib.tm_queue_submit(self._open_queue(), batch, len(ops)), f"submitting {len(ops)} transfers")
         return tag
 
@@ -224,7 +269,14 @@ class Queue:
         """Totals so far."""
         c = ffi.new("tm_counters *")
         check(lib.tm_queue_counters(self._open_queue(), c), "reading the queue's counters")
-        return Counters(c.read_bytes, c.written_bytes, c.blocks, c.resumed, c.kernel_entries, c.busy_ns)
+        return Counters(*(getattr(c, name) for name in Counters._fields))
+
+    def latencies(self, kind: int) -> npt.NDArray[np.uint64]:
+        """How many blocks of a kind (READ, WRITE) took how long, by bucket: see `latency_quantiles`."""
+        counts = np.zeros(NUM_LATENCY_BUCKETS, np.uint64)
+        pointer = ffi.cast("uint64_t *", counts.ctypes.data)
+        check(lib.tm_queue_latencies(self._open_queue(), kind, pointer), "reading the queue's latencies")
+        return counts
 
     def close(self) -> int:
         """Finishes what was submitted, stops the thread; returns how many errors nobody waited for."""
@@ -238,6 +290,26 @@ class Queue:
         if self._queue == ffi.NULL:
             raise OSError(errno.ESHUTDOWN, "this I/O queue is closed")
         return self._queue
+
+
+def latency_quantiles(counts: npt.NDArray[np.uint64], quantiles: Sequence[float]) -> list[float]:
+    """The latencies, in microseconds, that these fractions of the blocks did not exceed; NaN where none was counted.
+
+    Counts of several queues, or of one since an earlier moment, may be added and subtracted before. A bucket is a
+    sixteenth of an octave; within it blocks are taken as evenly spread.
+    """
+    total = float(counts.sum())
+    if total == 0:
+        return [math.nan] * len(quantiles)
+    edges = np.array([lib.tm_latency_floor_ns(i) for i in range(NUM_LATENCY_BUCKETS + 1)]) / 1e3
+    at_most = np.concatenate(([0.0], np.cumsum(counts, dtype=np.float64)))
+    found = []
+    for quantile in quantiles:
+        rank = max(quantile * total, _LEAST)
+        bucket = int(np.searchsorted(at_most, rank)) - 1
+        part = (rank - at_most[bucket]) / (at_most[bucket + 1] - at_most[bucket])
+        found.append(float(edges[bucket] + part * (edges[bucket + 1] - edges[bucket])))
+    return found
 
 
 class Workers:
@@ -361,6 +433,19 @@ def choose_isa(isa: int = -1) -> str:
 def _unmap(base: object, num_bytes: int, owner: int) -> None:
     if os.getpid() == owner:  # a forked child never had it, and may have mapped something else there
         check(lib.tm_map_close(base, num_bytes), "unmapping the arena")
+
+
+def _mirror(struct: str) -> np.dtype[Any]:
+    """The numpy type with the memory layout of a C struct of pointers and integers."""
+    fields = dict(ffi.typeof(struct).fields)
+    formats = [np.uintp if f.type.kind == "pointer" else np.dtype(_NUMPY_NAMES[f.type.cname]) for f in fields.values()]
+    offsets = [f.offset for f in fields.values()]
+    size = ffi.sizeof(struct)
+    return np.dtype({"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": size})
+
+
+_OP_DTYPE = _mirror("tm_op")
+_VOID = ffi.typeof("void *")
 
 
 def _pointer(tensor: torch.Tensor | None) -> object:

@@ -1,9 +1,20 @@
-"""Pipeline: read tile k+1 | compute tile k | write tile k-1, through a fixed number of buffers.
+"""Pipeline: read some tiles | compute one | write others back, through a fixed number of buffers.
 
     buffers   B of them, from one pool; a tile holds one from the start of its read to the end of its write
-    read      starts as many tiles ahead as there are free buffers (none ahead when `read_ahead` is off)
-    compute   one tile at a time, in the order given
-    write     ends behind the computation (before the next tile when `write_behind` is off)
+    read      starts in the order given, as many tiles ahead as there are free buffers (one at a time, when it is needed,
+              if `read_ahead` is off)
+    compute   one tile at a time: of those whose bytes have come, the first in order
+    write     ends behind the computation (before the next tile if `write_behind` is off); whichever ends first frees its
+              buffer first
+
+Tiles are independent of each other, so a tile on a slow path is passed by those that come from others, and nothing that is
+computed depends on who was faster.
+
+        HeadStart.begin                 run_pipeline
+    ... backward ........................| read the rest | compute | write |
+        read the first tiles ............|
+
+A head start lets the first reads of a run begin before the run itself: the buffers lie idle until then.
 
 When something fails, reads still under way are cancelled and writes ended before the error is raised: no buffer is
 handed back while the kernel may still touch it, and no tile that was computed is left half written. The pipeline knows no
@@ -12,23 +23,25 @@ optimizer: a tile is whatever its callers understand.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tiermem.swap.arena import Pool, Slot
-from tiermem.swap.move import Move
+from tiermem.swap.move import Move, wait_for_any
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class TileWork(Protocol[T_contra]):
-    """What is done with a tile; each of the three gets the buffer that the tile holds."""
+    """What is done with a tile; each of them gets the buffer that the tile holds."""
 
     def read(self, tile: T_contra, slot: Slot) -> Move:
         """Starts filling the buffer."""
+
+    def read_rest(self, tile: T_contra, slot: Slot) -> Move:
+        """Starts filling what the tile's head start left out."""
 
     def compute(self, tile: T_contra, slot: Slot) -> None:
         """Changes the buffer in place; blocks."""
@@ -37,15 +50,73 @@ class TileWork(Protocol[T_contra]):
         """Starts writing the buffer back."""
 
 
+class _Coming(NamedTuple, Generic[T]):
+    """A tile on its way into its buffer."""
+
+    tile: T
+    slot: Slot
+    moves: tuple[Move, ...]
+
+
+class HeadStart(Generic[T]):
+    """The first tiles of a run, read before it begins into buffers that would lie idle. For one thread at a time.
+
+    Args:
+        pool: whose buffers the tiles take, until the run takes them over or they are dropped.
+
+    Who changes what was read calls `drop`: only then is it read again. What failed to come raises in the run.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._coming: list[_Coming[T]] = []
+
+    @property
+    def tiles(self) -> list[T]:
+        """The tiles that have been begun, in order."""
+        return [each.tile for each in self._coming]
+
+    def begin(self, tiles: Iterable[T], read: Callable[[T, Slot], Move]) -> None:
+        """Starts the reads of the first tiles, as many as there are buffers; does nothing when some have been begun."""
+        if self._coming:
+            return
+        _start_reads(iter(tiles), read, self._pool, self._coming, self._pool.count)
+
+    def drop(self) -> None:
+        """Ends the reads and gives the buffers back. Blocks for what is under way; never raises OSError."""
+        while self._coming:
+            each = self._coming.pop()
+            _cancel(each)
+            self._pool.give_back(each.slot)
+
+    def take_over(self) -> list[_Coming[T]]:
+        """Hands the tiles, with their buffers, to a run."""
+        taken, self._coming = self._coming, []
+        return taken
+
+
 def run_pipeline(
-    tiles: Iterable[T], work: TileWork[T], pool: Pool, read_ahead: bool = True, write_behind: bool = True
+    tiles: Iterable[T],
+    work: TileWork[T],
+    pool: Pool,
+    read_ahead: bool = True,
+    write_behind: bool = True,
+    head_start: HeadStart[T] | None = None,
 ) -> None:
     """Takes every tile through read, compute and write. Blocks until the last write has ended.
 
-    Raises OSError when a transfer fails, RuntimeError when the pool has no buffer to begin with.
+    Tiles of the head start go first; without read-ahead they are dropped and read again. Raises OSError when a transfer
+    fails, RuntimeError when the pool has no buffer to begin with.
     """
-    run = _Run(iter(tiles), work, pool, pool.count if read_ahead else 1, write_behind)
+    if head_start is not None and not read_ahead:
+        head_start.drop()
+    begun = head_start.take_over() if head_start is not None else []
+    done = [each.tile for each in begun]
+    run = _Run(
+        begun, (tile for tile in tiles if tile not in done), work, pool, pool.count if read_ahead else 1, write_behind
+    )
     try:
+        run.read_rest_of_head_start()
         run.start_reads()
         while run.coming:
             run.step()
@@ -58,37 +129,55 @@ def run_pipeline(
 class _Run(Generic[T]):
     """Where every buffer of one run is: free in the pool, coming with a tile, or leaving behind one."""
 
-    def __init__(self, tiles: Iterator[T], work: TileWork[T], pool: Pool, num_ahead: int, write_behind: bool) -> None:
-        self.coming: collections.deque[tuple[T, Slot, Move]] = collections.deque()
-        self.leaving: collections.deque[tuple[Slot, Move]] = collections.deque()
+    def __init__(
+        self,
+        begun: list[_Coming[T]],
+        tiles: Iterator[T],
+        work: TileWork[T],
+        pool: Pool,
+        num_ahead: int,
+        write_behind: bool,
+    ) -> None:
+        self.coming = begun
+        self.leaving: list[tuple[Slot, Move]] = []
         self._tiles = tiles
         self._work = work
         self._pool = pool
         self._num_ahead = num_ahead
         self._write_behind = write_behind
 
+    def read_rest_of_head_start(self) -> None:
+        """Starts what could not be read before the run."""
+        for number, each in enumerate(self.coming):
+            rest = self._work.read_rest(each.tile, each.slot)
+            self.coming[number] = each._replace(moves=(*each.moves, rest))
+
     def start_reads(self) -> None:
         """Starts the next reads, as many as are allowed and have a buffer."""
-        while len(self.coming) < self._num_ahead:
-            slot = self._free_slot()
-            if slot is None:
+        for number in reversed(range(len(self.leaving))):
+            if self.leaving[number][1].is_done():
+                self._take_back(number)
+        while not _start_reads(self._tiles, self._work.read, self._pool, self.coming, self._num_ahead):
+            if self.coming:
                 return
-            with contextlib.ExitStack() as unless_started:
-                unless_started.callback(self._pool.give_back, slot)
-                for tile in self._tiles:
-                    self.coming.append((tile, slot, self._work.read(tile, slot)))
-                    unless_started.pop_all()
-                    break
-                else:
-                    return
+            if not self.leaving:
+                what = f"{self._pool.count} buffers of {self._pool.slot_bytes} bytes"
+                raise RuntimeError(f"none of the {what} is free")
+            self._take_back(wait_for_any([[move] for _, move in self.leaving]))  # nothing else can go on
 
     def step(self) -> None:
-        """Computes the oldest tile that comes and starts its write."""
-        tile, slot, move = self.coming[0]
-        move.wait()
+        """Computes the first tile that has come and starts its write; or takes back a buffer that is free before."""
+        wanted = [move for _, move in self.leaving] if len(self.coming) < self._num_ahead else []
+        number = wait_for_any([*(each.moves for each in self.coming), *((move,) for move in wanted)])
+        if number >= len(self.coming):
+            self._take_back(number - len(self.coming))
+            return
+        tile, slot, moves = self.coming[number]
+        for move in moves:
+            move.wait()  # raises what went wrong
         self._work.compute(tile, slot)
         write = self._work.write(tile, slot)
-        self.coming.popleft()
+        del self.coming[number]
         self.leaving.append((slot, write))
         if not self._write_behind:
             self.end_writes()
@@ -96,31 +185,44 @@ class _Run(Generic[T]):
     def end_writes(self) -> None:
         """Waits for every write and takes the buffers back."""
         while self.leaving:
-            self._take_back()
+            self._take_back(0)
 
     def give_back_all(self) -> None:
         """After an error: lets every transfer end, so that its buffer can be used again."""
-        for _, slot, move in self.coming:
-            move.cancel()
-            self._pool.give_back(slot)
+        for each in self.coming:
+            _cancel(each)
+            self._pool.give_back(each.slot)
         for slot, move in self.leaving:
             with contextlib.suppress(OSError):  # not the first error; the store raises it when it settles
                 move.wait()
             self._pool.give_back(slot)
 
-    def _free_slot(self) -> Slot | None:
-        while self.leaving and self.leaving[0][1].is_done():
-            self._take_back()
-        slot = self._pool.take()
-        if slot is None and not self.coming:  # nothing else can go on
-            if not self.leaving:
-                raise RuntimeError(f"none of the {self._pool.count} buffers of {self._pool.slot_bytes} bytes is free")
-            self._take_back()
-            slot = self._pool.take()
-        return slot
-
-    def _take_back(self) -> None:
-        slot, move = self.leaving[0]
+    def _take_back(self, number: int) -> None:
+        slot, move = self.leaving[number]
         move.wait()
-        self.leaving.popleft()
+        del self.leaving[number]
         self._pool.give_back(slot)
+
+
+def _start_reads(
+    tiles: Iterator[T], read: Callable[[T, Slot], Move], pool: Pool, coming: list[_Coming[T]], num_ahead: int
+) -> bool:
+    """Adds to what is coming until that many are, or no tile is left; False when no buffer is free before that."""
+    while len(coming) < num_ahead:
+        slot = pool.take()
+        if slot is None:
+            return False
+        with contextlib.ExitStack() as unless_started:
+            unless_started.callback(pool.give_back, slot)
+            for tile in tiles:
+                coming.append(_Coming(tile, slot, (read(tile, slot),)))
+                unless_started.pop_all()
+                break
+            else:
+                return True
+    return True
+
+
+def _cancel(coming: _Coming[T]) -> None:
+    for move in coming.moves:
+        move.cancel()

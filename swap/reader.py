@@ -1,7 +1,7 @@
 """FileReader: byte ranges of somebody else's file, through a queue of its own, past the page cache.
 
 For checkpoints that are loaded: never mmapped, never the whole file in memory. Reads over-read to the alignment that
-O_DIRECT asks for and copy out what was asked; a file system that refuses O_DIRECT is read buffered.
+O_DIRECT asks for and copy out what was asked; what direct.py finds unfit for O_DIRECT is read buffered.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from tiermem.swap.arena import Arena
+from tiermem.swap.direct import ALIGNMENT, open_direct
 from tiermem.swap.extents import round_up
-from tiermem.swap.files import ALIGNMENT
 from tiermem.swap.native import READ, Op, Queue
 
 _PIECE_BYTES = 4 << 20
@@ -34,13 +34,13 @@ class FileReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         with contextlib.ExitStack() as opened:
-            self._fd = _open(self.path)
+            self._fd, _ = open_direct(self.path, os.O_RDONLY)
             opened.callback(os.close, self._fd)
             self.num_bytes = os.fstat(self._fd).st_size
             arena = Arena(_PIECE_BYTES * _NUM_PIECES)
             opened.callback(arena.close)
             self._pieces = [arena.take(_PIECE_BYTES, "a read buffer").tensor for _ in range(_NUM_PIECES)]
-            self._queue = Queue(depth=32, path_of=lambda fd: str(self.path))
+            self._queue = Queue(depth=32, path_of=lambda fd: str(self.path), files=[self._fd])
             opened.callback(self._queue.close)
             self._closing = opened.pop_all()
 
@@ -122,12 +122,3 @@ class _Piece(NamedTuple):
     offset: int
     buffer: torch.Tensor
     tag: int
-
-
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, os.O_RDONLY)

@@ -8,7 +8,12 @@
 
 What an entry goes through is drawn in entry.py. An entry whose home is HOST is always present: fetching it hands out the
 home itself. Callers with buffers of their own (the tile pipeline) use `read` and `write` on byte ranges instead, and look
-after the order themselves. The store knows no module, gradient, rank or optimizer.
+after the order themselves, and `read_blocks` to fetch many small blocks at once. The store knows no module, gradient, rank
+or optimizer.
+
+On several paths entries are dealt by weight (path_weights.py), each path has a queue of its own (queues.py), and one that is
+slow, full or failing leaves the others as they are. After any transfer error the store goes on: what could not be written
+is LOST and says so when it is fetched, everything else is as it was.
 
 Two kinds of lock: a move's, held while a thread waits for it, and the store's, held for moments and taken last. The store
 never waits for a move while it holds its own.
@@ -16,47 +21,43 @@ never waits for a move while it holds its own.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tiermem.swap.arena import Arena, BudgetError, Slot
 from tiermem.swap.entry import Entry, EntryState
-from tiermem.swap.files import ALIGNMENT, Files, IoSettings
-from tiermem.swap.move import Move
-from tiermem.swap.native import BACKGROUND, NORMAL, READ, WRITE, Counters, Fault, Op, Queue
+from tiermem.swap.files import Files
+from tiermem.swap.held import Held
+from tiermem.swap.move import Move, wait_for_any
+from tiermem.swap.native import BACKGROUND, NORMAL, READ, WRITE, Fault, Op
+from tiermem.swap.path_weights import weigh
+from tiermem.swap.paths import AnyPath, as_paths
+from tiermem.swap.queues import Queues, Transfers
+from tiermem.swap.ranges import blocks_of, extent_of, range_of
 from tiermem.swap.record import Recorder
+from tiermem.swap.settings import IoSettings
+from tiermem.swap.stats import PathStats, StoreStats
 from tiermem.swap.tier import Tier
+from tiermem.swap.under_way import UnderWay
 
-
-@dataclasses.dataclass(frozen=True)
-class StoreStats:
-    """Totals of a store, in bytes and seconds."""
-
-    nvme_read_bytes: int
-    nvme_written_bytes: int
-    nvme_bytes: int  # extents in use on all paths
-    host_bytes: int  # carved out of the arena now
-    host_peak_bytes: int
-    wait_s: float  # spent waiting for transfers
-    engine: str
-    engine_why: str
+__all__ = ["PathStats", "StoreStats", "TensorStore"]
 
 
 class TensorStore:
-    """Tensors at rest on HOST and NVME, moved by one queue.
+    """Tensors at rest on HOST and NVME, moved by one queue for each path.
 
     Args:
-        paths: folders on NVMe file systems; empty when nothing rests on NVME.
+        paths: folders on NVMe file systems, one or several; empty when nothing rests on NVME. Several paths without weights
+            are measured first, which blocks for a moment.
         host_bytes: budget of HOST memory; never exceeded, refused with the arithmetic.
-        io: engine, block size and depth of the queue.
+        io: engine, block size and depth of each path's queue.
         disk_bytes: most bytes on all paths together.
         pin: register HOST memory with the GPU driver, where there is a GPU.
         faults: lies for the fault-injecting engine, for tests.
@@ -65,13 +66,13 @@ class TensorStore:
     threads; a forked child may neither use nor delete it.
 
     Raises:
-        ValueError: host_bytes is not positive, or a path is listed twice.
+        ValueError: host_bytes is not positive, a path is listed twice, or only some paths have weights.
         OSError: a path is missing, not writable or too full.
     """
 
     def __init__(
         self,
-        paths: Sequence[str | os.PathLike[str]] = (),
+        paths: AnyPath | Sequence[AnyPath] = (),
         host_bytes: int = 1 << 30,
         io: IoSettings | None = None,
         disk_bytes: int | None = None,
@@ -79,20 +80,18 @@ class TensorStore:
         faults: Sequence[Fault] = (),
     ) -> None:
         self.recorder = Recorder()
-        self._io = io or IoSettings()
-        self._faults = tuple(faults)
         self._entries: dict[str, Entry] = {}
-        self._under_way: list[_UnderWay] = []  # and writes that failed, until settle() or close() raises why
-        self._past_counts = Counters(0, 0, 0, 0, 0, 0)  # of queues that were closed
+        self._under_way = UnderWay()  # and writes that failed, until settle() or close() raises why
         self._lock = threading.RLock()  # guards the entries and everything above
         self._owner = os.getpid()
         self.arena = Arena(host_bytes, pin)
+        io = io or IoSettings()
         try:
-            self._files = Files([Path(p) for p in paths], disk_bytes)
+            self._files = _open_files(paths, disk_bytes, io)
         except BaseException:
             self.arena.close()
             raise
-        self._held = _Held(self.arena, self._files)
+        self._held = Held(self.arena, self._files, io, faults)
         self._finalizer = weakref.finalize(self, _close_forgotten, os.getpid(), self._held)
 
     def __enter__(self) -> TensorStore:
@@ -128,7 +127,10 @@ class TensorStore:
                 raise
 
     def reserve_disk(self, num_bytes: int) -> None:
-        """Preallocates NVME space for what will be reserved. Raises OSError (ENOSPC), needed against free per path."""
+        """Preallocates NVME space for what will be reserved, dealt over the paths by weight within their caps.
+
+        Raises OSError (ENOSPC) with the arithmetic of what is too small, and then nothing of it is taken.
+        """
         self._check_usable()
         with self._lock:
             self._files.reserve(num_bytes)
@@ -210,7 +212,7 @@ class TensorStore:
         self._check_usable()
         with self._lock:
             entry = self._entries.pop(name)
-            touching = [item.move for item in self._under_way if entry in item.entries]
+            touching = self._under_way.touching(entry)
         for move in touching:
             if move in (entry.coming, entry.leaving):
                 move.cancel()
@@ -236,33 +238,45 @@ class TensorStore:
         """Starts writing buffers into entries that rest on NVME; as `read`."""
         return self._transfer(WRITE, ranges, name, priority)
 
+    def read_blocks(
+        self,
+        name: str,
+        offsets: npt.NDArray[np.int64],
+        block_bytes: int,
+        into: torch.Tensor,
+        title: str | None = None,
+        priority: int = NORMAL,
+    ) -> Move:
+        """Starts reading equal blocks of one entry that rests on NVME, one behind the other into a buffer, as one Move.
+
+        `offsets` is a flat int64 array of byte offsets; they, block_bytes and the buffer's address are multiples of 4096.
+        The way to fetch, say, rows of an embedding: nothing is done block by block in Python. `title` names the Move.
+        """
+        self._check_usable()
+        with self._lock:
+            entry = self._entries[name]
+            blocks = blocks_of(entry, self._files.fd(extent_of(entry)), offsets, block_bytes, into)
+            return self._start(() if blocks is None else blocks, into, (entry,), False, title or name, priority)
+
     # ---- the store as a whole ---------------------------------------------------------------------------------------
 
     @property
-    def queue(self) -> Queue:
-        """The queue; opened by the first transfer with the memory carved so far registered. Raises OSError."""
+    def queues(self) -> Queues:
+        """The queues, one per path; opened by the first transfer with the memory carved so far registered. Raises OSError."""
         self._check_usable()
         with self._lock:
-            if self._held.queue is None:
-                io, region = self._io, self.arena.region
-                regions = [region] if region[1] else []
-                path_of = self._files.path_of
-                self._held.registered_bytes = region[1]
-                self._held.queue = Queue(
-                    io.engine, io.depth, io.block_bytes, io.threads, regions, path_of, self._faults
-                )
-            return self._held.queue
+            return self._held.queues()
 
     def settle(self) -> None:
         """Waits for every write-back, and raises the first error among them; registers memory carved since."""
         self._check_usable()
         with self._lock:
-            writes = [item for item in self._under_way if item.is_write]
-        errors = [_error_of(item.move) for item in writes]
+            writes = self._under_way.writes()
+        errors = [_error_of(move) for move in writes]
         with self._lock:
-            self._under_way = [item for item in self._under_way if item not in writes]
+            self._under_way.forget(writes)
         if self.arena.region[1] > self._held.registered_bytes:
-            self._end_queue()
+            self._end_queues()
         for error in errors:
             if error is not None:
                 raise error
@@ -270,18 +284,18 @@ class TensorStore:
     def stats(self) -> StoreStats:
         """Totals so far; bytes are those of the kernel's completions."""
         with self._lock:
-            queue = self._held.queue
-            counters = queue.counters() if queue is not None else Counters(0, 0, 0, 0, 0, 0)
-        return StoreStats(
-            nvme_read_bytes=self._past_counts.read_bytes + counters.read_bytes,
-            nvme_written_bytes=self._past_counts.written_bytes + counters.written_bytes,
-            nvme_bytes=self._files.used_bytes,
-            host_bytes=self.arena.carved_bytes,
-            host_peak_bytes=self.arena.peak_bytes,
-            wait_s=self.recorder.wait_s,
-            engine=queue.engine if queue else "none yet",
-            engine_why=queue.why if queue else "no transfer has been made yet",
-        )
+            paths, queues = self._held.path_stats(), self._held.open_queues
+            return StoreStats(
+                nvme_read_bytes=sum(path.read_bytes for path in paths),
+                nvme_written_bytes=sum(path.written_bytes for path in paths),
+                nvme_bytes=self._files.used_bytes,
+                host_bytes=self.arena.carved_bytes,
+                host_peak_bytes=self.arena.peak_bytes,
+                wait_s=self.recorder.wait_s,
+                engine=queues.engine if queues else "none yet",
+                engine_why=queues.why if queues else "no transfer has been made yet",
+                paths=paths,
+            )
 
     def close(self) -> None:
         """Ends every transfer, frees memory and removes the store's files. Raises the first error of a write-back.
@@ -291,13 +305,14 @@ class TensorStore:
         if os.getpid() != self._owner or self._finalizer.detach() is None:
             return
         try:
-            for item in list(self._under_way):
-                if not item.is_write:
-                    item.move.cancel()
+            with self._lock:
+                reads = self._under_way.unfinished(is_write=False)
+            for move in reads:
+                move.cancel()
             try:
                 self.settle()
             finally:
-                self._end_queue()
+                self._end_queues()
         finally:
             self._entries.clear()
             self._under_way.clear()
@@ -321,12 +336,12 @@ class TensorStore:
                     raise
 
     def _await_memory(self) -> bool:
-        """Waits for the oldest write-back under way; False when there is none whose end could free memory."""
+        """Waits until a write-back under way has ended; False when there is none whose end could free memory."""
         carved = self.arena.carved_bytes
         with self._lock:
-            writes = [item.move for item in self._under_way if item.is_write and not item.move.is_done()]
-        if writes:
-            _error_of(writes[0])
+            writes = self._under_way.unfinished(is_write=True)
+        if writes and self.arena.carved_bytes >= carved:
+            wait_for_any([[move] for move in writes])  # whichever path is faster
         return bool(writes) or self.arena.carved_bytes < carved
 
     def _fetch(self, entry: Entry, into: Slot | None, priority: int) -> Move:
@@ -337,7 +352,7 @@ class TensorStore:
             return entry.coming
         if into is not None and into.num_bytes < entry.padded_bytes:
             raise ValueError(f"{entry.name!r} needs a slot of {entry.padded_bytes} bytes; it has {into.num_bytes}")
-        owns, queue = into is None, self.queue
+        owns, queues = into is None, self.queues
         slot = into or self.arena.take(entry.padded_bytes, f"{entry.name!r}, being fetched,")
 
         def came(arrived: bool) -> None:
@@ -352,13 +367,13 @@ class TensorStore:
         try:
             ops = self._ops(READ, entry, 0, slot.tensor[: entry.padded_bytes])
             tensor = entry.tensor(slot)
-            move = Move(queue, ops, tensor, entry.name, self.recorder, priority, entry.leaving, came)
+            move = Move(queues, ops, tensor, entry.name, self.recorder, priority, entry.leaving, came)
         except BaseException:
             if owns:
                 self.arena.give_back(slot)
             raise
         entry.come(move, slot, owns)
-        self._watch(move, (entry,), is_write=False)
+        self._under_way.add(move, (entry,), is_write=False)
         return move
 
     def _write_back(self, entry: Entry) -> Move:
@@ -372,9 +387,9 @@ class TensorStore:
                     self.arena.give_back(slot)
 
         ops = self._ops(WRITE, entry, 0, slot.tensor[: entry.padded_bytes])
-        move = Move(self.queue, ops, slot, entry.name, self.recorder, BACKGROUND, on_end=left)
+        move = Move(self.queues, ops, slot, entry.name, self.recorder, BACKGROUND, on_end=left)
         entry.leave(move)
-        self._watch(move, (entry,), is_write=True)
+        self._under_way.add(move, (entry,), is_write=True)
         return move
 
     def _transfer(self, kind: int, ranges: Sequence[tuple[str, int, torch.Tensor]], name: str, priority: int) -> Move:
@@ -384,97 +399,51 @@ class TensorStore:
             ops: list[Op] = []
             for entry, (_, offset, buffer) in zip(entries, ranges, strict=True):
                 ops += self._ops(kind, entry, offset, buffer)
-            buffers = [buffer for _, _, buffer in ranges]
-            if not ops:
-                return self._nothing_to_move(buffers, name)
-            move = Move(self.queue, ops, buffers, name, self.recorder, priority)
-            self._watch(move, entries, is_write=kind == WRITE)
-            return move
+            return self._start(ops, [buffer for _, _, buffer in ranges], entries, kind == WRITE, name, priority)
+
+    def _start(
+        self, ops: Transfers, buffers: object, entries: tuple[Entry, ...], is_write: bool, name: str, priority: int
+    ) -> Move:
+        if not ops:
+            return self._nothing_to_move(buffers, name)
+        move = Move(self.queues, ops, buffers, name, self.recorder, priority)
+        self._under_way.add(move, entries, is_write)
+        return move
 
     def _ops(self, kind: int, entry: Entry, offset: int, buffer: torch.Tensor) -> list[Op]:
-        extent, length, address = entry.extent, buffer.numel(), buffer.data_ptr()
-        if extent is None:
-            raise RuntimeError(f"{entry.name!r} rests on {entry.home.name}: there is no file to read or write")
-        if offset < 0 or offset + length > extent.num_bytes:
-            raise ValueError(
-                f"bytes {offset} to {offset + length} lie outside {entry.name!r} ({extent.num_bytes} bytes)"
-            )
-        if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
-            raise ValueError(f"{entry.name!r}: a buffer is a contiguous uint8 tensor, not {buffer.dtype}")
-        if offset % ALIGNMENT or length % ALIGNMENT or address % ALIGNMENT:
-            raise ValueError(
-                f"{entry.name!r}: offset {offset}, length {length} and address {address:#x} must be multiples of "
-                f"{ALIGNMENT}; odd ranges pass through a Bounce"
-            )
-        if not length:
-            return []
-        return [Op(kind, self._files.fd(extent), address, length, extent.offset + offset)]
+        extent = extent_of(entry)
+        if kind == WRITE:
+            self._files.check_whole(extent)
+        return range_of(kind, entry, self._files.fd(extent), offset, buffer)
 
     def _nothing_to_move(self, result: object, name: str) -> Move:
-        return Move(_NO_QUEUE, (), result, name, self.recorder)
+        return Move(_NO_QUEUES, (), result, name, self.recorder)
 
-    def _watch(self, move: Move, entries: tuple[Entry, ...], is_write: bool) -> None:
-        """Remembers a move until it has ended, and a failed write until its error has been raised here."""
-        self._under_way = [item for item in self._under_way if item.is_of_interest()]
-        self._under_way.append(_UnderWay(move, entries, is_write))
-
-    def _end_queue(self) -> None:
-        """Lets every transfer end and closes the queue; the next transfer opens another."""
+    def _end_queues(self) -> None:
+        """Lets every transfer end and closes the queues; the next transfer opens others."""
         while True:
             with self._lock:
-                moves = [item.move for item in self._under_way if not item.move.is_done()]
+                moves = self._under_way.unfinished()
                 if not moves:
-                    self._past_counts = self._held.end_queue(self._past_counts)
+                    self._held.end_queues()
                     return
             for move in moves:
                 _error_of(move)
 
 
-class _UnderWay(NamedTuple):
-    """A move and what it is about: keeps buffers alive that nobody else looks after."""
-
-    move: Move
-    entries: tuple[Entry, ...]
-    is_write: bool
-
-    def is_of_interest(self) -> bool:
-        """Whether it goes on, or is a failed write."""
-        return not self.move.is_done() or (self.is_write and self.move.has_failed and not self.move.was_cancelled)
+_NO_QUEUES: Queues = object()  # type: ignore[assignment]  # of moves that have nothing to move
 
 
-class _Held:
-    """What a store holds of the system, apart from the store: whoever forgets the store leaves this to be closed."""
-
-    def __init__(self, arena: Arena, files: Files) -> None:
-        self.arena = arena
-        self.files = files
-        self.queue: Queue | None = None  # opened by the first transfer, when the arena's pools are carved
-        self.registered_bytes = 0  # of the arena, with the queue
-        self.is_closed = False
-
-    def end_queue(self, counts: Counters) -> Counters:
-        """Closes the queue, which ends what was submitted; adds its counters to those given."""
-        queue, self.queue, self.registered_bytes = self.queue, None, 0
-        if queue is None:
-            return counts
-        try:
-            return Counters(*(a + b for a, b in zip(counts, queue.counters(), strict=True)))
-        finally:
-            queue.close()
-
-    def close(self) -> None:
-        """Closes the queue first: no transfer may outlive its memory or its file."""
-        self.is_closed = True
-        try:
-            self.end_queue(Counters(0, 0, 0, 0, 0, 0))
-        finally:
-            try:
-                self.arena.close()
-            finally:
-                self.files.close(keep=False)
-
-
-_NO_QUEUE: Queue = object()  # type: ignore[assignment]  # of moves that have nothing to move
+def _open_files(paths: AnyPath | Sequence[AnyPath], disk_bytes: int | None, io: IoSettings) -> Files:
+    """The files of all paths, which are weighed once they are known to be usable."""
+    known = as_paths(paths)
+    files = Files(known, disk_bytes)
+    try:
+        files.reweigh(weigh(known, io))
+    except BaseException:
+        files.close(keep=False)
+        raise
+    return files
 
 
 def _error_of(move: Move) -> OSError | None:
@@ -485,7 +454,7 @@ def _error_of(move: Move) -> OSError | None:
     return None
 
 
-def _close_forgotten(owner: int, held: _Held) -> None:
+def _close_forgotten(owner: int, held: Held) -> None:
     """Ends the transfers and removes the files of a store that nobody closed; never in a forked child."""
     if os.getpid() == owner:
         held.close()

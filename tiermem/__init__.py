@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from tiermem.optim.adam import Adam as Adam
     from tiermem.optim.adam import AdamW as AdamW
     from tiermem.policy import IoSettings as IoSettings
+    from tiermem.policy import NvmePath as NvmePath
     from tiermem.policy import OffloadPolicy as OffloadPolicy
     from tiermem.swap.store import TensorStore as TensorStore
     from tiermem.swap.tier import Tier as Tier
+    from tiermem.tuned import with_tuned as with_tuned
     from tiermem.weights import load_safetensors as load_safetensors
     from tiermem.zero.shards import Shards as Shards
     from tiermem.zero.shards import shard as shard
@@ -37,6 +39,7 @@ _HOMES = {
     "AdamW": "tiermem.optim.adam",
     "Engine": "tiermem.engine",
     "IoSettings": "tiermem.policy",
+    "NvmePath": "tiermem.policy",
     "OffloadPolicy": "tiermem.policy",
     "Shards": "tiermem.zero.shards",
     "TensorStore": "tiermem.swap.store",
@@ -44,6 +47,7 @@ _HOMES = {
     "initialize": "tiermem.engine",
     "load_safetensors": "tiermem.weights",
     "shard": "tiermem.zero.shards",
+    "with_tuned": "tiermem.tuned",
 }
 _PACKAGES = ("config", "zero")
 

@@ -8,15 +8,14 @@ the plan" (`zero/plan.py`), which reports what it chose. Counts of elements end 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
-from tiermem.swap.files import IoSettings
+from tiermem.swap.paths import AnyPath, NvmePath, as_paths
+from tiermem.swap.settings import IoSettings
 from tiermem.swap.tier import Tier
 
-__all__ = ["IoSettings", "OffloadPolicy", "Tier"]
+__all__ = ["IoSettings", "NvmePath", "OffloadPolicy", "Tier"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +34,9 @@ class OffloadPolicy:
     """Home of the master weights and moments; the step runs on the CPU unless this is DEVICE on a GPU."""
     grads: Tier | None = None
     """Home of reduced gradients between backward and step. None: HOST when the budget has room, else NVME."""
-    paths: Sequence[str | os.PathLike[str]] = ()
-    """Folders on the NVMe file systems; needed when anything rests on NVME. Normalised to a tuple of Path."""
+    paths: AnyPath | Sequence[AnyPath] = ()
+    """Folders on the NVMe file systems, one or several, each with a cap and a weight if need be (swap/paths.py); needed
+    when anything rests on NVME. Normalised to a tuple of NvmePath. Caps are per node, divided by the ranks on it."""
     host_bytes: int | None = None
     """Budget of HOST memory per node, divided by the ranks on it. None: what the plan needs."""
     disk_bytes: int | None = None
@@ -84,8 +84,7 @@ class OffloadPolicy:
     """Longest wait for another rank before the run stops with an error."""
 
     def __post_init__(self) -> None:
-        paths = (self.paths,) if isinstance(self.paths, (str, os.PathLike)) else self.paths
-        object.__setattr__(self, "paths", tuple(Path(p) for p in paths))
+        object.__setattr__(self, "paths", as_paths(self.paths))
         self._check()
 
     @property

@@ -1,6 +1,6 @@
 """Floor 3: what a person runs. The `tiermem` command, its pictures and its peers.
 
-    cli            the command line: `tiermem train`, `check`, `bench`
+    cli            the command line: `tiermem train`, `check`, `tune`, `bench`
     train          `tiermem train`, from options to pictures          check        `tiermem check`: what this machine offers
     train_config   options -> DeepSpeed-style config                  bench_step   the optimizer step beside its roofline
     presets        shapes of models                                   byte_size    "1250MiB" <-> bytes
@@ -12,6 +12,20 @@
     disk_rate      the disk's ceiling, measured now                   progress     what a person sees while it runs
     run_record     what a run told, kept as runs/<id>/run.json        reports      tables
     timeline       its events, as lanes and rows                      plots, chrome_trace   its pictures
+    tune           `tiermem tune`: what suits some disks, measured    io_grid      the settings that are worth trying
+    halving        the best of many candidates in a given time        step_mix     what a step's bytes cost with some settings
+    tuned_file     the config section that it writes                  endurance    bytes written, and a drive's life
+    bench_io       `tiermem bench io`: how fast a disk is             sweep        settings in turn, loop after loop
+    bench_files    its files, without names                           sweep_job    what a rank is told, and what it answers
+    sweep_ranks    the processes that measure                         sweep_rank   one of them
+    sweep_tensors  tensors through the store, beside plain passes     sweep_rows   figures of each setting, the best of a mode
+    sweep_report   its table, notes, JSON and CSV                     heatmap      its picture
+    sweep_witnesses  others' figures in the same loops                bare_loop    a yardstick, driven line by line
+    fio            somebody else's benchmark                          peer_aio     DeepSpeed's aio_handle as a yardstick
+    knee           where a series of rates drops for good             machine      the facts behind every figure
+    outputs        files that a command may overwrite                 stopping     SIGTERM as Ctrl-C
+    stepped_model  what `bench step` steps                            step_roofline   the same bytes without arithmetic
+    step_report    its tables                                         tile_timeline   its picture
     peers          the same run by other means                        peer_main    their loop, a script of its own
     peer_plain     PyTorch with everything in memory                  peer_deepspeed   ZeRO-3 with offload
 

@@ -1,200 +1,289 @@
 """bench step: optimizer steps over states on NVMe, held to what the disk can do.
 
-A model of blocks is sharded with parameters, gradients and states on NVMe; gradients are given once, then the step is repeated
-and timed. The roofline is the time that a bare loop (tests/native/bare_mixed, built by `make native-test`) needs for the same
-reads and writes at once, measured between the steps on the same disk; without that program the queue itself moves the bytes,
-which is said. Bytes are those of the queue's completions, checked against /proc/self/io.
+    for each loop:   a step of each model | the yardstick | a step with the pipeline off | the yardstick | ...
+
+A model (stepped_model.py) is measured for each value of --resident; with --compare its pipeline is switched from step to step.
+The yardstick (step_roofline.py) moves the same bytes in between, on the same paths: a disk that others use drifts, so what is
+compared is taken in turns, and medians are reported. Bytes are those of the queues' completions, checked against the
+kernel's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import importlib.util
+import itertools
 import json
-import os
 import statistics
-import subprocess
-import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from rich.table import Table
-from torch import nn
 
-from tiermem.optim.adam import AdamW
-from tiermem.policy import IoSettings, OffloadPolicy, Tier
-from tiermem.swap.native import READ, WRITE, Map, Op, Queue
-from tiermem.swap.record import Event
-from tiermem.zero.shards import Shards, shard
+from tiermem.swap.settings import IoSettings
+from tiermem.tools.bench_files import check_room
+from tiermem.tools.byte_size import format_bytes, parse_bytes
+from tiermem.tools.counts import IoCounts
+from tiermem.tools.endurance import Written, endurance_lines
+from tiermem.tools.machine import available_bytes, caption, machine_facts
+from tiermem.tools.outputs import check_outputs
+from tiermem.tools.step_report import print_figures
+from tiermem.tools.step_roofline import (
+    ADAM_BYTES,
+    MOST_FRACTION,
+    SETTINGS,
+    BareSetting,
+    Roofline,
+    ceiling,
+    memory_rate,
+)
+from tiermem.tools.stepped_model import DTYPES, LEAST_PARAMS, Pipelining, SteppedModel, StepRun, state_bytes_of
+from tiermem.tools.stopping import stopped_by_sigterm
+from tiermem.tools.tile_timeline import draw_tiles
 
-_WIDTH = 2048
-_BLOCK_NUMEL = 4 * _WIDTH * _WIDTH
-_PIECE_BYTES = 4 << 20
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-class _Blocks(nn.Module):
-    """Nothing but parameters, in units of 16 M elements."""
-
-    def __init__(self, num_params: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        count = max(1, round(num_params / _BLOCK_NUMEL))
-        self.layers = nn.ModuleList(_Block(dtype) for _ in range(count))
-
-
-class _Block(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.full((_WIDTH, _WIDTH), 0.01, dtype=dtype)) for _ in range(4))
+MADE_BY = "tiermem bench step"
+_COUNT_TOLERANCE = 0.01
+_MEMORY_FRACTION = 0.8
+_ALL_WAYS = tuple(Pipelining(*way) for way in itertools.product((True, False), repeat=2))
 
 
-def measure_steps(
-    path: Path,
-    num_params: int,
-    precision: str,
-    loops: int,
-    resident_bytes: int,
-    pipeline: bool,
-    yardstick: Path | None,
-    engine: str = "auto",
-) -> dict[str, Any]:
-    """Measures and returns the figures; leaves nothing on the path. Blocks; raises OSError and ValueError."""
-    if precision not in _DTYPES:
-        raise ValueError(f"precision is {precision!r}; allowed are {', '.join(_DTYPES)}")
-    if loops < 1:
-        raise ValueError(f"loops is {loops}; it must be at least 1")
-    dtype = _DTYPES[precision]
-    policy = OffloadPolicy(
-        params=Tier.NVME,
-        optim=Tier.NVME,
-        grads=Tier.NVME,
-        paths=[path],
-        resident_bytes=resident_bytes,
-        pipeline_read=pipeline,
-        pipeline_write=pipeline,
-        io=IoSettings(engine=engine),
-    )
-    model = _Blocks(num_params, dtype)
-    with shard(model, policy) as shards:
-        optimizer = AdamW(model.parameters(), lr=1e-4)
-        for live in shards.units:
-            for part in live.unit.shards:
-                part.param.grad = torch.full(part.shape, 1e-3, dtype=dtype)
-            shards.homes.receive(live.unit)
-            shards.homes.show(live.unit)
-        shards.homes.settle()
-        optimizer.step()  # writes states that were never read: not what is measured
-        steps, rooflines = [], []
-        before, kernel_before = _counts(shards), _kernel_counts()
-        for _ in range(loops):
-            start = time.monotonic()
-            optimizer.step()
-            shards.residency.empty()  # ends what was fetched ahead for a forward that does not come
-            steps.append(time.monotonic() - start)
-        after, kernel_after = _counts(shards), _kernel_counts()
-        read, written = ((b - a) // loops for a, b in zip(before, after, strict=True))
-        rooflines = _measure_roofline(path, read, written, loops, yardstick)
-        events = list(shards.store.recorder.events)
-    step_s, roofline_s = statistics.median(steps), statistics.median(rooflines)
-    return {
-        "num_params": sum(p.numel() for p in model.parameters()),
-        "step_s": steps,
-        "step_s_median": step_s,
-        "read_bytes": read,
-        "written_bytes": written,
-        "read_gbps": read / step_s / 1e9,
-        "written_gbps": written / step_s / 1e9,
-        "compute_s": _lane(events, "compute") / (loops + 1),
-        "wait_s": _lane(events, "wait") / (loops + 1),
-        "roofline_s": roofline_s,
-        "roofline_by": "bare loop" if yardstick else "the queue, without arithmetic",
-        "roofline_fraction": roofline_s / step_s,
-        "kernel_read_bytes": (kernel_after[0] - kernel_before[0]) // loops,
-        "kernel_written_bytes": (kernel_after[1] - kernel_before[1]) // loops,
-        "engine": shards.store.stats().engine,
-    }
+@dataclasses.dataclass(frozen=True)
+class StepBenchOptions:
+    """What is measured. Raises ValueError or OSError for what cannot be, before anything is."""
 
+    paths: Sequence[Path]
+    num_params: int = 256_000_000
+    precision: str = "bf16"
+    loops: int = 5
+    resident: str = "0"
+    """Sizes or percentages of the states, separated by commas."""
+    compares: bool = False
+    pipelines: bool = True
+    only_states: bool = False
+    """Parameters and gradients rest in memory."""
+    yardstick: Path | None = None
+    engine: str = "auto"
+    tbw_bytes: int | None = None
+    json_file: Path | None = None
+    plot_file: Path | None = None
 
-def print_step(figures: dict[str, Any], json_file: Path | None, console: Console) -> None:
-    """Shows the figures as a table and writes them as JSON when asked."""
-    table = Table(title=f"optimizer step, {figures['num_params'] / 1e6:.0f} M parameters on NVMe")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    table.add_row("step, median (min to max)", _spread(figures["step_s"]))
-    table.add_row("read", f"{figures['read_bytes'] / 1e9:.2f} GB at {figures['read_gbps']:.2f} GB/s")
-    table.add_row("written", f"{figures['written_bytes'] / 1e9:.2f} GB at {figures['written_gbps']:.2f} GB/s")
-    table.add_row("computing / waiting", f"{figures['compute_s']:.3f} s / {figures['wait_s']:.3f} s")
-    table.add_row(f"roofline ({figures['roofline_by']})", f"{figures['roofline_s']:.3f} s")
-    table.add_row("fraction reached", f"{figures['roofline_fraction']:.2f}")
-    console.print(table)
-    if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    def __post_init__(self) -> None:
+        if self.precision not in DTYPES:
+            raise ValueError(f"--precision is {self.precision!r}; allowed are {', '.join(sorted(DTYPES))}")
+        if self.loops < 1:
+            raise ValueError(f"--loops is {self.loops}; it must be at least 1")
+        if self.num_params < LEAST_PARAMS:
+            raise ValueError(f"--params is {self.num_params}; give at least {LEAST_PARAMS}")
+        if self.compares and not self.pipelines:
+            raise ValueError("--compare switches the pipeline on and off; leave --no-pipeline out")
+        if self.yardstick is not None and not self.yardstick.is_file():
+            raise ValueError(f"--yardstick: there is no program {self.yardstick}; `make yardsticks` builds it")
+        if self.plot_file is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib: pip install 'tiermem[plots]'")
+        IoSettings(self.engine)  # raises for an engine that does not exist
+        self.resident_sizes()
+        check_outputs([self.json_file, self.plot_file], MADE_BY)
 
-
-def _measure_roofline(path: Path, read: int, written: int, loops: int, yardstick: Path | None) -> list[float]:
-    size = -(-max(read, written) // _PIECE_BYTES) * _PIECE_BYTES
-    file = path / f".tiermem-roofline-{os.getpid()}"
-    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, size)
-        _move(fd, 0, size)  # first writes to preallocated blocks are slower: not measured
-        if yardstick is None:
-            return [_move(fd, read, written) for _ in range(loops)]
-        command = [str(yardstick), str(file), str(_down(read)), str(_down(written)), str(loops)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return [float(line) for line in done.stdout.split()]
-    finally:
-        os.close(fd)
-        file.unlink()
-
-
-def _move(fd: int, read: int, written: int) -> float:
-    """Seconds in which the queue reads and writes a file at once, 64 MiB in flight each way."""
-    memory = Map(_PIECE_BYTES * 32)
-    memory.commit(0, memory.num_bytes)
-    queue = Queue(regions=[(memory.address, memory.num_bytes)], path_of=lambda fd: "the roofline's file")
-    tags: list[int] = []
-    start = time.monotonic()
-    for offset in range(0, max(read, written), _PIECE_BYTES):
-        place = (offset // _PIECE_BYTES) % 16
-        wanted = ((READ, read, place), (WRITE, written, 16 + place))
-        ops = [
-            Op(k, fd, memory.address + p * _PIECE_BYTES, _PIECE_BYTES, offset) for k, end, p in wanted if offset < end
+    def resident_sizes(self) -> list[int]:
+        """Bytes of states that stay in memory, one for each model. Raises ValueError."""
+        return [
+            _resident_bytes(word, state_bytes_of(self.num_params, self.precision)) for word in _words(self.resident)
         ]
-        tags.append(queue.submit(ops))
-        if len(tags) >= 16:
-            _answered(queue, tags.pop(0))
-    while tags:
-        _answered(queue, tags.pop(0))
-    seconds = time.monotonic() - start
-    queue.close()
-    memory.close()
-    return seconds
+
+    def ways(self) -> tuple[Pipelining, ...]:
+        """How the pipeline is switched, what is reported first."""
+        return _ALL_WAYS if self.compares else (Pipelining(self.pipelines, self.pipelines),)
 
 
-def _answered(queue: Queue, tag: int) -> None:
-    answer = queue.wait(tag)
-    assert answer is not None
-    queue.raise_for(answer)
+@dataclasses.dataclass
+class _Series:
+    """What was measured of one model."""
+
+    model: SteppedModel
+    load: tuple[IoCounts, ...]  # a step's bytes on each path
+    steps: dict[Pipelining, list[StepRun]]
+    rooflines: dict[BareSetting, list[float]]
 
 
-def _counts(shards: Shards) -> tuple[int, int]:
-    stats = shards.store.stats()
-    return stats.nvme_read_bytes, stats.nvme_written_bytes
+def bench_step(options: StepBenchOptions, console: Console) -> int:
+    """Measures, shows the figures, writes JSON and picture. Leaves nothing on the paths. Blocks.
+
+    Raises OSError and ValueError; returns the exit status.
+    """
+    _check_room(options)
+    facts = machine_facts(options.paths)
+    with stopped_by_sigterm(), contextlib.ExitStack() as open_models:
+        with console.status("building the models and making their first steps"):
+            models = [open_models.enter_context(_build(options, size)) for size in options.resident_sizes()]
+            series = [_warm_up(model, options.ways()) for model in models]
+        _measure(options, series, console)
+        rate = memory_rate()
+        rows = [_figures_of(each, options, rate) for each in series]
+    figures = {"made_by": MADE_BY, "machine": facts, **rows[0], "rows": rows, "compare": _comparison(series[0])}
+    figures["endurance"] = _endurance(series[0], options)
+    print_figures(figures, console)
+    if options.json_file is not None:
+        options.json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    if options.plot_file is not None:
+        last = series[0].steps[options.ways()[0]][-1]
+        draw_tiles(last, series[0].model.tile_names, figures, caption(facts), options.plot_file, MADE_BY)
+    return 0
 
 
-def _kernel_counts() -> tuple[int, int]:
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["read_bytes"]), int(lines["write_bytes"])
+def _build(options: StepBenchOptions, resident_bytes: int) -> SteppedModel:
+    return SteppedModel(
+        options.paths,
+        options.num_params,
+        options.precision,
+        resident_bytes,
+        options.only_states,
+        IoSettings(options.engine),
+        options.ways()[0],
+    )
 
 
-def _lane(events: list[Event], lane: str) -> float:
-    return sum(e.end_ns - e.start_ns for e in events if e.lane == lane) * 1e-9
+def _warm_up(model: SteppedModel, ways: Sequence[Pipelining]) -> _Series:
+    load = model.step(ways[0]).moved
+    return _Series(model, load, {way: [] for way in ways}, {setting: [] for setting in SETTINGS})
 
 
-def _down(num_bytes: int) -> int:
-    return num_bytes // 4096 * 4096
+def _measure(options: StepBenchOptions, series: Sequence[_Series], console: Console) -> None:
+    """Fills the series: every step is followed by a setting of the yardstick, every setting has its turn in each loop."""
+    loads = [each.load for each in series]
+    with Roofline(options.paths, loads, options.yardstick, options.engine) as roofline:
+        for loop in range(options.loops):
+            for way, setting in itertools.zip_longest(options.ways(), SETTINGS):
+                for number, each in enumerate(series):
+                    with console.status(f"loop {loop + 1} of {options.loops}, model {number + 1} of {len(series)}"):
+                        if way is not None:
+                            each.steps[way].append(each.model.step(way))
+                        if setting is not None:
+                            each.rooflines[setting].append(roofline.measure(each.load, setting))
 
 
-def _spread(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f})"
+def _figures_of(series: _Series, options: StepBenchOptions, memory_bytes_s: float) -> dict[str, Any]:
+    """The figures of one model with the pipeline as asked."""
+    model, steps = series.model, series.steps[options.ways()[0]]
+    step_s = statistics.median(step.seconds for step in steps)
+    moved = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.total for step in steps), strict=True)))
+    kernel = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.kernel for step in steps), strict=True)))
+    memory_s = model.num_params * ADAM_BYTES / memory_bytes_s
+    top = ceiling(options.yardstick, list(series.rooflines.items()), memory_s)
+    figures: dict[str, Any] = {
+        "num_params": model.num_params,
+        "precision": options.precision,
+        "resident_bytes": model.resident_bytes,
+        "resident_fraction": model.resident_bytes / model.state_bytes,
+        "engine": model.engine,
+        "step_s": [step.seconds for step in steps],
+        "step_s_median": step_s,
+        "read_bytes": moved.read_bytes,
+        "written_bytes": moved.written_bytes,
+        "read_gbps": moved.read_bytes / step_s / 1e9,
+        "written_gbps": moved.written_bytes / step_s / 1e9,
+        "compute_s": statistics.median(step.lane_s("compute") for step in steps),
+        "wait_s": statistics.median(step.lane_s("wait") for step in steps),
+        "disk_idle_fraction": statistics.median(step.idle_fraction() for step in steps),
+        "roofline_s": top.seconds,
+        "roofline_by": top.what,
+        "roofline_fraction": top.seconds / step_s,
+        "rooflines": [{"by": s.name, "seconds": times} for s, times in series.rooflines.items()],
+        "memory_gbps": memory_bytes_s / 1e9,
+        "memory_s": memory_s,
+        "kernel_read_bytes": kernel.read_bytes,
+        "kernel_written_bytes": kernel.written_bytes,
+        "paths": [
+            {"path": str(path), "read_bytes": on_path.read_bytes, "written_bytes": on_path.written_bytes}
+            for path, on_path in zip(options.paths, series.load, strict=True)
+        ],
+    }
+    figures["notes"] = list(_notes(figures, moved, kernel, model.expected))
+    return figures
+
+
+def _notes(figures: dict[str, Any], moved: IoCounts, kernel: IoCounts, expected: IoCounts) -> Iterator[str]:
+    """What is wrong with the figures."""
+    if figures["roofline_fraction"] > MOST_FRACTION:
+        yield (
+            f"error of the yardstick: the step takes {figures['step_s_median']:.3f} s, less than the roofline's "
+            f"{figures['roofline_s']:.3f} s ({figures['roofline_by']}); nothing is faster than the roofline. Measure again"
+        )
+    if moved != expected:
+        due = f"{expected.read_bytes} and {expected.written_bytes} are due"
+        yield f"the queue counts {moved.read_bytes} bytes read and {moved.written_bytes} written; {due}"
+    for what, ours, theirs in zip(("read", "written"), moved, kernel, strict=True):
+        if abs(theirs - ours) > _COUNT_TOLERANCE * max(ours, 1):
+            yield (
+                f"bytes {what} in a step: {ours} ({format_bytes(ours)}) by the queue, {theirs} ({format_bytes(theirs)}) by "
+                f"/proc/self/io; they should differ by at most {_COUNT_TOLERANCE:.0%}"
+            )
+
+
+def _comparison(series: _Series) -> list[dict[str, Any]]:
+    """What each half of the pipeline is worth: seconds with it switched so, and how much longer that is."""
+    found, first = [], None
+    for way, steps in series.steps.items():
+        median = statistics.median(step.seconds for step in steps)
+        first = first or median
+        found.append(
+            {
+                "pipeline_read": way.reads_ahead,
+                "pipeline_write": way.writes_behind,
+                "name": way.name,
+                "step_s": [step.seconds for step in steps],
+                "step_s_median": median,
+                "slower": median / first,
+            }
+        )
+    return found if len(found) > 1 else []
+
+
+def _endurance(series: _Series, options: StepBenchOptions) -> list[str]:
+    """What the timed steps wrote: neither building the models nor the yardstick is what training does."""
+    steps = [step for several in series.steps.values() for step in several]
+    written = [
+        Written(path, sum(step.moved[place].written_bytes for step in steps))
+        for place, path in enumerate(options.paths)
+    ]
+    return endurance_lines(written, len(steps), sum(step.seconds for step in steps), options.tbw_bytes)
+
+
+def _check_room(options: StepBenchOptions) -> None:
+    """Sees that memory and paths hold all models at once. Raises ValueError or OSError with the arithmetic."""
+    for path in options.paths:
+        if not path.is_dir():
+            raise FileNotFoundError(2, "no such folder: make it first, or correct --path", str(path))
+    size, itemsize = options.num_params, DTYPES[options.precision].itemsize
+    others = 2 * size * itemsize
+    sizes = options.resident_sizes()
+    states = state_bytes_of(size, options.precision)
+    needed = size * itemsize + sum(min(resident, states) + others * options.only_states for resident in sizes)
+    if needed > _MEMORY_FRACTION * available_bytes():
+        raise ValueError(
+            f"{format_bytes(needed)} of memory are needed (parameters while they are made, and what rests in memory), "
+            f"{format_bytes(available_bytes())} are available: ask for fewer parameters or less --resident"
+        )
+    stores = sum(max(0, states - resident) + others * (not options.only_states) for resident in sizes)
+    parts = [("the states", stores // len(options.paths)), ("the yardstick", (states + others) // len(options.paths))]
+    check_room(options.paths, parts)
+
+
+def _words(text: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise ValueError(f"--resident is {text!r}; write sizes or percentages with commas between, such as 0,25%,50%")
+    return words
+
+
+def _resident_bytes(word: str, state_bytes: int) -> int:
+    if not word.endswith("%"):
+        return parse_bytes(word)
+    try:
+        percent = float(word[:-1])
+    except ValueError:
+        percent = -1.0
+    if not 0 <= percent <= 100:
+        raise ValueError(f"--resident: {word!r} is no percentage of the states; allowed are 0% to 100%")
+    return int(state_bytes * percent / 100) if percent < 100 else 2 * state_bytes  # more than padding adds

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiermem.tools.byte_size import format_bytes
+from tiermem.tools.machine import cpu_model, memory_bytes, num_cores, read_word, try_engines
 from tiermem.tools.memory_limit import open_limit
 
 _TRIED_CAP_BYTES = 256 << 20
@@ -51,7 +52,7 @@ def check_machine(path: Path, seconds: float, console: Console) -> int:
 
 def find_path(path: Path) -> Iterator[Finding]:
     """The folder's file system, room, direct I/O and alignment. Raises OSError for a folder that is not usable."""
-    from tiermem.swap.files import probe_path
+    from tiermem.swap.probe import probe_path
 
     facts = probe_path(path)
     yield Finding("path", f"{path.resolve()} ({facts.file_system}), {format_bytes(facts.free_bytes)} free")
@@ -66,9 +67,8 @@ def find_path(path: Path) -> Iterator[Finding]:
 
 def find_system() -> Iterator[Finding]:
     """Limits and settings of the kernel."""
-    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
-    size = format_bytes(int(memory.split()[1]) * 1024)
-    yield Finding("machine", f"{len(os.sched_getaffinity(0))} cores, {size}, Linux {platform.release()}")
+    size = format_bytes(memory_bytes())
+    yield Finding("machine", f"{cpu_model()}, {num_cores()} cores, {size}, Linux {platform.release()}")
     with open_limit(_TRIED_CAP_BYTES) as limit:
         advice = "delegate the memory controller, or run under a user's systemd" if limit.kind == "watch" else ""
         yield Finding("memory limit", limit.why, advice)
@@ -76,9 +76,9 @@ def find_system() -> Iterator[Finding]:
     shown = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
     is_low = soft != resource.RLIM_INFINITY and soft < _USEFUL_MEMLOCK_BYTES
     yield Finding("memlock", shown, "ulimit -l unlimited lets the kernel keep buffers registered" if is_low else "")
-    most, used = _word("/proc/sys/fs/aio-max-nr"), _word("/proc/sys/fs/aio-nr")
+    most, used = read_word("/proc/sys/fs/aio-max-nr"), read_word("/proc/sys/fs/aio-nr")
     yield Finding("Linux AIO", f"aio-max-nr {most}, in use {used}" if most else "not in this kernel")
-    disabled = _word("/proc/sys/kernel/io_uring_disabled")
+    disabled = read_word("/proc/sys/kernel/io_uring_disabled")
     if disabled not in ("", "0"):
         yield Finding("io_uring", f"io_uring_disabled is {disabled}", "sysctl kernel.io_uring_disabled=0")
     pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -90,16 +90,8 @@ def find_system() -> Iterator[Finding]:
 
 def find_engines() -> Iterator[Finding]:
     """Which engines of the queue can run, by opening each."""
-    from tiermem.swap.native import ENGINES, Queue
-
-    for name in ENGINES:
-        try:
-            queue = Queue(name)
-        except OSError as error:
-            yield Finding(f"engine {name}", f"cannot run: {error.strerror or error}")
-            continue
-        queue.close()
-        yield Finding(f"engine {name}", f"takes {queue.engine}: {queue.why}" if name == "auto" else queue.why)
+    for name, (can_run, line) in try_engines().items():
+        yield Finding(f"engine {name}", line if can_run else f"cannot run: {line}")
 
 
 def find_kernels() -> Iterator[Finding]:
@@ -144,7 +136,7 @@ def find_rate(path: Path, seconds: float) -> list[Finding]:
 
 def direct_alignment(path: Path) -> int:
     """The smallest of 512, 1024, 2048 and 4096 that direct reads at odd multiples of it accept; 0 if none."""
-    from tiermem.tools.disk_rate import open_unnamed
+    from tiermem.swap.direct import open_unnamed
 
     fd, is_direct = open_unnamed(path)
     try:
@@ -159,10 +151,3 @@ def direct_alignment(path: Path) -> int:
     finally:
         os.close(fd)
     return 0
-
-
-def _word(file: str) -> str:
-    try:
-        return Path(file).read_text().strip()
-    except OSError:
-        return ""

@@ -1,4 +1,4 @@
-"""The command line: `tiermem train`, `tiermem check` and `tiermem bench step`.
+"""The command line: `tiermem train`, `check`, `tune` and `bench`.
 
 A mistake of the user's is one line on stderr and exit status 2; --debug shows the traceback. Nothing heavy is imported
 before a command needs it: torch belongs to the trainer's process.
@@ -15,9 +15,10 @@ from typing import Annotated
 import typer
 
 from tiermem.tools.byte_size import parse_bytes, parse_count
+from tiermem.tools.endurance import parse_tbw
 
-EXIT_USER = 2
-_LISTS = ("--nvme", "--data")
+EXIT_USER, EXIT_INTERRUPTED = 2, 130
+_LISTS = ("--nvme", "--data", "--path")
 
 app = typer.Typer(
     help="Train models whose states do not fit in memory.",
@@ -72,6 +73,8 @@ def train(
     nvme: Annotated[list[Path] | None, typer.Option(help="folders on NVMe disks [default: the run's folder]")] = None,
     memory: Annotated[str | None, typer.Option(help="hard limit of host memory, such as 1250MiB")] = None,
     deepspeed_config: Annotated[Path | None, typer.Option(help="a DeepSpeed-style JSON config")] = None,
+    tuned: Annotated[Path | None, typer.Option(help="what `tiermem tune` wrote: queue, engine, paths")] = None,
+    tbw: Annotated[str | None, typer.Option(help="what the drive may be written in its life, such as 600TB")] = None,
     steps: Annotated[int, typer.Option(help="optimizer steps")] = 10,
     seq: Annotated[int, typer.Option(help="tokens of a sequence")] = 128,
     batch: Annotated[int | None, typer.Option(help="sequences of a micro-batch [default: 1]")] = None,
@@ -105,6 +108,8 @@ def train(
             nvme=tuple(nvme or ()),
             memory_bytes=parse_bytes(memory) if memory is not None else None,
             deepspeed_config=deepspeed_config,
+            tuned=tuned,
+            tbw_bytes=parse_tbw(tbw) if tbw is not None else None,
             steps=steps,
             seq=seq,
             batch=batch,
@@ -145,31 +150,144 @@ def check(
     raise typer.Exit(status)
 
 
-@bench.command("step")
-def bench_step(
-    path: Annotated[Path, typer.Option(help="folder on the NVMe disk")],
-    params: Annotated[str, typer.Option(help="parameters to step, such as 256M")] = "256M",
-    precision: Annotated[str, typer.Option(help="of parameters and gradients: fp32 or bf16; states are fp32")] = "bf16",
-    loops: Annotated[int, typer.Option(help="steps to time")] = 5,
-    resident: Annotated[str, typer.Option(help="states kept in memory, such as 200MiB")] = "0",
-    no_pipeline: Annotated[bool, typer.Option("--no-pipeline", help="read, compute and write in turn")] = False,
-    yardstick: Annotated[Path | None, typer.Option(help="tests/native/bare_mixed, built: the bare loop")] = None,
-    engine: Annotated[str, typer.Option(help="auto, uring, aio or threads")] = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
+@app.command()
+def tune(
+    path: Annotated[list[Path], typer.Option(help="a folder on each NVMe disk")],
+    out: Annotated[Path, typer.Option(help="the config section to write")] = Path("tiermem.json"),
+    seconds: Annotated[float, typer.Option(help="for all of it, about")] = 50.0,
+    size: Annotated[str, typer.Option(help="of the file to measure on, in each folder")] = "1GiB",
+    engine: Annotated[
+        str, typer.Option(help="those to try: auto (all that run), or some of uring,aio,threads")
+    ] = "auto",
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
 ) -> None:
-    """Time optimizer steps over states on NVMe, beside the disk's roofline for the same bytes."""
-    from tiermem.tools.bench_step import measure_steps, print_step
+    """Find the block size, depth, engine and path weights that suit these disks, and write them as a config section.
+
+    Use it with `tiermem train --tuned tiermem.json`, or in Python with
+    tiermem.initialize(model=model, config=tiermem.with_tuned("ds.json", "tiermem.json")).
+    DeepSpeed reads its "aio" section as it stands.
+    """
+    from tiermem.tools.reports import open_console
+    from tiermem.tools.tune import TuneOptions
+    from tiermem.tools.tune import tune as run_tuning
+
+    try:
+        options = TuneOptions(path, out, seconds, parse_bytes(size), tuple(engine.split(",")))
+        status = run_tuning(options, open_console())
+    except (ValueError, OSError) as error:
+        raise typer.Exit(_refuse("tune", error, debug)) from None
+    except KeyboardInterrupt:
+        print("tiermem tune: stopped by Ctrl-C; nothing was written", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    raise typer.Exit(status)
+
+
+@bench.command("io")
+def bench_io(
+    path: Annotated[list[Path], typer.Option(help="folders on the disks: each alone, then all at once")],
+    size: Annotated[str, typer.Option(help="of the file in each folder, for each rank")] = "2GiB",
+    block: Annotated[str, typer.Option(help="block sizes")] = "256KiB,1MiB,4MiB",
+    depth: Annotated[str, typer.Option(help="blocks in flight")] = "1,8,32",
+    engine: Annotated[str, typer.Option(help="some of auto,uring,aio,threads")] = "auto",
+    mode: Annotated[
+        str, typer.Option(help="some of read,write,mixed,random,tensors,sustained")
+    ] = "read,write,mixed,random",
+    ranks: Annotated[str, typer.Option(help="processes at once, such as 1,4")] = "1",
+    loops: Annotated[int, typer.Option(help="passes of each setting, turn and turn about")] = 5,
+    random_block: Annotated[str, typer.Option(help="block size of random")] = "4KiB",
+    fsync: Annotated[bool, typer.Option("--fsync", help="end each writing pass with a sync")] = False,
+    threads: Annotated[int, typer.Option(help="of the threads engine [default: it chooses]", show_default=False)] = 0,
+    most_bytes: Annotated[str, typer.Option("--bytes", help="that sustained writes")] = "64GiB",
+    seconds: Annotated[float | None, typer.Option(help="after which sustained stops")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write machine, rows and best here")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="write the rows here")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="draw heat maps, as a PNG")] = None,
+    fio: Annotated[bool, typer.Option("--fio", help="fio on the same file, when it is installed")] = False,
+    yardstick: Annotated[Path | None, typer.Option(help="build/yardsticks/bare_loop, from `make yardsticks`")] = None,
+    peer_python: Annotated[Path | None, typer.Option(help="an interpreter that has DeepSpeed: its aio_handle")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+) -> None:
+    """Measure a folder's disk: GB/s, latencies and CPU time of every engine, block size, depth and pattern."""
+    from tiermem.tools.bench_io import IoBenchOptions, parse_list
+    from tiermem.tools.bench_io import bench_io as run_benchmark
     from tiermem.tools.reports import open_console
 
     try:
-        num_params = parse_count(params)
-        figures = measure_steps(
-            path, num_params, precision, loops, parse_bytes(resident), not no_pipeline, yardstick, engine
+        options = IoBenchOptions(
+            paths=path,
+            size_bytes=parse_bytes(size),
+            blocks=parse_list(block, "--block", parse_bytes),
+            depths=parse_list(depth, "--depth", int),
+            engines=parse_list(engine, "--engine"),
+            modes=parse_list(mode, "--mode"),
+            ranks=parse_list(ranks, "--ranks", int),
+            loops=loops,
+            random_block_bytes=parse_bytes(random_block),
+            sync=fsync,
+            threads=threads,
+            sustained_bytes=parse_bytes(most_bytes),
+            sustained_s=seconds,
+            json_file=json_file,
+            csv_file=csv_file,
+            plot_file=plot_file,
+            has_fio=fio,
+            yardstick=yardstick,
+            peer_python=peer_python,
         )
+        status = run_benchmark(options, open_console())
+    except (ValueError, OSError) as error:
+        raise typer.Exit(_refuse("bench io", error, debug)) from None
+    except KeyboardInterrupt:
+        print("tiermem bench io: stopped; nothing is left on the paths", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    raise typer.Exit(status)
+
+
+@bench.command("step")
+def bench_step(
+    path: Annotated[list[Path], typer.Option(help="folders on the NVMe disks: the states are dealt over them")],
+    params: Annotated[str, typer.Option(help="parameters to step, such as 256M")] = "256M",
+    precision: Annotated[str, typer.Option(help="of parameters and gradients: fp32 or bf16; states are fp32")] = "bf16",
+    loops: Annotated[int, typer.Option(help="steps to time")] = 5,
+    resident: Annotated[str, typer.Option(help="states kept in memory; several such as 0,25%,1GiB are compared")] = "0",
+    only_states: Annotated[bool, typer.Option("--only-states", help="keep parameters and gradients in memory")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="also with either half of the pipeline off")] = False,
+    no_pipeline: Annotated[bool, typer.Option("--no-pipeline", help="read, compute and write in turn")] = False,
+    yardstick: Annotated[Path | None, typer.Option(help="build/yardsticks/bare_loop, from `make yardsticks`")] = None,
+    engine: Annotated[str, typer.Option(help="auto, uring, aio or threads")] = "auto",
+    tbw: Annotated[str | None, typer.Option(help="what the drive may be written in its life, such as 600TB")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="draw a step tile by tile, as a PNG")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+) -> None:
+    """Time optimizer steps over states on NVMe, beside the disk's roofline for the same bytes."""
+    from tiermem.tools.bench_step import StepBenchOptions
+    from tiermem.tools.bench_step import bench_step as run_benchmark
+    from tiermem.tools.reports import open_console
+
+    try:
+        options = StepBenchOptions(
+            paths=path,
+            num_params=parse_count(params),
+            precision=precision,
+            loops=loops,
+            resident=resident,
+            compares=compare,
+            pipelines=not no_pipeline,
+            only_states=only_states,
+            yardstick=yardstick,
+            engine=engine,
+            tbw_bytes=parse_tbw(tbw) if tbw is not None else None,
+            json_file=json_file,
+            plot_file=plot_file,
+        )
+        status = run_benchmark(options, open_console())
     except (ValueError, OSError) as error:
         raise typer.Exit(_refuse("bench step", error, debug)) from None
-    print_step(figures, json_file, open_console())
+    except KeyboardInterrupt:
+        print("tiermem bench step: stopped; nothing is left on the paths", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    raise typer.Exit(status)
 
 
 def _refuse(command: str, error: Exception, is_debug: bool) -> int:

@@ -21,6 +21,7 @@ from tiermem.tools.launcher import Observer, Outcome, Sample
 
 _MAX_SAMPLES = 4096
 _MAX_PHASES = 20_000
+_PATH_KEYS = ("path", "written_bytes", "since_made_bytes")
 NUM_WARM_UP = 1
 
 
@@ -105,12 +106,14 @@ class RunRecord(Observer):
             "step_s": [step["step_s"] for step in self.steps],
             "grad_norms": [step.get("grad_norm") for step in self.steps],
             "tokens_per_s": self.tokens_per_s(),
+            "training_s": self._training_s(),
             "num_params": ready.get("num_params"),
             "state_bytes": ready.get("state_bytes"),
             "nvme_read_bytes": self._moved("read"),
             "nvme_written_bytes": self._moved("written"),
             "kernel_read_bytes": done.get("kernel_read_bytes"),
             "kernel_written_bytes": done.get("kernel_written_bytes"),
+            "paths": [dict(zip(_PATH_KEYS, each, strict=True)) for each in done.get("paths", [])],
             "host_peak_bytes": done.get("host_peak_bytes"),
             "engine": last.get("engine"),
             "engine_why": last.get("engine_why"),
@@ -137,6 +140,10 @@ class RunRecord(Observer):
                 "wall_s": outcome.wall_s,
             }
         return figures
+
+    def _training_s(self) -> float:
+        """Seconds from the start of the first step to the end of the last."""
+        return (self.steps[-1].get("end_ns", 0) - self.steps[0].get("start_ns", 0)) * 1e-9 if self.steps else 0.0
 
     def _moved(self, what: str) -> int | None:
         """NVMe bytes of the training part: at its end, else, for a run that did not get there, at its last step."""

@@ -19,10 +19,12 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from tiermem.swap.files import probe_path, remove_dead_runs
+from tiermem.swap.probe import probe_path
+from tiermem.swap.run_folder import remove_dead_runs
 from tiermem.tools.channel import Message
 from tiermem.tools.chrome_trace import write_trace
 from tiermem.tools.corpus import Corpus
+from tiermem.tools.endurance import lines_of_run
 from tiermem.tools.job import Job
 from tiermem.tools.launcher import CHANNEL_FD, CHILD_ENVIRONMENT, Observer, Sample, launch
 from tiermem.tools.memory_limit import open_limit
@@ -32,7 +34,8 @@ from tiermem.tools.progress import Progress
 from tiermem.tools.reports import peers_table, plan_table, result_table
 from tiermem.tools.run_record import RunRecord, save_json, stamp
 from tiermem.tools.timeline import read_spans
-from tiermem.tools.train_config import DEFAULT_LR, make_config, precision_of, read_config
+from tiermem.tools.train_config import DEFAULT_LR, make_config, nvme_folders, own_folders, precision_of, read_config
+from tiermem.tuned import with_tuned
 
 EXIT_FAILED, EXIT_USER, EXIT_COUNTS, EXIT_INTERRUPTED, EXIT_KILLED = 1, 2, 3, 130, 137
 
@@ -52,6 +55,8 @@ class TrainOptions:
     nvme: Sequence[Path] = ()
     memory_bytes: int | None = None
     deepspeed_config: Path | None = None
+    tuned: Path | None = None
+    tbw_bytes: int | None = None
     steps: int = 10
     seq: int = 128
     batch: int | None = None
@@ -109,18 +114,19 @@ def make_job(options: TrainOptions, name: str, folder: Path) -> Job:
     shape, checkpoint = _shape(options)
     _check_sizes(options)
     batch = options.batch or 1
+    tuned = with_tuned({}, options.tuned) if options.tuned is not None else {}
     if options.deepspeed_config is not None:
-        config = read_config(options.deepspeed_config, _decided_by_config(options), batch)
-        nvme = [Path(path) for path in _paths_in(config)]
+        config = with_tuned(read_config(options.deepspeed_config, _decided_by_config(options), batch), tuned)
+        nvme = [Path(path) for path in nvme_folders(config)]
     else:
         offload = options.offload or "nvme"
-        nvme = list(options.nvme) or [folder] if offload == "nvme" else list(options.nvme)
+        nvme = (_nvme_beside(options, tuned) or [folder]) if offload == "nvme" else list(options.nvme)
         if options.nvme and offload != "nvme":
             raise ValueError(
                 f"--nvme names folders, but with --offload {offload} nothing rests there: use --offload nvme"
             )
         precision, lr = options.precision or "bf16", options.lr if options.lr is not None else DEFAULT_LR
-        config = make_config(offload, precision, lr, batch, nvme, options.resident_bytes)
+        config = with_tuned(make_config(offload, precision, lr, batch, nvme, options.resident_bytes), tuned)
     for path in nvme:
         if path != folder:
             probe_path(path)
@@ -259,6 +265,8 @@ def _tell_peer(run: dict[str, Any], console: Console) -> None:
 
 def _report(run: dict[str, Any], folder: Path, options: TrainOptions, console: Console) -> None:
     console.print(result_table(run))
+    for line in lines_of_run(run, options.tbw_bytes):
+        console.print(line, highlight=False, markup=False)
     spans = read_spans(folder / "events.jsonl")
     if spans:
         write_trace(folder / "trace.json", spans)
@@ -340,15 +348,15 @@ def _decided_by_config(options: TrainOptions) -> list[str]:
     return [name for name, value in values.items() if value is not None]
 
 
-def _paths_in(config: dict[str, Any]) -> list[str]:
-    zero = config.get("zero_optimization", {})
-    paths: list[str] = []
-    for section in ("offload_param", "offload_optimizer"):
-        value = (zero.get(section) or {}).get("nvme_path") if isinstance(zero, dict) else None
-        if (zero.get(section) or {}).get("device") != "nvme" or value is None:
-            continue
-        paths += [path for path in ([value] if isinstance(value, str) else value) if path not in paths]
-    return paths
+def _nvme_beside(options: TrainOptions, tuned: dict[str, Any]) -> list[Path]:
+    """The folders of --nvme, or those that were tuned; both when they are the same."""
+    found = [Path(folder) for folder in own_folders(tuned)]
+    if options.nvme and found and {path.resolve() for path in options.nvme} != {path.resolve() for path in found}:
+        raise ValueError(
+            f"--nvme is {', '.join(map(str, options.nvme))}, but {options.tuned} was made for "
+            f"{', '.join(map(str, found))}: leave --nvme out, or tune these folders"
+        )
+    return found or list(options.nvme)
 
 
 def _lr_of(config: dict[str, Any]) -> float:

@@ -64,6 +64,23 @@ def read_config(file: Path, given_options: Sequence[str], batch: int) -> Config:
     return config
 
 
+def nvme_folders(config: Mapping[str, Any]) -> list[str]:
+    """Folders that states may rest in, in every form that a config has for them; each once. For a config not yet checked."""
+    zero = config.get("zero_optimization")
+    sections = [zero.get(name) for name in ("offload_param", "offload_optimizer")] if isinstance(zero, dict) else []
+    in_use = [each for each in sections if isinstance(each, dict) and each.get("device") == "nvme"]
+    own = own_folders(config)
+    if own and in_use:
+        return own
+    return list(dict.fromkeys(folder for each in in_use for folder in _folders(each.get("nvme_path"))))
+
+
+def own_folders(config: Mapping[str, Any]) -> list[str]:
+    """The folders of `tiermem.paths`."""
+    own = config.get("tiermem")
+    return _folders(own.get("paths")) if isinstance(own, dict) else []
+
+
 def with_host_bytes(config: Config, host_bytes: int) -> Config:
     """The config with a budget of host memory, unless it names one itself."""
     own = {"host_bytes": host_bytes, **config.get("tiermem", {})}
@@ -76,3 +93,9 @@ def precision_of(config: Mapping[str, Any]) -> str:
         if any(config.get(alias, {}).get("enabled") for alias in aliases):
             return name
     return "fp32"
+
+
+def _folders(paths: object) -> list[str]:
+    several = paths if isinstance(paths, list) else [paths]
+    found = [each.get("path") if isinstance(each, dict) else each for each in several]
+    return [each for each in found if isinstance(each, str)]

@@ -99,7 +99,7 @@ class Trainer:
                 self._load(model, Path(job.checkpoint))
             give_back_free_memory()
             self._announce(engine, num_params, ceiling)
-            before = _counts(engine), kernel_counts()
+            before = _counts(engine), kernel_counts(), _written_by_path(engine)
             self._stop.may_unwind = False
             self._train(engine)
         except BaseException:
@@ -129,7 +129,7 @@ class Trainer:
         """The disk's rates, in its own short-lived memory: far below what training takes."""
         if not self._job.nvme_paths:
             return None
-        from tiermem.swap.files import probe_path
+        from tiermem.swap.probe import probe_path
         from tiermem.tools.disk_rate import measure_disk
 
         self._channel.phase("measuring the disk")
@@ -239,11 +239,12 @@ class Trainer:
 
     # ---- after training ----------------------------------------------------------------------------------------------
 
-    def _finish(self, engine: Engine, ours: IoCounts, kernel: IoCounts) -> None:
+    def _finish(self, engine: Engine, ours: IoCounts, kernel: IoCounts, written: dict[str, int]) -> None:
         """Lets what is under way arrive, takes both counts, closes; only then writes a file."""
         self._channel.phase("close")
         moved, moved_by_kernel = _counts_at_rest(engine).since(ours), kernel_counts().since(kernel)
         host_peak_bytes = engine.shards.store.stats().host_peak_bytes
+        since_made = _written_by_path(engine)
         engine.close()
         self._channel.send(
             "done",
@@ -251,6 +252,7 @@ class Trainer:
             nvme_written_bytes=moved.written_bytes,
             kernel_read_bytes=moved_by_kernel.read_bytes,
             kernel_written_bytes=moved_by_kernel.written_bytes,
+            paths=[[path, total - written.get(path, 0), total] for path, total in since_made.items()],
             host_peak_bytes=host_peak_bytes,
             peak_rss_bytes=own_resident().peak_bytes,
             is_interrupted=self._stop.is_asked,
@@ -333,6 +335,11 @@ def _synchronize() -> None:
 def _counts(engine: Engine) -> IoCounts:
     stats = engine.shards.store.stats()
     return IoCounts(stats.nvme_read_bytes, stats.nvme_written_bytes)
+
+
+def _written_by_path(engine: Engine) -> dict[str, int]:
+    """Bytes written to each path since the store was made."""
+    return {str(each.path): each.written_bytes for each in engine.shards.store.stats().paths}
 
 
 def _counts_at_rest(engine: Engine) -> IoCounts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermem.config import ConfigError, load_config
-from tiermem.policy import IoSettings, OffloadPolicy, Tier
+from tiermem.policy import OffloadPolicy, Tier
 
 
 def policy_of(zero: dict[str, Any], **top: Any) -> OffloadPolicy:
@@ -93,28 +92,6 @@ def test_arena_is_pinned_unless_every_section_says_no(param: bool | None, optim:
     assert policy_of({"stage": 3, **sections}).pin_memory is pinned
 
 
-def test_paths_are_the_union_in_order() -> None:
-    policy = policy_of(
-        {
-            "stage": 3,
-            "offload_param": nvme(nvme_path=["/a", "/b"]),
-            "offload_optimizer": nvme(nvme_path=["/c", "/a"]),
-        }
-    )
-    assert policy.paths == (Path("/a"), Path("/b"), Path("/c"))
-
-
-def test_path_of_a_section_that_is_not_on_nvme_is_left_out() -> None:
-    assert policy_of({"stage": 2, "offload_optimizer": {"device": "cpu", "nvme_path": "/a"}}).paths == ()
-
-
-@pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
-@pytest.mark.parametrize("path", [{}, {"nvme_path": None}, {"nvme_path": ""}, {"nvme_path": []}])
-def test_nvme_without_a_path_is_refused(section: str, path: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"{section}\.nvme_path"):
-        policy_of({"stage": 3, section: {"device": "nvme", **path}})
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_parameters_are_offloaded_in_stage_three_only(stage: int, device: str) -> None:
@@ -125,33 +102,6 @@ def test_parameters_are_offloaded_in_stage_three_only(stage: int, device: str) -
 def test_optimizer_is_not_offloaded_in_stage_zero() -> None:
     with pytest.raises(ConfigError, match="offload_optimizer: device cpu with stage 0"):
         policy_of({"offload_optimizer": {"device": "cpu"}})
-
-
-def test_aio_keys_become_io_settings() -> None:
-    config = load_config(
-        {"aio": {"block_size": 8192, "queue_depth": 64, "thread_count": 3}, "tiermem": {"engine": "aio"}}
-    )
-    assert config.policy().io == IoSettings(engine="aio", block_bytes=8192, depth=64, threads=3)
-
-
-def test_aio_that_is_not_set_is_the_queue_s_own() -> None:
-    assert load_config({"aio": {}}).policy().io == IoSettings()
-
-
-@pytest.mark.parametrize("key", ["intra_op_parallelism", "thread_count", "num_threads"])
-def test_thread_count_has_three_spellings(key: str) -> None:
-    assert load_config({"aio": {key: 5}}).policy().io.threads == 5
-
-
-def test_spellings_that_disagree_are_refused() -> None:
-    with pytest.raises(ConfigError, match="thread_count 2, num_threads 3"):
-        load_config({"aio": {"thread_count": 2, "num_threads": 3}})
-
-
-@pytest.mark.parametrize("aio", [{"block_size": 1000}, {"queue_depth": 1_000_000}])
-def test_aio_that_the_queue_does_not_take_is_refused(aio: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="aio"):
-        load_config({"aio": aio})
 
 
 def test_own_section_maps_to_fields_of_the_same_name() -> None:
@@ -194,11 +144,6 @@ def test_gradients_rest_elsewhere_from_stage_one_on() -> None:
     with pytest.raises(ConfigError, match=r"tiermem\.grads: set with stage 0"):
         policy_of({"stage": 0}, tiermem={"grads": "cpu"})
     assert policy_of({"stage": 1}, tiermem={"grads": "cpu"}).grads is Tier.HOST
-
-
-def test_gradients_on_nvme_use_the_path_of_any_section() -> None:
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "nvme_path": "/a"}}
-    assert policy_of(zero, tiermem={"grads": "nvme"}).paths == (Path("/a"),)
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,9 @@ static double best_of(int rounds, const std::function<void()> &body) {
 }
 
 static void bench_kernels() {
-    // No power of two: streams a power of two of 256 MiB or more apart evict each other from AMD's first-level
-    // cache, whose guess of the way is a hash of address bits 12 to 27 (3 to 14 times slower for anybody).
+    // No power of two: streams a large power of two apart (seen from 32 MiB on, 8 M elements) evict each other from
+    // AMD's first-level cache, whose guess of the way is a hash of address bits 12 to 27 (up to 14 times slower for
+    // anybody).
     const uint64_t n = 1000ull << 16;
     Memory memory(n * 22);
     CHECK_EQUAL(tm_map_commit(memory.data, memory.bytes), 0);

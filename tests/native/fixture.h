@@ -65,7 +65,7 @@ struct Queue {
     bool is_open;
 
     Queue(int asked, uint32_t depth, uint64_t block_bytes, std::vector<tm_fault> faults = {},
-          const Memory *region = nullptr) {
+          const Memory *region = nullptr, uint32_t flags = 0, std::vector<int32_t> files = {}) {
         tm_queue_options options = {};
         void *const starts[] = {region ? region->data : nullptr};
         const uint64_t sizes[] = {region ? region->bytes : 0};
@@ -77,6 +77,9 @@ struct Queue {
         options.num_regions = region ? 1 : 0;
         options.regions = starts;
         options.region_bytes = sizes;
+        options.flags = flags;
+        options.files = files.data();
+        options.num_files = (uint32_t)files.size();
         opened = tm_queue_open(&options, &q, &engine, why, sizeof why);
         is_open = opened == 0;
     }

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from tiermem.swap.files import IoSettings
 from tiermem.swap.native import Fault, Queue
+from tiermem.swap.paths import NvmePath
+from tiermem.swap.settings import IoSettings
 from tiermem.swap.store import TensorStore
 
 ENGINES = ("uring", "aio", "threads")
@@ -42,9 +43,10 @@ def make_store(tmp_path: Path) -> Iterator[Callable[..., TensorStore]]:
         depth: int = 8,
         faults: tuple[Fault, ...] = (),
         disk_bytes: int | None = None,
+        paths: Sequence[NvmePath] = (),
     ) -> TensorStore:
         io = IoSettings(engine, block_bytes, depth)
-        stores.append(TensorStore([tmp_path], host_bytes, io, disk_bytes, faults=faults))
+        stores.append(TensorStore(paths or tmp_path, host_bytes, io, disk_bytes, faults=faults))
         return stores[-1]
 
     yield make
@@ -56,6 +58,15 @@ def make_store(tmp_path: Path) -> Iterator[Callable[..., TensorStore]]:
 def store(make_store: Callable[..., TensorStore]) -> TensorStore:
     """A small store with one path."""
     return make_store()
+
+
+@pytest.fixture
+def two_paths(tmp_path: Path) -> list[NvmePath]:
+    """Two folders of equal weight."""
+    paths = [NvmePath(tmp_path / name, weight=1.0) for name in ("a", "b")]
+    for each in paths:
+        each.path.mkdir()
+    return paths
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiermem.swap.bounce import Bounce
-from tiermem.swap.files import IoSettings
 from tiermem.swap.move import Move
 from tiermem.swap.native import Fault, TransferError
+from tiermem.swap.settings import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 

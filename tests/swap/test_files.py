@@ -18,8 +18,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap import files as files_module
-from tiermem.swap.files import ALIGNMENT, Extent, Files, IoSettings, file_system_of, probe_path, remove_dead_runs
+from tiermem.swap import run_folder
+from tiermem.swap.direct import ALIGNMENT
+from tiermem.swap.files import Extent, Files
+from tiermem.swap.probe import file_system_of, probe_path
+from tiermem.swap.run_folder import remove_dead_runs
+from tiermem.swap.settings import IoSettings
 
 MIB = 1 << 20
 
@@ -261,7 +265,7 @@ def test_refused_o_direct_falls_back_to_buffered_with_one_warning(
         files = Files([path])
     files.allocate(MIB)
     refusals = [r.getMessage() for r in caplog.records if "O_DIRECT" in r.getMessage()]
-    assert refusals == [f"{path} (ramfs) refuses O_DIRECT: buffered"]
+    assert refusals == [f"{path} (ramfs) is used buffered: it takes no O_DIRECT"]
     assert any("is memory, not disk" in r.getMessage() for r in caplog.records)
     files.close(keep=False)
 
@@ -331,9 +335,9 @@ def test_lock_appears_already_held(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rename = Path.rename
 
     def watch(self: Path, target: Path) -> Path:
-        seen.append((files_module._is_dead(self.parent), (self.parent / "lock").exists()))
+        seen.append((run_folder._is_dead(self.parent), (self.parent / "lock").exists()))
         renamed = rename(self, target)
-        seen.append((files_module._is_dead(self.parent), (self.parent / "lock").exists()))
+        seen.append((run_folder._is_dead(self.parent), (self.parent / "lock").exists()))
         return renamed
 
     monkeypatch.setattr(Path, "rename", watch)
@@ -346,7 +350,7 @@ def test_segment_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOLCK, "no locks here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files_module, "_lock", fail)
+        patch.setattr(run_folder, "_lock", fail)
         with pytest.raises(OSError, match="no locks here"):
             Files([tmp_path])
     assert list(tmp_path.iterdir()) == []

@@ -15,8 +15,10 @@ import torch
 
 from tiermem.swap.arena import Arena
 from tiermem.swap.move import Move
-from tiermem.swap.native import BACKGROUND, READ, URGENT, WRITE, Answer, Fault, Op, Queue, TransferError
+from tiermem.swap.native import BACKGROUND, READ, URGENT, WRITE, Answer, Fault, Op, TransferError
+from tiermem.swap.queues import Queues
 from tiermem.swap.record import Recorder
+from tiermem.swap.settings import IoSettings
 
 
 class FakeQueue:
@@ -270,7 +272,7 @@ def file(tmp_path: Path) -> Iterator[int]:
 
 
 def test_threads_that_wait_for_one_move_at_once_all_get_it(file: int) -> None:
-    arena, queue, recorder = Arena(1 << 20), Queue(), Recorder()
+    arena, queue, recorder = Arena(1 << 20), Queues({file: "data"}, IoSettings()), Recorder()
     buffer = arena.take(1 << 20).tensor
     results: list[object] = []
     for _ in range(50):
@@ -289,7 +291,7 @@ def test_threads_that_wait_for_one_move_at_once_all_get_it(file: int) -> None:
 
 
 def test_events_tell_reads_from_writes_with_bytes_and_times(file: int) -> None:
-    arena, queue, recorder = Arena(1 << 20), Queue(), Recorder()
+    arena, queue, recorder = Arena(1 << 20), Queues({file: "data"}, IoSettings()), Recorder()
     buffer = arena.take(8192).tensor
     for kind in (WRITE, READ):
         Move(queue, [Op(kind, file, buffer.data_ptr(), 8192, 0)], buffer, f"kind {kind}", recorder, BACKGROUND).wait()
@@ -302,7 +304,8 @@ def test_events_tell_reads_from_writes_with_bytes_and_times(file: int) -> None:
 
 def test_error_of_a_transfer_names_path_offset_and_length(file: int, tmp_path: Path) -> None:
     arena, recorder = Arena(1 << 20), Recorder()
-    queue = Queue(block_bytes=4096, path_of=lambda fd: str(tmp_path / "data"), faults=[Fault(2, "error", errno.EIO)])
+    io = IoSettings(block_bytes=4096)
+    queue = Queues({file: str(tmp_path / "data")}, io, faults=[Fault(2, "error", errno.EIO)])
     buffer = arena.take(16384).tensor
     move = Move(queue, [Op(READ, file, buffer.data_ptr(), 16384, 8192)], buffer, "move", recorder, URGENT)
     with pytest.raises(TransferError, match="see the kernel log") as failure:
@@ -315,7 +318,7 @@ def test_error_of_a_transfer_names_path_offset_and_length(file: int, tmp_path: P
 
 
 def test_move_whose_queue_was_closed_says_so(file: int) -> None:
-    arena, queue = Arena(1 << 20), Queue()
+    arena, queue = Arena(1 << 20), Queues({file: "data"}, IoSettings())
     buffer = arena.take(4096).tensor
     move = Move(queue, [Op(READ, file, buffer.data_ptr(), 4096, 0)], buffer, "'layers.3'", Recorder())
     queue.close()

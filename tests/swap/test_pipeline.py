@@ -2,69 +2,118 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tiermem.swap.arena import Arena, Pool, Slot
 from tiermem.swap.move import Move
-from tiermem.swap.pipeline import run_pipeline
+from tiermem.swap.native import READ, WRITE, Answer, Op, Queue, TransferError
+from tiermem.swap.pipeline import HeadStart, run_pipeline
+from tiermem.swap.record import Recorder
+from tiermem.swap.settings import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 
 
-class FakeMove:
-    """Ends when it is waited for, or at once; writes down both."""
+class FakeQueue(Queue):
+    """One per transfer, which writes down its end.
 
-    def __init__(self, log: list[str], name: str, is_fast: bool, fails: bool) -> None:
+    That is when somebody waits for it, or has looked at it often; or, fast, at once; or, slow, when it is told to.
+    """
+
+    def __init__(self, log: list[str], name: str, is_fast: bool, is_slow: bool, fails: bool) -> None:
         self._log = log
-        self._name = name
-        self._is_done = is_fast
-        self._fails = fails
+        self.name = name
+        self._is_fast = is_fast
+        self.is_slow = is_slow
+        self._error = errno.EIO if fails else 0
+        self._num_looks = 0
 
-    def is_done(self) -> bool:
-        return self._is_done
+    def submit(self, ops: object, priority: int = 0) -> int:
+        return 1
 
-    def wait(self) -> None:
-        self._log.append(f"{self._name} ended")
-        self._is_done = True
-        if self._fails:
-            raise OSError(5, self._name)
+    def wait(self, tag: int, timeout_s: float | None = None) -> Answer | None:
+        self._num_looks += 1
+        if self._error != errno.ECANCELED:
+            if self.is_slow:
+                assert timeout_s is not None and self._num_looks < 500, f"{self.name} is waited for and never ends"
+                return None
+            if timeout_s == 0.0 and not self._is_fast and self._num_looks < 10:
+                return None
+            self._log.append(f"{self.name} ended")
+        return Answer(self._error, 0, READ, 0, 4096, 4096, 1, 1, 2)
 
-    def cancel(self) -> None:
-        self._log.append(f"{self._name} cancelled")
+    def error_of(self, answer: Answer) -> TransferError | None:
+        return TransferError(answer.error, READ, self.name, 0, 4096) if answer.error else None
+
+    def promote(self, tag: int, priority: int = 0) -> None:
+        pass
+
+    def cancel(self, tag: int) -> None:
+        if self._error != errno.ECANCELED:
+            self._log.append(f"{self.name} cancelled")
+        self._error = errno.ECANCELED
 
 
 class Work:
-    """Writes down what is asked; `fail_at` names the one step that fails, "" none."""
+    """Writes down what is asked.
 
-    def __init__(self, fail_at: str = "", writes_are_fast: bool = False) -> None:
+    `fail_at` names the one step that fails, "" none; what is in `slow` ends when the tile it names has been computed.
+    """
+
+    def __init__(
+        self,
+        fail_at: str = "",
+        writes_are_fast: bool = False,
+        reads_are_fast: bool = False,
+        slow: dict[str, int] | None = None,
+    ) -> None:
         self.log: list[str] = []
         self.slot_of: dict[int, Slot] = {}
         self._fail_at = fail_at
-        self._writes_are_fast = writes_are_fast
+        self._is_fast = {"read": reads_are_fast, "rest": reads_are_fast, "write": writes_are_fast}
+        self._slow = slow or {}
+        self._queues: list[FakeQueue] = []
 
     def read(self, tile: int, slot: Slot) -> Move:
         assert slot not in self.slot_of.values()
         self.slot_of[tile] = slot
-        return self._start(f"read {tile}", is_fast=False)
+        return self._start(f"read {tile}")
+
+    def read_rest(self, tile: int, slot: Slot) -> Move:
+        assert self.slot_of[tile] is slot
+        return self._start(f"rest {tile}")
 
     def compute(self, tile: int, slot: Slot) -> None:
         assert self.slot_of[tile] is slot
         self.log.append(f"compute {tile}")
         if self._fail_at == f"compute {tile}":
             raise ValueError(self._fail_at)
+        for queue in self._queues:
+            if self._slow.get(queue.name) == tile:
+                queue.is_slow = False
 
     def write(self, tile: int, slot: Slot) -> Move:
         del self.slot_of[tile]  # from here on only the pipeline looks after it
-        return self._start(f"write {tile}", self._writes_are_fast)
+        return self._start(f"write {tile}")
 
-    def _start(self, name: str, is_fast: bool) -> Move:
+    def computed(self) -> list[int]:
+        return [int(step.split()[1]) for step in self.log if step.startswith("compute")]
+
+    def _start(self, name: str) -> Move:
         self.log.append(name)
         if self._fail_at == f"{name} starts":
             raise ValueError(self._fail_at)
-        return FakeMove(self.log, name, is_fast, fails=self._fail_at == name)  # type: ignore[return-value]
+        kind = name.split()[0]
+        self._queues.append(
+            FakeQueue(self.log, name, self._is_fast[kind], name in self._slow, fails=self._fail_at == name)
+        )
+        op = Op(WRITE if kind == "write" else READ, 0, 4096, 4096, 0)
+        return Move(self._queues[-1], [op], None, name, Recorder())
 
 
 @pytest.fixture
@@ -175,6 +224,145 @@ def test_every_tile_goes_through_once_in_order(
     assert num_free(pool) == num_buffers
 
 
+# ---- who is slow does not stop the others ----------------------------------------------------------------------------------
+
+
+def test_the_first_tile_that_has_come_is_computed_first(make_pool: Callable[[int], Pool]) -> None:
+    work = Work(reads_are_fast=True, writes_are_fast=True, slow={"read 1": 5, "read 3": 4})
+    run_pipeline(range(8), work, make_pool(4))
+    assert work.computed() == [0, 2, 4, 3, 5, 1, 6, 7]
+
+
+def test_a_read_that_is_slow_holds_its_own_buffer_only(make_pool: Callable[[int], Pool]) -> None:
+    work = Work(slow={"read 0": 6})
+    pool = make_pool(2)
+    run_pipeline(range(7), work, pool)
+    assert work.computed() == [1, 2, 3, 4, 5, 6, 0]
+    assert num_free(pool) == 2
+
+
+def test_a_write_that_is_slow_holds_its_own_buffer_only(make_pool: Callable[[int], Pool]) -> None:
+    work = Work(slow={"write 0": 6})
+    pool = make_pool(2)
+    run_pipeline(range(7), work, pool)
+    assert work.computed() == [0, 1, 2, 3, 4, 5, 6]
+    assert work.log.index("write 5 ended") < work.log.index("write 0 ended")
+    assert num_free(pool) == 2
+
+
+def test_with_two_buffers_behind_slow_writes_the_first_that_ends_is_used(make_pool: Callable[[int], Pool]) -> None:
+    work = Work(slow={"write 0": 3})
+    run_pipeline(range(4), work, make_pool(2))
+    assert [step for step in work.log if step.startswith("write")] == [
+        "write 0",
+        "write 1",
+        "write 1 ended",  # both buffers are leaving; the older one does not end
+        "write 2",
+        "write 2 ended",
+        "write 3",
+        "write 0 ended",
+        "write 3 ended",
+    ]
+
+
+def test_without_read_ahead_a_slow_tile_is_not_passed(make_pool: Callable[[int], Pool]) -> None:
+    work = Work(reads_are_fast=True, slow={"read 1": 2})
+    with pytest.raises(AssertionError, match="read 1 is waited for and never ends"):
+        run_pipeline(range(3), work, make_pool(3), read_ahead=False)
+    assert work.computed() == [0]
+
+
+# ---- a head start ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_head_start_reads_the_first_tiles_and_the_run_goes_on_from_there(make_pool: Callable[[int], Pool]) -> None:
+    work, pool = Work(), make_pool(2)
+    start: HeadStart[int] = HeadStart(pool)
+    start.begin(range(3), work.read)
+    assert work.log == ["read 0", "read 1"]
+    assert start.tiles == [0, 1]
+    start.begin(range(3), work.read)  # has begun
+    run_pipeline(range(3), work, pool, head_start=start)
+    assert work.log == [
+        "read 0",
+        "read 1",
+        "rest 0",
+        "rest 1",
+        "read 0 ended",
+        "rest 0 ended",
+        "compute 0",
+        "write 0",
+        "read 1 ended",
+        "rest 1 ended",
+        "compute 1",
+        "write 1",
+        "write 0 ended",
+        "read 2",
+        "read 2 ended",
+        "compute 2",
+        "write 2",
+        "write 1 ended",
+        "write 2 ended",
+    ]
+    assert start.tiles == []
+    assert num_free(pool) == 2
+
+
+def test_a_tile_has_come_when_its_rest_has_come_too(make_pool: Callable[[int], Pool]) -> None:
+    work, pool = Work(reads_are_fast=True, slow={"rest 0": 2}), make_pool(3)
+    start: HeadStart[int] = HeadStart(pool)
+    start.begin(range(2), work.read)
+    run_pipeline(range(4), work, pool, head_start=start)
+    assert work.computed() == [1, 2, 0, 3]
+
+
+def test_a_head_start_that_is_dropped_is_read_again(make_pool: Callable[[int], Pool]) -> None:
+    work, pool = Work(), make_pool(3)
+    start: HeadStart[int] = HeadStart(pool)
+    start.begin(range(2), work.read)
+    start.drop()
+    assert sorted(work.log) == ["read 0", "read 0 cancelled", "read 1", "read 1 cancelled"]
+    assert num_free(pool) == 3
+    work.slot_of.clear()
+    run_pipeline(range(2), work, pool, head_start=start)
+    assert work.computed() == [0, 1]
+    assert work.log.count("read 0") == 2
+
+
+def test_a_run_without_read_ahead_drops_the_head_start(make_pool: Callable[[int], Pool]) -> None:
+    work, pool = Work(), make_pool(2)
+    start: HeadStart[int] = HeadStart(pool)
+    start.begin(range(1), work.read)
+    work.slot_of.clear()
+    run_pipeline(range(2), work, pool, read_ahead=False, head_start=start)
+    assert work.log[:4] == ["read 0", "read 0 cancelled", "read 0", "read 0 ended"]
+    assert "rest 0" not in work.log
+    assert num_free(pool) == 2
+
+
+@pytest.mark.parametrize("fail_at", ["read 0", "read 1", "rest 0", "rest 1", "rest 1 starts", "compute 0", "write 1"])
+def test_a_head_start_that_fails_raises_in_the_run_and_loses_no_buffer(
+    make_pool: Callable[[int], Pool], fail_at: str
+) -> None:
+    work, pool = Work(fail_at), make_pool(3)
+    start: HeadStart[int] = HeadStart(pool)
+    start.begin(range(2), work.read)
+    with pytest.raises((OSError, ValueError), match=fail_at):
+        run_pipeline(range(5), work, pool, head_start=start)
+    assert start.tiles == []
+    assert num_free(pool) == 3
+
+
+def test_a_head_start_that_cannot_begin_gives_the_buffer_back(make_pool: Callable[[int], Pool]) -> None:
+    work, pool = Work("read 1 starts"), make_pool(3)
+    start: HeadStart[int] = HeadStart(pool)
+    with pytest.raises(ValueError, match="read 1 starts"):
+        start.begin(range(3), work.read)
+    assert start.tiles == [0]
+    start.drop()
+    assert num_free(pool) == 3
+
+
 # ---- failures ------------------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +416,9 @@ class AddOne:
     def read(self, tile: str, slot: Slot) -> Move:
         return self._store.read([(tile, 0, slot.tensor)], tile)
 
+    def read_rest(self, tile: str, slot: Slot) -> Move:
+        return self._store.read([], tile)
+
     def compute(self, tile: str, slot: Slot) -> None:
         slot.tensor.add_(1)
 
@@ -244,8 +435,30 @@ def test_tiles_on_disk_are_stepped_in_place(
     for i, name in enumerate(names):
         store.put(name, pattern(131072, seed=i), Tier.NVME).wait()
     pool = Pool(store.arena, 131072, num_buffers, "tiles")
-    for _ in range(3):
-        run_pipeline(names, AddOne(store), pool)
+    start: HeadStart[str] = HeadStart(pool)
+    for number in range(3):
+        if number:
+            start.begin(names, AddOne(store).read)
+        run_pipeline(names, AddOne(store), pool, head_start=start)
     for i, name in enumerate(names):
         assert torch.equal(store.fetch(name).wait(), pattern(131072, seed=i) + 3)
         store.release(name)
+
+
+def test_tiles_on_two_paths_are_stepped_in_place(tmp_path: Path, pattern: Callable[..., torch.Tensor]) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    with TensorStore(paths, 8 << 20, IoSettings(block_bytes=65536, depth=4)) as store:
+        names = [f"tile {i}" for i in range(12)]
+        for i, name in enumerate(names):
+            store.put(name, pattern(131072 - 4096 * (i % 3), seed=i), Tier.NVME).wait()
+        assert all(any(path.rglob("segment.bin")) for path in paths)
+        pool = Pool(store.arena, 131072 - 2 * 4096, 3, "tiles")
+        for _ in range(3):
+            run_pipeline(names, AddOne(store), pool)
+        for i, name in enumerate(names):
+            expected = pattern(131072 - 4096 * (i % 3), seed=i)
+            expected[: pool.slot_bytes] += 3
+            assert torch.equal(store.fetch(name).wait(), expected)
+            store.release(name)

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tiermem.swap.arena import Arena
-from tiermem.swap.files import IoSettings
 from tiermem.swap.move import Move
 from tiermem.swap.native import Fault
+from tiermem.swap.settings import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 
@@ -154,7 +154,7 @@ def test_engine_that_cannot_run_is_told_at_the_first_transfer(
     store.put("h", torch.ones(1), Tier.HOST)
     store.reserve("n", (5,), torch.float32, Tier.NVME)
     with monkeypatch.context() as patch:
-        patch.setattr("tiermem.swap.store.Queue", refuse)
+        patch.setattr("tiermem.swap.queues.Queue", refuse)
         with pytest.raises(OSError, match="no I/O queue"):
             store.put("x", torch.ones(5), Tier.NVME)
         with pytest.raises(OSError, match="no I/O queue"):
@@ -173,14 +173,14 @@ def test_settle_registers_memory_carved_since_and_spares_fetches_under_way(
 ) -> None:
     store = make_store(host_bytes=64 << 20)
     store.put("x", pattern(1 << 20), Tier.NVME).wait()
-    queue = store.queue
+    queues = store.queues
     store.settle()
-    assert store.queue is queue  # nothing was carved since it was opened
+    assert store.queues is queues  # nothing was carved since it was opened
     coming = store.fetch("x")
     buffer = store.arena.take(4 << 20).tensor
     ranged = store.read([("x", 0, buffer[: 1 << 20])], "range")
     store.settle()
-    assert store.queue is not queue
+    assert store.queues is not queues
     assert torch.equal(coming.wait(), pattern(1 << 20))
     assert torch.equal(ranged.wait()[0], pattern(1 << 20))
     assert store.stats().nvme_read_bytes == 2 << 20  # counters outlive their queue
@@ -310,4 +310,4 @@ def test_child_that_exits_by_itself_deletes_nothing(tmp_path: Path) -> None:
 def test_settings_reach_the_queue(tmp_path: Path) -> None:
     with TensorStore([tmp_path], 8 << 20, IoSettings("threads", block_bytes=4096, depth=2, threads=1)) as store:
         store.put("x", torch.ones(8192, dtype=torch.uint8), Tier.NVME).wait()
-        assert store.queue.counters().blocks == 2
+        assert store.queues.counters().blocks == 2

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiermem.swap.arena import BudgetError
-from tiermem.swap.files import IoSettings
 from tiermem.swap.native import Fault
+from tiermem.swap.settings import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 

@@ -37,6 +37,8 @@ def tiermem(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["--preset", "151m", "--peers", "--peer-python", "no-python"], "--peer-python: no-python is no program"),
         (["--preset", "151m", "--deepspeed-config", "no.json"], "no.json: No such file or directory"),
         (["--preset", "151m", "--deepspeed-config", "x", "--lr", "1"], "--lr: --deepspeed-config decides this"),
+        (["--preset", "151m", "--tuned", "no.json"], "no.json: No such file or directory"),
+        (["--preset", "151m", "--tbw", "much"], "'much' is no drive's endurance"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_made(tmp_path: Path, arguments: list[str], reason: str) -> None:

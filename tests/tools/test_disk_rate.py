@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("_tiermem_native")
 
+from tiermem.swap.direct import open_unnamed
 from tiermem.tools.check import direct_alignment
-from tiermem.tools.disk_rate import measure_disk, open_unnamed
+from tiermem.tools.disk_rate import measure_disk
 
 
 def test_rates_are_positive_and_nothing_is_left(tmp_path: Path) -> None:

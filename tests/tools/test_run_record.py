@@ -59,6 +59,18 @@ def test_bytes_of_a_run_that_died_are_those_of_its_last_step() -> None:
     assert (summary["nvme_read_bytes"], summary["nvme_written_bytes"]) == (90, 30)
 
 
+def test_paths_and_the_time_of_training_are_kept() -> None:
+    record = RunRecord()
+    for number, seconds in ((1, 2), (2, 5)):
+        record.on_message({**step(number, 9.0), "start_ns": seconds * 10**9, "end_ns": (seconds + 1) * 10**9})
+    record.on_message({"kind": "done", "paths": [["/a", 10, 25]]})
+    summary = record.summary()
+    assert summary["paths"] == [{"path": "/a", "written_bytes": 10, "since_made_bytes": 25}]
+    assert summary["training_s"] == 4.0
+    assert RunRecord().summary()["paths"] == []
+    assert RunRecord().summary()["training_s"] == 0.0
+
+
 def test_counts_that_differ_are_told() -> None:
     record = RunRecord()
     counts = {"nvme_read_bytes": 10**9, "nvme_written_bytes": 10**9, "kernel_read_bytes": 10**9}

@@ -66,9 +66,14 @@ def test_a_capped_run_on_nvme_equals_one_in_memory_to_the_bit(folder: Path) -> N
 def test_a_run_leaves_its_reports_and_nothing_on_nvme(folder: Path) -> None:
     disk = folder / "disk"
     disk.mkdir()
-    done, _ = train(folder, "--steps", "2", "--nvme", "disk", "--resident", "0")
+    done, out = train(folder, "--steps", "2", "--nvme", "disk", "--resident", "0", "--tbw", "600TB")
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(disk.iterdir()) == []
+    (path,) = out["paths"]
+    assert path["written_bytes"] == out["nvme_written_bytes"]
+    assert 0 < path["written_bytes"] <= path["since_made_bytes"]
+    assert f"written to {path['path']}: " in done.stdout
+    assert "a drive of 600 TBW lasts " in done.stdout
     (run,) = (folder / "runs").iterdir()
     assert {file.name for file in run.iterdir()} - {"output.log"} == {
         "events.jsonl",
@@ -146,6 +151,22 @@ def test_a_config_file_decides_all_that_it_names(folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(out["losses"]) == 2
     assert out["state_bytes"] == 12 * out["num_params"]
+
+
+def test_what_was_tuned_is_what_a_run_uses(folder: Path) -> None:
+    disk = folder / "disk"
+    disk.mkdir()
+    tuned = {
+        "aio": {"block_size": 1 << 18, "queue_depth": 1, "intra_op_parallelism": 3},
+        "tiermem": {"engine": "threads", "paths": [{"path": str(disk)}], "measured": {"made_by": "tiermem tune"}},
+    }
+    (folder / "tiermem.json").write_text(json.dumps(tuned))
+    done, out = train(folder, "--steps", "1", "--tuned", "tiermem.json", "--resident", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert out["engine"] == "threads"
+    assert "3 of them" in out["engine_why"]
+    assert [path["path"] for path in out["paths"]] == [str(disk)]
+    assert list(disk.iterdir()) == []
 
 
 def test_a_wrong_config_is_one_line(folder: Path) -> None:

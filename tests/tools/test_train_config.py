@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.tools.train_config import make_config, precision_of, read_config, with_host_bytes
+from tiermem.tools.train_config import (
+    make_config,
+    nvme_folders,
+    own_folders,
+    precision_of,
+    read_config,
+    with_host_bytes,
+)
 
 
 def test_options_become_a_config() -> None:
@@ -40,6 +47,26 @@ def test_the_library_accepts_every_config(offload: str, tmp_path: Path) -> None:
 def test_a_budget_in_the_file_stands() -> None:
     assert with_host_bytes({"tiermem": {"host_bytes": 5}}, 7) == {"tiermem": {"host_bytes": 5}}
     assert with_host_bytes({}, 7) == {"tiermem": {"host_bytes": 7}}
+
+
+def test_folders_are_found_in_every_form_of_them() -> None:
+    def config(param: object, optim: object, device: str = "nvme", **top: object) -> dict[str, object]:
+        sections = {"offload_param": {"device": device, "nvme_path": param}, "offload_optimizer": optim}
+        return {"zero_optimization": sections, **top}
+
+    optim = {"device": "nvme", "nvme_path": ["/b", {"path": "/a", "weight": 2}, {"path": "/c"}]}
+    assert nvme_folders(config("/a", optim)) == ["/a", "/b", "/c"]
+    assert nvme_folders(config("/a", None)) == ["/a"]
+    assert nvme_folders(config("/a", optim, device="cpu")) == ["/b", "/a", "/c"]
+    assert nvme_folders(config("/a", {"device": "cpu"}, device="cpu")) == []
+    own = {"paths": [{"path": "/d", "weight": 1}, "/e"]}
+    assert nvme_folders(config(None, optim, tiermem=own)) == ["/d", "/e"] == own_folders({"tiermem": own})
+    assert nvme_folders(config("/a", {"device": "cpu"}, device="cpu", tiermem=own)) == []
+
+
+@pytest.mark.parametrize("config", [{}, {"zero_optimization": True}, {"zero_optimization": {"offload_param": None}}])
+def test_a_config_without_offload_has_no_folders(config: dict[str, object]) -> None:
+    assert nvme_folders(config) == []
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
     zero       zero_optimization                  offload     offload_param, offload_optimizer
     precision  bf16, fp16                         optimizer   optimizer and its params
     scheduler  scheduler                          aio         aio
+    gds        why aio.use_gds cannot be had      paths       nvme_path, tiermem.paths
     batch      the three batch sizes              own         the section "tiermem"
     keys       refused, computed, planned keys    errors      ConfigError
     translate  keys -> policy, report             base        what sections share
@@ -19,6 +20,7 @@ from tiermem.config.load import load_config, resolve_auto
 from tiermem.config.offload import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig
 from tiermem.config.optimizer import AdamParams, OptimizerConfig
 from tiermem.config.own import OwnConfig
+from tiermem.config.paths import PathConfig
 from tiermem.config.precision import Bf16Config, Fp16Config
 from tiermem.config.root import TiermemConfig
 from tiermem.config.scheduler import SchedulerConfig
@@ -47,6 +49,7 @@ __all__ = [
     "OffloadParamConfig",
     "OptimizerConfig",
     "OwnConfig",
+    "PathConfig",
     "Problem",
     "ReportRow",
     "SchedulerConfig",

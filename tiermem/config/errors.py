@@ -111,6 +111,8 @@ def _section_of(parts: Sequence[str], root: type[pydantic.BaseModel]) -> tuple[s
     names: list[str] = []
     model: type[pydantic.BaseModel] | None = root
     for part in parts[:-1]:
+        if part.isdigit():  # a place in a list: what it holds is the list's kind of section
+            continue
         found = _field_of(model, part) if model is not None else None
         if found is None:
             return ".".join(parts[:-1]), None

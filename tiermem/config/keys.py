@@ -80,8 +80,6 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         ),
         "optimizer.params.amsgrad": Refusal("the amsgrad variant does not exist; remove the key"),
         "optimizer.params.fp32_optimizer_states": Refusal("moments are kept in fp32 for now; remove the key"),
-        # aio
-        "aio.use_gds": Refusal("GPUDirect Storage is not used: NVMe is read into pinned host memory; remove the key"),
         # the rest of the top level
         "sparse_gradients": Refusal("sparse gradients do not exist here; remove the key"),
         "prescale_gradients": Refusal("gradients are averaged in one reduction; remove the key"),
@@ -144,8 +142,7 @@ COMPUTED: Mapping[str, str] = MappingProxyType(
         f"{_ZERO}.parameter_alignment": "every parameter starts on a 64-byte boundary",
         f"{_OPTIM}.fast_init": "states on NVMe are always made in place, tile by tile",
         "bf16.immediate_grad_update": "a gradient is reduced as soon as it is final",
-        "aio.single_submit": "blocks are submitted in batches",
-        "aio.overlap_events": "completions never hold back submissions",
+        "tiermem.measured": "what `tiermem tune` noted; nothing acts on it",
         "zero_force_ds_cpu_optimizer": "an optimizer whose states are sharded or offloaded is always tiermem's own",
     }
 )
@@ -170,6 +167,7 @@ PLANNED: Mapping[str, str] = MappingProxyType(
         "aio.intra_op_parallelism": "the engine chooses",
         "tiermem.host_bytes": "what the plan needs",
         "tiermem.disk_bytes": "what the plan needs",
+        "tiermem.paths": "the folders of nvme_path",
         "tiermem.grads": "cpu when the budget has room, else nvme",
         "tiermem.engine": "the first of uring, aio and threads that works",
     }

@@ -2,18 +2,18 @@
 
 `device` is a tier's name. The counts are the user's caps: a key that is not set is computed by the plan, so the
 documented defaults below stand for what the reference system does, and reach the policy only when they are written out.
-Whether a path exists and can be written is found out by the store, on the machine that runs.
+Folders may stand in `tiermem.paths` instead (`paths.py`); that there are some is checked where both sections are known.
 """
 
 from __future__ import annotations
 
 import enum
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from tiermem.config.base import ConfigModel, Count, Number
+from tiermem.config.paths import Paths
 
 __all__ = ["STATES_PER_TILE", "OffloadDevice", "OffloadOptimizerConfig", "OffloadParamConfig"]
 
@@ -29,33 +29,16 @@ class OffloadDevice(str, enum.Enum):
     nvme = "nvme"
 
 
-def _as_paths(value: Any) -> Any:
-    paths = [value] if isinstance(value, (str, Path)) else value
-    if isinstance(paths, (list, tuple)) and any(isinstance(p, str) and not p.strip() for p in paths):
-        raise ValueError(f"{value!r} given; allowed is the path of a folder, or a list of them, and none may be empty")
-    return paths
-
-
-Paths = Annotated[tuple[Path, ...], BeforeValidator(_as_paths), Field(min_length=1)]
-"""One path or several; several share the load."""
-
-
 class _OffloadConfig(ConfigModel):
     """What both offload sections share."""
 
     device: OffloadDevice = OffloadDevice.none
     """Tier that the states rest on: none leaves them on the device, cpu is host memory, nvme is files."""
     nvme_path: Paths | None = None
-    """Folder on the NVMe file system, or a list of folders on several; needed when device is nvme."""
+    """Folder on the NVMe file system, or a list of folders on several, each with an optional cap and weight; needed when
+    device is nvme and tiermem.paths is not given."""
     pin_memory: bool = False
     """Register host memory with the GPU driver. Not set: yes where there is a GPU. One arena serves both sections."""
-
-    def contradictions(self) -> list[tuple[str, str]]:
-        if self.device is OffloadDevice.nvme and self.nvme_path is None:
-            return [
-                ("nvme_path", 'is missing, but device is nvme; set it to a folder, such as "/mnt/nvme0", or a list')
-            ]
-        return []
 
     def _below(self, name: str, least: int) -> bool:
         """Whether the user gave a count that NVMe offload cannot work with."""

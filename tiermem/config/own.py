@@ -1,16 +1,17 @@
 """`tiermem`: the section for what the documented keys have no word for. Its keys are fields of the policy.
 
-"tiermem": {"host_bytes": "2GiB", "resident_bytes": "512MiB", "on_nonfinite": "raise"}
+"tiermem": {"host_bytes": "2GiB", "paths": ["/mnt/nvme0", "/mnt/nvme1"], "on_nonfinite": "raise"}
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from tiermem.config.base import Bytes, ConfigModel, Number
 from tiermem.config.offload import OffloadDevice
+from tiermem.config.paths import Paths
 
 __all__ = ["OwnConfig"]
 
@@ -24,6 +25,8 @@ class OwnConfig(ConfigModel):
     """Budget of host memory per node, divided by the ranks on it. Not set: what the plan needs."""
     disk_bytes: Annotated[Bytes, Field(ge=1)] | None = None
     """Most bytes to take on all NVMe paths together. Not set: what the plan needs."""
+    paths: Paths | None = None
+    """Folders on NVMe file systems, each with an optional cap and weight. Not set: those of nvme_path."""
     resident_bytes: Bytes | None = None
     """Optimizer state kept in host memory although its home is NVMe."""
     grads: OffloadDevice | None = None
@@ -36,5 +39,7 @@ class OwnConfig(ConfigModel):
     """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
     engine: Literal["auto", "uring", "aio", "threads"] = "auto"
     """How files are read and written; auto takes the first that works."""
+    measured: dict[str, Any] | None = None
+    """What `tiermem tune` noted beside its settings: machine, date, rates. Nothing acts on it."""
     timeout_s: Annotated[Number, Field(gt=0.0)] = 1800.0
     """Longest wait for another rank before the run stops with an error, in seconds."""

@@ -26,7 +26,7 @@ from tiermem.config.optimizer import OptimizerConfig
 from tiermem.config.own import OwnConfig
 from tiermem.config.precision import Bf16Config, Fp16Config
 from tiermem.config.scheduler import SchedulerConfig
-from tiermem.config.translate import ReportRow, io_of, paths_of, policy_of, report_of
+from tiermem.config.translate import ReportRow, io_of, path_problems, paths_of, policy_of, report_of
 from tiermem.config.zero import ZeroConfig
 from tiermem.policy import OffloadPolicy
 
@@ -120,7 +120,7 @@ class TiermemConfig(ConfigModel):
 
     def report(self) -> list[ReportRow]:
         """Lists every key: its value, whether it is honoured, computed or default, and a note."""
-        return report_of(self, self._auto_keys)
+        return report_of(self, self._auto_keys, bool(paths_of(self.zero_optimization, self.tiermem)))
 
     def contradictions(self) -> list[tuple[str, str]]:
         found = []
@@ -128,14 +128,18 @@ class TiermemConfig(ConfigModel):
             found.append(("", "bf16.enabled and fp16.enabled are both true; allowed is one of them, or none for fp32"))
         if self.tiermem.grads is OffloadDevice.nvme and not paths_of(self.zero_optimization, self.tiermem):
             found.append(
-                ("tiermem.grads", "nvme given without a path; set zero_optimization.offload_optimizer.nvme_path")
+                (
+                    "tiermem.grads",
+                    "nvme given without a path; set zero_optimization.offload_optimizer.nvme_path or tiermem.paths",
+                )
             )
+        found += path_problems(self.zero_optimization, self.tiermem)
         if self.tiermem.grads not in (None, OffloadDevice.none) and self.zero_optimization.stage == 0:
             found.append(("tiermem.grads", "set with stage 0, but gradients rest elsewhere in stages 1, 2 and 3 only"))
         try:
             io_of(self.aio, self.tiermem)
         except ValueError as error:
-            found.append(("aio", f"{error} (block_bytes is block_size, depth is queue_depth)"))
+            found.append(("aio", f"{error} (block_bytes is block_size, threads is intra_op_parallelism)"))
         if self.tiermem.step_in_backward:
             found += self._step_in_backward_conflicts()
         return found

@@ -6,24 +6,27 @@ default. Where the reference counts differently the count is converted here, and
     offload_optimizer.buffer_count   buffers of single states; 4 are one tile of Adam      tile_buffers = count // 4
     pipeline_read, pipeline_write    the reference's default is off                        not set: on
     pin_memory                       two keys, one arena                                   either asks for it: pinned
-    nvme_path                        two keys, one store                                   union, order kept
+    nvme_path                        two keys, one store                                   union, order kept;
+                                                                                           tiermem.paths instead of both
+    queue_depth                      in flight for each of intra_op_parallelism threads    depth = their product
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from tiermem.config.aio import AioConfig
 from tiermem.config.base import ConfigModel, canonical_key
 from tiermem.config.keys import COMPUTED, PLANNED
-from tiermem.config.offload import STATES_PER_TILE, OffloadDevice
+from tiermem.config.offload import STATES_PER_TILE, OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig
 from tiermem.config.own import OwnConfig
+from tiermem.config.paths import PathConfig, clashes, united
 from tiermem.config.zero import ZeroConfig
-from tiermem.policy import IoSettings, OffloadPolicy, Tier
+from tiermem.policy import IoSettings, NvmePath, OffloadPolicy, Tier
 
-__all__ = ["ReportRow", "io_of", "paths_of", "policy_of", "report_of"]
+__all__ = ["ReportRow", "io_of", "path_problems", "paths_of", "policy_of", "report_of"]
 
 _ZERO_FIELDS = {
     "sub_group_size": "tile_numel",
@@ -45,6 +48,9 @@ _OWN_FIELDS = (
     "timeout_s",
 )
 _ONLY_ON_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
+_NO_PATH = (
+    'is missing, but device is nvme; set it to a folder, such as "/mnt/nvme0", or to a list, or set tiermem.paths'
+)
 
 
 class ReportRow(NamedTuple):
@@ -92,13 +98,51 @@ def _offload_fields(zero: ZeroConfig) -> dict[str, Any]:
     return fields
 
 
-def paths_of(zero: ZeroConfig, own: OwnConfig) -> tuple[Path, ...]:
-    """Lists the paths in use: of the sections with device nvme, or of both when gradients go to nvme; each once."""
-    paths: list[Path] = []
-    for section in (zero.offload_param, zero.offload_optimizer):
-        if section is not None and OffloadDevice.nvme in (section.device, own.grads):
-            paths += section.nvme_path or ()
-    return tuple(dict.fromkeys(paths))
+def paths_of(zero: ZeroConfig, own: OwnConfig) -> tuple[NvmePath, ...]:
+    """Lists the paths in use, each once; none when nothing goes to nvme.
+
+    They are those of `tiermem.paths`, else of the sections with device nvme, or of both when gradients go to nvme.
+    """
+    if OffloadDevice.nvme not in (zero.param_device, zero.optimizer_device, own.grads):
+        return ()
+    return united(own.paths or [path for paths in _section_paths(zero, own).values() for path in paths])
+
+
+def path_problems(zero: ZeroConfig, own: OwnConfig) -> list[tuple[str, str]]:
+    """What is wrong with the paths of both offload sections and of `tiermem.paths`, together: (key, sentence) each."""
+    given = _section_paths(zero, own)
+    named = [path for paths in given.values() for path in paths]
+    if own.paths is None:
+        missing = [key for key, section in _sections(zero) if section.device is OffloadDevice.nvme and key not in given]
+        clash = clashes(named)
+        return [*((key, _NO_PATH) for key in missing), *([(next(iter(given)), clash)] if clash else [])]
+    if named and _places(named) != _places(own.paths):
+        verb = "names" if len(given) == 1 else "name"
+        said = f"{_folders(own.paths)} given, but {' and '.join(given)} {verb} {_folders(named)}"
+        return [("tiermem.paths", f"{said}; remove one of the two, or name the same folders in both")]
+    clash = clashes([*own.paths, *(each for each in named if not isinstance(each.written, str))])
+    return [("tiermem.paths", clash)] if clash else []
+
+
+def _section_paths(zero: ZeroConfig, own: OwnConfig) -> dict[str, tuple[PathConfig, ...]]:
+    """The paths of the sections that are on nvme, or of both when gradients are; by key, where there are any."""
+    in_use = ((key, s.nvme_path) for key, s in _sections(zero) if OffloadDevice.nvme in (s.device, own.grads))
+    return {key: paths for key, paths in in_use if paths}
+
+
+def _sections(zero: ZeroConfig) -> Iterator[tuple[str, OffloadParamConfig | OffloadOptimizerConfig]]:
+    """Both offload sections that are there, each with the key of its paths."""
+    for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
+        if section is not None:
+            yield f"zero_optimization.{name}.nvme_path", section
+
+
+def _places(paths: Sequence[PathConfig]) -> set[str]:
+    return {os.path.abspath(each.path) for each in paths}
+
+
+def _folders(paths: Sequence[PathConfig]) -> str:
+    return ", ".join(str(value.path) for value in united(paths))
 
 
 def io_of(aio: AioConfig, own: OwnConfig) -> IoSettings:
@@ -106,8 +150,11 @@ def io_of(aio: AioConfig, own: OwnConfig) -> IoSettings:
     fields: dict[str, Any] = {}
     if aio.is_set("block_size"):
         fields["block_bytes"] = aio.block_size
-    if aio.is_set("queue_depth"):
-        fields["depth"] = aio.queue_depth
+    if aio.depth is not None:
+        fields["depth"] = aio.depth
+    for name in ("single_submit", "overlap_events"):
+        if aio.is_set(name):
+            fields[name] = getattr(aio, name)
     if aio.threads is not None:
         fields["threads"] = aio.threads
     if own.is_set("engine"):
@@ -115,12 +162,14 @@ def io_of(aio: AioConfig, own: OwnConfig) -> IoSettings:
     return IoSettings(**fields)
 
 
-def report_of(config: ConfigModel, auto_keys: frozenset[str]) -> list[ReportRow]:
+def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -> list[ReportRow]:
     """Lists every key of every section, in the order of the models."""
     rows = []
     for model, name, key, value in _leaves(config, ""):
         is_set = model.is_set(name)
         note = COMPUTED.get(key) or _only_on_nvme(model, name, is_set) or ("" if is_set else PLANNED.get(key, ""))
+        if key == "tiermem.paths" and is_set and not uses_nvme:
+            note = "matters with device nvme; no device is"
         if key in auto_keys:
             note = "auto: from the hidden size" if is_set else f"auto: {note or 'the default'}"
         how: Literal["honoured", "computed", "default"] = "honoured" if is_set else "default"
@@ -135,7 +184,14 @@ def _leaves(model: ConfigModel, prefix: str) -> Iterator[tuple[ConfigModel, str,
         if isinstance(value, ConfigModel):
             yield from _leaves(value, key + ".")
         else:
-            yield model, name, key, value
+            yield model, name, key, _written(value)
+
+
+def _written(value: Any) -> Any:
+    """Paths as a person would write them; everything else as it is."""
+    if isinstance(value, tuple) and value and isinstance(value[0], PathConfig):
+        return [each.written for each in value]
+    return value
 
 
 def _only_on_nvme(model: ConfigModel, name: str, is_set: bool) -> str:

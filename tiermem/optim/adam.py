@@ -111,6 +111,8 @@ class _NativeAdam(torch.optim.Optimizer):
         tiles = self._tiles[shards] = StateTiles(shards)
         if shards.policy.step_in_backward:
             shards.homes.consume = lambda unit, grads: self._step_unit(shards, tiles, shards.units[unit.index], grads)
+        else:
+            shards.hooks.on_last_read = tiles.begin
 
     def _step_sharded(self, shards: Shards, tiles: StateTiles, scale: float, max_norm: float) -> None:
         trainable = [live for live in shards.units if live.unit.is_trainable]

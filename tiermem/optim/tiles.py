@@ -10,6 +10,11 @@ In a buffer the tile's slice of the parameters and of the gradients follow, when
 native kernel per parameter in the tile; elements between parameters are never stepped. Before its first step a tile has no
 states on disk: the master is made from the parameter (or read from the fp32 values that zero.Init saw, when those were
 kept), the moments are zero.
+
+The first tiles are read before backward has ended (zero/hooks.py says when). States and parameters rest from one step to
+the next, so what has come stays right while micro-batches accumulate, a backward fails or a step is skipped; whoever
+writes them in between drops it (`Shards.drop_head_start`). Gradients are not final before the end of backward: their slices
+are read when the step begins.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import torch
 from tiermem.policy import Tier
 from tiermem.swap.arena import Slot
 from tiermem.swap.move import Move
-from tiermem.swap.native import AdamScalars, adam_step
+from tiermem.swap.native import BACKGROUND, AdamScalars, adam_step
 from tiermem.swap.pipeline import run_pipeline
 from tiermem.zero.plan import STATE_BYTES, state_element_bytes
 from tiermem.zero.residency import LiveUnit
@@ -69,6 +74,20 @@ class Tile:
         """Bytes of its slice of the parameters, and of the gradients."""
         return self.numel * self.live.unit.dtype.itemsize
 
+    @property
+    def slice_offset(self) -> int:
+        """Where that slice begins in the unit's parameters, and in its gradients."""
+        return self.start * self.live.unit.dtype.itemsize
+
+
+class _Part(NamedTuple):
+    """Bytes of an entry of the store and their place in a tile's buffer."""
+
+    entry: str
+    offset: int
+    place: int
+    num_bytes: int
+
 
 ScalarsOf = Callable[[Shard], AdamScalars | None]
 """The scalars of a parameter's next step, or None when it is not to be stepped."""
@@ -91,6 +110,17 @@ class StateTiles:
         for tile in self.tiles:
             self._store.reserve(tile.entry, (tile.state_bytes,), torch.uint8, tile.home)
 
+    def begin(self) -> None:
+        """Starts reading the first tiles of the next step, behind everything else; does nothing once they are on their way.
+
+        Tiles that lie in memory are left out: they would hold a buffer for nothing.
+        """
+        start = self._shards.head_start
+        if start is None or not self._shards.policy.pipeline_read:
+            return
+        work = _TileStep(self._shards, lambda shard: None, None)  # which only reads
+        start.begin((tile for tile in self.tiles if work.has_lasting(tile)), work.read_lasting)
+
     def step(self, scalars_of: ScalarsOf) -> None:
         """Steps every tile once. Blocks; raises OSError when a transfer failed."""
         self._run(self.tiles, _TileStep(self._shards, scalars_of, None))
@@ -111,7 +141,8 @@ class StateTiles:
     def _run(self, tiles: Sequence[Tile], work: _TileStep) -> None:
         policy, pool = self._shards.policy, self._shards.tile_pool
         if pool is not None:
-            run_pipeline(tiles, work, pool, policy.pipeline_read, policy.pipeline_write)
+            start = self._shards.head_start
+            run_pipeline(tiles, work, pool, policy.pipeline_read, policy.pipeline_write, start)
         else:
             for tile in tiles:
                 work.compute(tile, None)
@@ -175,19 +206,19 @@ class _TileStep:
         self._grads = grads  # of the one unit being stepped, when none rest at home
 
     def read(self, tile: Tile, slot: Slot) -> Move:
-        ranges = []
-        states, params, grads = self._buffers(tile, slot)
-        if tile.is_started and tile.home is Tier.NVME:
-            ranges.append((tile.entry, 0, states))
-        initial = self._initial_of(tile)
-        if initial is not None and self._store.home_of(initial) is Tier.NVME:
-            ranges.append((initial, tile.start * STATE_BYTES, states[: tile.numel * STATE_BYTES]))
-        if tile.live.entry is not None and (MASTER not in tile.state_names or not tile.is_started):
-            ranges.append((tile.live.entry, tile.start * tile.live.unit.dtype.itemsize, params))
-        if self._grads is None and self._shards.homes.home is Tier.NVME:
-            entry = self._shards.homes.entry(tile.live.unit)
-            ranges.append((entry, tile.start * tile.live.unit.dtype.itemsize, grads))
-        return self._store.read(ranges, f"tile {tile.entry}")
+        parts = self._lasting_parts(tile) + self._gradient_parts(tile)
+        return self._store.read(_into(slot, parts), f"tile {tile.entry}")
+
+    def read_lasting(self, tile: Tile, slot: Slot) -> Move:
+        """Starts reading what rests from step to step; whatever else waits for the disk goes first."""
+        return self._store.read(_into(slot, self._lasting_parts(tile)), f"tile {tile.entry}", BACKGROUND)
+
+    def read_rest(self, tile: Tile, slot: Slot) -> Move:
+        return self._store.read(_into(slot, self._gradient_parts(tile)), f"gradients of tile {tile.entry}")
+
+    def has_lasting(self, tile: Tile) -> bool:
+        """Whether a tile has anything on NVMe that is read and rests from step to step."""
+        return bool(self._lasting_parts(tile))
 
     def compute(self, tile: Tile, slot: Slot | None) -> None:
         start_ns = time.monotonic_ns()
@@ -206,6 +237,8 @@ class _TileStep:
             if scalars is None:
                 if low is not None and not tile.is_started and initial is None:
                     master[part].copy_(low[part])
+                elif low is not None and tile.is_started and tile.live.shard is None:
+                    low[part].copy_(master[part])  # it was not read, and the whole slice is written
                 continue
             adam_step(
                 self._shards.workers,
@@ -225,8 +258,27 @@ class _TileStep:
         if tile.home is Tier.NVME:
             ranges.append((tile.entry, 0, states))
         if tile.live.entry is not None:
-            ranges.append((tile.live.entry, tile.start * tile.live.unit.dtype.itemsize, params))
+            ranges.append((tile.live.entry, tile.slice_offset, params))
         return self._store.write(ranges, f"tile {tile.entry}")
+
+    def _lasting_parts(self, tile: Tile) -> list[_Part]:
+        """States, fp32 initial values and parameters, as far as they are read from NVMe."""
+        parts = []
+        if tile.is_started and tile.home is Tier.NVME:
+            parts.append(_Part(tile.entry, 0, 0, tile.state_bytes))
+        initial = self._initial_of(tile)
+        if initial is not None and self._store.home_of(initial) is Tier.NVME:
+            parts.append(_Part(initial, tile.start * STATE_BYTES, 0, tile.numel * STATE_BYTES))
+        if tile.live.entry is not None and (MASTER not in tile.state_names or not tile.is_started):
+            parts.append(_Part(tile.live.entry, tile.slice_offset, tile.state_bytes, tile.slice_bytes))
+        return parts
+
+    def _gradient_parts(self, tile: Tile) -> list[_Part]:
+        """Gradients, when they rest on NVME."""
+        if self._grads is not None or self._shards.homes.home is not Tier.NVME:
+            return []
+        entry = self._shards.homes.entry(tile.live.unit)
+        return [_Part(entry, tile.slice_offset, tile.state_bytes + tile.slice_bytes, tile.slice_bytes)]
 
     def _initial_of(self, tile: Tile) -> str | None:
         """The entry of fp32 initial values that a tile's master starts from, when they were kept."""
@@ -269,6 +321,11 @@ class _TileStep:
             assert in_buffer is not None
             grads = in_buffer[2].view(unit.dtype)
         return states.view(torch.float32), params, grads
+
+
+def _into(slot: Slot, parts: Sequence[_Part]) -> list[tuple[str, int, torch.Tensor]]:
+    """What the store is asked for: each part with its place in the buffer."""
+    return [(part.entry, part.offset, slot.tensor[part.place : part.place + part.num_bytes]) for part in parts]
 
 
 def _overlap(shards: Shards, part: Shard, start: int, numel: int) -> Segment:

@@ -13,6 +13,11 @@ evaluation without backward) takes its uses with it. Reentrant checkpointing run
 a *promise* of a use, made when backward computes forward again. When no use of a unit is left unanswered, and none promised,
 its gradients are final; what is left when backward ends (inputs without gradients, such as token ids) is finished there.
 Gradients add up at home, so a use that is answered late costs time, never correctness.
+
+When backward has asked for a unit and no further read of parameters is expected, `on_last_read` is called: from then on the
+disk would be idle, and whoever has something to read for the step may begin. Earlier, such reads would stand in the way
+of fetches that somebody waits for, and could fetch no more, since what they fill is a fixed number of buffers. It may be
+called again in the same backward, and for every micro-batch; it is called at the end of backward in any case.
 """
 
 from __future__ import annotations
@@ -67,6 +72,7 @@ class Hooks:
         self._is_training_pass = False  # the root's forward is under way and began with gradients
         self._is_backward = False  # its end is being watched
         self.may_receive: Callable[[], bool] = lambda: True  # False: autograd goes on adding to p.grad
+        self.on_last_read: Callable[[], None] = lambda: None
         self._handles: list[RemovableHandle] = []
         for module, needed in triggers.items():
             self._install(module, needed)
@@ -174,6 +180,7 @@ class Hooks:
                 if self.may_receive():
                     self._homes.receive(live.unit)
                 self._homes.show(live.unit)
+        self.on_last_read()
 
     def _hold(self, use: Use) -> None:
         self._watch_backward()
@@ -186,6 +193,8 @@ class Hooks:
         for live in use.units:
             live.num_users += 1
             self._residency.ensure(live)
+        if not self._residency.expects_reads():
+            self.on_last_read()
 
     def _let_go(self, use: Use) -> None:
         if use.is_held:

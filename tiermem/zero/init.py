@@ -43,7 +43,7 @@ from tiermem.swap.native import trim_heap
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
 from tiermem.zero.collectives import gather, share
-from tiermem.zero.topology import Topology, find_topology
+from tiermem.zero.topology import Topology, find_topology, paths_of_rank
 
 _CACHE_BYTES = 64 << 20
 _PIECE_NUMEL = 1 << 20
@@ -171,7 +171,7 @@ class Nursery:
         self._bounce: Bounce | None = None
         self._piece: torch.Tensor | None = None  # what is read on the way to a parameter's place
         if self._on_nvme:
-            self._store = TensorStore(policy.paths, 8 << 20, policy.io, policy.disk_bytes, pin=False)
+            self._store = TensorStore(paths_of_rank(policy.paths), 8 << 20, policy.io, policy.disk_bytes, pin=False)
             self._bounce = Bounce(self._store)
             self._piece = torch.empty(_PIECE_NUMEL * 8, dtype=torch.uint8)  # kept: blocks that come and go leave holes
         self._children: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> _Child

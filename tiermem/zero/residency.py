@@ -119,6 +119,13 @@ class Residency:
         if live.state is not UnitState.HOME and not live.unit.is_resident:
             self._evict(live)
 
+    def expects_reads(self) -> bool:
+        """Whether a unit that rests on NVME is expected in this pass and its read has not been started."""
+        return any(
+            live.state is UnitState.HOME and live.entry is not None
+            for live in (self._units[index] for index in self.order.upcoming())
+        )
+
     def prefetch_first(self) -> None:
         """Starts fetching what the next pass is expected to begin with."""
         self.order.rewind()

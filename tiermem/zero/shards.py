@@ -30,6 +30,7 @@ from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.arena import Pool
 from tiermem.swap.bounce import Bounce
 from tiermem.swap.native import Workers, trim_heap
+from tiermem.swap.pipeline import HeadStart
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
 from tiermem.zero.agreement import agree, facts_of
@@ -39,9 +40,9 @@ from tiermem.zero.hooks import Hooks
 from tiermem.zero.init import Nursery
 from tiermem.zero.memory import UnitMemory, can_swap_pointers
 from tiermem.zero.order import Order
-from tiermem.zero.plan import BOUNCE_BYTES, keeps_initial_master, make_plan
+from tiermem.zero.plan import BOUNCE_BYTES, STATE_BYTES, keeps_initial_master, make_plan
 from tiermem.zero.residency import LiveUnit, Residency
-from tiermem.zero.topology import Topology, find_topology, give_fair_threads, ranks_per_node
+from tiermem.zero.topology import Topology, find_topology, give_fair_threads, paths_of_rank, ranks_per_node
 from tiermem.zero.unit import Shard, Unit, divide
 
 logger = logging.getLogger("tiermem")
@@ -94,7 +95,8 @@ class Shards:
         is_gpu = self.device.type == "cuda"
         self.plan = make_plan(division, policy, self.topology, is_gpu, ranks_per_node())
         arena_bytes = max(self.plan.host_bytes, 1)
-        self.store = TensorStore(policy.paths, arena_bytes, policy.io, policy.disk_bytes, policy.pin_memory)
+        paths = paths_of_rank(policy.paths)
+        self.store = TensorStore(paths, arena_bytes, policy.io, policy.disk_bytes, policy.pin_memory)
         self.workers = Workers(give_fair_threads())
         try:
             if self.plan.disk_bytes:
@@ -157,8 +159,11 @@ class Shards:
     def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Puts other values in a parameter's place, before the first step; every rank gives the whole. Blocks."""
         live, shard = self._find(param)
-        if shard.num_steps:
-            raise RuntimeError(f"{shard.name} has been stepped: its master weights would not follow")
+        has_master = live.unit.is_trainable and live.unit.dtype.itemsize < STATE_BYTES  # made by the model's first step
+        if shard.num_steps or (has_master and any(other.num_steps for _, other in self.parameters())):
+            stepped = shard.name if shard.num_steps else f"the model around {shard.name}"
+            raise RuntimeError(f"{stepped} has been stepped: its master weights would not follow")
+        self.drop_head_start()
         first = shard.shard_numel * self.topology.shard_rank
         mine = value.detach().reshape(-1)[first : first + shard.shard_numel]
         if initial_master(live.unit) in self.store:
@@ -173,6 +178,11 @@ class Shards:
             self._bounce.write(live.entry, start, mine.contiguous().view(torch.uint8))
         if live.unit.is_resident and live.shard is not None and live.shard is not live.memory.full:
             self.regather(live.unit, live.shard, live.memory)
+
+    def drop_head_start(self) -> None:
+        """Forgets what has been read ahead for the next step, because it is about to change at home. Blocks shortly."""
+        if self.head_start is not None:
+            self.head_start.drop()
 
     def parameters(self) -> Iterator[tuple[LiveUnit, Shard]]:
         """Every partitioned parameter, unit by unit."""
@@ -192,6 +202,7 @@ class Shards:
             return
         self._is_closed = True
         try:
+            self.drop_head_start()
             self.residency.empty()
             weights = [(s.param, self.weight(s.param)) for _, s in self.parameters()] if materialize else []
             self.homes.settle()
@@ -220,6 +231,7 @@ class Shards:
         grads = Pool(arena, plan.grad_slot_bytes, plan.num_grad_slots, "gradients") if plan.num_grad_slots else None
         tiles = Pool(arena, plan.tile_slot_bytes, plan.num_tile_slots, "tiles") if plan.num_tile_slots else None
         self.tile_pool = tiles
+        self.head_start: HeadStart[Any] | None = HeadStart(tiles) if tiles is not None else None  # of the next step
         self.units = [self._send_home(unit, may_swap, pool or stages) for unit in units]
         self.store.settle()
         self.residency = Residency(self.units, self.store, order, self.topology, self.policy, pool, stages, self.device)

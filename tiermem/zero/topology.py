@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from tiermem.swap.paths import AnyPath, NvmePath, as_paths
 from tiermem.zero.rollcall import RollCall
 
 
@@ -68,6 +70,15 @@ def ranks_per_node() -> int:
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def paths_of_rank(paths: AnyPath | Sequence[AnyPath]) -> tuple[NvmePath, ...]:
+    """The paths with this rank's share of their caps, which are per node."""
+    ranks = ranks_per_node()
+    return tuple(
+        path if path.max_bytes is None else dataclasses.replace(path, max_bytes=max(1, path.max_bytes // ranks))
+        for path in as_paths(paths)
+    )
 
 
 def fair_threads() -> int:

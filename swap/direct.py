@@ -1,0 +1,81 @@
+"""Direct: whether a file is read and written past the page cache, and at which alignment.
+
+Everything that moves here is cut at ALIGNMENT. A file system that takes no O_DIRECT, or asks for more than that, is used
+buffered, and `why_buffered` says why:
+
+    open with O_DIRECT   refused               buffered
+    STATX_DIOALIGN       (0, 0)                buffered: not this file (encrypted, or data in the journal)
+                         more than ALIGNMENT   buffered, with the numbers
+                         not told              direct: opening it so has worked, and old kernels know no more
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from pathlib import Path
+
+ALIGNMENT = 4096  # of offsets, lengths and memory; what every file system with O_DIRECT accepts here
+
+
+def open_direct(file: Path, flags: int) -> tuple[int, str]:
+    """Opens an existing file, direct where that is possible; the descriptor, and why it is buffered ("": it is not).
+
+    Raises OSError; the caller closes it.
+    """
+    try:
+        fd = os.open(file, flags | os.O_DIRECT)
+    except OSError:
+        return os.open(file, flags), "it takes no O_DIRECT"  # or raises what is wrong beside that
+    try:
+        return fd, _settle(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def open_unnamed(folder: Path) -> tuple[int, bool]:
+    """An open file without a name in `folder`, and whether it is direct. Raises OSError; the caller closes it.
+
+    Where the file system has no O_TMPFILE its name is removed at once: nothing is left behind whatever happens.
+    """
+    flags = os.O_RDWR
+    for direct in (os.O_DIRECT, 0):
+        try:
+            fd = os.open(folder, flags | os.O_TMPFILE | direct, 0o600)
+        except OSError:
+            name = folder / f".tiermem-unnamed-{os.getpid()}-{secrets.token_hex(4)}"
+            try:
+                fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | direct, 0o600)
+            except OSError:
+                name.unlink(missing_ok=True)  # some file systems make the file before they refuse O_DIRECT
+                if not direct:
+                    raise
+                continue
+            name.unlink()
+        return fd, bool(direct) and not _settle(fd)
+    raise AssertionError("the second try returns or raises")
+
+
+def why_buffered(fd: int) -> str:
+    """What the kernel has against direct transfers of an open file at ALIGNMENT; empty when nothing."""
+    from tiermem.swap import native  # brings torch: whoever only names or probes folders goes without
+
+    asked = native.file_alignment(fd)
+    if asked is None:
+        return ""
+    memory, offset = asked
+    if not memory or not offset:
+        return "its files take no direct I/O, says the kernel (STATX_DIOALIGN)"
+    if max(memory, offset) > ALIGNMENT:
+        return f"O_DIRECT asks for memory at multiples of {memory} and offsets of {offset} bytes, more than {ALIGNMENT}"
+    return ""
+
+
+def _settle(fd: int) -> str:
+    """Takes O_DIRECT off a descriptor that cannot have it, and says why."""
+    why = why_buffered(fd)
+    if why:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+    return why

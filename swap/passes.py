@@ -1,0 +1,217 @@
+"""Passes: the bytes of one file moved through a queue in one pattern, and how long that took.
+
+    read     the file in order
+    write    the file in order
+    mixed    both at once, as the optimizer's step does: a piece is read while one half a file away is written
+    random   single blocks at random places, read by batch calls
+
+What weighs paths against each other, and what every benchmark of the disk is made of. The window of memory holds `depth`
+blocks and a few pieces more, so that the queue never runs dry while Python submits the next piece; each piece has its own
+place in it and starts with random bytes: disks that squeeze zeros, or leave them out, are not flattered. Times include
+the last answer and, when asked for, a sync.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from tiermem.swap.extents import round_up
+from tiermem.swap.native import NORMAL, READ, SYNC, WRITE, Map, Op, Queue
+from tiermem.swap.settings import IoSettings
+
+MODES = ("read", "write", "mixed", "random")
+_PIECE_BYTES = 4 << 20  # of one submission; larger blocks are pieces of their own
+_SPARE_PIECES = 4
+_RANDOM_BATCHES = 4  # under way at a time
+
+
+class Pass(NamedTuple):
+    """What one pass took and moved."""
+
+    seconds: float
+    read_bytes: int
+    written_bytes: int
+
+    @property
+    def gbps(self) -> float:
+        """GB (1e9 bytes) per second, both directions together."""
+        return (self.read_bytes + self.written_bytes) / self.seconds / 1e9
+
+
+class Quota:
+    """Bytes that are yet to be moved. Passes that run at once, on several paths, may share one: the faster takes more."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._left_bytes = num_bytes
+        self._lock = threading.Lock()
+
+    def take(self, most_bytes: int) -> int:
+        """Bytes to move next, at most so many; 0 ends the pass."""
+        with self._lock:
+            taken = min(most_bytes, self._left_bytes)
+            self._left_bytes -= taken
+            return taken
+
+
+class Passes:
+    """One open file, a queue and the memory that blocks pass through. A context manager; for one thread.
+
+    Args:
+        fd: open for reading and writing, with O_DIRECT where that is measured; stays the caller's.
+        file_bytes: how much of it may be read and overwritten; allocated by the caller.
+        io: engine, block size and depth.
+
+    Raises OSError when the engine cannot run here, ValueError when a block is larger than the file.
+    """
+
+    def __init__(self, fd: int, file_bytes: int, io: IoSettings) -> None:
+        self._fd = fd
+        self._block_bytes = io.block_bytes
+        self._piece_bytes, self._num_pieces = _window(io)
+        self._file_bytes = file_bytes // io.block_bytes * io.block_bytes
+        if not self._file_bytes:
+            raise ValueError(f"blocks of {io.block_bytes} bytes do not fit a file of {file_bytes}")
+        self._depth = io.depth
+        self._memory = Map(self._num_pieces * self._piece_bytes)
+        try:
+            self._memory.commit(0, self._memory.num_bytes)
+            self._fill()
+            region = (self._memory.address, self._memory.num_bytes)
+            self.queue = Queue(
+                io.engine,
+                io.depth,
+                io.block_bytes,
+                io.threads,
+                regions=[region],
+                files=[fd],
+                single_submit=io.single_submit,
+                overlap_events=io.overlap_events,
+            )
+        except BaseException:
+            self._memory.close()
+            raise
+
+    def __enter__(self) -> Passes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, mode: str, num_bytes: int | Quota | None = None, sync: bool = False, seed: int = 0) -> Pass:
+        """Moves num_bytes (default: the file once; mixed: once each way), from the start again at its end. Blocks.
+
+        A number is rounded up to whole blocks; a Quota holds a multiple of them, and a pass may find it empty. Raises
+        OSError when a transfer fails or the file is shorter than promised.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}; allowed are {', '.join(MODES)}")
+        if num_bytes is None:
+            num_bytes = self._file_bytes
+        quota = num_bytes if isinstance(num_bytes, Quota) else Quota(round_up(num_bytes, self._block_bytes))
+        start = time.monotonic()
+        if mode == "random":
+            moved = self._run_random(quota, seed)
+        else:
+            moved = self._run_in_order(quota, mode != "write", mode != "read")
+        if sync:
+            self._finish(self.queue.submit([Op(SYNC, self._fd, 0, 0, 0)]))
+        return Pass(time.monotonic() - start, moved * (mode != "write"), moved * (mode in ("write", "mixed")))
+
+    def close(self) -> None:
+        """Ends what is under way and gives the memory back."""
+        self.queue.close()
+        self._memory.close()
+
+    def _fill(self) -> None:
+        pieces = self._memory.tensor().numpy().reshape(self._num_pieces, self._piece_bytes)
+        pieces[:] = np.frombuffer(np.random.default_rng().bytes(self._piece_bytes), dtype=np.uint8)
+
+    def _run_in_order(self, quota: Quota, reads: bool, writes: bool) -> int:
+        """Both ways share the window: reads take its even places, writes its odd ones. Returns the bytes of one way."""
+        places = self._num_pieces // 2 if reads and writes else self._num_pieces
+        stride = 2 if reads and writes else 1
+        far = self._file_bytes // 2 // self._block_bytes * self._block_bytes if reads else 0
+        under_way: collections.deque[int] = collections.deque()
+        done = number = 0
+        while True:
+            offset = done % self._file_bytes
+            length = quota.take(min(self._piece_bytes, self._file_bytes - offset))
+            if not length:
+                break
+            if len(under_way) == places:
+                self._finish(under_way.popleft())
+            place = self._memory.address + number % places * stride * self._piece_bytes
+            ops = [Op(READ, self._fd, place, length, offset)] if reads else []
+            if writes:
+                place += (stride - 1) * self._piece_bytes
+                ops += self._write_at((offset + far) % self._file_bytes, place, length)
+            under_way.append(self.queue.submit(ops))
+            done += length
+            number += 1
+        for tag in under_way:
+            self._finish(tag)
+        return done
+
+    def _write_at(self, offset: int, place: int, length: int) -> list[Op]:
+        """One write, or two where the file's end cuts it."""
+        first = min(length, self._file_bytes - offset)
+        ops = [Op(WRITE, self._fd, place, first, offset)]
+        if first < length:
+            ops.append(Op(WRITE, self._fd, place + first, length - first, 0))
+        return ops
+
+    def _run_random(self, quota: Quota, seed: int) -> int:
+        """Batches of blocks, several under way: a place is used again when its batch has ended. Returns bytes read."""
+        num_places = self._memory.num_bytes // self._block_bytes
+        batch = max(1, min(num_places // _RANDOM_BATCHES, max(self._depth, 256)))
+        generator, file_blocks = np.random.default_rng(seed), self._file_bytes // self._block_bytes
+        places = self._memory.address + np.arange(num_places, dtype=np.int64) * self._block_bytes
+        under_way: collections.deque[int] = collections.deque()
+        done = number = 0
+        while num_blocks := quota.take(batch * self._block_bytes) // self._block_bytes:
+            if len(under_way) == _RANDOM_BATCHES:
+                self._finish(under_way.popleft())
+            offsets = generator.integers(0, file_blocks, num_blocks, dtype=np.int64) * self._block_bytes
+            start = number % _RANDOM_BATCHES * batch
+            addresses = places[start : start + num_blocks]
+            under_way.append(self.queue.submit_blocks(READ, self._fd, addresses, offsets, self._block_bytes, NORMAL))
+            done += num_blocks * self._block_bytes
+            number += 1
+        for tag in under_way:
+            self._finish(tag)
+        return done
+
+    def _finish(self, tag: int) -> None:
+        answer = self.queue.wait(tag)
+        assert answer is not None
+        self.queue.raise_for(answer)
+
+
+def memory_bytes(io: IoSettings) -> int:
+    """Memory that a Passes with these settings takes."""
+    piece_bytes, num_pieces = _window(io)
+    return piece_bytes * num_pieces
+
+
+def mixed_rate(fd: int, file_bytes: int, io: IoSettings, seconds: float) -> float:
+    """Bytes per second, both directions together, that a file takes when read and written at once. Blocks for about
+    `seconds`; raises OSError. What the file held is overwritten."""
+    with Passes(fd, file_bytes, io) as passes:
+        passes.run("write")  # first writes to preallocated blocks are slower
+        rates: list[float] = []
+        end = time.monotonic() + seconds
+        while not rates or time.monotonic() < end:
+            done = passes.run("mixed")
+            rates.append((done.read_bytes + done.written_bytes) / done.seconds)
+        return sorted(rates)[len(rates) // 2]
+
+
+def _window(io: IoSettings) -> tuple[int, int]:
+    """Bytes of a piece, and pieces in memory: the blocks in flight and a few that wait."""
+    piece_bytes = max(io.block_bytes, _PIECE_BYTES // io.block_bytes * io.block_bytes)
+    return piece_bytes, round_up(io.depth * io.block_bytes, piece_bytes) // piece_bytes + _SPARE_PIECES

@@ -1,0 +1,148 @@
+"""Segment: one path's preallocated file, and the ranges of it that are held.
+
+    <path>/tiermem-<run id>/segment.bin      [ held ][ free ][ held ][ free ]|  grows by posix_fallocate
+
+A full disk is thus refused before a run, as ENOSPC, and never met in the middle of a write. The file is opened once, past
+the page cache where that is possible (direct.py), and never shrinks while the run lives, but for a reservation that is
+taken back.
+
+Somebody who deletes the folder under a run does no harm: the open file goes on. Somebody who truncates the file destroys
+what lay behind its new end. Reads of that end in ENODATA; `check_whole` refuses writes, which would make the file long
+again and let zeros be read where bytes are lost. (Writes that are with the kernel at that very moment still do; unless one
+of them is the file's last block, the next write finds it short all the same.)
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from tiermem.swap.direct import ALIGNMENT
+from tiermem.swap.extents import FreeRanges, round_up
+from tiermem.swap.paths import NvmePath
+from tiermem.swap.probe import probe_path
+from tiermem.swap.run_folder import SEGMENT, RunFolder
+
+GROWTH_BYTES = 64 << 20
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # what posix_fallocate answers when there is no more room
+
+
+class Segment:
+    """One path's folder and file; ranges are allocated first fit and the file grows for more.
+
+    Args:
+        path: an existing, writable folder; its cap bounds the file, its weight (None: 1) is for whoever deals.
+        run_id: names the run's folder below it.
+
+    Raises OSError when the path cannot be used.
+    """
+
+    def __init__(self, path: NvmePath, run_id: str) -> None:
+        self.facts = probe_path(path.path)
+        self.weight = path.weight or 1.0
+        self.max_bytes = None if path.max_bytes is None else path.max_bytes // ALIGNMENT * ALIGNMENT
+        self.used_bytes = 0
+        self.size_bytes = 0  # of the file
+        self.fd = -1
+        self._free = FreeRanges()
+        self._folder = RunFolder(path.path, run_id)
+        self.folder = self._folder.folder
+        self.file = self.folder / SEGMENT
+        try:
+            self.fd = self._folder.make(SEGMENT, os.O_DIRECT if self.facts.is_direct else 0)
+        except BaseException:
+            self._folder.close(keep=False)
+            raise
+
+    @property
+    def room_bytes(self) -> int | None:
+        """Bytes that its cap leaves for extents, in one piece, beyond what is held. None: no cap."""
+        return None if self.max_bytes is None else self.max_bytes - self.size_bytes + self._free.tail(self.size_bytes)
+
+    def allocate(self, num_bytes: int, most_growth: int = GROWTH_BYTES) -> int:
+        """The offset of a free range; the file grows by most_growth at most, or by what is needed if that is more.
+
+        Raises OSError (ENOSPC) with needed and free bytes when the disk or the path's cap is full.
+        """
+        offset = self._free.take(num_bytes)
+        if offset is None:
+            self._grow(num_bytes - self._free.tail(self.size_bytes), most_growth)
+            offset = self._free.take(num_bytes)
+        assert offset is not None  # the file has just grown by what was missing
+        self.used_bytes += num_bytes
+        return offset
+
+    def free(self, offset: int, num_bytes: int) -> None:
+        """Returns a range; the file keeps its size. Raises RuntimeError when it is returned twice."""
+        self._free.add(offset, num_bytes)
+        self.used_bytes -= num_bytes
+
+    def reserve(self, num_bytes: int) -> None:
+        """Grows the file once so that num_bytes more can be allocated, in one piece or several."""
+        missing = round_up(num_bytes, ALIGNMENT) - self._free.tail(self.size_bytes)
+        if missing > 0:
+            self._extend(missing)
+
+    def take_back(self, size_bytes: int) -> None:
+        """Undoes a reservation: the file ends at size_bytes again. Nothing may have been allocated since."""
+        if size_bytes < self.size_bytes:
+            self._free.drop_tail(size_bytes)
+            self.size_bytes = size_bytes
+            os.ftruncate(self.fd, size_bytes)
+
+    def check_whole(self) -> None:
+        """Raises OSError (ENODATA) when somebody has truncated the file."""
+        length = os.fstat(self.fd).st_size
+        if length < self.size_bytes:
+            raise OSError(
+                errno.ENODATA,
+                f"the file has {length} of its {self.size_bytes} bytes: something truncated it, and what rested behind "
+                "its end is lost. Nothing more is written here; close the store",
+                str(self.file),
+            )
+
+    def close(self, keep: bool) -> None:
+        """Closes; removes the lock, and the file and the folder unless they are to be kept."""
+        fd, self.fd, self.used_bytes = self.fd, -1, 0
+        try:
+            self._folder.close(keep)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _grow(self, missing: int, most_growth: int) -> None:
+        more = min(round_up(missing, GROWTH_BYTES), most_growth)
+        if self.max_bytes is not None:
+            more = min(more, self.max_bytes - self.size_bytes)
+        if more > missing:
+            try:
+                self._extend(more)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+            else:
+                return
+        self._extend(missing)
+
+    def _extend(self, num_bytes: int) -> None:
+        if self.max_bytes is not None and self.size_bytes + num_bytes > self.max_bytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"{num_bytes} bytes are needed beyond the {self.size_bytes} already held, "
+                f"max_bytes={self.max_bytes} leaves {self.max_bytes - self.size_bytes}. Raise it or add a path",
+                str(self.facts.path),
+            )
+        try:
+            os.posix_fallocate(self.fd, self.size_bytes, num_bytes)
+        except OSError as error:
+            os.ftruncate(self.fd, self.size_bytes)  # what a refused request has taken already
+            free = os.fstatvfs(self.fd)
+            raise OSError(
+                error.errno,
+                f"{num_bytes} bytes are needed beyond the {self.size_bytes} already held, "
+                f"{free.f_bavail * free.f_frsize} are free: {os.strerror(error.errno or 0)}. "
+                "Free some space or add a path",
+                str(self.facts.path),
+            ) from None
+        self._free.add(self.size_bytes, num_bytes)
+        self.size_bytes += num_bytes

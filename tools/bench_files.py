@@ -1,0 +1,112 @@
+"""BenchFiles: the files that a benchmark reads and overwrites: one on each path for each rank, preallocated, without a name.
+
+Nothing can be left behind, however the benchmark ends: the files live as long as somebody holds them open. Other processes
+(ranks, fio, a bare loop) open them as /proc/<pid>/fd/<n>, with a position and flags of their own.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiermem.swap.direct import open_unnamed
+from tiermem.tools.byte_size import format_bytes
+
+
+class BenchFiles:
+    """Open files of `file_bytes` each. A context manager.
+
+    Args:
+        paths: existing, writable folders.
+        num_ranks: files on each of them.
+        file_bytes: of each file.
+        sustained_bytes: of one file more on each path, for writing past a drive's cache; 0: none.
+
+    Raises OSError naming the path, and then nothing stays taken.
+    """
+
+    def __init__(self, paths: Sequence[Path], num_ranks: int, file_bytes: int, sustained_bytes: int = 0) -> None:
+        self._paths = tuple(paths)
+        self._file_bytes = file_bytes
+        self._sustained_bytes = sustained_bytes
+        self._descriptors: list[list[int]] = []
+        self._sustained: list[int] = []
+        self._is_direct: list[bool] = []
+        try:
+            for path in paths:
+                self._is_direct.append(True)
+                self._descriptors.append([])
+                for _ in range(num_ranks):
+                    self._descriptors[-1].append(self._make(path, file_bytes))
+                if sustained_bytes:
+                    self._sustained.append(self._make(path, sustained_bytes))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> BenchFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def name(self, place: int, rank: int, mode: str) -> str:
+        """A name by which any process of this user can open a file, while it is open here."""
+        fd = self._sustained[place] if mode == "sustained" else self._descriptors[place][rank]
+        return f"/proc/{os.getpid()}/fd/{fd}"
+
+    def folder(self, place: int) -> str:
+        """The path that a file lies on."""
+        return str(self._paths[place])
+
+    def file_bytes(self, mode: str) -> int:
+        """The size of the file that a mode uses."""
+        return self._sustained_bytes if mode == "sustained" else self._file_bytes
+
+    def is_direct(self, places: Sequence[int]) -> bool:
+        """Whether all of these paths take O_DIRECT."""
+        return all(self._is_direct[place] for place in places)
+
+    def close(self) -> None:
+        """Closes the files, which are gone then."""
+        for fd in [*(fd for several in self._descriptors for fd in several), *self._sustained]:
+            os.close(fd)
+        self._descriptors.clear()
+        self._sustained.clear()
+
+    def _make(self, path: Path, num_bytes: int) -> int:
+        fd, is_direct = open_unnamed(path)
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+        except OSError as error:
+            os.close(fd)
+            reason = f"a file of {format_bytes(num_bytes)} cannot be made: {os.strerror(error.errno or 0)}"
+            raise OSError(error.errno, reason, str(path)) from None
+        except BaseException:
+            os.close(fd)
+            raise
+        self._is_direct[-1] &= is_direct
+        return fd
+
+
+def check_room(paths: Sequence[Path], parts: Sequence[tuple[str, int]]) -> None:
+    """Sees that every path has room for its parts (what, bytes); paths on one file system share what is free there.
+
+    Raises OSError (ENOSPC) with the arithmetic.
+    """
+    together: dict[int, list[Path]] = {}
+    for path in paths:
+        together.setdefault(path.stat().st_dev, []).append(path)
+    for on_one in together.values():
+        stats = os.statvfs(on_one[0])
+        free, needed = stats.f_bavail * stats.f_frsize, len(on_one) * sum(size for _, size in parts)
+        if needed <= free:
+            continue
+        said = " + ".join(f"{format_bytes(size)} for {what}" for what, size in parts if size)
+        said = f"({said}) x {len(on_one)} paths on this file system" if len(on_one) > 1 else said
+        reason = (
+            f"{format_bytes(needed)} are needed, {format_bytes(free)} are free: {said}. Free space, or ask for less"
+        )
+        raise OSError(errno.ENOSPC, reason, ", ".join(map(str, on_one)))
