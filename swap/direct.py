@@ -11,6 +11,7 @@ buffered, and `why_buffered` says why:
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -56,6 +57,26 @@ def open_unnamed(folder: Path) -> tuple[int, bool]:
             name.unlink()
         return fd, bool(direct) and not _settle(fd)
     raise AssertionError("the second try returns or raises")
+
+
+def preallocate(fd: int, start: int, num_bytes: int) -> None:
+    """Gives a range of a file its blocks, as posix_fallocate. Raises OSError.
+
+    Where the file system cannot (ext2, vfat, NFS 3), libc writes a byte into every block instead, and a direct descriptor
+    refuses single bytes: they go through another one, and out of the page cache again.
+    """
+    try:
+        os.posix_fallocate(fd, start, num_bytes)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        buffered = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)  # the same file, also when it has no name any more
+        try:
+            os.posix_fallocate(buffered, start, num_bytes)
+            os.fdatasync(buffered)  # some file systems find out only now that they are full
+            os.posix_fadvise(buffered, start, num_bytes, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(buffered)
 
 
 def why_buffered(fd: int) -> str:

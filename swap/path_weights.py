@@ -17,7 +17,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tiermem.swap.direct import ALIGNMENT, open_unnamed
+from tiermem.swap.direct import ALIGNMENT, open_unnamed, preallocate
 from tiermem.swap.passes import mixed_rate
 from tiermem.swap.paths import NvmePath
 from tiermem.swap.settings import IoSettings
@@ -68,7 +68,7 @@ def _rate(path: NvmePath, io: IoSettings) -> float | None:
             raise OSError(errno.ENOSPC, f"max_bytes={path.max_bytes} leaves no room to measure")
         fd, _ = open_unnamed(path.path)
         try:
-            os.posix_fallocate(fd, 0, num_bytes)
+            preallocate(fd, 0, num_bytes)
             return mixed_rate(fd, num_bytes, io, _SECONDS)
         finally:
             os.close(fd)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import os
 
-from tiermem.swap.direct import ALIGNMENT
+from tiermem.swap.direct import ALIGNMENT, preallocate
 from tiermem.swap.extents import FreeRanges, round_up
 from tiermem.swap.paths import NvmePath
 from tiermem.swap.probe import probe_path
@@ -133,7 +133,7 @@ class Segment:
                 str(self.facts.path),
             )
         try:
-            os.posix_fallocate(self.fd, self.size_bytes, num_bytes)
+            preallocate(self.fd, self.size_bytes, num_bytes)
         except OSError as error:
             os.ftruncate(self.fd, self.size_bytes)  # what a refused request has taken already
             free = os.fstatvfs(self.fd)

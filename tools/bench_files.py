@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiermem.swap.direct import open_unnamed
+from tiermem.swap.direct import open_unnamed, preallocate
 from tiermem.tools.byte_size import format_bytes
 
 
@@ -79,7 +79,7 @@ class BenchFiles:
     def _make(self, path: Path, num_bytes: int) -> int:
         fd, is_direct = open_unnamed(path)
         try:
-            os.posix_fallocate(fd, 0, num_bytes)
+            preallocate(fd, 0, num_bytes)
         except OSError as error:
             os.close(fd)
             reason = f"a file of {format_bytes(num_bytes)} cannot be made: {os.strerror(error.errno or 0)}"

@@ -1,6 +1,6 @@
 """`tiermem check`: what this machine offers, by trying it, and what would mend what is missing.
 
-Looks at one folder and its disk; the measurement's file is unnamed and gone when it ends. Changes nothing.
+Looks at folders and their disks, one after another; a measurement's file is unnamed and gone when it ends. Changes nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import mmap
 import os
 import platform
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,17 +33,19 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def check_machine(path: Path, seconds: float, console: Console) -> int:
-    """Prints the report and returns 0. Blocks for the measurement; raises OSError when the folder is not usable."""
+def check_machine(paths: Sequence[Path], seconds: float, console: Console) -> int:
+    """Prints the report and returns 0. Blocks for the measurements; raises OSError when a folder is not usable."""
     if seconds <= 0:
         raise ValueError(f"--seconds is {seconds}; it must be more than 0")
     table = Table(title="tiermem check", title_justify="left", box=None, pad_edge=False)
     table.add_column("", style="bold", no_wrap=True)
     table.add_column("found", overflow="fold")
     table.add_column("to mend", style="yellow", overflow="fold")
-    findings = [*find_path(path), *find_system(), *find_engines(), *find_kernels(), *find_gpu()]
-    with console.status(f"measuring the disk of {path} for {seconds:.0f} s"):
-        findings += find_rate(path, seconds)
+    findings = [finding for path in paths for finding in find_path(path)]
+    findings += [*find_system(), *find_engines(), *find_kernels(), *find_gpu()]
+    for path in paths:
+        with console.status(f"measuring the disk of {path} for {seconds:.0f} s"):
+            findings += find_rate(path, seconds)
     for finding in findings:
         table.add_row(*map(Text, finding))  # Text: brackets are no markup
     console.print(table)
@@ -131,16 +133,16 @@ def find_rate(path: Path, seconds: float) -> list[Finding]:
     how = f"blocks of {format_bytes(BLOCK_BYTES)}, {DEPTH} in flight, {rate.engine}, file of 1 GiB"
     how += "" if rate.is_direct else ", through the page cache"
     figures = f"read {rate.read_bytes_s / 1e9:.2f} GB/s, write {rate.write_bytes_s / 1e9:.2f} GB/s"
-    return [Finding("disk", f"{figures} ({how})")]
+    return [Finding("disk", f"{path.resolve()}: {figures} ({how})")]
 
 
 def direct_alignment(path: Path) -> int:
     """The smallest of 512, 1024, 2048 and 4096 that direct reads at odd multiples of it accept; 0 if none."""
-    from tiermem.swap.direct import open_unnamed
+    from tiermem.swap.direct import open_unnamed, preallocate
 
     fd, is_direct = open_unnamed(path)
     try:
-        os.posix_fallocate(fd, 0, 1 << 16)
+        preallocate(fd, 0, 1 << 16)
         with mmap.mmap(-1, 1 << 13) as memory, memoryview(memory) as buffer:
             for size in (512, 1024, 2048, 4096) if is_direct else ():
                 try:

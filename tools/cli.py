@@ -135,8 +135,8 @@ def train(
 
 @app.command()
 def check(
-    path: Annotated[Path, typer.Option(help="folder whose disk is looked at and measured")] = Path(),
-    seconds: Annotated[float, typer.Option(help="of the disk measurement")] = 5.0,
+    path: Annotated[list[Path] | None, typer.Option(help="folders whose disks are measured [default: this]")] = None,
+    seconds: Annotated[float, typer.Option(help="of each disk measurement")] = 5.0,
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
 ) -> None:
     """Say what this machine offers: engines, direct I/O, limits, kernels, GPU, and how fast its disk is."""
@@ -144,7 +144,7 @@ def check(
     from tiermem.tools.reports import open_console
 
     try:
-        status = check_machine(path, seconds, open_console())
+        status = check_machine(path or [Path()], seconds, open_console())
     except (ValueError, OSError) as error:
         raise typer.Exit(_refuse("check", error, debug)) from None
     raise typer.Exit(status)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.swap.direct import open_unnamed
+from tiermem.swap.direct import open_unnamed, preallocate
 from tiermem.swap.passes import Passes
 from tiermem.swap.settings import IoSettings
 
@@ -34,7 +34,7 @@ def measure_disk(folder: Path, seconds: float, file_bytes: int = 256 << 20) -> D
     """Reads and writes `file_bytes` in `folder` again and again for about `seconds`. Blocks; raises OSError."""
     fd, is_direct = open_unnamed(folder)
     try:
-        os.posix_fallocate(fd, 0, file_bytes)
+        preallocate(fd, 0, file_bytes)
         with Passes(fd, file_bytes, IoSettings(block_bytes=BLOCK_BYTES, depth=DEPTH)) as passes:
             passes.run("write")
             write = _rate(passes, "write", seconds / 2)

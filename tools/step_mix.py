@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from tiermem.swap.direct import open_unnamed
+from tiermem.swap.direct import open_unnamed, preallocate
 from tiermem.swap.passes import Passes
 from tiermem.swap.settings import IoSettings
 from tiermem.tools.byte_size import format_bytes
@@ -122,7 +122,7 @@ class StepMix:
         self._closing.callback(os.close, fd)
         self.is_direct.append(is_direct)
         try:
-            os.posix_fallocate(fd, 0, file_bytes)
+            preallocate(fd, 0, file_bytes)
         except OSError as error:
             raise OSError(error.errno, f"no room for a file of {format_bytes(file_bytes)}", str(path)) from None
         return fd

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -71,34 +74,74 @@ def two_paths(tmp_path: Path) -> list[NvmePath]:
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts a file system of its own below tmp_path; skips the test where this is not allowed."""
+    """Mounts a file system of its own below tmp_path; skips the test where this is not allowed.
+
+    Those of the ext family lie in `MOUNTPOINT.image`, through a loop device, or on the device that is given.
+    """
     mounted: list[Path] = []
 
-    def make(kind: str, num_bytes: int = 0) -> Path:
+    def make(kind: str, num_bytes: int = 0, options: str = "", folder: Path = tmp_path, device: str = "") -> Path:
         point = tmp_path / f"mounted {kind}"
         point.mkdir()
-        command = ["mount", "-t", kind, kind, str(point)]
-        if kind == "ext4":
-            image = tmp_path / "image"
-            image.touch()
-            with image.open("r+b") as file:
-                file.truncate(num_bytes)
-            made = subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", str(image)], capture_output=True)
-            if made.returncode:
-                pytest.skip(f"no small file system: {made.stderr.decode()}")
-            command = ["mount", "-o", "loop", str(image), str(point)]
-        try:
-            done = subprocess.run(command, capture_output=True)
-        except FileNotFoundError as error:
-            pytest.skip(f"no mount: {error}")
-        if done.returncode:
-            pytest.skip(f"mounting is not allowed here: {done.stderr.decode().strip()}")
+        command = ["mount", "-t", kind, "-o", options or "rw", kind, str(point)]
+        if kind.startswith("ext"):
+            image = folder / f"{point.name}.image"
+            if not device:
+                image.touch()
+                os.truncate(image, num_bytes)
+            journal = [] if kind == "ext2" else ["-O", "^has_journal"]
+            run_or_skip(f"mkfs.{kind}", "-q", "-m", "0", *journal, device or str(image))
+            command = ["mount", "-o", options or "rw", device or str(image), str(point)]
+            command[2] += "" if device else ",loop"
+        run_or_skip(*command)
         mounted.append(point)
         return point
 
     yield make
-    for point in mounted:
+    for point in reversed(mounted):
         subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+def run_or_skip(*command: str) -> str:
+    """What a system program prints; skips the test, with the reason, when it is not there or not allowed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        pytest.skip(f"no {command[0]}: {error}")
+    if done.returncode:
+        pytest.skip(f"{command[0]} is not allowed here: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+class Lies:
+    """Tells a lying disk what to do; see lying_disk.py."""
+
+    def __init__(self, point: Path, process: subprocess.Popen[str]) -> None:
+        self.point = point
+        self.process = process
+
+    def tell(self, *rules: dict[str, object]) -> None:
+        """Replaces all rules."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(rules) + "\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "ok\n"
+
+
+@pytest.fixture
+def lies(tmp_path: Path) -> Iterator[Lies]:
+    """A file system, mounted at `point`, that fails as it is told; skips the test where FUSE is not allowed."""
+    point = tmp_path / "lying"
+    point.mkdir()
+    command = [sys.executable, "-S", str(Path(__file__).with_name("lying_disk.py")), str(point)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        if process.stdout.readline() != "mounted\n":
+            pytest.skip(process.stderr.read().strip())
+        yield Lies(point, process)
+        process.stdin.close()
+        process.wait()
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from tiermem.tools.check import check_machine
 
 def test_every_finding_is_there(tmp_path: Path) -> None:
     text = io.StringIO()
-    assert check_machine(tmp_path, 0.1, Console(file=text, width=200)) == 0
+    assert check_machine([tmp_path, tmp_path.parent], 0.1, Console(file=text, width=200)) == 0
     for what in (
         "path",
         "direct I/O",
@@ -33,9 +33,10 @@ def test_every_finding_is_there(tmp_path: Path) -> None:
         " free",
     ):
         assert what in text.getvalue()
+    assert text.getvalue().count("GB/s") == 4  # both ways, of both folders
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_measurement_of_no_time_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--seconds"):
-        check_machine(tmp_path, 0, Console(quiet=True))
+        check_machine([tmp_path], 0, Console(quiet=True))
