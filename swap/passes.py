@@ -6,9 +6,9 @@
     random   single blocks at random places, read by batch calls
 
 What weighs paths against each other, and what every benchmark of the disk is made of. The window of memory holds `depth`
-blocks and a few pieces more, so that the queue never runs dry while Python submits the next piece; each piece has its own
-place in it and starts with random bytes: disks that squeeze zeros, or leave them out, are not flattered. Times include
-the last answer and, when asked for, a sync.
+blocks and as much again, within bounds, so that the queue never runs dry while the next piece waits for the oldest to end:
+a disk ends them in an order of its own. Each piece has its own place in the window. The memory starts with random bytes:
+disks that squeeze zeros, or leave them out, are not flattered. Times include the last answer and, when asked for, a sync.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tiermem.swap.settings import IoSettings
 
 MODES = ("read", "write", "mixed", "random")
 _PIECE_BYTES = 4 << 20  # of one submission; larger blocks are pieces of their own
-_SPARE_PIECES = 4
+_MIN_SPARE_PIECES, _MAX_SPARE_BYTES = 4, 256 << 20
 _RANDOM_BATCHES = 4  # under way at a time
 
 
@@ -212,6 +212,7 @@ def mixed_rate(fd: int, file_bytes: int, io: IoSettings, seconds: float) -> floa
 
 
 def _window(io: IoSettings) -> tuple[int, int]:
-    """Bytes of a piece, and pieces in memory: the blocks in flight and a few that wait."""
+    """Bytes of a piece, and pieces in memory: the blocks in flight and those that wait."""
     piece_bytes = max(io.block_bytes, _PIECE_BYTES // io.block_bytes * io.block_bytes)
-    return piece_bytes, round_up(io.depth * io.block_bytes, piece_bytes) // piece_bytes + _SPARE_PIECES
+    in_flight = round_up(io.depth * io.block_bytes, piece_bytes) // piece_bytes
+    return piece_bytes, in_flight + max(_MIN_SPARE_PIECES, min(in_flight, _MAX_SPARE_BYTES // piece_bytes))

@@ -223,10 +223,10 @@ def _enter_witnesses(measured: Measured, row: dict[str, Any], fio: Any, bare: An
 
     if not is_witnessed(measured.setting):
         return
-    fio_rate, bare_rate, peer_rate = (
-        witness.gbps(measured.setting) if witness is not None else None for witness in (fio, bare, peer)
-    )
-    add_witness(row, fio_rate, bare_rate, peer_rate, bare.user_us(measured.setting) if bare is not None else None)
+    setting = measured.setting
+    bare_loops, peer_loops = ([] if witness is None else witness.loops_gbps(setting) for witness in (bare, peer))
+    fio_rate = fio.gbps(setting) if fio is not None else None
+    add_witness(row, fio_rate, bare_loops, peer_loops, bare.user_us(setting) if bare is not None else None)
 
 
 def _room(options: IoBenchOptions) -> list[tuple[str, int]]:

@@ -25,7 +25,7 @@ from tiermem.tools.outputs import csv_mark
 CSV_COLUMNS = (
     *("mode", "engine", "block_bytes", "depth", "ranks", "path", "gbps_median", "gbps_min", "gbps_max"),
     *("p50_us", "p99_us", "cpu_s_per_gb", "idle_fraction", "first_gbps", "fio_gbps", "yardstick_gbps", "fraction"),
-    *("peer_gbps", "user_us_per_block", "engine_used", "is_direct", "error"),
+    *("peer_gbps", "peer_fraction", "user_us_per_block", "engine_used", "is_direct", "error"),
 )
 _MOST_FRACTION = 1.02
 _COLD_FRACTION = 0.8
@@ -182,4 +182,5 @@ _COLUMNS: tuple[tuple[str, Any, str], ...] = (  # title, what stands in it, when
     ("bare", _figure("yardstick_gbps", 2), "filled"),
     ("fraction", _figure("fraction", 3), "filled"),
     ("aio_handle", _figure("peer_gbps", 2), "filled"),
+    ("times it", _figure("peer_fraction", 3), "filled"),
 )

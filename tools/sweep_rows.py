@@ -38,16 +38,32 @@ def row_of(measured: Measured, quantiles: Callable[[list[int]], list[float]]) ->
 
 
 def add_witness(
-    row: dict[str, Any], fio: float | None, yardstick: float | None, peer: float | None, bare_user_us: float | None
+    row: dict[str, Any],
+    fio: float | None,
+    yardstick: Sequence[float],
+    peer: Sequence[float],
+    bare_user_us: float | None,
 ) -> None:
-    """Enters what witnesses reached, in GB/s, and what part of the yardstick's rate is ours."""
-    row |= {"fio_gbps": fio, "yardstick_gbps": yardstick, "peer_gbps": peer}
+    """Enters what witnesses reached, in GB/s, and what part of it is ours: yardstick and peer loop by loop.
+
+    A part is the median of the loops' own: a disk that moves from one loop to the next moves both of a pair.
+    """
+    row |= {"fio_gbps": fio, "yardstick_gbps": _median(yardstick), "peer_gbps": _median(peer)}
     if row["gbps_median"] is None:
         return
-    if yardstick:
-        row["fraction"] = row["gbps_median"] / yardstick
+    row["fraction"] = _paired(row["loops_gbps"], yardstick)
+    row["peer_fraction"] = _paired(row["loops_gbps"], peer)
     if row["mode"] == "random" and bare_user_us is not None:
         row["user_us_beyond_bare"] = row["user_us_per_block"] - bare_user_us
+
+
+def _median(rates: Sequence[float]) -> float | None:
+    return statistics.median(rates) if rates else None
+
+
+def _paired(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+    """The median ratio of loops that both have measured."""
+    return _median([mine / other for mine, other in zip(ours, theirs, strict=False)])
 
 
 def best_of(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -83,7 +99,8 @@ def _empty_row(measured: Measured) -> dict[str, Any]:
         "ranks": setting.ranks,
         "path": setting.path,
         **dict.fromkeys(("gbps_median", "gbps_min", "gbps_max", "p50_us", "p99_us", "cpu_s_per_gb", "idle_fraction")),
-        **dict.fromkeys(("first_gbps", "fio_gbps", "yardstick_gbps", "fraction", "peer_gbps", "user_us_per_block")),
+        **dict.fromkeys(("first_gbps", "fio_gbps", "yardstick_gbps", "fraction", "peer_gbps", "peer_fraction")),
+        "user_us_per_block": None,
         "engine_used": None,
         "is_direct": measured.is_direct,
         "error": measured.error,

@@ -135,7 +135,11 @@ class LoopWitness:
 
     def gbps(self, setting: Setting) -> float | None:
         """The median of its loops."""
-        return _median(self._rates.get(_Key.of(setting)))
+        return _median(self.loops_gbps(setting))
+
+    def loops_gbps(self, setting: Setting) -> list[float]:
+        """The rate of each loop."""
+        return self._rates.get(_Key.of(setting), [])
 
     def user_us(self, setting: Setting) -> float | None:
         """Microseconds of user CPU for a block: the mean, since a loop may be shorter than the kernel's tick."""

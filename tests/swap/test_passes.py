@@ -187,9 +187,10 @@ def test_a_block_beyond_the_file_is_refused(fd: int) -> None:
         Passes(fd, 4 * MIB, IoSettings(block_bytes=8 * MIB))
 
 
-def test_memory_is_what_is_in_flight_and_four_pieces() -> None:
-    assert memory_bytes(IoSettings(block_bytes=MIB, depth=32)) == 48 * MIB
-    assert memory_bytes(IoSettings(block_bytes=8 * MIB, depth=2)) == 48 * MIB
+def test_memory_is_what_is_in_flight_and_as_much_again() -> None:
+    assert memory_bytes(IoSettings(block_bytes=MIB, depth=32)) == 64 * MIB
+    assert memory_bytes(IoSettings(block_bytes=8 * MIB, depth=2)) == 48 * MIB  # at least four pieces
+    assert memory_bytes(IoSettings(block_bytes=8 * MIB, depth=64)) == 768 * MIB  # at most 256 MiB
 
 
 def test_the_mixed_rate_counts_both_directions(fd: int) -> None:

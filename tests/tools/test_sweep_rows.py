@@ -63,16 +63,23 @@ def test_a_row_without_figures_keeps_its_keys_and_its_reason() -> None:
     assert found["gbps_median"] is None
     assert found["error"] == "no ring here"
     assert set(CSV_COLUMNS) <= set(found)
-    add_witness(found, 1.0, 2.0, None, None)
+    add_witness(found, 1.0, [2.0], [], None)
     assert (found["fio_gbps"], found["yardstick_gbps"], found["fraction"]) == (1.0, 2.0, None)
 
 
 def test_a_witness_gives_the_fraction_and_what_a_block_costs_beyond_it() -> None:
     found = row("random", [outcome(1.0, read=GB)])
-    add_witness(found, 1.5, 2.0, 0.5, 100.0)
+    add_witness(found, 1.5, [2.0], [0.5], 100.0)
     assert (found["fio_gbps"], found["yardstick_gbps"], found["peer_gbps"]) == (1.5, 2.0, 0.5)
-    assert found["fraction"] == 0.5
+    assert (found["fraction"], found["peer_fraction"]) == (0.5, 2.0)
     assert found["user_us_beyond_bare"] == pytest.approx(found["user_us_per_block"] - 100)
+
+
+def test_a_fraction_is_the_median_of_what_each_loop_gave() -> None:
+    found = row("read", *([outcome(read=size * GB)] for size in (2, 1, 4)))
+    add_witness(found, None, [2.0, 2.0, 5.0], [1.0, 4.0], None)
+    assert found["fraction"] == 0.8  # of 1, 1/2 and 4/5; the medians' own ratio is 1
+    assert found["peer_fraction"] == (2.0 + 0.25) / 2
 
 
 def test_tensors_are_set_beside_the_sequential_passes() -> None:
@@ -119,9 +126,9 @@ def test_a_slow_first_pass_is_told() -> None:
 
 def test_a_fraction_beyond_the_possible_is_the_yardsticks_error() -> None:
     found = row("read", [outcome(read=GB)])
-    add_witness(found, None, 1 / 1.03, None, None)
+    add_witness(found, None, [1 / 1.03], [], None)
     assert any("error of the yardstick" in note and "1.030" in note for note in notes(found))
-    add_witness(found, None, 1 / 1.01, None, None)
+    add_witness(found, None, [1 / 1.01], [], None)
     assert notes(found) == []
 
 
@@ -148,7 +155,7 @@ def test_the_table_shows_a_column_only_where_something_stands_in_it() -> None:
     assert "fio" not in said
     assert "mind [this]" in said
     assert "a machine" in said
-    add_witness(judged, 1.25, None, None, None)
+    add_witness(judged, 1.25, [], [], None)
     print_rows([plain, judged], {}, [], "", Console(file=text, width=200, markup=False))
     assert "fio" in text.getvalue()
     assert "1.25" in text.getvalue()
