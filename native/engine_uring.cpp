@@ -164,9 +164,9 @@ static void uring_close(tm_engine_state *state) {
     uring_free(uring_of(state));
 }
 
-// Of a FUSE file that takes no part in the page cache (FOPEN_DIRECT_IO) nobody advances the position when a transfer ends
-// short, and io_uring, which finishes short ones of regular files by itself, then moves the bytes of the wrong place and
-// reports success (seen on Linux 6.18). No other engine does.
+// Of a FUSE file that takes no part in the page cache (FOPEN_DIRECT_IO) nobody advances the position when a transfer
+// ends short, and io_uring, which finishes short ones of regular files by itself, then moves the bytes of the wrong
+// place and reports success (seen on Linux 6.18). No other engine does.
 static bool has_fuse_file(const tm_queue_options *options) {
     const long fuse = 0x65735546;
     struct statfs facts;

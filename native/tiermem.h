@@ -96,7 +96,9 @@ typedef struct tm_queue_options {
     uint32_t num_faults;
     uint32_t flags;       /* enum tm_queue_flag, or-ed */
     const int32_t *files; /* descriptors to register with the kernel, if it allows (io_uring); they stay open until
-                             the queue is closed. Others may be used as well. NULL when num_files is 0 */
+                             the queue is closed. Others may be used as well. NULL when num_files is 0. With one that
+                             lies on FUSE io_uring is refused (EOPNOTSUPP): short transfers there it finishes at the
+                             wrong place, so name such files here */
     uint32_t num_files;
     uint32_t reserved;
 } tm_queue_options;

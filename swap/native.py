@@ -39,6 +39,8 @@ _ADVICE = {
     errno.ENODATA: "the file is shorter than what was written to it: something truncated it",
     errno.EIO: "the device reports a failure: see the kernel log",
     errno.EINVAL: "the file system refuses this alignment or O_DIRECT",
+    errno.EROFS: "the file system has turned read-only: see the kernel log",
+    errno.EFBIG: "the file may not grow so long: see ulimit -f",
 }
 
 

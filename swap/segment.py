@@ -14,6 +14,7 @@ of them is the file's last block, the next write finds it short all the same.)
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 
@@ -135,7 +136,8 @@ class Segment:
         try:
             preallocate(self.fd, self.size_bytes, num_bytes)
         except OSError as error:
-            os.ftruncate(self.fd, self.size_bytes)  # what a refused request has taken already
+            with contextlib.suppress(OSError):  # a disk that fails may refuse that too: the first error is told
+                os.ftruncate(self.fd, self.size_bytes)  # what a refused request has taken already
             free = os.fstatvfs(self.fd)
             raise OSError(
                 error.errno,

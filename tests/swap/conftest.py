@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from lies import Lies
+from mounts import run_or_skip
 
 from tiermem.swap.native import Fault, Queue
 from tiermem.swap.paths import NvmePath
@@ -102,32 +103,6 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         subprocess.run(["umount", "-l", str(point)], check=True)
 
 
-def run_or_skip(*command: str) -> str:
-    """What a system program prints; skips the test, with the reason, when it is not there or not allowed."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        pytest.skip(f"no {command[0]}: {error}")
-    if done.returncode:
-        pytest.skip(f"{command[0]} is not allowed here: {done.stderr.strip()}")
-    return done.stdout.strip()
-
-
-class Lies:
-    """Tells a lying disk what to do; see lying_disk.py."""
-
-    def __init__(self, point: Path, process: subprocess.Popen[str]) -> None:
-        self.point = point
-        self.process = process
-
-    def tell(self, *rules: dict[str, object]) -> None:
-        """Replaces all rules."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(rules) + "\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "ok\n"
-
-
 @pytest.fixture
 def lies(tmp_path: Path) -> Iterator[Lies]:
     """A file system, mounted at `point`, that fails as it is told; skips the test where FUSE is not allowed."""
@@ -141,7 +116,8 @@ def lies(tmp_path: Path) -> Iterator[Lies]:
             pytest.skip(process.stderr.read().strip())
         yield Lies(point, process)
         process.stdin.close()
-        process.wait()
+        if process.wait():  # the test killed it
+            subprocess.run(["umount", "-l", str(point)], check=True)
 
 
 @pytest.fixture(scope="session")

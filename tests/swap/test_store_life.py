@@ -28,8 +28,8 @@ Pattern = Callable[..., torch.Tensor]
 # ---- the end -----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_left_after_close_with_everything_under_way(tmp_path: Path, pattern: Pattern) -> None:
-    with TensorStore([tmp_path], host_bytes=16 << 20) as store:
+def test_nothing_is_left_after_close_with_everything_under_way(tmp_path: Path, engine: str, pattern: Pattern) -> None:
+    with TensorStore([tmp_path], 16 << 20, IoSettings(engine, 65536, 8)) as store:
         for i in range(6):
             store.put(f"x{i}", pattern(1 << 20, seed=i), Tier.NVME)
         store.fetch("x0")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,21 +18,25 @@ from hypothesis import strategies as st
 
 from tiermem.swap.arena import BudgetError
 from tiermem.swap.native import Fault
+from tiermem.swap.paths import NvmePath
 from tiermem.swap.settings import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 
 HOST_BYTES = 256 << 10
-SIZES = (0, 1, 4095, 4096, 4097, 70_000)
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["put", "put", "fetch", "look", "change", "release", "write", "drop", "settle", "cancel"]),
-        st.integers(0, 3),
-        st.sampled_from(SIZES),
-        st.booleans(),
-    ),
-    max_size=40,
+DISK_BYTES = 768 << 10
+NUM_NAMES = 8
+SIZES = st.one_of(
+    st.sampled_from([0, 1, 4095, 4096, 4097, 70_000]),
+    st.floats(0, 17).map(lambda exponent: int(2**exponent)),  # as many of every order of magnitude
 )
+STEP = st.tuples(
+    st.sampled_from(["put", "put", "fetch", "look", "change", "release", "write", "drop", "settle", "cancel"]),
+    st.integers(0, NUM_NAMES - 1),
+    SIZES,
+    st.booleans(),
+)
+STEPS = st.one_of(st.lists(STEP, max_size=40), st.lists(STEP, min_size=100, max_size=300))
 FAULTS = st.lists(  # a read that is given nothing at all means the end of the file, so a short one gives something
     st.builds(
         Fault,
@@ -38,6 +47,12 @@ FAULTS = st.lists(  # a read that is given nothing at all means the end of the f
     ),
     max_size=6,
 )
+
+RUNS = [  # tensors, bytes of the largest, paths
+    pytest.param(400, 1 << 20, 2, id="400 up to 1 MiB on 2 paths"),
+    pytest.param(10_000, 64 << 20, 1, id="10000 up to 64 MiB", marks=pytest.mark.slow),
+    pytest.param(10_000, 64 << 20, 2, id="10000 up to 64 MiB on 2 paths", marks=pytest.mark.slow),
+]
 
 
 class Model:
@@ -75,6 +90,12 @@ class Model:
         except BudgetError:
             assert name not in self.store
             return
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            assert self.store.stats().nvme_bytes + num_bytes > DISK_BYTES - 4096  # extents are whole pages
+            assert name not in self.store
+            return
         self.bytes[name] = tensor
 
     def _fetch(self, what: str, name: str) -> None:
@@ -94,22 +115,26 @@ class Model:
         assert not was_present or move.is_done()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=STEPS, faults=FAULTS)
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps=STEPS, faults=FAULTS, num_paths=st.integers(1, 2))
 def test_store_holds_what_a_dict_would(
     tmp_path: Path,
     engine: str,
     pattern: Callable[..., torch.Tensor],
     steps: list[tuple[str, int, int, bool]],
     faults: list[Fault],
+    num_paths: int,
 ) -> None:
-    with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+    with contextlib.ExitStack() as folders:
+        made = [Path(folders.enter_context(tempfile.TemporaryDirectory(dir=tmp_path))) for _ in range(num_paths)]
+        paths = [NvmePath(folder, weight=1.0) for folder in made]
         io = IoSettings(engine, block_bytes=8192, depth=4)
-        with TensorStore([folder], HOST_BYTES, io, faults=faults) as store:
+        with TensorStore(paths, HOST_BYTES, io, DISK_BYTES, faults=faults) as store:
             model = Model(store, pattern)
             for what, number, num_bytes, is_nvme in steps:
                 model.step(what, str(number), num_bytes, is_nvme)
-                assert store.arena.carved_bytes <= HOST_BYTES
+                assert store.arena.peak_bytes <= HOST_BYTES
+                assert store.stats().nvme_bytes <= DISK_BYTES
             store.settle()
             for name, expected in model.bytes.items():
                 if store.is_present(name) and store.home_of(name) is Tier.NVME:
@@ -119,7 +144,7 @@ def test_store_holds_what_a_dict_would(
             for name in model.bytes:
                 store.drop(name)
             assert store.arena.carved_bytes == store.stats().nvme_bytes == 0
-        assert list(Path(folder).iterdir()) == []
+        assert [file for folder in made for file in folder.iterdir()] == []
 
 
 @pytest.mark.parametrize("num_paths", [1, 3])
@@ -134,4 +159,29 @@ def test_bytes_survive_on_several_paths(tmp_path: Path, pattern: Callable[..., t
             assert torch.equal(store.fetch(str(i)).wait(), pattern(200_000, seed=i))
             store.release(str(i))
         assert all(len(list(path.iterdir())) == 1 for path in paths)
+    assert all(list(path.iterdir()) == [] for path in paths)
+
+
+@pytest.mark.parametrize(("num_tensors", "largest", "num_paths"), RUNS)
+def test_thousands_of_tensors_of_mixed_sizes_come_back_as_they_were_within_the_budget(
+    tmp_path: Path, engine: str, num_tensors: int, largest: int, num_paths: int
+) -> None:
+    host_bytes = 2 * largest  # so that it is full again and again
+    paths = [tmp_path / str(i) for i in range(num_paths)]
+    for path in paths:
+        path.mkdir()
+    settings = [engine, *map(str, (num_tensors, largest, host_bytes, num_paths)), *map(str, paths)]
+    script = Path(__file__).with_name("use_at_random.py")
+    done = subprocess.run([sys.executable, str(script), *settings], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    used = json.loads(done.stdout)
+    assert used["num_put"] == used["num_dropped"] == num_tensors
+    assert used["num_looked"] > num_tensors // 2
+    assert min(used["num_changed"], used["num_cancelled"]) > num_tensors // 100
+    assert used["num_refused"] > 0
+    assert used["host_peak_bytes"] <= host_bytes
+    assert used["peak_rss_bytes"] - used["rss_before_bytes"] <= host_bytes + (
+        48 << 20
+    )  # queues, tables, the interpreter
+    assert min(used["read_bytes"], used["written_bytes"]) > num_tensors * 4096
     assert all(list(path.iterdir()) == [] for path in paths)
