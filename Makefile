@@ -4,7 +4,7 @@
 #   make test         the tests (not those marked slow or soak)
 #   make test-all     also the slow ones        make soak    only the soak
 #   make native-test  floor 0 under sanitizers  make lint    what CI checks before it tests
-#   make yardsticks   build/yardsticks/{bare_loop,bench_native}, which benchmarks and people measure against
+#   make yardsticks   build/yardsticks/{bare_loop,bare_stream,bench_native}, which benchmarks and people measure against
 #   make clean        removes what was built, and .venv
 
 DEMO ?= .venv/bin/tiermem train --preset 419m --offload nvme --memory 1250MiB --steps 10
@@ -44,13 +44,13 @@ native-test: .venv/.tools
 	$(BIN)/ctest --test-dir build/asan --output-on-failure
 	$(CMAKE) -S native -B build/tsan -DTIERMEM_STRICT=ON -DTIERMEM_TESTS=ON -DTIERMEM_SANITIZE=thread
 	$(BIN)/cmake --build build/tsan
-	$(BIN)/ctest --test-dir build/tsan --output-on-failure -R "queue|latency|faults|adam|gradient"
+	$(BIN)/ctest --test-dir build/tsan --output-on-failure -R "queue|latency|faults|optimizer|gradient"
 
 # The programs of tests/native that measure, as fast as they can be.
 yardsticks: .venv/.tools
 	$(CMAKE) -S native -B build/yardsticks -DTIERMEM_TESTS=ON -DCMAKE_BUILD_TYPE=Release \
 	  -DCMAKE_RUNTIME_OUTPUT_DIRECTORY=$(CURDIR)/build/yardsticks
-	$(BIN)/cmake --build build/yardsticks --target bare_loop bench_native
+	$(BIN)/cmake --build build/yardsticks --target bare_loop bare_stream bench_native
 
 # An sdist, and the wheel built from it.
 wheel: .venv/.tools

@@ -10,12 +10,16 @@
 
 static inline bool tm_dtype_is_stored(int dtype) { return dtype == TM_F32 || dtype == TM_BF16 || dtype == TM_F16; }
 
+static inline bool tm_dtype_is_q8(int dtype) { return dtype == TM_Q8 || dtype == TM_Q8_POSITIVE; }
+
+static inline unsigned tm_dtype_bytes(int dtype) { return dtype == TM_F32 ? 4 : tm_dtype_is_q8(dtype) ? 1 : 2; }
+
 static inline const void *tm_dtype_at(const void *base, int dtype, uint64_t element) {
-    return (const char *)base + element * (dtype == TM_F32 ? 4 : 2);
+    return (const char *)base + element * tm_dtype_bytes(dtype);
 }
 
 static inline void *tm_dtype_at(void *base, int dtype, uint64_t element) {
-    return (char *)base + element * (dtype == TM_F32 ? 4 : 2);
+    return (char *)base + element * tm_dtype_bytes(dtype);
 }
 
 // dst[i] = float(src[i]); src and dst do not overlap.

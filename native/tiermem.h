@@ -8,7 +8,7 @@
  *   map      tm_map_open · tm_map_commit · tm_map_release · tm_map_close
  *   queue    tm_queue_open · _submit · _wait · _promote · _cancel · _counters · _latencies · _close
  *   workers  tm_workers_open · tm_workers_close          threads that the kernels share
- *   kernels  tm_adam_step · tm_gradient_store · tm_isa_names
+ *   kernels  tm_optimizer_step · tm_part_widen · tm_part_narrow · tm_gradient_store · tm_isa_choose
  *
  * The Python binding is generated from the part between the two BINDING lines; it holds plain
  * declarations only.
@@ -197,42 +197,127 @@ int tm_workers_close(tm_workers *workers);
 
 /* ---- kernels -------------------------------------------------------------------------------- */
 
-enum tm_dtype { TM_NONE = 0, TM_F32 = 1, TM_BF16 = 2, TM_F16 = 3 };
+enum tm_dtype {
+    TM_NONE = 0,
+    TM_F32 = 1,
+    TM_BF16 = 2,
+    TM_F16 = 3,
+    TM_SPLIT = 4,      /* a master: the 16 bits that an fp32 number lacks beside its bf16 weight */
+    TM_Q8 = 5,         /* a moment of either sign in 8 bits, 64 of them sharing an exponent */
+    TM_Q8_POSITIVE = 6 /* the same for one that is never negative */
+};
 
 /* The instruction set used from now on by all kernels of this process. `isa` < 0: the best that this
  * CPU has. Returns the one in force (0 plain C, 1 AVX2, 2 AVX-512), or -ENOTSUP. Same bits from each. */
 int tm_isa_choose(int32_t isa);
 const char *tm_isa_name(int32_t isa);
 
-typedef struct tm_adam_scalars {
-    double step_size; /* lr / (1 - beta1^t) */
-    double beta1;
-    double beta2;
-    double eps;
-    double decay;          /* decoupled: 1 - lr * weight_decay; coupled (L2): weight_decay */
-    double inv_sqrt_bias2; /* 1 / sqrt(1 - beta2^t) */
-    double grad_scale;     /* multiplies the gradient first: 1 / loss scale * clip factor */
-    int32_t decoupled;     /* 1: AdamW; 0: Adam with L2 */
-    int32_t reserved;
-} tm_adam_scalars;
+/* One optimizer step.
+ *
+ *     weight    what the model sees: bf16, fp16, fp32; NONE: nobody needs it here (master is then fp32)
+ *     master    fp32, SPLIT (weight is then bf16), or NONE: the weight is the master
+ *     grad      fp32, bf16, fp16; only read
+ *     moments   fp32, bf16, fp16, 8-bit, each for itself; NONE where the rule has none, or it is optional:
+ *                   ADAMW, ADAM   m (Q8), v (Q8_POSITIVE), optionally the largest v (Q8_POSITIVE): amsgrad
+ *                   ADAGRAD       sum (Q8_POSITIVE)
+ *                   LION          m (Q8)
+ *                   SGD           optionally the momentum (Q8)
+ *
+ * SPLIT keeps an fp32 number x of pattern b as the weight (b + 0x8000) >> 16, modulo 2^16, and b & 0xffff: 16 bits
+ * each. b is had back from the two, whatever it is: upper = weight - (low >= 0x8000). The weight is x rounded to the
+ * nearest bf16, ties away from zero; a finite x within half a unit of the largest bf16 (|x| >= 0x7f7f8000) shows
+ * as infinity, as it does when rounding to even, and is still x. A NaN that the step makes or meets is stored
+ * as 0x7fc00000, since the weight of some NaN patterns (0x7fff8000 and up, GPUs' own among them) reads as 0.
+ *
+ * 8-bit moments have one byte per element, and one scale byte per TM_Q8_BLOCK elements counted from the first of
+ * this call: tiles start at multiples of it; the last block may be short. A block that holds NaN or infinity is
+ * NaN as a whole. loops_q8.h draws the code. */
+enum tm_rule { TM_ADAMW = 0, TM_ADAM = 1, TM_ADAGRAD = 2, TM_LION = 3, TM_SGD = 4 };
+enum tm_rounding { TM_NEAREST = 0, TM_STOCHASTIC = 1 };
+enum tm_q8 { TM_Q8_BLOCK = 64 };
+enum tm_step_flags {
+    TM_STEP_START_MOMENTS = 1, /* moments start at zero (ADAGRAD: at scalars.initial) without being read */
+    TM_STEP_START_MASTER = 2,  /* the master starts from the weight without being read */
+    TM_STEP_START = 3,         /* both */
+    TM_STEP_MAXIMIZE = 4,      /* along the gradient instead of against it */
+    TM_STEP_NESTEROV = 8,      /* SGD with momentum */
+    TM_STEP_UNFUSED = 16       /* for tests: not the loops made for one combination of dtypes. The same bits */
+};
 
-/* One pass over n elements, fp32 arithmetic, no FMA, in this order per element:
- *     g = float(grad) * grad_scale
- *     p = master                      (decoupled: p = p * decay; coupled: g = g + decay * p)
- *     m = m + (g - m) * (1 - beta1)
- *     v = v * beta2 + (g * g) * (1 - beta2)
- *     p = p - step_size * (m / (sqrt(v) * inv_sqrt_bias2 + eps))
- *     low = round-to-nearest-even(p)
- * Scalars are rounded to fp32 once (1 - beta computed in double first). master, m, v are fp32,
- * written in place. `low` (bf16 or fp16) is written when low_dtype is not TM_NONE. When master_from
- * is not TM_NONE, p starts from float(low) instead of master (first step: master is written, not
- * read; low's dtype is master_from) and m, v start from zero without being read. Every pointer is
- * aligned to its element size only. When low_dtype and master_from are both given they are equal; either
- * may be TM_F32. Streams should not lie a large power of two apart (seen from 32 MiB on, 8 M elements of fp32): on AMD
- * they evict each other from the first-level cache, and any kernel is several times slower. Source: Kingma & Ba 2015;
- * Loshchilov & Hutter 2019. */
-int tm_adam_step(tm_workers *workers, uint64_t n, void *master, void *m, void *v, const void *grad, int32_t grad_dtype,
-                 void *low, int32_t low_dtype, int32_t master_from, const tm_adam_scalars *scalars);
+typedef struct tm_part {
+    void *data;      /* aligned to its element */
+    uint8_t *scales; /* 8-bit moments: one for each TM_Q8_BLOCK elements */
+    int32_t dtype;   /* enum tm_dtype */
+    int32_t reserved;
+} tm_part;
+
+/* Rounded to fp32 once; 1 - beta and 1 - dampening are computed in double first. */
+typedef struct tm_step_scalars {
+    double step_size;      /* ADAM, ADAMW: lr / (1 - beta1^t); ADAGRAD: lr / (1 + (t - 1) * lr_decay); else lr */
+    double decay;          /* ADAMW, LION (decoupled): 1 - lr * weight_decay; else (L2): weight_decay */
+    double grad_scale;     /* multiplies the gradient first: 1 / loss scale * clip factor */
+    double beta1;          /* ADAM, ADAMW, LION */
+    double beta2;          /* the same */
+    double eps;            /* ADAM, ADAMW, ADAGRAD */
+    double inv_sqrt_bias2; /* ADAM, ADAMW: 1 / sqrt(1 - beta2^t) */
+    double momentum;       /* SGD */
+    double dampening;      /* SGD */
+    double initial;        /* ADAGRAD: where the sum starts */
+} tm_step_scalars;
+
+typedef struct tm_step {
+    uint64_t n;
+    tm_part weight;
+    tm_part master;
+    tm_part grad;
+    tm_part moments[3];
+    uint64_t key;           /* of stochastic rounding: the seed mixed with a hash of the parameter's full name */
+    uint64_t step;          /* number of this step */
+    uint64_t first_element; /* where this call's elements lie in the whole parameter */
+    int32_t rule;
+    int32_t rounding; /* of every part below fp32 that is state: moments, and the weight when it is the master */
+    uint32_t flags;
+    uint32_t reserved;
+    tm_step_scalars scalars;
+} tm_step;
+
+/* One pass over memory, fp32 arithmetic, no FMA, true division and square root, in this order per element:
+ *
+ *     all       g = float(grad) * grad_scale                  (MAXIMIZE: * -grad_scale)
+ *               p = float(master)
+ *     ADAMW     p = p * decay                                 (ADAM: g = g + decay * p)
+ *               m = m + (g - m) * (1 - beta1)
+ *               v = v * beta2 + (g * g) * (1 - beta2)
+ *               w = v                                         (amsgrad: w = largest = max(largest, v))
+ *               p = p - step_size * (m / (sqrt(w) * inv_sqrt_bias2 + eps))
+ *     ADAGRAD   g = g + decay * p
+ *               sum = sum + g * g
+ *               p = p - step_size * (g / (sqrt(sum) + eps))
+ *     LION      p = p * decay - step_size * sign(m * beta1 + g * (1 - beta1))
+ *               m = m * beta2 + g * (1 - beta2)
+ *     SGD       g = g + decay * p
+ *               m = m * momentum + g * (1 - dampening)        (START_MOMENTS: m = g)
+ *               p = p - step_size * (m, NESTEROV: g + momentum * m, no moment: g)
+ *
+ * Then every part is stored: moments and master as `rounding` says, a weight beside its master to nearest even.
+ * What was rounded is not used again in the same step.
+ *
+ * Stochastic rounding depends on key, step, the part and the element's number in the whole parameter alone, so
+ * tiles, threads, ranks and instruction sets do not change a bit. It is unbiased, keeps zeros, infinities and signs,
+ * and rounds to infinity only what nearest would. A NaN stays one; which one is not promised (SPLIT above). Parts do
+ * not overlap. Streams should not lie a large power of two (seen from 32 MiB on) apart: on AMD they evict each
+ * other from the first-level cache, and any kernel is several times slower. -EINVAL: a combination that the table
+ * above does not hold, or a missing pointer. Blocks. Sources: Kingma & Ba 2015; Loshchilov & Hutter 2019; Reddi et al.
+ * 2018 (amsgrad); Duchi et al. 2011; Chen et al. 2023 (Lion); Sutskever et al. 2013, in the variant of torch.optim.SGD.
+ */
+int tm_optimizer_step(tm_workers *workers, const tm_step *step);
+
+/* values[i] = float(part[i]). A SPLIT part is read with its bf16 weight beside; for others `weight` is not looked at.
+ * -EINVAL as above. Exact. Blocks. */
+int tm_part_widen(tm_workers *workers, uint64_t n, const tm_part *part, const void *weight, float *values);
+
+/* part[i] = values[i] rounded to nearest even; SPLIT writes its bf16 weight too, and keeps every pattern. */
+int tm_part_narrow(tm_workers *workers, uint64_t n, const float *values, const tm_part *part, void *weight);
 
 /* Elements of one block of a norm: blocks are cut at multiples of this, counted from element 0 of
  * the whole parameter. */

@@ -1,8 +1,9 @@
 """The binding: the only Python file that touches `_tiermem_native`.
 
-It turns the C API of native/tiermem.h into three objects with a lifetime (Map, Queue, Workers) and two kernels that
-take tensors. -errno becomes OSError here and nowhere else; a failed transfer becomes TransferError, which knows path,
-offset and length. The GIL is free during every call that blocks or computes (cffi releases it).
+It turns the C API of native/tiermem.h into three objects with a lifetime (Map, Queue, Workers) and kernels that take
+tensors (an optimizer's are described in parts.py). -errno becomes OSError here and nowhere else; a failed transfer
+becomes TransferError, which knows path, offset and length. The GIL is free during every call that blocks or computes (cffi
+releases it).
 """
 
 from __future__ import annotations
@@ -20,6 +21,19 @@ import numpy.typing as npt
 import torch
 from _tiermem_native import ffi, lib
 
+from tiermem.swap.parts import (
+    MOMENTS,
+    SPLIT,
+    Dither,
+    Moment,
+    Quantised,
+    StepParts,
+    StepRule,
+    check_moment,
+    check_parts,
+    check_split,
+)
+
 ENGINES = {"auto": lib.TM_ENGINE_AUTO, "uring": lib.TM_ENGINE_URING, "aio": lib.TM_ENGINE_AIO}
 ENGINES["threads"] = lib.TM_ENGINE_THREADS
 _ENGINE_NAMES = {code: name for name, code in ENGINES.items()}
@@ -33,6 +47,8 @@ URGENT, NORMAL, BACKGROUND = int(lib.TM_URGENT), int(lib.TM_NORMAL), int(lib.TM_
 _LEAST = 1e-9  # part of a block: the rank of quantile 0 lies in the first bucket that holds one
 _NUMPY_NAMES = {"uint64_t": np.uint64, "int32_t": np.int32}
 _VERBS = {READ: "reading", WRITE: "writing", SYNC: "syncing"}
+_RULES = {"adamw": lib.TM_ADAMW, "adam": lib.TM_ADAM, "adagrad": lib.TM_ADAGRAD, "lion": lib.TM_LION, "sgd": lib.TM_SGD}
+_SCALARS = tuple(name for name, _ in ffi.typeof("tm_step_scalars").fields)  # fields of StepRule by the same names
 _DTYPES = {None: lib.TM_NONE, torch.float32: lib.TM_F32, torch.bfloat16: lib.TM_BF16, torch.float16: lib.TM_F16}
 _ADVICE = {
     errno.ENOSPC: "the file system is full: free some space or add a path",
@@ -330,55 +346,93 @@ class Workers:
             check(lib.tm_workers_close(handle), "stopping threads")
 
 
-class AdamScalars(NamedTuple):
-    """The scalars of one Adam step, in double; see tm_adam_scalars in native/tiermem.h."""
-
-    step_size: float
-    beta1: float
-    beta2: float
-    eps: float
-    decay: float
-    inv_sqrt_bias2: float
-    grad_scale: float
-    decoupled: bool
-
-
-def adam_step(
+def optimizer_step(
     workers: Workers,
-    master: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    grad: torch.Tensor,
-    low: torch.Tensor | None,
-    scalars: AdamScalars,
-    start_from_low: bool = False,
+    rule: StepRule,
+    parts: StepParts,
+    dither: Dither | None = None,
+    start_moments: bool = False,
+    start_master: bool = False,
 ) -> None:
-    """Steps `master`, `m`, `v` (fp32) in place in one pass, and writes the low-precision copy. Blocks; GIL free.
+    """Steps master and moments in place in one pass, and writes the weight the model sees. Blocks; GIL free.
 
-    All tensors are contiguous CPU tensors of one length; `grad` is fp32, bf16 or fp16 and only read; `low` is bf16 or
-    fp16. With start_from_low the master is first made from `low`, and m and v start at zero without being read.
-    Source: Kingma & Ba 2015, Loshchilov & Hutter 2019.
+    With `dither` every part of the state below fp32 is rounded stochastically, else to nearest even. start_moments: moments
+    start at zero (adagrad: at rule.initial) without being read; start_master: the master starts from the weight. Raises
+    ValueError for parts that do not fit together. Formulas and sources: tm_optimizer_step in native/tiermem.h.
     """
-    for tensor in (master, m, v, grad, low):
-        if tensor is not None and not (tensor.is_contiguous() and tensor.numel() == master.numel()):
-            raise ValueError("adam_step takes contiguous tensors of one length")
-    if not master.dtype == m.dtype == v.dtype == torch.float32:
-        raise ValueError(f"adam_step keeps states in fp32; given {master.dtype}, {m.dtype}, {v.dtype}")
-    low_dtype = _DTYPES[None if low is None else low.dtype]
-    code = lib.tm_adam_step(
-        workers.handle,
-        master.numel(),
-        _pointer(master),
-        _pointer(m),
-        _pointer(v),
-        _pointer(grad),
-        _DTYPES[grad.dtype],
-        _pointer(low),
-        low_dtype,
-        low_dtype if start_from_low else lib.TM_NONE,
-        ffi.new("tm_adam_scalars *", (*scalars, 0)),
+    check_parts(rule, parts, start_master)
+    step = ffi.new("tm_step *")
+    step.n, step.rule = parts.grad.numel(), _RULES[rule.name]
+    _set_part(step.weight, parts.weight)
+    _set_part(step.master, parts.master)
+    _set_part(step.grad, parts.grad)
+    for slot, kind, moment in zip(step.moments, MOMENTS[rule.name], parts.moments, strict=False):
+        _set_part(slot, moment, kind.is_positive)
+    if dither is not None:
+        step.rounding = lib.TM_STOCHASTIC
+        step.key, step.step, step.first_element = dither
+    step.flags = (
+        start_moments * lib.TM_STEP_START_MOMENTS
+        | start_master * lib.TM_STEP_START_MASTER
+        | rule.maximize * lib.TM_STEP_MAXIMIZE
+        | rule.nesterov * lib.TM_STEP_NESTEROV
     )
-    check(code, "Adam step")
+    for field in _SCALARS:
+        setattr(step.scalars, field, getattr(rule, field))
+    check(lib.tm_optimizer_step(workers.handle, step), f"{rule.name} step")
+
+
+def widen_part(
+    workers: Workers, part: Moment, weight: torch.Tensor | None = None, is_positive: bool = False
+) -> torch.Tensor:
+    """Returns a part in fp32, exactly: a moment, a weight, or a split master (int16, uint16) read with its bf16 weight.
+
+    is_positive: of 8-bit codes, whether they are those of a moment that is never negative. Blocks; raises ValueError.
+    """
+    numel = _check_part(part, weight)
+    values = torch.empty(numel)
+    code = lib.tm_part_widen(workers.handle, numel, _part(part, is_positive), _pointer(weight), _pointer(values))
+    check(code, "widening a part")
+    return values
+
+
+def narrow_part(
+    workers: Workers, values: torch.Tensor, part: Moment, weight: torch.Tensor | None = None, is_positive: bool = False
+) -> None:
+    """Writes fp32 values into a part, rounded to nearest even; a split master writes its bf16 weight too, exactly.
+
+    Blocks; raises ValueError. See `widen_part`.
+    """
+    numel = _check_part(part, weight)
+    values = values.to(torch.float32)
+    check_moment("values", values, numel)
+    code = lib.tm_part_narrow(workers.handle, numel, _pointer(values), _part(part, is_positive), _pointer(weight))
+    check(code, "narrowing to a part")
+
+
+def _check_part(part: Moment, weight: torch.Tensor | None) -> int:
+    numel = part.codes.numel() if isinstance(part, Quantised) else part.numel()
+    if isinstance(part, torch.Tensor) and part.dtype in SPLIT:
+        check_split(part, weight, numel)
+    else:
+        check_moment("part", part, numel)
+    return numel
+
+
+def _part(part: Moment, is_positive: bool) -> object:
+    slot = ffi.new("tm_part *")
+    _set_part(slot, part, is_positive)
+    return slot
+
+
+def _set_part(slot: Any, part: Moment | None, is_positive: bool = False) -> None:
+    """Fills a tm_part; one of zeros stays that of an absent part."""
+    if isinstance(part, Quantised):
+        slot.data, slot.scales = _pointer(part.codes), ffi.cast("uint8_t *", part.scales.data_ptr())
+        slot.dtype = lib.TM_Q8_POSITIVE if is_positive else lib.TM_Q8
+    elif part is not None:
+        slot.data = _pointer(part)
+        slot.dtype = lib.TM_SPLIT if part.dtype in SPLIT else _DTYPES[part.dtype]
 
 
 def store_gradient(

@@ -140,7 +140,6 @@ static void bench_kernels() {
     void *low = g + n, *half = (char *)low + 2 * n; // half: the gradient in 16 bits
     for (uint64_t i = 0; i < n; ++i)
         g[i] = (float)(i % 1000) * 1e-3f;
-    const tm_adam_scalars scalars = {1e-3, 0.9, 0.999, 1e-8, 0.9999, 1, 1, 1, 0};
     tm_workers *workers;
     const unsigned num_threads = std::max(1u, std::thread::hardware_concurrency());
     CHECK_EQUAL(tm_workers_open(num_threads, &workers), 0);
@@ -151,11 +150,20 @@ static void bench_kernels() {
         if (tm_isa_choose(isa) < 0)
             continue;
         const double bare = best_of(9, [&] { tm_workers_run(workers, n / TM_NORM_BLOCK, stream_task, &stream); });
-        const double fp32 =
-            best_of(9, [&] { tm_adam_step(workers, n, p, m, v, g, TM_F32, nullptr, TM_NONE, TM_NONE, &scalars); });
+        tm_step step = {};
+        step.n = n;
+        step.rule = TM_ADAMW;
+        step.master = {p, nullptr, TM_F32, 0};
+        step.grad = {(void *)g, nullptr, TM_F32, 0};
+        step.moments[0] = {m, nullptr, TM_F32, 0};
+        step.moments[1] = {v, nullptr, TM_F32, 0};
+        step.scalars = {1e-3, 0.9999, 1, 0.9, 0.999, 1e-8, 1, 0, 0, 0};
+        const double fp32 = best_of(9, [&] { tm_optimizer_step(workers, &step); });
         const auto step_half = [&](int dtype) {
             CHECK_EQUAL(tm_gradient_store(workers, n, half, dtype, g, TM_F32, 0, 0, nullptr), 0);
-            return best_of(9, [&] { tm_adam_step(workers, n, p, m, v, half, dtype, low, dtype, TM_NONE, &scalars); });
+            step.grad = {half, nullptr, dtype, 0};
+            step.weight = {low, nullptr, dtype, 0};
+            return best_of(9, [&] { tm_optimizer_step(workers, &step); });
         };
         const double f16 = step_half(TM_F16);
         const double bf16 = step_half(TM_BF16);

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from tiermem.optim.tiles import StateTiles
-from tiermem.swap.native import AdamScalars, Workers, adam_step
+from tiermem.swap.native import Workers, optimizer_step
+from tiermem.swap.parts import StepParts, StepRule
 from tiermem.zero import registry
 from tiermem.zero.residency import LiveUnit
 from tiermem.zero.shards import Shards
@@ -135,7 +136,7 @@ class _NativeAdam(torch.optim.Optimizer):
             stepped = [s for live in trainable for s in live.unit.shards if s.has_gradient]
             for shard in stepped:
                 shard.num_steps += 1
-            tiles.step(lambda shard: self._scalars_of(shard, factor))
+            tiles.step(lambda shard: self._rule_of(shard, factor))
             self._regather(shards, trainable)
             shards.residency.prefetch_first()
 
@@ -148,15 +149,15 @@ class _NativeAdam(torch.optim.Optimizer):
         for shard in live.unit.shards:
             shard.num_steps += int(shard.has_gradient)
         shards.residency.outdate(live)
-        tiles.step_unit(live, grads, lambda shard: self._scalars_of(shard, 1.0 / shards.topology.world))
+        tiles.step_unit(live, grads, lambda shard: self._rule_of(shard, 1.0 / shards.topology.world))
         for shard in live.unit.shards:
             shard.has_gradient = False
 
-    def _scalars_of(self, shard: Shard, factor: float) -> AdamScalars | None:
+    def _rule_of(self, shard: Shard, factor: float) -> StepRule | None:
         group = self._groups.get(id(shard.param))
         if group is None or not shard.has_gradient:
             return None
-        return self._scalars(group, shard.num_steps, factor * shard.grad_factor)
+        return self._rule(group, shard.num_steps, factor * shard.grad_factor)
 
     def _refuse(self, shards: Shards) -> None:
         if shards.policy.on_nonfinite == "raise":
@@ -197,28 +198,22 @@ class _NativeAdam(torch.optim.Optimizer):
         if self._workers is None:
             self._workers = Workers(fair_threads())
             weakref.finalize(self, self._workers.close)
-        master = state.get("master", param.detach()).view(-1)
-        adam_step(
-            self._workers,
-            master,
-            state["exp_avg"].view(-1),
-            state["exp_avg_sq"].view(-1),
-            param.grad.contiguous().view(-1),
-            param.detach().view(-1) if "master" in state else None,
-            self._scalars(group, int(state["step"]), 1.0 / scale),
-        )
+        moments = (state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
+        master = state["master"].view(-1) if "master" in state else None
+        parts = StepParts(param.detach().view(-1), master, param.grad.contiguous().view(-1), moments)
+        optimizer_step(self._workers, self._rule(group, int(state["step"]), 1.0 / scale), parts)
 
-    def _scalars(self, group: dict[str, Any], num_steps: int, factor: float) -> AdamScalars:
+    def _rule(self, group: dict[str, Any], num_steps: int, factor: float) -> StepRule:
         lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], group["weight_decay"]
-        return AdamScalars(
+        return StepRule(
+            "adamw" if self.is_decoupled else "adam",
             step_size=lr / (1.0 - beta1**num_steps),
+            decay=1.0 - lr * decay if self.is_decoupled else decay,
+            grad_scale=factor,
             beta1=beta1,
             beta2=beta2,
             eps=group["eps"],
-            decay=1.0 - lr * decay if self.is_decoupled else decay,
             inv_sqrt_bias2=1.0 / math.sqrt(1.0 - beta2**num_steps),
-            grad_scale=factor,
-            decoupled=self.is_decoupled,
         )
 
 

@@ -29,7 +29,8 @@ import torch
 from tiermem.policy import Tier
 from tiermem.swap.arena import Slot
 from tiermem.swap.move import Move
-from tiermem.swap.native import BACKGROUND, AdamScalars, adam_step
+from tiermem.swap.native import BACKGROUND, optimizer_step
+from tiermem.swap.parts import StepParts, StepRule
 from tiermem.swap.pipeline import run_pipeline
 from tiermem.zero.plan import STATE_BYTES, state_element_bytes
 from tiermem.zero.residency import LiveUnit
@@ -89,8 +90,8 @@ class _Part(NamedTuple):
     num_bytes: int
 
 
-ScalarsOf = Callable[[Shard], AdamScalars | None]
-"""The scalars of a parameter's next step, or None when it is not to be stepped."""
+RuleOf = Callable[[Shard], StepRule | None]
+"""The rule of a parameter's next step and its scalars, or None when it is not to be stepped."""
 
 
 class StateTiles:
@@ -121,13 +122,13 @@ class StateTiles:
         work = _TileStep(self._shards, lambda shard: None, None)  # which only reads
         start.begin((tile for tile in self.tiles if work.has_lasting(tile)), work.read_lasting)
 
-    def step(self, scalars_of: ScalarsOf) -> None:
+    def step(self, rule_of: RuleOf) -> None:
         """Steps every tile once. Blocks; raises OSError when a transfer failed."""
-        self._run(self.tiles, _TileStep(self._shards, scalars_of, None))
+        self._run(self.tiles, _TileStep(self._shards, rule_of, None))
 
-    def step_unit(self, live: LiveUnit, grads: torch.Tensor, scalars_of: ScalarsOf) -> None:
+    def step_unit(self, live: LiveUnit, grads: torch.Tensor, rule_of: RuleOf) -> None:
         """Steps one unit's tiles with gradients that rest nowhere: flat, in its shard layout. Blocks."""
-        self._run([t for t in self.tiles if t.live is live], _TileStep(self._shards, scalars_of, grads))
+        self._run([t for t in self.tiles if t.live is live], _TileStep(self._shards, rule_of, grads))
 
     def state(self, shard: Shard, name: str) -> torch.Tensor:
         """A copy of this rank's part of one fp32 state of a parameter, flat. Blocks; raises OSError."""
@@ -199,10 +200,10 @@ class StateTiles:
 class _TileStep:
     """What the pipeline does with a tile: see `TileWork` in swap/pipeline.py."""
 
-    def __init__(self, shards: Shards, scalars_of: ScalarsOf, grads: torch.Tensor | None) -> None:
+    def __init__(self, shards: Shards, rule_of: RuleOf, grads: torch.Tensor | None) -> None:
         self._shards = shards
         self._store = shards.store
-        self._scalars_of = scalars_of
+        self._rule_of = rule_of
         self._grads = grads  # of the one unit being stepped, when none rest at home
 
     def read(self, tile: Tile, slot: Slot) -> Move:
@@ -229,27 +230,20 @@ class _TileStep:
         if initial is not None:
             states[: tile.numel].copy_(initial)
         by_name = dict(zip(tile.state_names, states.view(len(tile.state_names), tile.numel), strict=True))
-        low = params if MASTER in by_name else None
-        master = by_name.get(MASTER, params)
+        master = by_name.get(MASTER)
+        is_from_weight = master is not None and not tile.is_started and initial is None
         for segment in tile.segments:
             part = slice(segment.start, segment.start + segment.numel)
-            scalars = self._scalars_of(segment.shard)
-            if scalars is None:
-                if low is not None and not tile.is_started and initial is None:
-                    master[part].copy_(low[part])
-                elif low is not None and tile.is_started and tile.live.shard is None:
-                    low[part].copy_(master[part])  # it was not read, and the whole slice is written
+            rule = self._rule_of(segment.shard)
+            if rule is None:
+                if is_from_weight and master is not None:
+                    master[part].copy_(params[part])
+                elif master is not None and tile.is_started and tile.live.shard is None:
+                    params[part].copy_(master[part])  # it was not read, and the whole slice is written
                 continue
-            adam_step(
-                self._shards.workers,
-                master[part],
-                by_name[EXP_AVG][part],
-                by_name[EXP_AVG_SQ][part],
-                grads[part],
-                None if low is None else low[part],
-                scalars,
-                start_from_low=low is not None and not tile.is_started and initial is None,
-            )
+            moments = (by_name[EXP_AVG][part], by_name[EXP_AVG_SQ][part])
+            parts = StepParts(params[part], None if master is None else master[part], grads[part], moments)
+            optimizer_step(self._shards.workers, rule, parts, start_moments=is_from_weight, start_master=is_from_weight)
         self._store.recorder.add("compute", f"tile {tile.entry}", start_ns, time.monotonic_ns(), tile.state_bytes)
 
     def write(self, tile: Tile, slot: Slot) -> Move:

@@ -1,0 +1,288 @@
+// optimizer: one step over weights, masters, gradients and moments in any allowed dtypes, in one pass over memory.
+//
+//     elements -> tasks for the workers -> one fused loop, where this combination of dtypes has one (loops_adam.h)
+//                                       -> else chunks that stay in the first-level cache:
+//                                              widen every part | the rule's loop in fp32 | narrow every part
+//
+// Parts in fp32 are stepped where they lie. Both ways give the same bits. Formulas and formats: tiermem.h.
+
+#include <errno.h>
+
+#include "cpu.h"
+#include "parts.h"
+#include "rounding.h"
+#include "tiermem.h"
+#include "workers.h"
+
+namespace {
+
+const uint64_t TASK = TM_NORM_BLOCK; // a multiple of CHUNK, and that of TM_Q8_BLOCK
+const uint64_t CHUNK = 512;
+
+struct Step {
+    const tm_loops *loops;
+    const tm_step *asked;
+    tm_constants constants;
+    tm_rule_loop *rule;
+    const tm_fused *fused; // NULL: through chunks
+    bool is_dithered;      // some part is rounded stochastically
+};
+
+// What a chunk works on: fp32 numbers in place or in `memory`.
+struct Chunk {
+    uint64_t n;
+    uint64_t element; // of the whole parameter
+    tm_part weight, master, grad, parts[3];
+    float *p;
+    const float *g;
+    float *moments[3];
+    float memory[5][CHUNK];
+};
+
+} // namespace
+
+// ---- what was asked ----------------------------------------------------------------------------------------------
+
+static bool is_moment(const tm_part *part, bool is_positive) {
+    if (tm_dtype_is_q8(part->dtype))
+        return part->data && part->scales && part->dtype == (is_positive ? TM_Q8_POSITIVE : TM_Q8);
+    return tm_part_is_plain(part);
+}
+
+static bool is_absent(const tm_part *part) { return part->dtype == TM_NONE; }
+
+static bool has_valid_moments(const tm_step *step) {
+    const tm_part *moments = step->moments;
+    switch (step->rule) {
+    case TM_ADAMW:
+    case TM_ADAM:
+        return is_moment(&moments[0], false) && is_moment(&moments[1], true) &&
+               (is_absent(&moments[2]) || is_moment(&moments[2], true));
+    case TM_ADAGRAD:
+        return is_moment(&moments[0], true) && is_absent(&moments[1]) && is_absent(&moments[2]);
+    case TM_LION:
+        return is_moment(&moments[0], false) && is_absent(&moments[1]) && is_absent(&moments[2]);
+    case TM_SGD:
+        return (is_absent(&moments[0]) || is_moment(&moments[0], false)) && is_absent(&moments[1]) &&
+               is_absent(&moments[2]);
+    }
+    return false;
+}
+
+static bool has_valid_master(const tm_step *step) {
+    const tm_part *weight = &step->weight, *master = &step->master;
+    if (!is_absent(weight) && !tm_part_is_plain(weight))
+        return false;
+    if (is_absent(master)) // the weight is the master, and starts from itself
+        return !is_absent(weight);
+    if (!master->data || ((step->flags & TM_STEP_START_MASTER) && is_absent(weight)))
+        return false;
+    return master->dtype == TM_F32 || (master->dtype == TM_SPLIT && weight->dtype == TM_BF16);
+}
+
+static bool is_valid(const tm_step *step) {
+    const uint32_t flags = TM_STEP_START | TM_STEP_MAXIMIZE | TM_STEP_NESTEROV | TM_STEP_UNFUSED;
+    return (step->rounding == TM_NEAREST || step->rounding == TM_STOCHASTIC) && (step->flags & ~flags) == 0 &&
+           step->first_element + step->n >= step->n && tm_part_is_plain(&step->grad) && has_valid_moments(step) &&
+           has_valid_master(step);
+}
+
+static tm_constants round_scalars(const tm_step *step) {
+    const tm_step_scalars *s = &step->scalars;
+    const bool is_first = step->flags & TM_STEP_START_MOMENTS;
+    tm_constants c;
+    c.grad_scale = (float)(step->flags & TM_STEP_MAXIMIZE ? -s->grad_scale : s->grad_scale);
+    c.decay = (float)s->decay;
+    c.step_size = (float)s->step_size;
+    c.eps = (float)s->eps;
+    c.inv_sqrt_bias2 = (float)s->inv_sqrt_bias2;
+    c.beta1 = (float)s->beta1;
+    c.one_minus_beta1 = (float)(1.0 - s->beta1);
+    c.beta2 = (float)s->beta2;
+    c.one_minus_beta2 = (float)(1.0 - s->beta2);
+    c.momentum = (float)s->momentum;
+    c.one_minus_dampening = (float)(is_first ? 1.0 : 1.0 - s->dampening);
+    return c;
+}
+
+static int loop_of(const tm_step *step) {
+    const bool has_largest = !is_absent(&step->moments[2]);
+    switch (step->rule) {
+    case TM_ADAMW:
+        return has_largest ? TM_LOOP_ADAMW_LARGEST : TM_LOOP_ADAMW;
+    case TM_ADAM:
+        return has_largest ? TM_LOOP_ADAM_LARGEST : TM_LOOP_ADAM;
+    case TM_ADAGRAD:
+        return TM_LOOP_ADAGRAD;
+    case TM_LION:
+        return TM_LOOP_LION;
+    }
+    if (is_absent(&step->moments[0]))
+        return TM_LOOP_SGD;
+    return step->flags & TM_STEP_NESTEROV ? TM_LOOP_SGD_NESTEROV : TM_LOOP_SGD_MOMENTUM;
+}
+
+static bool is_rounded(const tm_part *part) { return !is_absent(part) && part->dtype != TM_F32; }
+
+static bool needs_words(const tm_step *step) {
+    bool needs = is_absent(&step->master) && is_rounded(&step->weight);
+    for (const tm_part &moment : step->moments)
+        needs = needs || is_rounded(&moment);
+    return needs && step->rounding == TM_STOCHASTIC;
+}
+
+static bool is_made_for(const tm_fused *fused, const Step *step) {
+    const tm_step *asked = step->asked;
+    const bool is_q8 = fused->moment == TM_Q8;
+    return fused->weight == asked->weight.dtype && fused->master == asked->master.dtype &&
+           fused->grad == asked->grad.dtype && fused->moment == asked->moments[0].dtype &&
+           (is_q8 ? (int)TM_Q8_POSITIVE : fused->moment) == asked->moments[1].dtype &&
+           fused->is_decoupled == (asked->rule == TM_ADAMW) && fused->is_stochastic == step->is_dithered;
+}
+
+static const tm_fused *find_fused(const Step *step) {
+    const tm_step *asked = step->asked;
+    const bool is_adam = asked->rule == TM_ADAMW || asked->rule == TM_ADAM;
+    if (!is_adam || !is_absent(&asked->moments[2]) || (asked->flags & (TM_STEP_START | TM_STEP_UNFUSED)))
+        return nullptr;
+    for (unsigned i = 0; i < step->loops->num_fused; ++i)
+        if (is_made_for(&step->loops->fused[i], step))
+            return &step->loops->fused[i];
+    return nullptr;
+}
+
+// ---- through chunks ----------------------------------------------------------------------------------------------
+
+static void fill(float *values, uint64_t n, float value) {
+    for (uint64_t i = 0; i < n; ++i)
+        values[i] = value;
+}
+
+static float *in_place(const tm_part *part, float *otherwise) {
+    return part->dtype == TM_F32 ? (float *)part->data : otherwise;
+}
+
+static void load_master(const Step *step, Chunk *chunk) {
+    const bool is_weight = is_absent(&chunk->master);
+    const tm_part *from = is_weight ? &chunk->weight : &chunk->master;
+    chunk->p = in_place(from, chunk->memory[0]);
+    if (!is_weight && (step->asked->flags & TM_STEP_START_MASTER))
+        tm_part_load(step->loops, chunk->n, &chunk->weight, nullptr, chunk->p);
+    else if (chunk->p == chunk->memory[0])
+        tm_part_load(step->loops, chunk->n, from, chunk->weight.data, chunk->p);
+}
+
+static void load(const Step *step, Chunk *chunk) {
+    load_master(step, chunk);
+    float *grad = in_place(&chunk->grad, chunk->memory[1]);
+    if (grad == chunk->memory[1])
+        tm_part_load(step->loops, chunk->n, &chunk->grad, nullptr, grad);
+    chunk->g = grad;
+    for (int i = 0; i < 3; ++i) {
+        if (is_absent(&chunk->parts[i])) {
+            chunk->moments[i] = nullptr;
+            continue;
+        }
+        float *values = chunk->moments[i] = in_place(&chunk->parts[i], chunk->memory[2 + i]);
+        if (step->asked->flags & TM_STEP_START_MOMENTS)
+            fill(values, chunk->n, step->asked->rule == TM_ADAGRAD ? (float)step->asked->scalars.initial : 0.0f);
+        else if (values == chunk->memory[2 + i])
+            tm_part_load(step->loops, chunk->n, &chunk->parts[i], nullptr, values);
+    }
+}
+
+// Fills `words` for the chunk's elements; their numbers may pass a multiple of 2^32.
+static const uint32_t *draw(const Step *step, const Chunk *chunk, int part, uint32_t *words) {
+    if (!step->is_dithered)
+        return nullptr;
+    const uint64_t left = (1ull << 32) - (uint32_t)chunk->element;
+    const uint64_t first = chunk->n < left ? chunk->n : left;
+    const tm_step *asked = step->asked;
+    const tm_dither dither = tm_dither_at(asked->key, asked->step, part, chunk->element);
+    step->loops->random_words(first, &dither, words);
+    if (first < chunk->n) {
+        const tm_dither rest = tm_dither_at(asked->key, asked->step, part, chunk->element + first);
+        step->loops->random_words(chunk->n - first, &rest, words + first);
+    }
+    return words;
+}
+
+static void save(const Step *step, const Chunk *chunk) {
+    const tm_loops *loops = step->loops;
+    static const int DITHERS[] = {TM_DITHER_M, TM_DITHER_V, TM_DITHER_LARGEST};
+    uint32_t words[CHUNK];
+    for (int i = 0; i < 3; ++i)
+        if (is_rounded(&chunk->parts[i]))
+            tm_part_save(loops, chunk->n, chunk->moments[i], draw(step, chunk, DITHERS[i], words), &chunk->parts[i]);
+    if (chunk->master.dtype == TM_SPLIT)
+        loops->narrow_split(chunk->n, chunk->p, (uint16_t *)chunk->weight.data, (uint16_t *)chunk->master.data);
+    else if (chunk->master.dtype == TM_F32 && !is_absent(&chunk->weight))
+        tm_part_save(loops, chunk->n, chunk->p, nullptr, &chunk->weight);
+    else if (is_absent(&chunk->master) && is_rounded(&chunk->weight))
+        tm_part_save(loops, chunk->n, chunk->p, draw(step, chunk, TM_DITHER_MASTER, words), &chunk->weight);
+}
+
+static void step_chunk(const Step *step, uint64_t begin, uint64_t n) {
+    const tm_step *asked = step->asked;
+    Chunk chunk;
+    chunk.n = n;
+    chunk.element = asked->first_element + begin;
+    chunk.weight = tm_part_at(&asked->weight, begin);
+    chunk.master = tm_part_at(&asked->master, begin);
+    chunk.grad = tm_part_at(&asked->grad, begin);
+    for (int i = 0; i < 3; ++i)
+        chunk.parts[i] = tm_part_at(&asked->moments[i], begin);
+    load(step, &chunk);
+    step->rule(n, chunk.p, chunk.moments, chunk.g, &step->constants);
+    save(step, &chunk);
+}
+
+// ---- fused -------------------------------------------------------------------------------------------------------
+
+// Steps as much as the fused loop can take; returns how many elements that was.
+static uint64_t step_fused(const Step *step, uint64_t begin, uint64_t n) {
+    const tm_step *asked = step->asked;
+    if (step->fused->moment == TM_Q8)
+        n = n / TM_Q8_BLOCK * TM_Q8_BLOCK;
+    const uint64_t element = asked->first_element + begin;
+    if (n == 0 || (step->is_dithered && element >> 32 != (element + n - 1) >> 32))
+        return 0;
+    const tm_part m = tm_part_at(&asked->moments[0], begin), v = tm_part_at(&asked->moments[1], begin);
+    tm_streams streams;
+    streams.weight = tm_part_at(&asked->weight, begin).data;
+    streams.master = tm_part_at(&asked->master, begin).data;
+    streams.grad = tm_part_at(&asked->grad, begin).data;
+    streams.m = m.data;
+    streams.v = v.data;
+    streams.m_scales = m.scales;
+    streams.v_scales = v.scales;
+    streams.master_dither = tm_dither_at(asked->key, asked->step, TM_DITHER_MASTER, element);
+    streams.moment_dithers[0] = tm_dither_at(asked->key, asked->step, TM_DITHER_M, element);
+    streams.moment_dithers[1] = tm_dither_at(asked->key, asked->step, TM_DITHER_V, element);
+    step->fused->step(n, &streams, &step->constants);
+    return n;
+}
+
+static void step_task(void *context, uint64_t index) {
+    const Step *step = (const Step *)context;
+    const uint64_t n = step->asked->n;
+    const uint64_t end = n - index * TASK < TASK ? n : (index + 1) * TASK;
+    uint64_t begin = index * TASK;
+    if (step->fused)
+        begin += step_fused(step, begin, end - begin);
+    for (; begin < end; begin += CHUNK)
+        step_chunk(step, begin, end - begin < CHUNK ? end - begin : CHUNK);
+}
+
+int tm_optimizer_step(tm_workers *workers, const tm_step *asked) {
+    if (!asked || (asked->n != 0 && !is_valid(asked)))
+        return -EINVAL;
+    if (asked->n == 0)
+        return 0;
+    tm_float_mode mode; // the scalars are rounded in it too
+    Step step = {tm_loops_chosen(), asked, round_scalars(asked), nullptr, nullptr, needs_words(asked)};
+    step.rule = step.loops->rules[loop_of(asked)];
+    step.fused = find_fused(&step);
+    tm_workers_run(workers, (asked->n - 1) / TASK + 1, step_task, &step);
+    return 0;
+}

@@ -1,0 +1,161 @@
+"""Parts: what one optimizer step works on, and by which rule. Values, checked before native code sees them.
+
+    weight    what the model sees: fp32, bf16, fp16, or None
+    master    fp32; int16 or uint16: *split*, the 16 bits that an fp32 number lacks beside its bf16 weight; or None: the weight
+              itself is the master
+    grad      fp32, bf16, fp16
+    moments   fp32, bf16, fp16, or Quantised: 8-bit codes and one scale byte for 64 of them
+
+All are flat contiguous CPU tensors of one length. Formulas, formats and roundings are told in native/tiermem.h; which tile
+of which parameter this is, nobody asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+Q8_BLOCK = 64
+"""Elements that share a scale byte in 8-bit moments; tiles start at multiples of it."""
+
+STORED = (torch.float32, torch.bfloat16, torch.float16)
+SPLIT = (torch.int16, torch.uint16)
+
+
+class Quantised(NamedTuple):
+    """A moment in 8 bits: `codes` holds a byte per element, `scales` one for Q8_BLOCK of them; both uint8."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+Moment = torch.Tensor | Quantised
+
+
+class StepParts(NamedTuple):
+    """The tensors of one step. Moments in the order of MOMENTS; those that are optional may be missing."""
+
+    weight: torch.Tensor | None
+    master: torch.Tensor | None
+    grad: torch.Tensor
+    moments: Sequence[Moment] = ()
+
+
+class StepRule(NamedTuple):
+    """The rule of one step and its scalars, in double; which rule looks at what: tm_step_scalars in native/tiermem.h."""
+
+    name: str  # a key of MOMENTS
+    step_size: float
+    decay: float  # adamw, lion: 1 - lr * weight_decay; else weight_decay
+    grad_scale: float = 1.0
+    beta1: float = 0.0
+    beta2: float = 0.0
+    eps: float = 0.0
+    inv_sqrt_bias2: float = 1.0
+    momentum: float = 0.0
+    dampening: float = 0.0
+    initial: float = 0.0
+    maximize: bool = False
+    nesterov: bool = False
+
+
+class Dither(NamedTuple):
+    """What stochastic rounding depends on, and on nothing else."""
+
+    key: int  # the seed mixed with a hash of the parameter's full name; 64 bits
+    step: int  # number of this step
+    first_element: int  # where the tensors' first element lies in the whole parameter
+
+
+class MomentKind(NamedTuple):
+    """What a rule keeps in a moment: 8-bit codes have no sign where it is never negative."""
+
+    name: str
+    is_positive: bool
+    is_optional: bool = False
+
+
+_ADAM = (MomentKind("m", False), MomentKind("v", True), MomentKind("largest v", True, True))
+MOMENTS: dict[str, tuple[MomentKind, ...]] = {
+    "adamw": _ADAM,
+    "adam": _ADAM,
+    "adagrad": (MomentKind("sum", True),),
+    "lion": (MomentKind("m", False),),
+    "sgd": (MomentKind("momentum", False, True),),
+}
+
+
+def num_scales(num_elements: int) -> int:
+    """Scale bytes of so many 8-bit elements."""
+    return -(-num_elements // Q8_BLOCK)
+
+
+def check_parts(rule: StepRule, parts: StepParts, start_master: bool) -> None:
+    """Raises ValueError, naming the part, when these parts cannot be stepped by this rule."""
+    if rule.name not in MOMENTS:
+        raise ValueError(f"the rule is {rule.name!r}; allowed are {', '.join(MOMENTS)}")
+    numel = parts.grad.numel()
+    _check_tensor("grad", parts.grad, numel, STORED)
+    if parts.weight is not None:
+        _check_tensor("weight", parts.weight, numel, STORED)
+    _check_master(parts, numel, start_master)
+    _check_moments(rule, parts.moments, numel)
+    if rule.nesterov and not (rule.name == "sgd" and parts.moments):
+        raise ValueError(
+            f"nesterov needs sgd with a momentum; the rule is {rule.name!r} with {len(parts.moments)} moments"
+        )
+
+
+def check_moment(name: str, moment: Moment, numel: int) -> None:
+    """Raises ValueError when this is no moment of so many elements."""
+    if not isinstance(moment, Quantised):
+        _check_tensor(name, moment, numel, STORED)
+        return
+    _check_tensor(f"{name} codes", moment.codes, numel, (torch.uint8,))
+    _check_tensor(f"{name} scales", moment.scales, num_scales(numel), (torch.uint8,))
+
+
+def check_split(master: torch.Tensor, weight: torch.Tensor | None, numel: int) -> None:
+    """Raises ValueError when this is no split master of so many elements beside its bf16 weight."""
+    _check_tensor("split master", master, numel, SPLIT)
+    if weight is None or weight.dtype is not torch.bfloat16:
+        given = "none" if weight is None else weight.dtype
+        raise ValueError(f"a split master is kept beside a bf16 weight; the weight given is {given}")
+    _check_tensor("weight", weight, numel, STORED)
+
+
+def _check_master(parts: StepParts, numel: int, start_master: bool) -> None:
+    if parts.master is None:
+        if parts.weight is None:
+            raise ValueError("neither weight nor master was given; one of them holds the parameter")
+        return
+    if parts.master.dtype in SPLIT:
+        check_split(parts.master, parts.weight, numel)
+    else:
+        _check_tensor("master", parts.master, numel, (torch.float32, *SPLIT))
+    if start_master and parts.weight is None:
+        raise ValueError("start_master makes the master from the weight, and no weight was given")
+
+
+def _check_moments(rule: StepRule, moments: Sequence[Moment], numel: int) -> None:
+    kinds = MOMENTS[rule.name]
+    fewest = sum(not kind.is_optional for kind in kinds)
+    if not fewest <= len(moments) <= len(kinds):
+        names = ", ".join(f"{kind.name} (optional)" if kind.is_optional else kind.name for kind in kinds)
+        raise ValueError(f"{len(moments)} moments given for {rule.name}, which keeps {names}")
+    for kind, moment in zip(kinds, moments, strict=False):
+        check_moment(kind.name, moment, numel)
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, numel: int, allowed: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in allowed:
+        raise ValueError(f"{name} is {tensor.dtype}; allowed are {', '.join(str(dtype) for dtype in allowed)}")
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dim() != 1:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}; a step takes flat "
+            "contiguous tensors on the CPU: pass .view(-1)"
+        )
+    if tensor.numel() != numel:
+        raise ValueError(f"{name} has {tensor.numel()} elements where {numel} are due")

@@ -1,0 +1,263 @@
+// bare_stream: the yardstick of an optimizer step in memory. The fastest loop that we can write over arrays of given
+// sizes: vector loads of what is read, next to no arithmetic, vector stores of what is written, nothing else. Reads
+// commands from stdin and answers each with one line, so that a benchmark can take turns with it:
+//
+//     stream N THREADS PART...    PART: bytes per element, then r, w or rw: `stream 1000000 2 4rw 4rw 4rw 2r 2w`
+//                                 -> seconds of the best pass with plain stores, then with streaming stores
+//                                 or `error: ...`
+//     quit
+//
+// Arrays lie in huge pages, an odd number of pages of 4 KiB apart: powers of two would make them evict each other from
+// the first-level cache. Each thread is pinned to a core of its own where there are enough.
+
+#include <algorithm>
+#include <condition_variable>
+#include <iostream>
+#include <mutex>
+#include <sched.h>
+#include <sstream>
+#include <thread>
+#include <time.h>
+
+#include "fixture.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+// One array: `bytes` per element.
+struct Part {
+    uint64_t bytes;
+    bool is_read, is_written;
+    char *data;
+};
+
+static const uint64_t UNIT = 1024;                        // threads' shares are multiples of it
+static const uint64_t BATCHES[] = {128, 256, 1024, 8192}; // elements of one array, then of the next: the best counts
+static const int NUM_PASSES = 5;
+
+static double now_s() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+// ---- the loops: bytes are a multiple of 64, addresses too ----------------------------------------------------------
+
+typedef void pass_loop(char *data, uint64_t bytes);
+
+#if defined(__x86_64__)
+__attribute__((target("avx512f"))) static void read_512(char *data, uint64_t bytes) {
+    __m512i a = _mm512_setzero_si512();
+    for (uint64_t i = 0; i < bytes; i += 64)
+        a = _mm512_xor_si512(a, _mm512_load_si512(data + i));
+    asm volatile("" ::"v"(a));
+}
+
+template <bool is_read, bool is_streaming>
+__attribute__((target("avx512f"))) static void write_512(char *data, uint64_t bytes) {
+    const __m512i one = _mm512_set1_epi64(1);
+    for (uint64_t i = 0; i < bytes; i += 64) {
+        const __m512i x = is_read ? _mm512_xor_si512(one, _mm512_load_si512(data + i)) : one;
+        if (is_streaming)
+            _mm512_stream_si512((__m512i *)(data + i), x);
+        else
+            _mm512_store_si512(data + i, x);
+    }
+}
+
+__attribute__((target("avx2"))) static void read_256(char *data, uint64_t bytes) {
+    __m256i a = _mm256_setzero_si256();
+    for (uint64_t i = 0; i < bytes; i += 32)
+        a = _mm256_xor_si256(a, _mm256_load_si256((const __m256i *)(data + i)));
+    asm volatile("" ::"x"(a));
+}
+
+template <bool is_read, bool is_streaming>
+__attribute__((target("avx2"))) static void write_256(char *data, uint64_t bytes) {
+    const __m256i one = _mm256_set1_epi64x(1);
+    for (uint64_t i = 0; i < bytes; i += 32) {
+        const __m256i x = is_read ? _mm256_xor_si256(one, _mm256_load_si256((const __m256i *)(data + i))) : one;
+        if (is_streaming)
+            _mm256_stream_si256((__m256i *)(data + i), x);
+        else
+            _mm256_store_si256((__m256i *)(data + i), x);
+    }
+}
+#endif
+
+static void read_plain(char *data, uint64_t bytes) {
+    uint64_t a = 0;
+    for (uint64_t i = 0; i < bytes; i += 8)
+        a ^= *(const uint64_t *)(data + i);
+    asm volatile("" ::"r"(a));
+}
+
+template <bool is_read> static void write_plain(char *data, uint64_t bytes) {
+    for (uint64_t i = 0; i < bytes; i += 8)
+        *(uint64_t *)(data + i) = is_read ? *(const uint64_t *)(data + i) ^ 1 : 1;
+}
+
+static pass_loop *choose_loop(const Part &part, bool is_streaming) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f")) {
+        if (!part.is_written)
+            return read_512;
+        if (is_streaming)
+            return part.is_read ? write_512<true, true> : write_512<false, true>;
+        return part.is_read ? write_512<true, false> : write_512<false, false>;
+    }
+    if (__builtin_cpu_supports("avx2")) {
+        if (!part.is_written)
+            return read_256;
+        if (is_streaming)
+            return part.is_read ? write_256<true, true> : write_256<false, true>;
+        return part.is_read ? write_256<true, false> : write_256<false, false>;
+    }
+#endif
+    (void)is_streaming;
+    return !part.is_written ? read_plain : part.is_read ? write_plain<true> : write_plain<false>;
+}
+
+// Batches of every array in turn, as an optimizer goes over its own.
+static void pass(const std::vector<Part> &parts, uint64_t begin, uint64_t end, uint64_t batch, bool is_streaming) {
+    std::vector<pass_loop *> loops;
+    for (const Part &part : parts)
+        loops.push_back(choose_loop(part, is_streaming));
+    for (; begin < end; begin += batch)
+        for (size_t i = 0; i < parts.size(); ++i)
+            loops[i](parts[i].data + begin * parts[i].bytes, std::min(batch, end - begin) * parts[i].bytes);
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
+// ---- threads -------------------------------------------------------------------------------------------------------
+
+static void pin(unsigned index) {
+    cpu_set_t allowed, one;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0)
+        return;
+    index %= (unsigned)CPU_COUNT(&allowed);
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+        if (CPU_ISSET(cpu, &allowed) && index-- == 0) {
+            CPU_ZERO(&one);
+            CPU_SET(cpu, &one);
+            sched_setaffinity(0, sizeof one, &one);
+            return;
+        }
+}
+
+// Everybody waits until everybody is there.
+struct Gate {
+    std::mutex mutex;
+    std::condition_variable opened;
+    unsigned num_threads, num_waiting = 0;
+    uint64_t round = 0;
+
+    explicit Gate(unsigned num_threads) : num_threads(num_threads) {}
+    void meet() {
+        std::unique_lock<std::mutex> lock(mutex);
+        const uint64_t mine = round;
+        if (++num_waiting == num_threads) {
+            num_waiting = 0;
+            ++round;
+            opened.notify_all();
+        } else {
+            opened.wait(lock, [&] { return round != mine; });
+        }
+    }
+};
+
+struct Run {
+    std::vector<Part> parts;
+    uint64_t n;
+    unsigned num_threads;
+    Gate gate;
+    double best[2] = {1e30, 1e30}; // plain, streaming
+
+    Run(std::vector<Part> parts, uint64_t n, unsigned num_threads)
+        : parts(std::move(parts)), n(n), num_threads(num_threads), gate(num_threads) {}
+
+    void work(unsigned index) {
+        pin(index);
+        const uint64_t units = n / UNIT;
+        const uint64_t begin = units * index / num_threads * UNIT, end = units * (index + 1) / num_threads * UNIT;
+        for (int round = 0; round < NUM_PASSES; ++round)
+            for (uint64_t batch : BATCHES)
+                for (int is_streaming = 0; is_streaming < 2; ++is_streaming) {
+                    gate.meet();
+                    const double start = now_s();
+                    pass(parts, begin, end, batch, is_streaming != 0);
+                    gate.meet();
+                    if (index == 0)
+                        best[is_streaming] = std::min(best[is_streaming], now_s() - start);
+                }
+    }
+};
+
+static void stream(std::vector<Part> parts, uint64_t n, unsigned num_threads) {
+    const uint64_t page = 4096;
+    uint64_t bytes = 0;
+    std::vector<uint64_t> starts;
+    for (const Part &part : parts) {
+        starts.push_back(bytes);
+        const uint64_t pages = (n * part.bytes + page - 1) / page + 3;
+        bytes += (pages | 1) * page;
+    }
+    Memory memory(bytes);
+    CHECK_EQUAL(tm_map_commit(memory.data, bytes), 0);
+    for (size_t i = 0; i < parts.size(); ++i)
+        parts[i].data = memory.data + starts[i];
+    Run run(parts, n, num_threads);
+    std::vector<std::thread> threads;
+    for (unsigned i = 0; i < num_threads; ++i)
+        threads.emplace_back(&Run::work, &run, i);
+    for (std::thread &thread : threads)
+        thread.join();
+    printf("%.9f %.9f\n", run.best[0], run.best[1]);
+}
+
+// ---- commands ------------------------------------------------------------------------------------------------------
+
+static bool parse_part(const std::string &word, Part *part) {
+    char *end = nullptr;
+    part->bytes = strtoull(word.c_str(), &end, 10);
+    const std::string how = end;
+    part->is_read = how == "r" || how == "rw";
+    part->is_written = how == "w" || how == "rw";
+    part->data = nullptr;
+    return part->bytes > 0 && part->bytes <= 64 && (part->is_read || part->is_written);
+}
+
+static const char *obey(std::istringstream &words) {
+    uint64_t n = 0;
+    unsigned num_threads = 0;
+    if (!(words >> n >> num_threads) || n < UNIT || n % UNIT != 0 || num_threads < 1 || num_threads > 1024)
+        return "N is a multiple of 1024 and THREADS 1 to 1024";
+    std::vector<Part> parts;
+    for (std::string word; words >> word;) {
+        parts.emplace_back();
+        if (!parse_part(word, &parts.back()))
+            return "a PART is 1 to 64 and r, w or rw, as in 4rw";
+    }
+    if (parts.empty())
+        return "no PART";
+    stream(parts, n, num_threads);
+    return nullptr;
+}
+
+int main() {
+    for (std::string line; std::getline(std::cin, line);) {
+        std::istringstream words(line);
+        std::string command;
+        words >> command;
+        if (command == "quit")
+            return 0;
+        const char *error = command == "stream" ? obey(words) : "commands are stream and quit";
+        if (error)
+            printf("error: %s\n", error);
+        fflush(stdout);
+    }
+}
