@@ -58,7 +58,7 @@ class GradientHomes:
         self._workers = workers
         self._pool = pool
         self._bucket_numel = bucket_numel
-        self._leaving: list[tuple[Slot, Move]] = []
+        self._leaving: list[tuple[Unit, Slot, Move]] = []
         self.consume: Callable[[Unit, torch.Tensor], None] | None = None
         for unit in units:
             if home is not Tier.DEVICE:
@@ -148,6 +148,8 @@ class GradientHomes:
         home = slot.tensor[: unit.shard_bytes].view(unit.dtype)
         try:
             if any(s.has_gradient for s in unit.shards):
+                while any(each is unit for each, _, _ in self._leaving):
+                    self._reap()  # what is being written is not to be read before
                 self._store.read([(self.entry(unit), 0, slot.tensor[: unit.shard_bytes])], f"grad {unit.name}").wait()
             self._merge(unit, fresh, home)
             if self.home is Tier.DEVICE:
@@ -160,7 +162,7 @@ class GradientHomes:
             assert self._pool is not None
             self._pool.give_back(slot)
             raise
-        self._leaving.append((slot, move))
+        self._leaving.append((unit, slot, move))
 
     def _first_element(self, shard: Shard) -> int:
         return shard.shard_numel * self._topology.shard_rank
@@ -175,7 +177,7 @@ class GradientHomes:
         return slot
 
     def _reap(self) -> None:
-        slot, move = self._leaving.pop(0)
+        _, slot, move = self._leaving.pop(0)
         try:
             move.wait()
         finally:
