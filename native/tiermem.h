@@ -7,7 +7,7 @@
  *   system   tm_file_alignment · tm_heap_trim
  *   map      tm_map_open · tm_map_commit · tm_map_release · tm_map_close
  *   queue    tm_queue_open · _submit · _wait · _promote · _cancel · _counters · _latencies · _close
- *   workers  tm_workers_open · tm_workers_close          threads that the kernels share
+ *   workers  tm_workers_open · _pin · _close            threads that the kernels share
  *   kernels  tm_optimizer_step · tm_part_widen · tm_part_narrow · tm_gradient_store · tm_isa_choose
  *
  * The Python binding is generated from the part between the two BINDING lines; it holds plain
@@ -194,6 +194,12 @@ typedef struct tm_workers tm_workers;
 /* num_threads includes the caller of a kernel: 1 starts none. */
 int tm_workers_open(uint32_t num_threads, tm_workers **workers);
 int tm_workers_close(tm_workers *workers);
+
+/* From the next kernel on every worker stays on one of these cores, no two on the same, and none on the core that the
+ * kernel's caller is on: woken there it would wait for the caller instead of helping. The caller itself goes where it
+ * likes. num_cores is num_threads at least, else -EINVAL; so is a core that this process may not use. -ENOTSUP: no
+ * Linux. Not while a kernel runs. */
+int tm_workers_pin(tm_workers *workers, const int32_t *cores, uint32_t num_cores);
 
 /* ---- kernels -------------------------------------------------------------------------------- */
 

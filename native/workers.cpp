@@ -3,6 +3,9 @@
 // A kernel publishes a job, takes tasks from it like everybody else, withdraws it, and waits for the
 // workers that joined. A worker that wakes too late finds no job and sleeps again, so a short kernel
 // never waits for a slow wake-up. Which thread runs a task is left to chance: results may not depend on it.
+//
+// Left to itself the scheduler may wake a worker on the caller's own core, where it sleeps through a short kernel.
+// Pinned workers stay off it: when the caller has moved to a worker's core, the two change places.
 
 #include "workers.h"
 
@@ -11,9 +14,11 @@
 #include <errno.h>
 #include <mutex>
 #include <new>
+#include <sched.h>
 #include <signal.h>
 #include <thread>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 #include "cpu.h"
@@ -40,6 +45,7 @@ struct tm_workers {
     unsigned num_joined = 0;
     bool is_closing = false;
     std::vector<std::thread> threads;
+    std::vector<int> cores; // empty: not pinned. Of the caller, then of each worker; guarded by one_kernel
 };
 
 static void run_tasks(Job *job) {
@@ -120,6 +126,54 @@ int tm_workers_close(tm_workers *workers) {
     return 0;
 }
 
+// ---- cores -------------------------------------------------------------------------------------------------------
+
+#if defined(__linux__)
+static int move_to(std::thread *thread, int core) {
+    if (core < 0 || core >= CPU_SETSIZE)
+        return -EINVAL;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(core, &one);
+    return -pthread_setaffinity_np(thread->native_handle(), sizeof one, &one);
+}
+
+// Sees that no worker has the caller's core.
+static void make_way(tm_workers *workers) {
+    std::vector<int> &cores = workers->cores;
+    if (cores.empty())
+        return;
+    const int mine = sched_getcpu();
+    for (size_t i = 1; i < cores.size(); ++i)
+        if (cores[i] == mine && move_to(&workers->threads[i - 1], cores[0]) == 0)
+            std::swap(cores[0], cores[i]);
+}
+
+int tm_workers_pin(tm_workers *workers, const int32_t *cores, uint32_t num_cores) {
+    if (!workers || !cores || workers->owner != getpid() || num_cores < workers->threads.size() + 1)
+        return -EINVAL;
+    std::lock_guard<std::mutex> kernel(workers->one_kernel);
+    for (size_t i = 0; i < workers->threads.size(); ++i)
+        if (const int code = move_to(&workers->threads[i], cores[i + 1]))
+            return code;
+    try {
+        workers->cores.assign(cores, cores + workers->threads.size() + 1);
+    } catch (const std::bad_alloc &) {
+        return -ENOMEM;
+    }
+    return 0;
+}
+#else
+static void make_way(tm_workers *workers) { (void)workers; }
+
+int tm_workers_pin(tm_workers *workers, const int32_t *cores, uint32_t num_cores) {
+    (void)workers, (void)cores, (void)num_cores;
+    return -ENOTSUP;
+}
+#endif
+
+// ---- running -----------------------------------------------------------------------------------------------------
+
 static void run_alone(uint64_t num_tasks, tm_task task, void *context) {
     for (uint64_t index = 0; index < num_tasks; ++index)
         task(context, index);
@@ -127,6 +181,7 @@ static void run_alone(uint64_t num_tasks, tm_task task, void *context) {
 
 static void run_shared(tm_workers *workers, Job *job) {
     std::lock_guard<std::mutex> kernel(workers->one_kernel);
+    make_way(workers);
     {
         std::lock_guard<std::mutex> lock(workers->mutex);
         workers->job = job;

@@ -331,13 +331,21 @@ def latency_quantiles(counts: npt.NDArray[np.uint64], quantiles: Sequence[float]
 
 
 class Workers:
-    """Threads that the kernels share; `num_threads` counts the caller."""
+    """Threads that the kernels share; `num_threads` counts the caller.
 
-    def __init__(self, num_threads: int) -> None:
+    cores: where they may run, one each and off the caller's own, num_threads of them at least; none: anywhere.
+    """
+
+    def __init__(self, num_threads: int, cores: Sequence[int] = ()) -> None:
         workers = ffi.new("tm_workers **")
         check(lib.tm_workers_open(num_threads, workers), f"starting {num_threads} threads")
         self.handle = workers[0]
         self.num_threads = num_threads
+        if cores:
+            code = lib.tm_workers_pin(self.handle, ffi.new("int32_t[]", list(cores)), len(cores))
+            if code < 0 and code != -errno.ENOTSUP:
+                self.close()
+                check(code, f"pinning {num_threads} threads to cores {list(cores)}")
 
     def close(self) -> None:
         """Stops the threads; calling it twice does nothing."""

@@ -20,11 +20,16 @@ if TYPE_CHECKING:
     from tiermem import zero as zero
     from tiermem.engine import Engine as Engine
     from tiermem.engine import initialize as initialize
+    from tiermem.optim.adagrad import Adagrad as Adagrad
     from tiermem.optim.adam import Adam as Adam
     from tiermem.optim.adam import AdamW as AdamW
+    from tiermem.optim.lion import Lion as Lion
+    from tiermem.optim.muon import Muon as Muon
+    from tiermem.optim.sgd import SGD as SGD
     from tiermem.policy import IoSettings as IoSettings
     from tiermem.policy import NvmePath as NvmePath
     from tiermem.policy import OffloadPolicy as OffloadPolicy
+    from tiermem.precision import Precision as Precision
     from tiermem.swap.store import TensorStore as TensorStore
     from tiermem.swap.tier import Tier as Tier
     from tiermem.tuned import with_tuned as with_tuned
@@ -35,12 +40,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "SGD": "tiermem.optim.sgd",
+    "Adagrad": "tiermem.optim.adagrad",
     "Adam": "tiermem.optim.adam",
     "AdamW": "tiermem.optim.adam",
     "Engine": "tiermem.engine",
     "IoSettings": "tiermem.policy",
+    "Lion": "tiermem.optim.lion",
+    "Muon": "tiermem.optim.muon",
     "NvmePath": "tiermem.policy",
     "OffloadPolicy": "tiermem.policy",
+    "Precision": "tiermem.precision",
     "Shards": "tiermem.zero.shards",
     "TensorStore": "tiermem.swap.store",
     "Tier": "tiermem.swap.tier",

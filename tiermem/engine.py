@@ -13,9 +13,11 @@ Everything else happens below.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -25,10 +27,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from tiermem.choice import OptimizerFactory, Parameters, choose_optimizer
 from tiermem.config import TiermemConfig, load_config
 from tiermem.data import build_loader
-from tiermem.optim.adam import Adam, AdamW
+from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.scaling import LossScaler
+from tiermem.precision import DTYPES
 from tiermem.schedule import build_scheduler
 from tiermem.zero import registry
 from tiermem.zero.agreement import agree
@@ -37,11 +41,9 @@ from tiermem.zero.topology import find_topology
 
 logger = logging.getLogger("tiermem")
 
-Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
-OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+_CAST_TO = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
 def initialize(
@@ -54,14 +56,14 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-) -> tuple[Engine, AdamW | Adam | None, DataLoader[Any] | None, LRScheduler | None]:
+) -> tuple[Engine, NativeOptimizer | None, DataLoader[Any] | None, LRScheduler | None]:
     """Shards a model by a config and returns (engine, optimizer, loader, scheduler).
 
     Args:
         args: a namespace whose `deepspeed_config` names the config file, when `config` is not given.
         model: built plainly or under `tiermem.zero.Init`.
-        optimizer: one of torch's Adam or AdamW, or ours, or a function of the parameters; its groups and settings are kept,
-            the step becomes ours. Default: what the config says; with neither, the engine is for inference.
+        optimizer: one of ours, or torch's of the same name, or a function of the parameters; its groups and settings are
+            kept, the step becomes ours. Default: what the config says; with neither, the engine is for inference.
         model_parameters: what the optimizer steps, parameters or groups; default: all that require gradients.
         training_data: a dataset, for which a loader of micro-batches (each rank its own) is returned.
         lr_scheduler: a scheduler or a function of the optimizer; default: what the config says.
@@ -113,13 +115,18 @@ class Engine(nn.Module):
         self.skipped_steps = 0
         self.micro_steps = 0
         self._sizes = config.batch(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
-        self._scaler = LossScaler(config.fp16)
-        build = _optimizer_builder(config, model, optimizer, parameters)
-        _cast(model, _DTYPES[config.precision])
-        self._agree()
-        self.shards: Shards = shard(model, config.policy(), is_trained=build is not None)
+        choice = choose_optimizer(config, model, optimizer, parameters)
+        _cast(model, _CAST_TO[config.precision])
+        self._agree(choice.name if choice else "none")
+        policy = config.policy(num_moments=choice.num_moments) if choice else config.policy()
+        self.shards: Shards = shard(model, policy, is_trained=choice is not None)
+        self._autocast_dtype = _autocast_dtype(config, self.shards.device.type)
+        self._scaler = LossScaler(config.fp16, config.fp16.enabled or self._autocast_dtype is torch.float16)
         try:
-            self.optimizer = build() if build else None
+            self._set_reduced_dtypes()
+            self.optimizer = choice.build() if choice else None
+            if choice:
+                choice.warn_of_stalling(policy.precision)
             self.lr_scheduler = self._build_scheduler(scheduler)
         except BaseException:
             self.shards.close()
@@ -127,8 +134,8 @@ class Engine(nn.Module):
         self.shards.hooks.may_receive = self._may_receive
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; units come and go while it runs."""
-        with self.shards.store.recorder.span("forward", f"micro-batch {self.micro_steps}"):
+        """The model's forward; units come and go while it runs. Under torch.autocast if the config says so."""
+        with self.shards.store.recorder.span("forward", f"micro-batch {self.micro_steps}"), self._autocast():
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -153,7 +160,8 @@ class Engine(nn.Module):
     def step(self) -> None:
         """Ends a micro-batch; at the last one of a step, steps optimizer and schedule. Collective; blocks.
 
-        Gradients with NaN or infinity skip the step (fp16 lowers its scale) or raise NonFiniteGradients, as the policy says.
+        Gradients with NaN or infinity skip the step (fp16 lowers its scale), raise NonFiniteGradients or are applied as they
+        are, as the policy says. A step that is skipped leaves every state as it is, to the bit.
         """
         if self.optimizer is None:
             raise RuntimeError("this engine is for inference: neither the config nor the call names an optimizer")
@@ -213,7 +221,22 @@ class Engine(nn.Module):
                 raise
             return getattr(self.module, name)
 
-    def _agree(self) -> None:
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """torch.autocast as the config asks for; without its cache, which would keep a copy of every weight."""
+        if self._autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.shards.device.type, dtype=self._autocast_dtype, cache_enabled=False)
+
+    def _set_reduced_dtypes(self) -> None:
+        """Under autocast, gradients of modules that it lowers cross ranks in its dtype; a communication_data_type wins."""
+        if self._autocast_dtype is None or self.config.communication_data_type is not None:
+            return
+        classes, by_param = self.config.torch_autocast.safe_classes, {s.param: s for _, s in self.shards.parameters()}
+        for module in self.module.modules():
+            for param in module.parameters(recurse=False) if type(module) in classes else ():
+                by_param[param].reduce_dtype = self._autocast_dtype
+
+    def _agree(self, optimizer: str) -> None:
         """Raises ValueError on every rank when what the engine itself was given differs between ranks."""
         policy = self.config.policy()
         facts = {
@@ -221,6 +244,8 @@ class Engine(nn.Module):
             "gradient_accumulation_steps": self._sizes.accumulation,
             "gradient_clipping": self.config.gradient_clipping,
             "precision": self.config.precision,
+            "torch_autocast": self.config.torch_autocast,
+            "optimizer": optimizer,
         }
         agree(find_topology(policy.stage, None, policy.timeout_s), facts)
 
@@ -246,48 +271,12 @@ class Engine(nn.Module):
             )
 
 
-def _optimizer_builder(
-    config: TiermemConfig,
-    model: nn.Module,
-    given: torch.optim.Optimizer | OptimizerFactory | None,
-    parameters: Parameters | None,
-) -> Callable[[], AdamW | Adam] | None:
-    """What will build the optimizer once the model is sharded; checks the request at once."""
-    params: Any = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
-    if callable(given) and not isinstance(given, torch.optim.Optimizer):
-        given = given(params)
-    if given is not None:
-        return _taken_over(given)
-    if config.optimizer is None:
+def _autocast_dtype(config: TiermemConfig, device: str) -> torch.dtype | None:
+    """What forward is lowered to; None when it is not."""
+    if not config.torch_autocast.enabled:
         return None
-    settings = config.optimizer.params
-    kind = AdamW if config.optimizer.is_decoupled else Adam
-    if not params:
-        raise ValueError(
-            "the optimizer has no parameters: model_parameters is empty, or no parameter requires gradients"
-        )
-    betas = (float(settings.betas[0]), float(settings.betas[1]))
-    return lambda: kind(params, settings.lr, betas, settings.eps, settings.weight_decay)
-
-
-def _taken_over(given: torch.optim.Optimizer) -> Callable[[], AdamW | Adam]:
-    """Ours with the groups of an optimizer that the user built."""
-    if isinstance(given, (torch.optim.AdamW, AdamW)):
-        kind: type[AdamW] | type[Adam] = AdamW
-    elif isinstance(given, (torch.optim.Adam, Adam)):
-        kind = Adam
-    else:
-        raise ValueError(
-            f"{type(given).__name__} cannot step states that rest on tiers; allowed are Adam and AdamW, "
-            "of torch.optim or of tiermem"
-        )
-    for group in given.param_groups:
-        for key in ("amsgrad", "maximize"):
-            if group.get(key):
-                raise ValueError(f"{key}=True is not supported by tiermem's {kind.__name__}")
-    keys = ("params", "lr", "betas", "eps", "weight_decay", "initial_lr")
-    groups = [{key: group[key] for key in keys if key in group} for group in given.param_groups]
-    return lambda: kind(groups)
+    name = config.torch_autocast.dtype
+    return DTYPES[name] if name is not None else torch.get_autocast_dtype(device)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:

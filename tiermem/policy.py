@@ -11,11 +11,19 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from tiermem.precision import Precision
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths
 from tiermem.swap.settings import IoSettings
 from tiermem.swap.tier import Tier
 
-__all__ = ["IoSettings", "NvmePath", "OffloadPolicy", "Tier"]
+__all__ = ["IoSettings", "NvmePath", "OffloadPolicy", "Precision", "Tier"]
+
+MOST_MOMENTS = 3  # of any rule: Adam's with amsgrad
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "master_from": ("param", "init"),
+    "on_nonfinite": ("skip", "raise", "apply"),
+    "reduce_dtype": (None, "fp32", "bf16", "fp16"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +42,11 @@ class OffloadPolicy:
     """Home of the master weights and moments; the step runs on the CPU unless this is DEVICE on a GPU."""
     grads: Tier | None = None
     """Home of reduced gradients between backward and step. None: HOST when the budget has room, else NVME."""
+    precision: Precision = dataclasses.field(default_factory=Precision)
+    """In which formats masters, moments and gradients are kept, and how they are rounded (precision.py)."""
+    num_moments: int = 2
+    """Moments of each parameter that the plan makes room for: 2 for Adam, 3 with amsgrad, 1 for Lion, Adagrad, Muon and
+    SGD with momentum. An optimizer that keeps more is refused; one that keeps fewer leaves the rest unused."""
     paths: AnyPath | Sequence[AnyPath] = ()
     """Folders on the NVMe file systems, one or several, each with a cap and a weight if need be (swap/paths.py); needed
     when anything rests on NVME. Normalised to a tuple of NvmePath. Caps are per node, divided by the ranks on it."""
@@ -70,14 +83,17 @@ class OffloadPolicy:
     """Most elements that stay gathered because of persistence_numel, in all. None: no bound."""
     reduce_bucket_numel: int = 500_000_000
     """Most elements of gradients handed to one reduction."""
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """What gradients are reduced in over the ranks (`communication_data_type`). None: their own dtype."""
     pin_memory: bool = True
     """Register the arena with the GPU driver, where there is a GPU."""
     master_from: Literal["param", "init"] = "param"
     """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
     step_in_backward: bool = False
     """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
-    on_nonfinite: Literal["skip", "raise"] = "skip"
-    """A step whose gradients hold NaN or infinity: leave every state untouched and count it, or raise."""
+    on_nonfinite: Literal["skip", "raise", "apply"] = "skip"
+    """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same,
+    not clipped, since such gradients have no norm."""
     io: IoSettings = dataclasses.field(default_factory=IoSettings)
     """How the queue moves blocks."""
     timeout_s: float = 1800.0
@@ -118,9 +134,16 @@ class OffloadPolicy:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1, or None for what the plan computes")
-        for name, allowed in (("master_from", ("param", "init")), ("on_nonfinite", ("skip", "raise"))):
+        for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {' and '.join(allowed)}")
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(map(str, allowed))}")
+        if not isinstance(self.precision, Precision):
+            raise ValueError(
+                f"precision is {self.precision!r}; give a Precision, such as Precision.preset('compact') or "
+                "Precision(master='split', moments='bf16')"
+            )
+        if type(self.num_moments) is not int or not 0 <= self.num_moments <= MOST_MOMENTS:
+            raise ValueError(f"num_moments is {self.num_moments!r}; allowed are 0 to {MOST_MOMENTS}")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s is {self.timeout_s}; it must be more than 0")
         for name in ("resident_bytes", "persistence_numel", "reduce_bucket_numel"):

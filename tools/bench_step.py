@@ -2,7 +2,8 @@
 
     for each loop:   a step of each model | the yardstick | a step with the pipeline off | the yardstick | ...
 
-A model (stepped_model.py) is measured for each value of --resident; with --compare its pipeline is switched from step to step.
+A model (stepped_model.py) is measured for each value of --preset and --resident; with --compare its pipeline is switched
+from step to step.
 The yardstick (step_roofline.py) moves the same bytes in between, on the same paths: a disk that others use drifts, so what is
 compared is taken in turns, and medians are reported. Bytes are those of the queues' completions, checked against the
 kernel's.
@@ -18,10 +19,11 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from tiermem.precision import Precision
 from tiermem.swap.settings import IoSettings
 from tiermem.tools.bench_files import check_room
 from tiermem.tools.byte_size import format_bytes, parse_bytes
@@ -31,7 +33,6 @@ from tiermem.tools.machine import available_bytes, caption, machine_facts
 from tiermem.tools.outputs import check_outputs
 from tiermem.tools.step_report import print_figures
 from tiermem.tools.step_roofline import (
-    ADAM_BYTES,
     MOST_FRACTION,
     SETTINGS,
     BareSetting,
@@ -49,6 +50,13 @@ _MEMORY_FRACTION = 0.8
 _ALL_WAYS = tuple(Pipelining(*way) for way in itertools.product((True, False), repeat=2))
 
 
+class Case(NamedTuple):
+    """What makes a model."""
+
+    preset: str
+    resident_bytes: int  # of the states, in memory
+
+
 @dataclasses.dataclass(frozen=True)
 class StepBenchOptions:
     """What is measured. Raises ValueError or OSError for what cannot be, before anything is."""
@@ -56,6 +64,9 @@ class StepBenchOptions:
     paths: Sequence[Path]
     num_params: int = 256_000_000
     precision: str = "bf16"
+    """Of parameters and gradients."""
+    preset: str = "exact"
+    """Names of precisions of the states, separated by commas."""
     loops: int = 5
     resident: str = "0"
     """Sizes or percentages of the states, separated by commas."""
@@ -83,14 +94,20 @@ class StepBenchOptions:
         if self.plot_file is not None and importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--plot needs matplotlib: pip install 'tiermem[plots]'")
         IoSettings(self.engine)  # raises for an engine that does not exist
-        self.resident_sizes()
+        self.cases()
         check_outputs([self.json_file, self.plot_file], MADE_BY)
 
-    def resident_sizes(self) -> list[int]:
-        """Bytes of states that stay in memory, one for each model. Raises ValueError."""
-        return [
-            _resident_bytes(word, state_bytes_of(self.num_params, self.precision)) for word in _words(self.resident)
-        ]
+    def cases(self) -> list[Case]:
+        """One for each model. Raises ValueError."""
+        presets = _words("--preset", self.preset, "precisions with commas between, such as exact,compact")
+        for preset in presets:
+            Precision.preset(preset)  # raises for one that does not exist
+        sizes = _words("--resident", self.resident, "sizes or percentages with commas between, such as 0,25%,50%")
+        return [Case(preset, _resident_bytes(size, self.state_bytes(preset))) for preset in presets for size in sizes]
+
+    def state_bytes(self, preset: str) -> int:
+        """Bytes of optimizer states, about."""
+        return state_bytes_of(self.num_params, self.precision, preset)
 
     def ways(self) -> tuple[Pipelining, ...]:
         """How the pipeline is switched, what is reported first."""
@@ -116,7 +133,7 @@ def bench_step(options: StepBenchOptions, console: Console) -> int:
     facts = machine_facts(options.paths)
     with stopped_by_sigterm(), contextlib.ExitStack() as open_models:
         with console.status("building the models and making their first steps"):
-            models = [open_models.enter_context(_build(options, size)) for size in options.resident_sizes()]
+            models = [open_models.enter_context(_build(options, case)) for case in options.cases()]
             series = [_warm_up(model, options.ways()) for model in models]
         _measure(options, series, console)
         rate = memory_rate()
@@ -132,12 +149,13 @@ def bench_step(options: StepBenchOptions, console: Console) -> int:
     return 0
 
 
-def _build(options: StepBenchOptions, resident_bytes: int) -> SteppedModel:
+def _build(options: StepBenchOptions, case: Case) -> SteppedModel:
     return SteppedModel(
         options.paths,
         options.num_params,
         options.precision,
-        resident_bytes,
+        case.preset,
+        case.resident_bytes,
         options.only_states,
         IoSettings(options.engine),
         options.ways()[0],
@@ -169,11 +187,13 @@ def _figures_of(series: _Series, options: StepBenchOptions, memory_bytes_s: floa
     step_s = statistics.median(step.seconds for step in steps)
     moved = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.total for step in steps), strict=True)))
     kernel = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.kernel for step in steps), strict=True)))
-    memory_s = model.num_params * ADAM_BYTES / memory_bytes_s
+    memory_s = model.memory_bytes / memory_bytes_s
     top = ceiling(options.yardstick, list(series.rooflines.items()), memory_s)
     figures: dict[str, Any] = {
         "num_params": model.num_params,
         "precision": options.precision,
+        "preset": model.preset,
+        "state_bytes": model.state_bytes,
         "resident_bytes": model.resident_bytes,
         "resident_fraction": model.resident_bytes / model.state_bytes,
         "engine": model.engine,
@@ -257,23 +277,23 @@ def _check_room(options: StepBenchOptions) -> None:
             raise FileNotFoundError(2, "no such folder: make it first, or correct --path", str(path))
     size, itemsize = options.num_params, DTYPES[options.precision].itemsize
     others = 2 * size * itemsize
-    sizes = options.resident_sizes()
-    states = state_bytes_of(size, options.precision)
-    needed = size * itemsize + sum(min(resident, states) + others * options.only_states for resident in sizes)
+    sizes = [(options.state_bytes(case.preset), case.resident_bytes) for case in options.cases()]
+    needed = size * itemsize + sum(min(resident, states) + others * options.only_states for states, resident in sizes)
     if needed > _MEMORY_FRACTION * available_bytes():
         raise ValueError(
             f"{format_bytes(needed)} of memory are needed (parameters while they are made, and what rests in memory), "
             f"{format_bytes(available_bytes())} are available: ask for fewer parameters or less --resident"
         )
-    stores = sum(max(0, states - resident) + others * (not options.only_states) for resident in sizes)
-    parts = [("the states", stores // len(options.paths)), ("the yardstick", (states + others) // len(options.paths))]
+    stores = sum(max(0, states - resident) + others * (not options.only_states) for states, resident in sizes)
+    largest = max(states for states, _ in sizes)
+    parts = [("the states", stores // len(options.paths)), ("the yardstick", (largest + others) // len(options.paths))]
     check_room(options.paths, parts)
 
 
-def _words(text: str) -> list[str]:
+def _words(option: str, text: str, wanted: str) -> list[str]:
     words = [word.strip() for word in text.split(",")]
     if not all(words):
-        raise ValueError(f"--resident is {text!r}; write sizes or percentages with commas between, such as 0,25%,50%")
+        raise ValueError(f"{option} is {text!r}; write {wanted}")
     return words
 
 

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiermem.tools.byte_size import format_bytes
+
+if TYPE_CHECKING:
+    from tiermem.precision import Precision
 
 MARGIN_BYTES = 32 << 20  # thread stacks, page tables, the queue, Python objects of a step
 MARGIN_PART = 0.03
@@ -159,9 +162,16 @@ def saved_bytes_per_token(sizes: ModelSizes, precision: str) -> int:
     return in_precision * element + (float_places * sizes.hidden + sizes.num_heads + 2) * 4
 
 
-def state_bytes(num_params: int, precision: str) -> int:
-    """What a model and its AdamW must keep between steps: fp32 master and two moments, and a low-precision copy."""
-    return num_params * (12 if precision == "fp32" else 12 + _ELEMENT_BYTES[precision])
+def state_bytes(num_params: int, precision: str, states: Precision | None = None) -> int:
+    """What a model and its AdamW must keep between steps: the weight, the master that lies beside it and two moments.
+
+    precision: of the weights, "bf16", "fp16" or "fp32"; states: of the rest, default fp32.
+    """
+    from tiermem.optim.layout import StateLayout  # both import torch, which the command line does without
+    from tiermem.precision import DTYPES, Precision
+
+    layout = StateLayout(DTYPES[precision], states or Precision(), num_moments=2)
+    return num_params * _ELEMENT_BYTES[precision] + sum(part.num_bytes(num_params) for part in layout.parts)
 
 
 def _key(shape: Mapping[str, Any], *names: str) -> int:

@@ -81,6 +81,9 @@ def train(
     seed: Annotated[int, typer.Option(help="of weights and of the order of data")] = 0,
     lr: Annotated[float | None, typer.Option(help="learning rate of AdamW [default: 0.0001]")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp32 or fp16 [default: bf16]")] = None,
+    states: Annotated[
+        str | None, typer.Option(help="precision of masters and moments: exact, compact, bf16 or tiny [default: exact]")
+    ] = None,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="recompute activations in backward")] = False,
     layers: Annotated[int | None, typer.Option(help="another number of layers")] = None,
     resident: Annotated[
@@ -116,6 +119,7 @@ def train(
             seed=seed,
             lr=lr,
             precision=precision,
+            states=states,
             is_checkpointing=checkpointing,
             layers=layers,
             resident_bytes=parse_bytes(resident) if resident is not None else None,
@@ -243,11 +247,49 @@ def bench_io(
     raise typer.Exit(status)
 
 
+@bench.command("adam")
+def bench_adam(
+    params: Annotated[str, typer.Option(help="parameters to step, such as 128M")] = "128M",
+    loops: Annotated[int, typer.Option(help="of each row, everybody in turn")] = 9,
+    threads: Annotated[int | None, typer.Option(help="of everybody's maths [default: the cores]")] = None,
+    row: Annotated[list[str] | None, typer.Option(help="part of the names of rows to measure [default: all]")] = None,
+    yardstick: Annotated[Path | None, typer.Option(help="build/yardsticks/bare_stream, from `make yardsticks`")] = None,
+    peer_python: Annotated[Path | None, typer.Option(help="an interpreter that has DeepSpeed: its CPU Adam")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write machine and rows here")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+) -> None:
+    """Time AdamW in every precision, beside the memory's own speed, torch's fused AdamW and DeepSpeedCPUAdam."""
+    from tiermem.tools.bench_adam import AdamBenchOptions
+    from tiermem.tools.bench_adam import bench_adam as run_benchmark
+    from tiermem.tools.reports import open_console
+
+    try:
+        options = AdamBenchOptions(
+            num_params=parse_count(params),
+            loops=loops,
+            threads=threads,
+            rows=tuple(row or ()),
+            json_file=json_file,
+            yardstick=yardstick,
+            peer_python=peer_python,
+        )
+        status = run_benchmark(options, open_console())
+    except (ValueError, OSError) as error:
+        raise typer.Exit(_refuse("bench adam", error, debug)) from None
+    except KeyboardInterrupt:
+        print("tiermem bench adam: stopped; nothing was written", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    raise typer.Exit(status)
+
+
 @bench.command("step")
 def bench_step(
     path: Annotated[list[Path], typer.Option(help="folders on the NVMe disks: the states are dealt over them")],
     params: Annotated[str, typer.Option(help="parameters to step, such as 256M")] = "256M",
-    precision: Annotated[str, typer.Option(help="of parameters and gradients: fp32 or bf16; states are fp32")] = "bf16",
+    precision: Annotated[str, typer.Option(help="of parameters and gradients: fp32 or bf16")] = "bf16",
+    preset: Annotated[
+        str, typer.Option(help="of states: exact, compact, bf16, tiny; several with commas are compared")
+    ] = "exact",
     loops: Annotated[int, typer.Option(help="steps to time")] = 5,
     resident: Annotated[str, typer.Option(help="states kept in memory; several such as 0,25%,1GiB are compared")] = "0",
     only_states: Annotated[bool, typer.Option("--only-states", help="keep parameters and gradients in memory")] = False,
@@ -270,6 +312,7 @@ def bench_step(
             paths=path,
             num_params=parse_count(params),
             precision=precision,
+            preset=preset,
             loops=loops,
             resident=resident,
             compares=compare,
@@ -286,6 +329,34 @@ def bench_step(
         raise typer.Exit(_refuse("bench step", error, debug)) from None
     except KeyboardInterrupt:
         print("tiermem bench step: stopped; nothing is left on the paths", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    raise typer.Exit(status)
+
+
+@bench.command("curves")
+def bench_curves(
+    steps: Annotated[int, typer.Option(help="optimizer steps under each preset")] = 300,
+    presets: Annotated[str, typer.Option(help="of states, to be compared with the first")] = "exact,compact,tiny,bf16",
+    data: Annotated[
+        list[Path] | None, typer.Option(help="text files or folders [default: Python's own sources and documentation]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of weights, data and rounding")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the losses here")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="draw the losses, as a PNG")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+) -> None:
+    """Train a small model with its states in several precisions and compare the losses."""
+    from tiermem.tools.curves import CurvesOptions
+    from tiermem.tools.curves import bench_curves as run_benchmark
+    from tiermem.tools.reports import open_console
+
+    try:
+        options = CurvesOptions(steps, presets.split(","), tuple(data or ()), seed, json_file, plot_file)
+        status = run_benchmark(options, open_console())
+    except (ValueError, OSError) as error:
+        raise typer.Exit(_refuse("bench curves", error, debug)) from None
+    except KeyboardInterrupt:
+        print("tiermem bench curves: stopped by Ctrl-C; nothing was written", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     raise typer.Exit(status)
 

@@ -1,4 +1,5 @@
-"""What `tiermem bench step` says: tables of a model's figures, of the pipeline switched on and off, of resident shares."""
+"""What `tiermem bench step` says: tables of a model's figures, of the pipeline switched on and off, of the models beside
+each other."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from rich.table import Table
 
 Figures = Mapping[str, Any]
 
+_DIFFERENCES = {"preset": "smaller states", "resident_bytes": "resident states"}
+
 
 def print_figures(figures: Figures, console: Console) -> None:
     """Shows everything; what is wrong with the figures comes last."""
@@ -18,7 +21,7 @@ def print_figures(figures: Figures, console: Console) -> None:
     if figures["compare"]:
         console.print(_compare_table(figures["compare"]))
     if len(figures["rows"]) > 1:
-        console.print(_resident_table(figures["rows"]))
+        console.print(_models_table(figures["rows"]))
     for line in figures["endurance"]:
         console.print(line)
     for number, row in enumerate(figures["rows"]):
@@ -30,10 +33,13 @@ def print_figures(figures: Figures, console: Console) -> None:
 def _main_table(figures: Figures) -> Table:
     resident = f", {figures['resident_fraction']:.0%} of the states resident" if figures["resident_bytes"] else ""
     title = (
-        f"optimizer step, {figures['num_params'] / 1e6:.1f} M parameters in {figures['precision']} on NVMe{resident}"
+        f"optimizer step, {figures['num_params'] / 1e6:.1f} M parameters in {figures['precision']}, states "
+        f"{figures['preset']} on NVMe{resident}"
     )
     table = _table(title, "figure", "value")
     table.add_row("step, median (min to max)", _spread(figures["step_s"]))
+    per_param = figures["state_bytes"] / figures["num_params"]
+    table.add_row("states", f"{figures['state_bytes'] / 1e9:.3f} GB, {per_param:.2f} bytes per parameter")
     table.add_row("read", f"{figures['read_bytes'] / 1e9:.3f} GB at {figures['read_gbps']:.2f} GB/s")
     table.add_row("written", f"{figures['written_bytes'] / 1e9:.3f} GB at {figures['written_gbps']:.2f} GB/s")
     if len(figures["paths"]) > 1:
@@ -59,15 +65,25 @@ def _compare_table(rows: Sequence[Figures]) -> Table:
     return table
 
 
-def _resident_table(rows: Sequence[Figures]) -> Table:
-    """Time and bytes beside each other: what rests in memory is neither read nor written."""
-    columns = ("states resident", "step, median (min to max)", "time saved", "bytes saved", "fraction of its roofline")
-    table = _table("what resident states are worth, steps in turn", *columns)
+def _models_table(rows: Sequence[Figures]) -> Table:
+    """Time and bytes beside each other: what is smaller, or rests in memory, is neither read nor written."""
+    columns = (
+        "resident",
+        "step, median (min to max)",
+        "faster",
+        "time saved",
+        "bytes saved",
+        "fraction of its roofline",
+    )
+    worth = " and ".join(name for key, name in _DIFFERENCES.items() if len({row[key] for row in rows}) > 1)
+    table = _table(f"what {worth or 'nothing'} are worth, steps in turn", "states", *columns)
     first = rows[0]
     for row in rows:
         table.add_row(
+            row["preset"],
             f"{row['resident_fraction']:.1%}",
             _spread(row["step_s"]),
+            f"{first['step_s_median'] / row['step_s_median']:.2f} x",
             f"{1 - row['step_s_median'] / first['step_s_median']:.1%}",
             f"{1 - _moved(row) / max(1, _moved(first)):.1%}",
             f"{row['roofline_fraction']:.3f}",

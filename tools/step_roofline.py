@@ -29,7 +29,6 @@ from tiermem.tools.bench_files import BenchFiles
 from tiermem.tools.counts import IoCounts
 
 MOST_FRACTION = 1.02
-ADAM_BYTES = 28  # of memory per parameter, read and written in one pass, whether in fp32 or bf16
 _FILE_UNIT = 4 << 20
 _STREAM_NUMEL = 1 << 24
 _NUM_STREAMS = 5

@@ -1,11 +1,14 @@
 """SteppedModel: parameters, gradients and optimizer states on NVMe and nothing else, stepped again and again.
 
 The model is blocks of parameters without a forward. Gradients are given once and stay: every step reads, computes and
-writes the same bytes, which `expected` says by arithmetic, per element of a tile (fp32 / bf16):
+writes the same bytes, which `expected` says by arithmetic, per element of a tile:
 
-    states      8 / 12 read and written      unless the tile is resident
-    parameters  4 / 0 read, 4 / 2 written    unless only states rest on NVMe
-    gradients   4 / 2 read                   unless only states rest on NVMe
+    parameters in       fp32                    bf16
+    preset              exact   compact  tiny   exact   compact  bf16   tiny
+    states              8       4        2.03   12      6        4      4.03   read and written, unless the tile is resident
+    parameters          4       4        4      0       2        2      2      read, unless only states rest on NVMe
+                        4       4        4      2       2        2      2      written, the same
+    gradients           4       4        4      2       2        2      2      read, the same
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ import torch
 from torch import nn
 
 from tiermem.optim.adam import AdamW
+from tiermem.optim.layout import StateLayout
+from tiermem.optim.tile import Tile
 from tiermem.policy import IoSettings, OffloadPolicy, Tier
+from tiermem.precision import Precision
 from tiermem.tools.counts import IoCounts, kernel_counts
 from tiermem.tools.timeline import Span
 from tiermem.zero.shards import shard
@@ -30,7 +36,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LEAST_PARAMS = 4096
 _MOST_BLOCK_NUMEL = 1 << 24
 _BLOCK_PARAMS = 4  # tensors in a block
-_MOMENTS_AND_MASTER_BYTES = {"bf16": 12, "fp32": 8}
+_NUM_MOMENTS = 2  # AdamW's
 
 
 class Pipelining(NamedTuple):
@@ -86,7 +92,8 @@ class SteppedModel:
     Args:
         paths: folders on NVMe.
         num_params: about so many; `num_params` of the object says how many.
-        precision: of parameters and gradients, "fp32" or "bf16"; states are fp32.
+        precision: of parameters and gradients, "fp32" or "bf16".
+        preset: of the states, as in `tiermem.precision.PRESETS`.
         resident_bytes: of the states, kept in memory.
         only_states: parameters and gradients rest in memory.
         io: of the queues.
@@ -99,6 +106,7 @@ class SteppedModel:
         paths: Sequence[Path],
         num_params: int,
         precision: str,
+        preset: str,
         resident_bytes: int,
         only_states: bool,
         io: IoSettings,
@@ -109,6 +117,8 @@ class SteppedModel:
             params=others,
             optim=Tier.NVME,
             grads=others,
+            precision=Precision.preset(preset),
+            num_moments=_NUM_MOMENTS,
             paths=tuple(paths),
             resident_bytes=resident_bytes,
             pipeline_read=pipelining.reads_ahead,
@@ -119,6 +129,7 @@ class SteppedModel:
         )
         model = _Blocks(num_params, DTYPES[precision])
         self.num_params = sum(p.numel() for p in model.parameters())
+        self.preset = preset
         self.pipelining = pipelining
         self._shards = shard(model, policy)
         try:
@@ -132,11 +143,13 @@ class SteppedModel:
         self.tile_names = [f"tile {tile.entry}" for tile in tiles]
         self.state_bytes = sum(tile.state_bytes for tile in tiles)
         self.resident_bytes = sum(tile.state_bytes for tile in tiles if tile.home is Tier.HOST)
-        streamed, slices = self.state_bytes - self.resident_bytes, sum(tile.slice_bytes for tile in tiles)
-        reads_params = precision == "fp32"  # the parameter is the master
+        self.memory_bytes = sum(_memory_bytes(tile) for tile in tiles)
+        streamed = self.state_bytes - self.resident_bytes
         self.expected = IoCounts(streamed, streamed)
         if not only_states:
-            self.expected = IoCounts(streamed + slices * (1 + reads_params), streamed + slices)
+            params, grads = sum(tile.slice_bytes for tile in tiles), sum(tile.grad_bytes for tile in tiles)
+            reads_params = any(tile.layout.reads_weight for tile in tiles)
+            self.expected = IoCounts(streamed + params * reads_params + grads, streamed + params)
 
     def __enter__(self) -> SteppedModel:
         return self
@@ -180,9 +193,15 @@ class SteppedModel:
         return [IoCounts(p.read_bytes, p.written_bytes) for p in self._shards.store.stats().paths]
 
 
-def state_bytes_of(num_params: int, precision: str) -> int:
+def state_bytes_of(num_params: int, precision: str, preset: str) -> int:
     """Bytes of optimizer states, about, before there is a model."""
-    return num_params * _MOMENTS_AND_MASTER_BYTES[precision]
+    layout = StateLayout(DTYPES[precision], Precision.preset(preset), _NUM_MOMENTS)
+    return sum(part.num_bytes(num_params) for part in layout.parts)
+
+
+def _memory_bytes(tile: Tile) -> int:
+    """What a step of a tile reads and writes in memory, in one pass."""
+    return 2 * tile.state_bytes + tile.slice_bytes * (1 + tile.layout.reads_weight) + tile.grad_bytes
 
 
 class _Blocks(nn.Module):

@@ -63,6 +63,7 @@ class TrainOptions:
     seed: int = 0
     lr: float | None = None
     precision: str | None = None
+    states: str | None = None
     is_checkpointing: bool = False
     layers: int | None = None
     resident_bytes: int | None = None
@@ -126,7 +127,8 @@ def make_job(options: TrainOptions, name: str, folder: Path) -> Job:
                 f"--nvme names folders, but with --offload {offload} nothing rests there: use --offload nvme"
             )
         precision, lr = options.precision or "bf16", options.lr if options.lr is not None else DEFAULT_LR
-        config = with_tuned(make_config(offload, precision, lr, batch, nvme, options.resident_bytes), tuned)
+        made = make_config(offload, precision, lr, batch, nvme, options.resident_bytes, options.states)
+        config = with_tuned(made, tuned)
     for path in nvme:
         if path != folder:
             probe_path(path)
@@ -344,6 +346,7 @@ def _decided_by_config(options: TrainOptions) -> list[str]:
         "--precision": options.precision,
         "--batch": options.batch,
         "--resident": options.resident_bytes,
+        "--states": options.states,
     }
     return [name for name, value in values.items() if value is not None]
 
@@ -371,7 +374,8 @@ def _is_number(config: dict[str, Any], default: int) -> bool:
 def _run_name(options: TrainOptions) -> str:
     model = options.preset or (options.config or options.model or Path("model")).resolve().stem
     layers = f"-{options.layers}layers" if options.layers is not None else ""
-    return f"{model}{layers}-{options.offload or ('config' if options.deepspeed_config else 'nvme')}"
+    states = f"-{options.states}" if options.states is not None else ""
+    return f"{model}{layers}{states}-{options.offload or ('config' if options.deepspeed_config else 'nvme')}"
 
 
 def _forget(folder: Path) -> None:

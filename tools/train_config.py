@@ -14,19 +14,28 @@ Config = dict[str, Any]
 
 PRECISIONS = ("bf16", "fp32", "fp16")
 OFFLOADS = ("none", "cpu", "nvme")
+STATES = ("exact", "compact", "bf16", "tiny")  # the presets of tiermem/precision.py, which imports torch
 CLIPPING = 1.0
 DEFAULT_LR = 1e-4
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def make_config(
-    offload: str, precision: str, lr: float, batch: int, nvme_paths: Sequence[Path], resident_bytes: int | None = None
+    offload: str,
+    precision: str,
+    lr: float,
+    batch: int,
+    nvme_paths: Sequence[Path],
+    resident_bytes: int | None = None,
+    states: str | None = None,
 ) -> Config:
     """AdamW with clipping; parameters and optimizer states at home on `offload`. Raises ValueError."""
     if offload not in OFFLOADS:
         raise ValueError(f"--offload is {offload!r}; allowed are {', '.join(OFFLOADS)}")
     if precision not in PRECISIONS:
         raise ValueError(f"--precision is {precision!r}; allowed are {', '.join(PRECISIONS)}")
+    if states is not None and states not in STATES:
+        raise ValueError(f"--states is {states!r}; allowed are {', '.join(STATES)}")
     if resident_bytes and offload != "nvme":
         raise ValueError(f"--resident keeps a part of what rests on NVMe in memory; with --offload {offload} all is")
     target: Config = {"device": offload}
@@ -41,9 +50,9 @@ def make_config(
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}
-    if resident_bytes is not None:
-        config["tiermem"] = {"resident_bytes": resident_bytes}
-    return config
+    own = {"resident_bytes": resident_bytes, "precision": states}
+    own = {key: value for key, value in own.items() if value is not None}
+    return {**config, "tiermem": own} if own else config
 
 
 def read_config(file: Path, given_options: Sequence[str], batch: int) -> Config:

@@ -161,7 +161,7 @@ class Trainer:
         self._channel.send(
             "ready",
             num_params=num_params,
-            state_bytes=state_bytes(num_params, precision),
+            state_bytes=state_bytes(num_params, precision, engine.shards.policy.precision),
             batch_size=engine.train_batch_size(),
             threads=torch.get_num_threads(),
             device=str(_device()),

@@ -34,6 +34,8 @@ KEYS = {
     "machine",
     "num_params",
     "precision",
+    "preset",
+    "state_bytes",
     "engine",
     "step_s",
     "step_s_median",
@@ -128,6 +130,22 @@ def test_a_step_moves_what_arithmetic_says(bench: Bench, precision: str, read: i
     assert figures["compute_s"] > 0
     assert figures["made_by"] == "tiermem bench step"
     assert figures["compare"] == []
+
+
+PER_PARAM = {"exact": (12, 0), "compact": (6, 2), "bf16": (4, 2), "tiny": (4 + 2 / 64, 2)}  # of states, read of weights
+
+
+@pytest.mark.parametrize("only_states", [True, False])
+def test_a_preset_moves_its_bytes_per_parameter(bench: Bench, only_states: bool) -> None:
+    figures = bench(precision="bf16", preset=",".join(PER_PARAM), only_states=only_states)
+    assert [row["preset"] for row in figures["rows"]] == list(PER_PARAM)
+    for row, (states, weights) in zip(figures["rows"], PER_PARAM.values(), strict=True):
+        assert row["state_bytes"] == states * NUM_PARAMS
+        gradients, written = (0, 0) if only_states else (2, 2)
+        assert row["read_bytes"] == (states + gradients + weights * (not only_states)) * NUM_PARAMS
+        assert row["written_bytes"] == (states + written) * NUM_PARAMS
+        assert not [note for note in row["notes"] if "are due" in note]
+    assert "what smaller states are worth, steps in turn" in figures["printed"]
 
 
 def test_with_only_states_on_nvme_nothing_else_is_moved(bench: Bench) -> None:
@@ -324,6 +342,8 @@ def test_idle_is_what_no_transfer_covers() -> None:
     ("fields", "reason"),
     [
         ({"precision": "int8"}, "--precision is 'int8'; allowed are bf16, fp32"),
+        ({"preset": "exact,small"}, "preset is 'small'; allowed are exact, compact, bf16, tiny"),
+        ({"preset": ""}, "--preset is ''; write precisions"),
         ({"loops": 0}, "--loops is 0; it must be at least 1"),
         ({"num_params": 5}, "--params is 5; give at least 4096"),
         ({"resident": ""}, "--resident is ''; write sizes or percentages"),
@@ -431,4 +451,5 @@ def test_when_it_is_stopped_nothing_is_left(
 
 def test_options_are_values() -> None:
     options = StepBenchOptions([Path()])
-    assert dataclasses.replace(options, resident="50%").resident_sizes() == [256_000_000 * 6]
+    cases = dataclasses.replace(options, preset="exact,compact", resident="0,50%").cases()
+    assert cases == [("exact", 0), ("exact", 256_000_000 * 6), ("compact", 0), ("compact", 256_000_000 * 3)]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tiermem.precision import Precision
 from tiermem.tools.budget import ModelSizes, plan_budget, saved_bytes_per_token, state_bytes
 from tiermem.tools.presets import preset
 
@@ -91,3 +92,8 @@ def test_other_families_names_are_understood() -> None:
 @pytest.mark.parametrize(("precision", "per_param"), [("bf16", 14), ("fp16", 14), ("fp32", 12)])
 def test_state_bytes(precision: str, per_param: int) -> None:
     assert state_bytes(1000, precision) == 1000 * per_param
+
+
+@pytest.mark.parametrize(("name", "num_bytes"), [("exact", 14000), ("compact", 8000), ("bf16", 6000), ("tiny", 6032)])
+def test_state_bytes_of_a_preset(name: str, num_bytes: int) -> None:
+    assert state_bytes(1000, "bf16", Precision.preset(name)) == num_bytes

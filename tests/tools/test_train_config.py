@@ -44,6 +44,21 @@ def test_the_library_accepts_every_config(offload: str, tmp_path: Path) -> None:
     assert load_config(with_host_bytes(config, 1 << 30)).policy().host_bytes == 1 << 30
 
 
+@pytest.mark.parametrize("states", ["exact", "compact", "bf16", "tiny"])
+def test_states_become_a_precision(states: str) -> None:
+    from tiermem.config import load_config
+    from tiermem.precision import Precision
+
+    config = make_config("cpu", "bf16", 1e-3, 1, [], states=states)
+    assert config["tiermem"] == {"precision": states}
+    assert load_config(config).policy().precision == Precision.preset(states)
+
+
+def test_unknown_states_are_refused() -> None:
+    with pytest.raises(ValueError, match="--states is 'compac'; allowed are exact, compact, bf16, tiny"):
+        make_config("cpu", "bf16", 1e-3, 1, [], states="compac")
+
+
 def test_a_budget_in_the_file_stands() -> None:
     assert with_host_bytes({"tiermem": {"host_bytes": 5}}, 7) == {"tiermem": {"host_bytes": 5}}
     assert with_host_bytes({}, 7) == {"tiermem": {"host_bytes": 7}}

@@ -16,6 +16,7 @@ from twins import seeded, train
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
+from tiermem.precision import PRESETS, Precision
 
 TIERS = st.sampled_from([Tier.DEVICE, Tier.HOST, Tier.NVME])
 POLICIES = st.fixed_dictionaries(
@@ -34,6 +35,8 @@ POLICIES = st.fixed_dictionaries(
         "pipeline_read": st.booleans(),
         "pipeline_write": st.booleans(),
         "master_from": st.sampled_from(["param", "init"]),
+        "precision": st.sampled_from([*PRESETS.values(), Precision("split", "fp16", "fp32")]),
+        "num_moments": st.sampled_from([2, 3]),
     }
 )
 PROPERTY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -89,3 +92,57 @@ def test_refusal_lists_every_row_with_its_reason(tmp_path: Path) -> None:
         tiermem.shard(zoo.Tower(), policy)
     for what in ("resident parameters", "unit buffers", "tile buffers", "bounce buffer", "Raise the budget"):
         assert what in str(refusal.value)
+
+
+NUMEL = 3 << 17  # of one unit; in tiles of 2^17 elements no part of the states is padded
+PER_ELEMENT = {"exact": 12, "compact": 6, "bf16": 4, "tiny": 4 + 2 / 64}
+
+
+def rows_of(tmp_path: Path, **fields: Any) -> dict[str, int]:
+    model = torch.nn.ModuleList([torch.nn.Linear(512, NUMEL // 512, bias=False)]).bfloat16()
+    settings = {"params": Tier.NVME, "optim": Tier.NVME, "paths": [tmp_path], "persistence_numel": 0, "tile_buffers": 3}
+    with tiermem.shard(model, OffloadPolicy(**(settings | {"tile_numel": 1 << 17} | fields))) as shards:
+        return {f"{row.what} on {row.tier.name}": row.num_bytes for row in shards.plan.rows}
+
+
+@pytest.mark.parametrize("name", PER_ELEMENT)
+def test_states_take_their_bytes_per_element(name: str, tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, precision=Precision.preset(name))
+    assert rows["optimizer states on NVME"] == PER_ELEMENT[name] * NUMEL
+    assert rows["3 tile buffers on HOST"] == 3 * (PER_ELEMENT[name] + 2 + 2) * NUMEL / 3  # and weights, and gradients
+    assert rows["gradients on HOST"] == 2 * NUMEL
+
+
+def test_gradients_and_more_moments_are_in_the_plan(tmp_path: Path) -> None:
+    precision = Precision("split", "bf16", grads="fp32")
+    rows = rows_of(tmp_path, precision=precision, num_moments=3, grads=Tier.NVME)
+    assert rows["optimizer states on NVME"] == (2 + 3 * 2) * NUMEL
+    assert rows["gradients on NVME"] == 4 * NUMEL
+    assert rows["2 gradient buffers on HOST"] == 2 * 4 * NUMEL
+    assert rows["3 tile buffers on HOST"] == 3 * (8 + 2 + 4) * NUMEL / 3
+
+
+def test_initial_values_of_a_split_master_have_room_in_a_tile_and_those_of_no_master_none(tmp_path: Path) -> None:
+    tiny = rows_of(tmp_path, precision=Precision.preset("tiny"), master_from="init")
+    assert tiny["initial masters on NVME"] == 4 * NUMEL
+    assert tiny["3 tile buffers on HOST"] == 3 * (2 + 4 + 2 + 2) * NUMEL / 3  # 2 + 4 > 4.03
+    assert "initial masters on NVME" not in rows_of(tmp_path, precision=Precision.preset("bf16"), master_from="init")
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "reason"),
+    [
+        (Precision("split"), torch.float16, "master is 'split' and parameter '0.weight' is torch.float16"),
+        (Precision("bf16"), torch.float16, "master is 'bf16' and parameter '0.weight' is torch.float16"),
+        (Precision("fp16"), torch.bfloat16, "master is 'fp16' and parameter '0.weight' is torch.bfloat16"),
+        (Precision(), torch.float64, "parameter '0.weight' is torch.float64; an optimizer steps"),
+    ],
+)
+def test_a_precision_that_a_parameter_cannot_have_is_refused(
+    precision: Precision, dtype: torch.dtype, reason: str
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5)).to(dtype)
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        tiermem.shard(model, OffloadPolicy(precision=precision))
+    model.requires_grad_(False)
+    tiermem.shard(model, OffloadPolicy(precision=precision)).close()  # what is not trained has no states

@@ -11,6 +11,7 @@ import torch
 from twins import Result, Tower, assert_same, seeded, train
 
 from tiermem import IoSettings, OffloadPolicy, Tier
+from tiermem.precision import PRESETS, Precision
 
 ON_NVME: dict[str, Any] = {"params": Tier.NVME, "optim": Tier.NVME}
 BASE = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, persistence_numel=100, tile_numel=1 << 20)
@@ -103,3 +104,58 @@ def test_stepping_inside_backward_equals_stepping_after_it(home: Tier, dtype: to
     policy = dataclasses.replace(BASE, params=home, optim=home, paths=[tmp_path], tile_numel=4096)
     expected = train(model, policy)
     assert_same(train(model, dataclasses.replace(policy, step_in_backward=True)), expected)
+
+
+PRECISIONS = PRESETS | {
+    "stochastic bf16": Precision("bf16", "bf16"),
+    "fp32 gradients": Precision("split", "8bit", "fp32"),
+}
+ROUNDED = [name for name in PRECISIONS if name != "exact"]
+SHORT = [
+    "threads",
+    "smallest tiles",
+    "tiles of two pages",
+    "a tile for each unit",
+    "no pipeline",
+    "some tiles resident",
+]
+SHORT += ["two unit buffers", "gradients on NVME", "everything persistent"]
+
+
+@pytest.fixture(scope="module", params=ROUNDED)
+def rounded_on_host(request: pytest.FixtureRequest) -> tuple[torch.nn.Module, OffloadPolicy, Result]:
+    model, policy = seeded(Tower).bfloat16(), dataclasses.replace(BASE, precision=PRECISIONS[request.param])
+    return model, policy, train(model, policy, max_norm=0.7)
+
+
+@pytest.mark.parametrize("way", SHORT)
+def test_what_is_rounded_is_the_same_on_every_tier(
+    way: str, rounded_on_host: tuple[torch.nn.Module, OffloadPolicy, Result], tmp_path: Path
+) -> None:
+    model, policy, expected = rounded_on_host
+    fields = ON_NVME | {"paths": [tmp_path], "tile_numel": 4096} | WAYS[way]
+    assert_same(train(model, dataclasses.replace(policy, **fields), max_norm=0.7), expected)
+
+
+@pytest.mark.parametrize("precision", ["compact", "tiny", "bf16"])
+def test_lower_precision_of_an_fp32_model_is_the_same_on_every_tier(precision: str, tmp_path: Path) -> None:
+    model, policy = seeded(Tower), dataclasses.replace(BASE, precision=PRESETS[precision])
+    on_nvme = dataclasses.replace(policy, paths=[tmp_path], tile_numel=4096, grads=Tier.NVME, **ON_NVME)
+    assert_same(train(model, on_nvme), train(model, policy))
+
+
+@pytest.mark.parametrize("precision", ROUNDED)
+def test_stepping_rounded_states_inside_backward_equals_stepping_after_it(precision: str, tmp_path: Path) -> None:
+    model = seeded(Tower).bfloat16()
+    policy = dataclasses.replace(BASE, paths=[tmp_path], tile_numel=4096, precision=PRECISIONS[precision], **ON_NVME)
+    assert_same(train(model, dataclasses.replace(policy, step_in_backward=True)), train(model, policy))
+
+
+def test_another_seed_rounds_otherwise_and_nearest_rounds_by_no_seed() -> None:
+    def losses(**fields: Any) -> list[float]:
+        precision = Precision("bf16", "bf16", **fields)
+        return train(seeded(Tower).bfloat16(), dataclasses.replace(BASE, precision=precision)).losses
+
+    assert losses(seed=0) == losses()
+    assert losses(seed=1) != losses()
+    assert losses(rounding="nearest", seed=1) == losses(rounding="nearest") != losses()

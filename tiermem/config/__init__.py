@@ -2,10 +2,12 @@
 
     load       load_config, resolve_auto          root        TiermemConfig, the top section
     zero       zero_optimization                  offload     offload_param, offload_optimizer
-    precision  bf16, fp16                         optimizer   optimizer and its params
-    scheduler  scheduler                          aio         aio
-    gds        why aio.use_gds cannot be had      paths       nvme_path, tiermem.paths
-    batch      the three batch sizes              own         the section "tiermem"
+    precision  bf16, fp16, data_types, and        states      which of them go together, and what they mean
+               tiermem.precision                  autocast    torch_autocast
+    optimizer  optimizer and its params           scheduler   scheduler
+    aio        aio                                gds         why aio.use_gds cannot be had
+    paths      nvme_path, tiermem.paths           batch       the three batch sizes
+    own        the section "tiermem"              dtypes      fp32, bf16, fp16 and their spellings
     keys       refused, computed, planned keys    errors      ConfigError
     translate  keys -> policy, report             base        what sections share
 
@@ -14,14 +16,23 @@ The documented class names are aliases of ours.
 """
 
 from tiermem.config.aio import AioConfig
+from tiermem.config.autocast import AutocastConfig
 from tiermem.config.batch import BatchSizes, solve_batch
 from tiermem.config.errors import ConfigError, Problem
 from tiermem.config.load import load_config, resolve_auto
 from tiermem.config.offload import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig
-from tiermem.config.optimizer import AdamParams, OptimizerConfig
+from tiermem.config.optimizer import (
+    AdagradParams,
+    AdamParams,
+    LionParams,
+    MuonParams,
+    OptimizerConfig,
+    OptimizerParams,
+    SgdParams,
+)
 from tiermem.config.own import OwnConfig
 from tiermem.config.paths import PathConfig
-from tiermem.config.precision import Bf16Config, Fp16Config
+from tiermem.config.precision import Bf16Config, DataTypesConfig, Fp16Config, PrecisionConfig
 from tiermem.config.root import TiermemConfig
 from tiermem.config.scheduler import SchedulerConfig
 from tiermem.config.translate import ReportRow
@@ -34,25 +45,33 @@ ZeroStageEnum = ZeroStage
 OffloadDeviceEnum = OffloadDevice
 
 __all__ = [
+    "AdagradParams",
     "AdamParams",
     "AioConfig",
+    "AutocastConfig",
     "BatchSizes",
     "Bf16Config",
     "ConfigError",
+    "DataTypesConfig",
     "DeepSpeedZeroConfig",
     "DeepSpeedZeroOffloadOptimizerConfig",
     "DeepSpeedZeroOffloadParamConfig",
     "Fp16Config",
+    "LionParams",
+    "MuonParams",
     "OffloadDevice",
     "OffloadDeviceEnum",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",
     "OptimizerConfig",
+    "OptimizerParams",
     "OwnConfig",
     "PathConfig",
+    "PrecisionConfig",
     "Problem",
     "ReportRow",
     "SchedulerConfig",
+    "SgdParams",
     "TiermemConfig",
     "ZeroConfig",
     "ZeroStage",

@@ -51,35 +51,24 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         f"{_ZERO}.leaf_module": Refusal("leaf modules cannot be named in the config yet; remove the key"),
         f"{_ZERO}.log_trace_cache_warnings": Refusal("there is no trace cache to warn about; remove the key"),
         f"{_ZERO}.enable_sanity_checks": Refusal("sanity checks do not exist as a switch; remove the key"),
-        f"{_ZERO}.save_muon_momentum_buffer_in_memory": Refusal("Muon does not exist yet; remove the key"),
-        f"{_ZERO}.zenflow": Refusal("asynchronous selective updates (ZenFlow) do not exist; remove the key"),
-        f"{_OPTIM}.ratio": Refusal(
-            "a step split between CPU and GPU does not exist yet; to keep a part of the states in memory beside NVMe, "
-            "set tiermem.resident_bytes"
+        f"{_ZERO}.save_muon_momentum_buffer_in_memory": Refusal(
+            "momentum rests with the other states; to keep a part of them in memory set tiermem.resident_bytes"
         ),
+        f"{_ZERO}.zenflow": Refusal("asynchronous selective updates (ZenFlow) do not exist; remove the key"),
         f"{_OPTIM}.super_offload": Refusal("SuperOffload does not exist here; remove the key"),
         f"{_OPTIM}.cpuadam_cores_perc": Refusal("it belongs to SuperOffload, which does not exist; remove the key"),
         # precision
-        "bf16.check_grad_overflow": Refusal(
-            'a step with NaN or infinity is never applied; choose tiermem.on_nonfinite "skip" or "raise" instead'
-        ),
-        "bf16.bf16_master_weights_and_grads": Refusal("masters are kept in fp32 for now; remove the key"),
-        "bf16.bf16_optimizer_states": Refusal("moments are kept in fp32 for now; remove the key"),
         "fp16.auto_cast": Refusal("inputs are not cast; cast them in the data pipeline and remove the key"),
-        "fp16.fp16_master_weights_and_grads": Refusal("masters are kept in fp32 for now; remove the key"),
-        "torch_autocast": Refusal("autocast is not entered for you; write `with torch.autocast(...)` and remove it"),
         "amp": Refusal('apex amp cannot be combined with ZeRO; use "bf16" or "fp16"'),
-        "data_types": Refusal("the types of accumulated gradients and buffers follow bf16/fp16; remove the key"),
-        "communication_data_type": Refusal("communication uses the type of what is sent; remove the key"),
+        "data_types.buffer_dtype": Refusal("buffers keep the dtype that the model gave them; remove the key"),
         "seq_parallel_communication_data_type": Refusal("sequence parallelism does not exist; remove it", off="fp32"),
-        "fp32_allreduce": Refusal("communication uses the type of what is sent; remove the key"),
+        "fp32_allreduce": Refusal("it has a successor; set communication_data_type to fp32 and remove it"),
         # optimizer
+        "optimizer.params.bias_correction": Refusal("moments are always corrected for their start; remove the key"),
         "optimizer.legacy_fusion": Refusal("there is no fused legacy optimizer; remove the key"),
         "optimizer.params.torch_adam": Refusal(
             "sharded states need tiermem's own Adam (the same mathematics as torch's); remove the key"
         ),
-        "optimizer.params.amsgrad": Refusal("the amsgrad variant does not exist; remove the key"),
-        "optimizer.params.fp32_optimizer_states": Refusal("moments are kept in fp32 for now; remove the key"),
         # the rest of the top level
         "sparse_gradients": Refusal("sparse gradients do not exist here; remove the key"),
         "prescale_gradients": Refusal("gradients are averaged in one reduction; remove the key"),

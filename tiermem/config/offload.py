@@ -10,6 +10,8 @@ from __future__ import annotations
 import enum
 from typing import Annotated, ClassVar
 
+import pydantic
+import torch
 from pydantic import Field
 
 from tiermem.config.base import ConfigModel, Count, Number
@@ -79,11 +81,18 @@ class OffloadOptimizerConfig(_OffloadConfig):
     fast_init: bool = False
     """Make states in place on NVMe; always so here."""
     ratio: Annotated[Number, Field(le=1.0)] = 1.0
-    """Part of the states stepped on the CPU; only all of them."""
+    """Part of the states stepped on the CPU, the rest on the GPU; only all of them here."""
     super_offload: bool = False
     """Asynchronous CPU step of the reference system; does not exist here."""
     cpuadam_cores_perc: Annotated[Number, Field(le=1.0)] = 0.8
     """Part of the cores for super_offload; does not exist here."""
+
+    @pydantic.field_validator("ratio")
+    @classmethod
+    def _refuse_gpu_steps(cls, value: float) -> float:
+        if value != 1.0:
+            raise ValueError(f"{value} given, but {_why_no_gpu_steps(1.0 - value)}; allowed is 1.0, all on the CPU")
+        return value
 
     def contradictions(self) -> list[tuple[str, str]]:
         found = super().contradictions()
@@ -98,3 +107,9 @@ class OffloadOptimizerConfig(_OffloadConfig):
                 )
             )
         return found
+
+
+def _why_no_gpu_steps(share: float) -> str:
+    if not torch.cuda.is_available():
+        return f"there is no GPU here that could step the other {share:.0%} of the states"
+    return f"stepping the other {share:.0%} of the states on the GPU is not built yet"

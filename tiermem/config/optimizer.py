@@ -1,48 +1,46 @@
 """`optimizer`: which optimizer the engine builds, and its settings.
 
-Adam and AdamW exist. As in the reference, "Adam" means AdamW (decoupled weight decay) unless `adam_w_mode` is false.
+    Adam, AdamW    as in the reference, "Adam" means AdamW (decoupled weight decay) unless `adam_w_mode` is false
+    Adagrad, Lion, SGD
+    Muon           matrices of hidden layers by Muon, everything else by AdamW
+
+Settings have the names of torch's optimizers, and of the reference's where those differ.
 """
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Any, ClassVar
 
 import pydantic
-from pydantic import Field, ValidationInfo
+from pydantic import Field, SerializeAsAny, ValidationInfo
 
-from tiermem.config.base import ConfigModel, Number
+from tiermem.config.base import CombinedError, ConfigModel, Number, PositiveCount
+from tiermem.config.keys import is_auto
 
-__all__ = ["AdamParams", "OptimizerConfig"]
-
-_KNOWN = {"adam": "Adam", "adamw": "AdamW"}
+__all__ = [
+    "AdagradParams",
+    "AdamParams",
+    "LionParams",
+    "MuonParams",
+    "OptimizerConfig",
+    "OptimizerParams",
+    "SgdParams",
+]
 
 Beta = Annotated[Number, Field(lt=1.0)]
 """A decay rate in [0, 1)."""
 
 
-class AdamParams(ConfigModel):
-    """`optimizer.params` of Adam and AdamW."""
+class OptimizerParams(ConfigModel):
+    """`optimizer.params`: what every optimizer has."""
 
     section: ClassVar[str] = "optimizer.params"
 
     lr: Number = 1e-3
     """Learning rate."""
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay rates of the first and second moment."""
-    eps: Number = 1e-8
-    """Added to the root of the second moment."""
     weight_decay: Number = 0.0
-    """Weight decay per step: times lr on the weight (AdamW), or added to the gradient (adam_w_mode false)."""
-    bias_correction: bool = True
-    """Divide the moments by 1 - beta**step."""
-    adam_w_mode: bool = True
-    """Whether weight decay is decoupled."""
-    torch_adam: bool = False
-    """Use torch's own Adam; does not exist for sharded states."""
-    amsgrad: bool = False
-    """Use the largest second moment so far; does not exist here."""
-    fp32_optimizer_states: bool = True
-    """Keep moments in fp32; always so here."""
+    """Weight decay per step: times lr on the weight where it is decoupled, else added to the gradient."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -54,6 +52,127 @@ class AdamParams(ConfigModel):
             )
         return raw
 
+    @property
+    def num_moments(self) -> int:
+        """Moments that are kept for each element."""
+        return 1
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of the optimizer, by name."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name not in _ABOUT_US}
+
+
+class AdamParams(OptimizerParams):
+    """`optimizer.params` of Adam and AdamW."""
+
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay rates of the first and second moment."""
+    eps: Number = 1e-8
+    """Added to the root of the second moment."""
+    amsgrad: bool = False
+    """Divide by the root of the largest second moment so far, which is a third moment to keep."""
+    maximize: bool = False
+    """Climb instead of descending."""
+    adam_w_mode: bool = True
+    """Whether weight decay is decoupled."""
+    fp32_optimizer_states: bool = True
+    """Keep moments in fp32; false: in the master's dtype (config/states.py)."""
+    bias_correction: bool = True
+    """Divide the moments by 1 - beta**step; always so here."""
+    torch_adam: bool = False
+    """Use torch's own Adam; does not exist for sharded states."""
+
+    @property
+    def num_moments(self) -> int:
+        return 3 if self.amsgrad else 2
+
+
+class AdagradParams(OptimizerParams):
+    """`optimizer.params` of Adagrad."""
+
+    lr: Number = 1e-2
+    """Learning rate."""
+    lr_decay: Number = 0.0
+    """The rate is divided by 1 + step * lr_decay."""
+    initial_accumulator_value: Number = 0.0
+    """What the sum of squares starts from."""
+    eps: Number = 1e-10
+    """Added to the root of the sum."""
+    maximize: bool = False
+    """Climb instead of descending."""
+
+
+class LionParams(OptimizerParams):
+    """`optimizer.params` of Lion."""
+
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
+    """Decay rate of the moment in the update, and of the moment that is kept."""
+    maximize: bool = False
+    """Climb instead of descending."""
+
+
+class SgdParams(OptimizerParams):
+    """`optimizer.params` of SGD."""
+
+    momentum: Number = 0.0
+    """Decay rate of the momentum; 0 keeps none."""
+    dampening: Number = 0.0
+    """Part of the gradient that does not reach the momentum."""
+    nesterov: bool = False
+    """Step along the momentum after next; needs momentum and no dampening."""
+    maximize: bool = False
+    """Climb instead of descending."""
+
+    @property
+    def num_moments(self) -> int:
+        return int(self.momentum > 0)
+
+    def contradictions(self) -> list[tuple[str, str]]:
+        if self.nesterov and not (self.momentum > 0 and self.dampening == 0):
+            return [
+                (
+                    "nesterov",
+                    f"true with momentum {self.momentum} and dampening {self.dampening}; it needs momentum above 0 and "
+                    "dampening 0",
+                )
+            ]
+        return []
+
+
+class MuonParams(OptimizerParams):
+    """`optimizer.params` of Muon."""
+
+    momentum: Beta = 0.95
+    """Decay rate of a matrix's momentum."""
+    nesterov: bool = True
+    """Step along the momentum after next."""
+    ns_steps: PositiveCount = 5
+    """Iterations that make an update orthogonal."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay rates of AdamW, for what is no matrix of a hidden layer."""
+    eps: Number = 1e-8
+    """Added to the root of AdamW's second moment."""
+    muon_lr: Number | None = None
+    """Learning rate of matrices. Not set: lr."""
+    adam_lr: Number | None = None
+    """Learning rate of the rest. Not set: lr."""
+
+    @property
+    def num_moments(self) -> int:
+        return 2
+
+
+_PARAMS: dict[str, type[OptimizerParams]] = {
+    "Adam": AdamParams,
+    "AdamW": AdamParams,
+    "Adagrad": AdagradParams,
+    "Lion": LionParams,
+    "SGD": SgdParams,
+    "Muon": MuonParams,
+}
+_TYPES = {name.lower(): name for name in _PARAMS}
+_ABOUT_US = ("adam_w_mode", "fp32_optimizer_states", "bias_correction", "torch_adam")
+
 
 class OptimizerConfig(ConfigModel):
     """`optimizer`: its type and settings."""
@@ -61,8 +180,10 @@ class OptimizerConfig(ConfigModel):
     section: ClassVar[str] = "optimizer"
 
     type: str
-    """Adam or AdamW, in any case."""
-    params: AdamParams = AdamParams()
+    """Adam, AdamW, Adagrad, Lion, SGD or Muon, in any case."""
+    params: SerializeAsAny[AdamParams | AdagradParams | LionParams | SgdParams | MuonParams] = Field(
+        default=AdamParams(), validate_default=True
+    )
     """Settings of the optimizer."""
     legacy_fusion: bool = False
     """Fused optimizer of old; does not exist here."""
@@ -70,24 +191,50 @@ class OptimizerConfig(ConfigModel):
     @pydantic.field_validator("type")
     @classmethod
     def _know_type(cls, value: str) -> str:
-        if value.lower() not in _KNOWN:
-            raise ValueError(
-                f"{value!r} given; allowed are {' and '.join(_KNOWN.values())}, in any case: other optimizers do not "
-                "exist here yet"
-            )
-        return _KNOWN[value.lower()]
+        if value.lower() not in _TYPES:
+            near = difflib.get_close_matches(value.lower(), _TYPES, n=1)
+            hint = f"; did you mean {_TYPES[near[0]]}?" if near else ""
+            raise ValueError(f"{value!r} given; allowed are {', '.join(_PARAMS)}, in any case{hint}")
+        return _TYPES[value.lower()]
 
     @pydantic.field_validator("params", mode="before")
     @classmethod
-    def _read_params_of_known_types_only(cls, value: Any, info: ValidationInfo) -> Any:
-        return value if "type" in info.data else {}
+    def _read_params_of_its_type(cls, value: Any, info: ValidationInfo) -> Any:
+        name = info.data.get("type")
+        if name is None:  # not known: one error is enough
+            return AdamParams()
+        kind = _PARAMS[name]
+        if isinstance(value, OptimizerParams):
+            value = {field: getattr(value, field) for field in value.model_fields_set}
+        if isinstance(value, dict):
+            _check_keys(name, kind, value)
+        return kind.model_validate(value)
+
+    @property
+    def name(self) -> str:
+        """The class of tiermem.optim that is meant: "Adam" means AdamW unless adam_w_mode is false."""
+        is_coupled = self.type == "Adam" and isinstance(self.params, AdamParams) and not self.params.adam_w_mode
+        return "AdamW" if self.type == "Adam" and not is_coupled else self.type
 
     @property
     def is_decoupled(self) -> bool:
-        """Whether weight decay acts on the weight (AdamW) rather than on the gradient."""
-        return self.type == "AdamW" or self.params.adam_w_mode
+        """Whether weight decay acts on the weight rather than on the gradient."""
+        return self.name in ("AdamW", "Lion", "Muon")
 
     def contradictions(self) -> list[tuple[str, str]]:
-        if self.type == "AdamW" and not self.params.adam_w_mode:
+        if self.type == "AdamW" and isinstance(self.params, AdamParams) and not self.params.adam_w_mode:
             return [("params.adam_w_mode", "false given, but AdamW decouples weight decay; set type to Adam")]
         return []
+
+
+def _check_keys(name: str, kind: type[OptimizerParams], given: dict[str, Any]) -> None:
+    """Raises for settings of another optimizer, naming the nearest of this one."""
+    found = []
+    for key in given:
+        if key in kind.model_fields or key == "max_grad_norm" or is_auto(given[key]):
+            continue
+        near = difflib.get_close_matches(key, kind.model_fields, n=1, cutoff=0.5)
+        hint = f"did you mean {kind.path_of(near[0])}? Allowed" if near else "allowed"
+        found.append((key, f"unknown key of {name}; {hint} are {', '.join(kind.model_fields)}"))
+    if found:
+        raise CombinedError(found)

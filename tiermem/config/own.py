@@ -1,6 +1,6 @@
 """`tiermem`: the section for what the documented keys have no word for. Its keys are fields of the policy.
 
-"tiermem": {"host_bytes": "2GiB", "paths": ["/mnt/nvme0", "/mnt/nvme1"], "on_nonfinite": "raise"}
+"tiermem": {"host_bytes": "2GiB", "paths": ["/mnt/nvme0", "/mnt/nvme1"], "precision": "compact"}
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pydantic import Field
 from tiermem.config.base import Bytes, ConfigModel, Number
 from tiermem.config.offload import OffloadDevice
 from tiermem.config.paths import Paths
+from tiermem.config.precision import PrecisionConfig
 
 __all__ = ["OwnConfig"]
 
@@ -33,8 +34,12 @@ class OwnConfig(ConfigModel):
     """Tier of reduced gradients between backward and step. Not set: cpu when the budget has room, else nvme."""
     step_in_backward: bool = False
     """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
-    on_nonfinite: Literal["skip", "raise"] = "skip"
-    """A step whose gradients hold NaN or infinity: leave every state untouched and count it, or raise."""
+    on_nonfinite: Literal["skip", "raise", "apply"] = "skip"
+    """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same
+    (not clipped, since it has no norm). Not set, and bf16.check_grad_overflow false: apply."""
+    precision: PrecisionConfig | None = None
+    """What masters, moments and gradients are kept in: exact, compact, bf16 or tiny, or an object. Not set: exact, or what
+    the switches in bf16 and fp16 say."""
     master_from: Literal["param", "init"] = "param"
     """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
     engine: Literal["auto", "uring", "aio", "threads"] = "auto"

@@ -1,4 +1,7 @@
-"""`bf16` and `fp16`: the precision that the model computes in. fp32 when neither is on; never both.
+"""The sections that say in which precision is computed and kept: bf16, fp16, data_types and tiermem.precision.
+
+The model computes in fp32 when neither bf16 nor fp16 is on; never both are. What the four sections mean together, and
+which combinations are refused, stands in `states.py`.
 
 fp16 gradients are scaled so that small ones survive. `loss_scale` 0 is dynamic: start at 2**initial_scale_power, halve
 (after `hysteresis` overflows, not below min_loss_scale) when a step overflows, double after `loss_scale_window` steps
@@ -7,15 +10,21 @@ without.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import difflib
+from typing import Annotated, Any, ClassVar, Literal
+
+import pydantic
+from pydantic import AliasChoices, Field
 
 from tiermem.config.base import ConfigModel, Count, Number, PositiveCount, Whole
+from tiermem.config.dtypes import DtypeName
+from tiermem.precision import PRESETS
 
-__all__ = ["Bf16Config", "Fp16Config"]
+__all__ = ["Bf16Config", "DataTypesConfig", "Fp16Config", "PrecisionConfig"]
 
 
 class Bf16Config(ConfigModel):
-    """`bf16` (also `bfloat16`): compute in bfloat16, keep masters and moments in fp32."""
+    """`bf16` (also `bfloat16`): compute in bfloat16; masters and moments are fp32 unless they are asked for in bf16."""
 
     section: ClassVar[str] = "bf16"
 
@@ -24,15 +33,17 @@ class Bf16Config(ConfigModel):
     immediate_grad_update: bool = False
     """Reduce a gradient as soon as it is final; always so here."""
     check_grad_overflow: bool = True
-    """Do not apply a step whose gradients hold NaN or infinity; always so here (tiermem.on_nonfinite)."""
+    """Look for NaN and infinity in the gradients before a step (tiermem.on_nonfinite says what follows); false: apply the
+    step whatever they hold, which is on_nonfinite "apply". Unlike the reference, in every stage."""
     bf16_master_weights_and_grads: bool = False
-    """Keep masters in bfloat16, too; does not exist yet."""
+    """The bf16 weight is the master, and gradients are kept in bf16. Stages 1 to 3; beside fp32 moments with
+    offload_optimizer on cpu or nvme alone."""
     bf16_optimizer_states: bool = False
-    """Keep moments in bfloat16, too; does not exist yet."""
+    """Keep moments in bf16, too, rounded to nearest; needs bf16_master_weights_and_grads. Not set: fp32, also on nvme."""
 
 
 class Fp16Config(ConfigModel):
-    """`fp16`: compute in float16 with a loss scale, keep masters and moments in fp32."""
+    """`fp16`: compute in float16 with a loss scale; masters are fp32 unless they are asked for in fp16."""
 
     section: ClassVar[str] = "fp16"
 
@@ -52,8 +63,12 @@ class Fp16Config(ConfigModel):
     """Count only overflows in a row: a step without overflow refills the hysteresis."""
     min_loss_scale: Whole = 1
     """The dynamic scale never falls below this."""
-    fp16_master_weights_and_grads: bool = False
-    """Keep masters in float16, too; does not exist yet."""
+    fp16_master_weights_and_grads: bool = Field(
+        default=False,
+        validation_alias=AliasChoices("fp16_master_weights_and_grads", "fp16_master_weights_and_gradients"),
+    )
+    """The fp16 weight is the master, and gradients are kept in fp16; moments stay fp32. Stages 1 to 3 with
+    offload_optimizer on cpu or nvme. Also spelt fp16_master_weights_and_gradients."""
 
     @property
     def is_dynamic(self) -> bool:
@@ -61,10 +76,73 @@ class Fp16Config(ConfigModel):
         return self.loss_scale == 0
 
     def contradictions(self) -> list[tuple[str, str]]:
-        if not (self.enabled and self.is_dynamic):
+        return self.unusable_scale() if self.enabled else []
+
+    def unusable_scale(self) -> list[tuple[str, str]]:
+        """What keeps these keys from scaling a loss."""
+        if not self.is_dynamic:
             return []
         return [
             (name, f"{getattr(self, name)} given; allowed with a dynamic loss scale is a whole number, 1 or more")
             for name in ("loss_scale_window", "min_loss_scale")
             if getattr(self, name) <= 0
         ]
+
+
+class DataTypesConfig(ConfigModel):
+    """`data_types`: dtypes that differ from what bf16 and fp16 say."""
+
+    section: ClassVar[str] = "data_types"
+
+    grad_accum_dtype: DtypeName | None = None
+    """What gradients are accumulated and kept in from backward to step. Not set: the parameters' dtype."""
+    param_dtype: DtypeName | None = None
+    """What parameters are kept in; must be what bf16 and fp16 say."""
+    buffer_dtype: DtypeName | None = None
+    """What the model's buffers are cast to; they are not cast here."""
+
+
+class PrecisionConfig(ConfigModel):
+    """`tiermem.precision`: the name of a preset, or an object of the parts. See `tiermem/precision.py`.
+
+    "tiermem": {"precision": "compact"} or {"precision": {"master": "split", "moments": "bf16"}}
+    """
+
+    section: ClassVar[str] = "tiermem.precision"
+
+    preset: str | None = None
+    """exact, compact, bf16 or tiny: what the other keys start from. Not set: exact."""
+    master: Literal["fp32", "split", "bf16", "fp16"] = "fp32"
+    """fp32; split: the bf16 weight and the 16 bits that it lacks; bf16 or fp16: the weight itself."""
+    moments: Literal["fp32", "bf16", "fp16", "8bit"] = "fp32"
+    """What moments are kept in."""
+    grads: DtypeName | None = None
+    """What gradients are accumulated and kept in from backward to step. Not set: the parameters' dtype."""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """How every stored part below fp32 is rounded."""
+    seed: Annotated[Count, Field(le=(1 << 64) - 1)] = 0
+    """Seed of stochastic rounding. Not set: the config's seed."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _read_name(cls, raw: Any) -> Any:
+        return {"preset": raw} if isinstance(raw, str) else raw
+
+    @pydantic.field_validator("preset")
+    @classmethod
+    def _know_preset(cls, value: str | None) -> str | None:
+        if value is not None and value not in PRESETS:
+            near = difflib.get_close_matches(value.lower(), PRESETS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{value!r} given; allowed are the presets {', '.join(PRESETS)}, or an object{hint}")
+        return value
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Field of Precision -> value, for those that the preset or a key decides."""
+        fields: dict[str, Any] = {}
+        if self.preset is not None:
+            chosen = PRESETS[self.preset]
+            fields = {name: getattr(chosen, name) for name in ("master", "moments", "grads", "rounding")}
+        keys = ("master", "moments", "grads", "rounding", "seed")
+        return fields | {name: getattr(self, name) for name in keys if self.is_set(name)}

@@ -17,15 +17,18 @@ import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field, PrivateAttr
 
 from tiermem.config.aio import AioConfig
+from tiermem.config.autocast import AutocastConfig
 from tiermem.config.base import ConfigModel, Count, Number, PositiveCount
 from tiermem.config.batch import BatchSizes, solve_batch
+from tiermem.config.dtypes import DtypeName
 from tiermem.config.errors import ConfigError, Problem
 from tiermem.config.keys import REFUSED, is_off
 from tiermem.config.offload import OffloadDevice
 from tiermem.config.optimizer import OptimizerConfig
 from tiermem.config.own import OwnConfig
-from tiermem.config.precision import Bf16Config, Fp16Config
+from tiermem.config.precision import Bf16Config, DataTypesConfig, Fp16Config
 from tiermem.config.scheduler import SchedulerConfig
+from tiermem.config.states import Switches, precision_of, precision_problems
 from tiermem.config.translate import ReportRow, io_of, path_problems, paths_of, policy_of, report_of
 from tiermem.config.zero import ZeroConfig
 from tiermem.policy import OffloadPolicy
@@ -56,6 +59,12 @@ class TiermemConfig(ConfigModel):
     """Compute in bfloat16."""
     fp16: Fp16Config = Fp16Config()
     """Compute in float16."""
+    data_types: DataTypesConfig = DataTypesConfig()
+    """Dtypes that differ from what bf16 and fp16 say."""
+    communication_data_type: DtypeName | None = None
+    """What gradients are reduced in over the ranks. Not set: their own dtype, or torch_autocast's where that says so."""
+    torch_autocast: AutocastConfig = AutocastConfig()
+    """Run forward under torch.autocast."""
     zero_optimization: ZeroConfig = ZeroConfig()
     """What is sharded and where it rests."""
     aio: AioConfig = AioConfig()
@@ -68,7 +77,7 @@ class TiermemConfig(ConfigModel):
     """Time forward, backward and step in every line of progress."""
     dump_state: bool = False
     """Print what became of every key when the engine starts."""
-    seed: Count = 0
+    seed: Annotated[Count, Field(le=(1 << 64) - 1)] = 0
     """Seeds the shuffling of training_data, and rounding where it is stochastic."""
     dataloader_drop_last: bool = False
     """Leave out a last batch of training_data that is not full."""
@@ -95,9 +104,7 @@ class TiermemConfig(ConfigModel):
     @property
     def precision(self) -> Literal["bf16", "fp16", "fp32"]:
         """What the model computes in."""
-        if self.bf16.enabled:
-            return "bf16"
-        return "fp16" if self.fp16.enabled else "fp32"
+        return self._switches.computed_in
 
     def batch(self, num_ranks: int) -> BatchSizes:
         """Computes the batch sizes on this many ranks; raises ConfigError with the arithmetic when they do not fit."""
@@ -116,7 +123,14 @@ class TiermemConfig(ConfigModel):
 
     def policy(self, **overrides: Any) -> OffloadPolicy:
         """Builds the policy from the keys that are set; `overrides` are fields of OffloadPolicy that win over them."""
-        return policy_of(self.zero_optimization, self.aio, self.tiermem, overrides)
+        fields: dict[str, Any] = {"precision": precision_of(self._switches)}
+        if self.communication_data_type is not None:
+            fields["reduce_dtype"] = self.communication_data_type
+        if self.optimizer is not None:
+            fields["num_moments"] = self.optimizer.params.num_moments
+        if self._applies_anything:
+            fields["on_nonfinite"] = "apply"
+        return policy_of(self.zero_optimization, self.aio, self.tiermem, fields | overrides)
 
     def report(self) -> list[ReportRow]:
         """Lists every key: its value, whether it is honoured, computed or default, and a note."""
@@ -134,6 +148,9 @@ class TiermemConfig(ConfigModel):
                 )
             )
         found += path_problems(self.zero_optimization, self.tiermem)
+        found += precision_problems(self._switches)
+        found += self._overflow_conflicts()
+        found += self._reduction_conflicts()
         if self.tiermem.grads not in (None, OffloadDevice.none) and self.zero_optimization.stage == 0:
             found.append(("tiermem.grads", "set with stage 0, but gradients rest elsewhere in stages 1, 2 and 3 only"))
         try:
@@ -143,6 +160,55 @@ class TiermemConfig(ConfigModel):
         if self.tiermem.step_in_backward:
             found += self._step_in_backward_conflicts()
         return found
+
+    @property
+    def _switches(self) -> Switches:
+        return Switches(
+            self.bf16, self.fp16, self.data_types, self.zero_optimization, self.optimizer, self.tiermem, self.seed
+        )
+
+    @property
+    def _applies_anything(self) -> bool:
+        """Whether bf16.check_grad_overflow asks for steps with NaN and infinity."""
+        return self.bf16.enabled and not self.bf16.check_grad_overflow
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients pass through fp16, so that the loss is scaled as section fp16 says."""
+        autocast = self.torch_autocast
+        return self.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
+
+    def _overflow_conflicts(self) -> list[tuple[str, str]]:
+        own, found = self.tiermem, []
+        key = "tiermem.on_nonfinite"
+        is_checked = self.bf16.is_set("check_grad_overflow") and self.bf16.check_grad_overflow
+        if own.is_set("on_nonfinite") and self._applies_anything and own.on_nonfinite != "apply":
+            found.append(
+                (key, f'"{own.on_nonfinite}" with bf16.check_grad_overflow false, which is "apply"; remove one')
+            )
+        if own.on_nonfinite == "apply" and self.bf16.enabled and is_checked:
+            found.append((key, '"apply" with bf16.check_grad_overflow true, which is "skip" or "raise"; remove one'))
+        if self.scales_loss and not self.fp16.enabled:
+            found += [(f"fp16.{name}", said) for name, said in self.fp16.unusable_scale()]
+        if (own.on_nonfinite == "apply" or self._applies_anything) and self.scales_loss and self.fp16.is_dynamic:
+            asks = key if own.on_nonfinite == "apply" else "bf16.check_grad_overflow"
+            found.append(
+                (asks, "asks to apply every step, but a dynamic loss scale has to skip some; set fp16.loss_scale")
+            )
+        return found
+
+    def _reduction_conflicts(self) -> list[tuple[str, str]]:
+        """Two dtypes for one reduction, both written down."""
+        autocast, given = self.torch_autocast, self.communication_data_type
+        if not autocast.enabled or not autocast.lower_precision_safe_modules or given in (None, autocast.dtype):
+            return []
+        return [
+            (
+                "torch_autocast.lower_precision_safe_modules",
+                f"gradients of these modules are reduced in {autocast.dtype or 'the autocast dtype'}, but "
+                f"communication_data_type is {given}; remove one of the two, or set torch_autocast.dtype to {given}",
+            )
+        ]
 
     def _step_in_backward_conflicts(self) -> list[tuple[str, str]]:
         found = []

@@ -48,6 +48,7 @@ _OWN_FIELDS = (
     "timeout_s",
 )
 _ONLY_ON_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
+_SWITCHED = ("bf16", "torch_autocast")  # sections of which nothing acts while they are off
 _NO_PATH = (
     'is missing, but device is nvme; set it to a folder, such as "/mnt/nvme0", or to a list, or set tiermem.paths'
 )
@@ -167,7 +168,7 @@ def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -
     rows = []
     for model, name, key, value in _leaves(config, ""):
         is_set = model.is_set(name)
-        note = COMPUTED.get(key) or _only_on_nvme(model, name, is_set) or ("" if is_set else PLANNED.get(key, ""))
+        note = COMPUTED.get(key) or _matters_elsewhere(model, name, is_set) or ("" if is_set else PLANNED.get(key, ""))
         if key == "tiermem.paths" and is_set and not uses_nvme:
             note = "matters with device nvme; no device is"
         if key in auto_keys:
@@ -194,8 +195,11 @@ def _written(value: Any) -> Any:
     return value
 
 
-def _only_on_nvme(model: ConfigModel, name: str, is_set: bool) -> str:
+def _matters_elsewhere(model: ConfigModel, name: str, is_set: bool) -> str:
+    """Why a key that is set has no effect; empty when it has."""
     device = getattr(model, "device", OffloadDevice.nvme)
     if is_set and name in _ONLY_ON_NVME and device is not OffloadDevice.nvme:
         return f"matters with device nvme; device is {device.value}"
+    if is_set and model.section in _SWITCHED and name != "enabled" and not getattr(model, "enabled", True):
+        return f"matters with {model.section}.enabled"
     return ""

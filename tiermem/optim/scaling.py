@@ -15,14 +15,16 @@ class LossScaler:
     """The scale of an fp16 run.
 
     Args:
-        config: the section `fp16`; disabled means a scale of 1 for ever.
+        config: the section `fp16`.
+        is_on: whether gradients pass through fp16; else the scale is 1 for ever. Default: what the section says.
     """
 
-    def __init__(self, config: Fp16Config) -> None:
+    def __init__(self, config: Fp16Config, is_on: bool | None = None) -> None:
+        is_on = config.enabled if is_on is None else is_on
         self._config = config
-        self._is_dynamic = config.enabled and config.is_dynamic
+        self._is_dynamic = is_on and config.is_dynamic
         self.scale = 1.0
-        if config.enabled:
+        if is_on:
             self.scale = float(2**config.initial_scale_power) if config.is_dynamic else float(config.loss_scale)
         self._hysteresis_left = config.hysteresis
         self._num_good = 0  # steps since the last overflow or doubling

@@ -36,10 +36,14 @@ def gather_unit(topology: Topology, unit: Unit, shard: torch.Tensor, full: torch
 
 
 def reduce_gradient(topology: Topology, part: Shard, grad: torch.Tensor, bucket_numel: int) -> torch.Tensor:
-    """The sum over ranks of this rank's part of a gradient: flat, shard_numel elements, the gradient's dtype."""
+    """The sum over ranks of this rank's part of a gradient: flat, shard_numel elements, in the dtype that it is added up in.
+
+    That is `part.reduce_dtype`, else the gradient's; in a world of one nothing is added and the dtype stays.
+    """
     flat = grad.contiguous().view(-1)
     if topology.group is None:
         return flat
+    flat = flat.to(part.reduce_dtype or flat.dtype)
     if topology.num_shards == 1:
         _call(topology, f"reducing {part.name}", dist.all_reduce, flat)
         return flat

@@ -8,6 +8,8 @@ blocks, in float64, from which global norm and the check for NaN and infinity ar
     NVME   the copy goes into a buffer, which is written behind; adding reads the home back first
     none   (step_in_backward) the unit is stepped from the buffer at once
 
+A home may be in another dtype than the parameters (`Precision.grads`): micro-batches of a bf16 model then add up in fp32.
+
 In place of the gradient `p.grad` holds a ShardedGrad: it has the right shape, answers norms and scaling (so that
 `clip_grad_norm_` and GradScaler work) and raises for everything else, never silently nothing.
 """
@@ -21,7 +23,8 @@ from typing import Any
 
 import torch
 
-from tiermem.policy import Tier
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.precision import DTYPES
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import Workers, store_gradient
@@ -38,7 +41,7 @@ class GradientHomes:
         units: the trainable ones.
         home: HOST, NVME, or DEVICE for "none is held".
         pool: buffers for NVME and none; also of gradients on their way from a GPU.
-        consume: takes (unit, flat gradients) at once when none is held.
+        policy: says in what dtype gradients rest, and how many are handed to one reduction.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class GradientHomes:
         topology: Topology,
         workers: Workers,
         pool: Pool | None,
-        bucket_numel: int,
+        policy: OffloadPolicy,
     ) -> None:
         self.home = home
         self._units = units
@@ -57,17 +60,23 @@ class GradientHomes:
         self._topology = topology
         self._workers = workers
         self._pool = pool
-        self._bucket_numel = bucket_numel
+        self._policy = policy
         self._leaving: list[tuple[Unit, Slot, Move]] = []
-        self.consume: Callable[[Unit, torch.Tensor], None] | None = None
+        self.consume: Callable[[Unit, torch.Tensor], None] | None = None  # takes them at once when none is held
         for unit in units:
+            for shard in unit.shards:
+                shard.reduce_dtype = DTYPES[policy.reduce_dtype] if policy.reduce_dtype is not None else None
             if home is not Tier.DEVICE:
-                store.reserve(self.entry(unit), (unit.shard_numel,), unit.dtype, home)
+                store.reserve(self.entry(unit), (unit.shard_numel,), self.dtype(unit), home)
 
     @staticmethod
     def entry(unit: Unit) -> str:
         """The name of a unit's gradients in the store."""
         return f"grad/{unit.index}/{unit.name}"
+
+    def dtype(self, unit: Unit) -> torch.dtype:
+        """In what a unit's gradients are added up and rest."""
+        return self._policy.precision.grad_dtype(unit.dtype)
 
     def flat(self, unit: Unit) -> torch.Tensor | None:
         """A unit's gradients in the shard layout, when they rest on HOST."""
@@ -133,7 +142,7 @@ class GradientHomes:
         for shard in fresh:
             grad = shard.param.grad
             assert grad is not None
-            part = reduce_gradient(self._topology, shard, grad, self._bucket_numel)
+            part = reduce_gradient(self._topology, shard, grad, self._policy.reduce_bucket_numel)
             valid = min(shard.shard_numel, max(0, shard.numel - self._first_element(shard)))
             dst = home[shard.shard_offset : shard.shard_offset + valid]
             src = part[:valid] if part.device.type == "cpu" else part[:valid].cpu()
@@ -145,19 +154,21 @@ class GradientHomes:
 
     def _pass_on(self, unit: Unit, fresh: Sequence[Shard]) -> None:
         slot = self._take()
-        home = slot.tensor[: unit.shard_bytes].view(unit.dtype)
+        dtype = self.dtype(unit)
+        data = slot.tensor[: unit.shard_numel * dtype.itemsize]
+        home = data.view(dtype)
         try:
             if any(s.has_gradient for s in unit.shards):
                 while any(each is unit for each, _, _ in self._leaving):
                     self._reap()  # what is being written is not to be read before
-                self._store.read([(self.entry(unit), 0, slot.tensor[: unit.shard_bytes])], f"grad {unit.name}").wait()
+                self._store.read([(self.entry(unit), 0, data)], f"grad {unit.name}").wait()
             self._merge(unit, fresh, home)
             if self.home is Tier.DEVICE:
                 assert self.consume is not None and self._pool is not None
                 self.consume(unit, home)
                 self._pool.give_back(slot)
                 return
-            move = self._store.write([(self.entry(unit), 0, slot.tensor[: unit.shard_bytes])], f"grad {unit.name}")
+            move = self._store.write([(self.entry(unit), 0, data)], f"grad {unit.name}")
         except BaseException:
             assert self._pool is not None
             self._pool.give_back(slot)

@@ -14,13 +14,12 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
+from tiermem.optim.layout import FP32_BYTES, StateLayout
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.extents import round_up
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
 
-STATE_BYTES = 4  # of each fp32 state of one element
-NUM_MOMENTS = 2
 _USUAL_TILE_NUMEL = 1 << 20
 _USUAL_TILE_BUFFERS = (8, 4)  # two reading and two writing keep a disk busy; more even out its pauses
 _USUAL_UNIT_BUFFERS = 3
@@ -61,23 +60,27 @@ class Plan:
     resident_bytes: int  # what those take at most
 
 
-def state_element_bytes(unit: Unit) -> int:
-    """Bytes of optimizer state per element: an fp32 master (unless the parameter is one) and two moments."""
-    has_master = unit.dtype.itemsize < STATE_BYTES
-    return STATE_BYTES * (NUM_MOMENTS + int(has_master))
+def planned_layout(unit: Unit, policy: OffloadPolicy) -> StateLayout:
+    """How the states of a unit lie when the optimizer keeps all the moments that the policy makes room for."""
+    return StateLayout(unit.dtype, policy.precision, policy.num_moments)
 
 
 def keeps_initial_master(unit: Unit, policy: OffloadPolicy) -> bool:
     """Whether fp32 initial values are kept for a unit's first step, beside its low-precision parameters."""
-    return policy.master_from == "init" and unit.is_trainable and unit.dtype.itemsize < STATE_BYTES
+    has_master = policy.precision.master_of(unit.dtype) is not None
+    return policy.master_from == "init" and unit.is_trainable and has_master
 
 
 def make_plan(division: Division, policy: OffloadPolicy, topology: Topology, is_gpu: bool, ranks_on_node: int) -> Plan:
-    """Plans a division under a policy. Raises ValueError when the budget cannot hold the smallest plan.
+    """Plans a division under a policy. Raises ValueError when the budget cannot hold the smallest plan, or a parameter
+    cannot be kept in the precision asked for.
 
     With one shard, what rests where the maths runs is present where it rests: such units become resident here.
     """
     budget = None if policy.host_bytes is None else policy.host_bytes // ranks_on_node
+    for unit in division.units:
+        if unit.is_trainable:
+            policy.precision.check_dtype(unit.dtype, unit.shards[0].name)
     homes = _unit_homes(division.units, policy, topology.num_shards)
     in_place = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
     for unit in division.units:
@@ -168,7 +171,7 @@ class _Planner:
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
         tile_numel = min(round_up(tile_numel, UNIT_ALIGN), largest)
         tile_slot, num_tiles = sheet.buffers(
-            "tile", num_tiles * streams, (tile_bytes(u, tile_numel) for u in self._trainable),
+            "tile", num_tiles * streams, (tile_bytes(u, tile_numel, policy) for u in self._trainable),
             f"of {tile_numel} elements",
         )  # fmt: skip
         sheet.add("bounce buffer", Tier.HOST, BOUNCE_BYTES if policy.paths else 0, "for bytes of ordinary tensors")
@@ -205,7 +208,7 @@ class _Planner:
 
     def _add_gradients(self, sheet: _Sheet, home: Tier) -> tuple[int, int]:
         """Adds what holds gradients; returns bytes and number of the buffers they pass through."""
-        sizes = [u.shard_bytes for u in self._trainable]
+        sizes = [u.shard_numel * self._policy.precision.grad_dtype(u.dtype).itemsize for u in self._trainable]
         if home is not Tier.DEVICE:
             sheet.add("gradients", home, _pages(sizes), f"rest on {home.name} until the step")
         passes = home is not Tier.HOST
@@ -213,15 +216,15 @@ class _Planner:
 
     def _add_states(self, sheet: _Sheet, resident_bytes: int, tile_numel: int) -> int:
         """Adds the homes of optimizer states; returns the bytes that are resident."""
-        states = _pages(u.shard_numel * state_element_bytes(u) for u in self._trainable)
+        tiles = [size for u in self._trainable for size in _state_sizes(u, tile_numel, self._policy)]
+        states = _pages(tiles)
         home = Tier.NVME if self._policy.optim is Tier.NVME else Tier.HOST
-        initial = [u.shard_numel * STATE_BYTES for u in self._trainable if keeps_initial_master(u, self._policy)]
+        initial = [u.shard_numel * FP32_BYTES for u in self._trainable if keeps_initial_master(u, self._policy)]
         sheet.add("initial masters", home, _pages(initial), "until the first step")
         if home is Tier.HOST:
             sheet.add("optimizer states", Tier.HOST, states, "rest on HOST")
             return 0
         resident = min(resident_bytes // _PAGE * _PAGE, states)
-        tiles = [min(round_up(tile_numel, UNIT_ALIGN), u.shard_numel) * state_element_bytes(u) for u in self._trainable]
         whole = resident if resident == states else max(0, resident - max(tiles, default=0))  # tiles are not cut for it
         sheet.add("optimizer states", Tier.NVME, states - whole, "rest on NVME")
         sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST")
@@ -239,9 +242,19 @@ def _unit_homes(units: list[Unit], policy: OffloadPolicy, num_shards: int) -> di
     return homes
 
 
-def tile_bytes(unit: Unit, tile_numel: int) -> int:
+def tile_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> int:
     """Bytes of a tile's buffer: its states, its slice of the parameters and its slice of the gradients."""
-    return min(tile_numel, unit.shard_numel) * (state_element_bytes(unit) + 2 * unit.dtype.itemsize)
+    numel = min(tile_numel, unit.shard_numel)
+    grad_bytes = policy.precision.grad_dtype(unit.dtype).itemsize
+    states = planned_layout(unit, policy).buffer_bytes(numel, keeps_initial_master(unit, policy))
+    return states + numel * (unit.dtype.itemsize + grad_bytes)
+
+
+def _state_sizes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> list[int]:
+    """Bytes of the states of each of a unit's tiles."""
+    layout, step = planned_layout(unit, policy), round_up(tile_numel, UNIT_ALIGN)
+    whole, rest = divmod(unit.shard_numel, step)
+    return [layout.total_bytes(step)] * whole + [layout.total_bytes(rest)] * (rest > 0)
 
 
 def spread(items: Sequence[T], share: float) -> list[T]:

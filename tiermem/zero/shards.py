@@ -40,9 +40,9 @@ from tiermem.zero.hooks import Hooks
 from tiermem.zero.init import Nursery
 from tiermem.zero.memory import UnitMemory, can_swap_pointers
 from tiermem.zero.order import Order
-from tiermem.zero.plan import BOUNCE_BYTES, STATE_BYTES, keeps_initial_master, make_plan
+from tiermem.zero.plan import BOUNCE_BYTES, keeps_initial_master, make_plan
 from tiermem.zero.residency import LiveUnit, Residency
-from tiermem.zero.topology import Topology, find_topology, give_fair_threads, paths_of_rank, ranks_per_node
+from tiermem.zero.topology import Topology, fair_cores, find_topology, give_fair_threads, paths_of_rank, ranks_per_node
 from tiermem.zero.unit import Shard, Unit, divide
 
 logger = logging.getLogger("tiermem")
@@ -97,7 +97,7 @@ class Shards:
         arena_bytes = max(self.plan.host_bytes, 1)
         paths = paths_of_rank(policy.paths)
         self.store = TensorStore(paths, arena_bytes, policy.io, policy.disk_bytes, policy.pin_memory)
-        self.workers = Workers(give_fair_threads())
+        self.workers = Workers(give_fair_threads(), fair_cores())
         try:
             if self.plan.disk_bytes:
                 self.store.reserve_disk(self.plan.disk_bytes)
@@ -130,11 +130,33 @@ class Shards:
     def local_weight(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of this rank's part of a parameter: flat, on the CPU, shard_numel elements. Blocks."""
         live, shard = self._find(param)
-        part = slice(shard.shard_offset, shard.shard_offset + shard.shard_numel)
+        return self.local_elements(live, slice(shard.shard_offset, shard.shard_offset + shard.shard_numel))
+
+    def local_elements(self, live: LiveUnit, part: slice) -> torch.Tensor:
+        """A copy of elements of a unit's shard layout, this rank's parameters. Blocks; raises OSError."""
         if live.shard is not None:
             return live.shard[part].clone()
         assert live.entry is not None
         return self.read_part(live.entry, live.unit.dtype, part)
+
+    def put_elements(self, live: LiveUnit, start: int, values: torch.Tensor) -> None:
+        """Overwrites elements of a unit's shard layout from `start` on, in its dtype. Blocks; raises OSError.
+
+        Nothing that shows the parameters follows yet: `drop_head_start` before, and `refresh` once all are there.
+        """
+        if live.shard is not None:
+            live.shard[start : start + values.numel()].copy_(values)
+        else:
+            assert live.entry is not None
+            self.write_part(live.entry, start * live.unit.dtype.itemsize, values.contiguous().view(torch.uint8))
+
+    def refresh(self, param: nn.Parameter) -> None:
+        """Lets a parameter's unit show what was put where it rests. Collective; blocks."""
+        live, _ = self._find(param)
+        if not live.unit.is_resident:
+            self.residency.empty()
+        elif live.shard is not None and live.shard is not live.memory.full:
+            self.regather(live.unit, live.shard, live.memory)
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """A copy of a parameter's reduced gradient (the mean over ranks), or None. Between backward and step. Collective."""
@@ -143,10 +165,8 @@ class Shards:
             return None
         self.homes.settle()
         part = slice(shard.shard_offset, shard.shard_offset + shard.shard_numel)
-        flat = self.homes.flat(live.unit)
-        local = (
-            self.read_part(self.homes.entry(live.unit), live.unit.dtype, part) if flat is None else flat[part].clone()
-        )
+        flat, dtype = self.homes.flat(live.unit), self.homes.dtype(live.unit)
+        local = self.read_part(self.homes.entry(live.unit), dtype, part) if flat is None else flat[part].clone()
         return self._whole(shard, local).view(shard.shape) * (shard.grad_factor / self.topology.world)
 
     def read_part(self, entry: str, dtype: torch.dtype, part: slice) -> torch.Tensor:
@@ -156,10 +176,16 @@ class Shards:
         self._bounce.read(entry, part.start * dtype.itemsize, part.stop * dtype.itemsize, out.view(torch.uint8))
         return out
 
+    def write_part(self, entry: str, offset: int, data: torch.Tensor) -> None:
+        """Writes bytes of an entry that rests on NVME, from byte `offset` on; as `read_part`. Blocks; raises OSError."""
+        assert self._bounce is not None
+        self._bounce.write(entry, offset, data)
+
     def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Puts other values in a parameter's place, before the first step; every rank gives the whole. Blocks."""
         live, shard = self._find(param)
-        has_master = live.unit.is_trainable and live.unit.dtype.itemsize < STATE_BYTES  # made by the model's first step
+        master = self.policy.precision.master_of(live.unit.dtype)  # made by the model's first step
+        has_master = live.unit.is_trainable and master is not None
         if shard.num_steps or (has_master and any(other.num_steps for _, other in self.parameters())):
             stepped = shard.name if shard.num_steps else f"the model around {shard.name}"
             raise RuntimeError(f"{stepped} has been stepped: its master weights would not follow")
@@ -168,16 +194,8 @@ class Shards:
         mine = value.detach().reshape(-1)[first : first + shard.shard_numel]
         if initial_master(live.unit) in self.store:
             self._write_initial_master(live.unit, shard, mine)
-        mine = mine.to(live.unit.dtype)
-        if live.shard is not None:
-            live.shard[shard.shard_offset : shard.shard_offset + mine.numel()].copy_(mine)
-        else:
-            assert live.entry is not None and self._bounce is not None
-            self.residency.empty()
-            start = shard.shard_offset * live.unit.dtype.itemsize
-            self._bounce.write(live.entry, start, mine.contiguous().view(torch.uint8))
-        if live.unit.is_resident and live.shard is not None and live.shard is not live.memory.full:
-            self.regather(live.unit, live.shard, live.memory)
+        self.put_elements(live, shard.shard_offset, mine.to(live.unit.dtype))
+        self.refresh(param)
 
     def drop_head_start(self) -> None:
         """Forgets what has been read ahead for the next step, because it is about to change at home. Blocks shortly."""
@@ -236,9 +254,7 @@ class Shards:
         self.store.settle()
         self.residency = Residency(self.units, self.store, order, self.topology, self.policy, pool, stages, self.device)
         trainable = [u for u in units if u.is_trainable]
-        self.homes = GradientHomes(
-            trainable, plan.grads, self.store, self.topology, self.workers, grads, self.policy.reduce_bucket_numel
-        )
+        self.homes = GradientHomes(trainable, plan.grads, self.store, self.topology, self.workers, grads, self.policy)
         live = {module: [self.units[u.index] for u in needed] for module, needed in triggers.items()}
         self.hooks = Hooks(self.model, live, self.units, self.residency, self.homes)
         self._gathered: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -321,8 +337,7 @@ class Shards:
         if self.store.home_of(entry) is Tier.HOST:
             self.store.view(entry)[part.shard_offset : part.shard_offset + values.numel()].copy_(values)
         else:
-            assert self._bounce is not None
-            self._bounce.write(entry, part.shard_offset * 4, values.float().contiguous().view(torch.uint8))
+            self.write_part(entry, part.shard_offset * 4, values.float().contiguous().view(torch.uint8))
 
     def _fill_part(self, part: Shard, out: torch.Tensor) -> None:
         """Writes this rank's part of a parameter that has not been sharded yet; the padding is left."""

@@ -86,6 +86,15 @@ def fair_threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks_per_node())
 
 
+def fair_cores() -> tuple[int, ...]:
+    """The cores of that share: no two ranks of a node have one in common, where there is one for each."""
+    cores, share, ranks = sorted(os.sched_getaffinity(0)), fair_threads(), ranks_per_node()
+    if share * ranks > len(cores):
+        return ()
+    local_rank = 0 if ranks == 1 else int(os.environ.get("LOCAL_RANK", dist.get_rank() % ranks))
+    return tuple(cores[local_rank * share : (local_rank + 1) * share])
+
+
 def give_fair_threads() -> int:
     """Sets torch's threads to the fair share (torchrun sets OMP_NUM_THREADS=1) and returns it."""
     threads = fair_threads()

@@ -48,6 +48,7 @@ class Shard:
     grad_factor: float = 1.0  # what clip_grad_norm_ or GradScaler multiplied that gradient by
     block_sums: list[float] = dataclasses.field(default_factory=list)  # squares of that gradient, per norm block
     num_steps: int = 0  # optimizer steps taken
+    reduce_dtype: torch.dtype | None = None  # what its gradient is reduced in; None: the gradient's own
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,0 +1,106 @@
+"""Which optimizers the section knows, their settings, and how many moments the plan makes room for."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from tiermem.choice import KINDS
+from tiermem.config import ConfigError, OptimizerConfig, load_config
+
+
+def problems(section: dict[str, Any]) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"optimizer": section})
+    return {problem.path: problem.message for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Lion", "SGD", "Muon"])
+def test_every_optimizer_is_known_in_any_case(name: str) -> None:
+    for spelling in (name, name.lower(), name.upper()):
+        assert OptimizerConfig.model_validate({"type": spelling}).type == name
+
+
+@pytest.mark.parametrize(
+    ("given", "near"), [("AdaGrd", "Adagrad"), ("adamm", "Adam"), ("Mounn", "Muon"), ("lyon", "Lion")]
+)
+def test_an_unknown_optimizer_names_the_nearest(given: str, near: str) -> None:
+    said = problems({"type": given})["optimizer.type"]
+    assert f"did you mean {near}?" in said
+    assert "Adam, AdamW, Adagrad, Lion, SGD, Muon" in said
+
+
+@pytest.mark.parametrize("name", ["Lamb", "OneBitAdam", "RMSprop"])
+def test_an_optimizer_that_does_not_exist_here_is_refused(name: str) -> None:
+    assert "allowed are Adam" in problems({"type": name, "params": {"max_coeff": 1}})["optimizer.type"]
+
+
+@pytest.mark.parametrize(
+    ("section", "count"),
+    [
+        ({"type": "Adam"}, 2),
+        ({"type": "AdamW", "params": {"amsgrad": True}}, 3),
+        ({"type": "Adagrad"}, 1),
+        ({"type": "Lion"}, 1),
+        ({"type": "SGD"}, 0),
+        ({"type": "SGD", "params": {"momentum": 0.9}}, 1),
+        ({"type": "Muon"}, 2),
+    ],
+)
+def test_the_plan_makes_room_for_the_moments(section: dict[str, Any], count: int) -> None:
+    assert load_config({"optimizer": section}).policy().num_moments == count
+
+
+def test_room_for_two_moments_when_no_optimizer_is_named() -> None:
+    assert load_config({}).policy().num_moments == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "near"),
+    [
+        ("SGD", "momentun", "optimizer.params.momentum"),
+        ("Adam", "beta", "optimizer.params.betas"),
+        ("Lion", "weight_dekay", "optimizer.params.weight_decay"),
+        ("Adagrad", "lr_decai", "optimizer.params.lr_decay"),
+    ],
+)
+def test_an_unknown_setting_names_the_nearest_of_this_optimizer(kind: str, key: str, near: str) -> None:
+    said = problems({"type": kind, "params": {key: 1}})[f"optimizer.params.{key}"]
+    assert f"unknown key of {kind}; did you mean {near}?" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("Adam", "momentum"), ("Lion", "eps"), ("SGD", "betas"), ("Muon", "maximize")]
+)
+def test_a_setting_of_another_optimizer_is_refused(kind: str, key: str) -> None:
+    assert f"unknown key of {kind}" in problems({"type": kind, "params": {key: 1}})[f"optimizer.params.{key}"]
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Adagrad", "Lion", "SGD", "Muon"])
+def test_errors_of_settings_name_their_path(kind: str) -> None:
+    assert "greater than or equal to 0" in problems({"type": kind, "params": {"lr": -1}})["optimizer.params.lr"]
+
+
+def test_nesterov_needs_momentum() -> None:
+    assert "momentum above 0" in problems({"type": "SGD", "params": {"nesterov": True}})["optimizer.params.nesterov"]
+
+
+@pytest.mark.parametrize("key", ["amsgrad", "maximize"])
+def test_what_changes_the_step_reaches_the_optimizer(key: str) -> None:
+    section = OptimizerConfig.model_validate({"type": "Adam", "params": {key: True}})
+    assert section.params.settings()[key] is True
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Lion", "SGD"])
+def test_every_setting_is_an_argument_of_the_optimizer(name: str) -> None:
+    section = OptimizerConfig.model_validate({"type": name})
+    assert set(section.params.settings()) <= set(inspect.signature(KINDS[section.name].__init__).parameters)
+
+
+def test_ratio_is_refused_with_the_reason() -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}
+    with pytest.raises(ConfigError, match=r"offload_optimizer\.ratio: 0\.3 given, but .*GPU.*allowed is 1\.0"):
+        load_config({"zero_optimization": zero})
+    assert load_config({"zero_optimization": {"offload_optimizer": {"ratio": 1.0}}})

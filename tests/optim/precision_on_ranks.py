@@ -1,0 +1,80 @@
+"""Trains a few steps in several precisions and writes what came of it; run under torchrun, and alone, by
+test_precision_on_ranks.py. Every rank sees the same batches, so that gradients are the same on any number of ranks.
+
+precision_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: {"losses", "weights", "states": this rank's parts}}
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from twins import Tower, loss_of, seeded, states_of
+
+import tiermem
+from tiermem import OffloadPolicy, Tier
+from tiermem.precision import PRESETS, Precision
+
+NUM_STEPS = 4
+
+
+class Even(nn.Module):
+    """Every parameter is cut at a multiple of 64 elements on two ranks: 8-bit blocks are the same as on one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 128)
+        self.layers = nn.ModuleList([nn.Linear(128, 128) for _ in range(3)])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return x @ torch.ones(128, 64, dtype=x.dtype).tril()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Precision, dict[str, Any]]] = {
+    "exact": (Tower, PRESETS["exact"], {}),
+    "compact": (Tower, PRESETS["compact"], {}),
+    "compact, on NVMe": (Tower, PRESETS["compact"], {"params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.NVME}),
+    "compact, fp32 gradients": (Tower, Precision("split", "bf16", "fp32"), {}),
+    "stochastic bf16": (Tower, Precision("bf16", "bf16"), {"params": Tier.NVME, "optim": Tier.NVME}),
+    "bf16": (Tower, PRESETS["bf16"], {"stage": 2, "params": Tier.DEVICE}),
+    "tiny": (Even, PRESETS["tiny"], {}),
+}
+
+
+def main(out: Path, nvme: Path) -> None:
+    dist.init_process_group("gloo")
+    found = {name: train(name, nvme) for name in CASES}
+    torch.save(found, out / f"{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+def train(name: str, nvme: Path) -> dict[str, Any]:
+    build, precision, fields = CASES[name]
+    settings = {"params": Tier.HOST, "optim": Tier.HOST, "paths": [nvme], "persistence_numel": 100, "tile_numel": 4096}
+    model = seeded(build).bfloat16()
+    losses = []
+    with tiermem.shard(model, OffloadPolicy(precision=precision, **(settings | fields))) as shards:
+        torch.set_num_threads(1)  # forward and backward are torch's, whose sums depend on how many threads share them
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(NUM_STEPS):
+            loss = loss_of(model, step)
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.item())
+        return {"losses": losses, "weights": dict(model.state_dict()), "states": states_of(shards, optim)}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,84 @@
+"""Saves and resumes optimizers of sharded models; run under torchrun by test_state_dicts_on_ranks.py. Every rank sees the
+same batches, so that states are the same on any number of ranks.
+
+state_dicts_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: {"saved": state dict, "went_on", "resumed": losses}}
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from twins import Tower, loss_of, seeded
+
+import tiermem
+from tiermem import OffloadPolicy, Precision, Tier
+
+CASES: dict[str, tuple[torch.dtype, str, dict[str, Any]]] = {
+    "fp32": (torch.float32, "exact", {}),
+    "exact": (torch.bfloat16, "exact", {"stage": 2, "params": Tier.DEVICE}),
+    "compact": (torch.bfloat16, "compact", {}),
+    "compact, on NVMe": (torch.bfloat16, "compact", {"params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.NVME}),
+}
+
+
+def main(out: Path, nvme: Path) -> None:
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {name: save_and_resume(name, nvme) for name in CASES}
+    found["muon"] = refusal_of_muon()
+    torch.save(found, out / f"{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+def save_and_resume(name: str, nvme: Path) -> dict[str, Any]:
+    dtype, preset, fields = CASES[name]
+    settings = {"params": Tier.HOST, "optim": Tier.HOST, "paths": [nvme], "persistence_numel": 100, "tile_numel": 4096}
+    policy = OffloadPolicy(precision=Precision.preset(preset), **(settings | fields))
+    model = seeded(Tower).to(dtype)
+    with tiermem.shard(model, policy):
+        torch.set_num_threads(1)
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        train(model, optim, 0, 3)
+        weights, saved = copy.deepcopy((model.state_dict(), optim.state_dict()))
+        went_on = train(model, optim, 3, 5)
+    other = seeded(Tower).to(dtype)
+    other.load_state_dict(weights)
+    with tiermem.shard(other, policy):
+        torch.set_num_threads(1)
+        optim = tiermem.AdamW(other.parameters())
+        optim.load_state_dict(saved)
+        resumed = train(other, optim, 3, 5)
+    return {"saved": saved, "went_on": went_on, "resumed": resumed}
+
+
+def refusal_of_muon() -> str:
+    model = seeded(Tower)
+    with tiermem.shard(model):
+        try:
+            tiermem.Muon(model.parameters())
+        except ValueError as error:
+            return str(error)
+    return "none"
+
+
+def train(model: nn.Module, optim: torch.optim.Optimizer, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = loss_of(model, step)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,58 @@
+"""Is what is rounded, stochastically too, the same to the bit on one rank and on two?
+
+One launch of torchrun for each number of ranks trains every case (precision_on_ranks.py); the tests look at what they wrote.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from precision_on_ranks import CASES
+from twins import assert_same_tensors
+
+HERE = Path(__file__).parent
+
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
+    """What one rank found, and what two did."""
+    found = []
+    for ranks in (1, 2):
+        out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        done = subprocess.run(
+            [*command, str(HERE / "precision_on_ranks.py"), str(out), str(nvme)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert not list(nvme.iterdir())
+        found.append([torch.load(out / f"{rank}.pt") for rank in range(ranks)])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_compute_what_one_does(case: str, launched: tuple[Found, Found]) -> None:
+    (alone,), (first, second) = ([each[case] for each in found] for found in launched)
+    assert first["losses"] == second["losses"] == alone["losses"]
+    assert_same_tensors(first["weights"], alone["weights"])
+    assert_same_tensors(second["weights"], alone["weights"])
+    joined = {name: torch.cat([first["states"][name], second["states"][name]]) for name in alone["states"]}
+    assert_same_tensors(joined, alone["states"])
+
+
+def test_what_was_compared_was_trained_and_rounded(launched: tuple[Found, Found]) -> None:
+    alone = launched[0][0]
+    assert len(set(alone["exact"]["losses"])) > 1
+    assert alone["compact"]["losses"] != alone["exact"]["losses"]
+    assert alone["stochastic bf16"]["losses"] != alone["bf16"]["losses"]
+    for moment in alone["tiny"]["states"].values():
+        assert moment.any()

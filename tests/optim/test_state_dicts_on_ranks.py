@@ -1,0 +1,64 @@
+"""Are state dicts of sharded models whole on every rank, the same on any number of them, and do they resume to the bit?
+
+One launch of torchrun for each number of ranks runs every case (state_dicts_on_ranks.py).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from state_dicts_on_ranks import CASES
+from twins import Tower, assert_same_tensors
+
+HERE = Path(__file__).parent
+
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
+    """What one rank found, and what two did."""
+    found = []
+    for ranks in (1, 2):
+        out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        done = subprocess.run(
+            [*command, str(HERE / "state_dicts_on_ranks.py"), str(out), str(nvme)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append([torch.load(out / f"{rank}.pt") for rank in range(ranks)])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_dict_is_whole_and_the_same_on_every_number_of_ranks(case: str, launched: tuple[Found, Found]) -> None:
+    alone = flat(launched[0][0][case]["saved"])
+    sizes = [p.shape for p in Tower().parameters()]
+    assert [alone[f"{i}.exp_avg"].shape for i in range(len(sizes))] == sizes
+    for rank in range(2):
+        assert_same_tensors(flat(launched[1][rank][case]["saved"]), alone)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_resumes_to_the_bit(case: str, launched: tuple[Found, Found]) -> None:
+    for found in launched:
+        for rank in found:
+            assert rank[case]["resumed"] == rank[case]["went_on"]
+
+
+def test_matrices_cut_over_ranks_are_refused(launched: tuple[Found, Found]) -> None:
+    assert launched[0][0]["muon"] == "none"
+    for rank in range(2):
+        assert "cut into 2 shards, one per rank: no rank has a whole one" in launched[1][rank]["muon"]
+
+
+def flat(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {f"{number}.{name}": value for number, entry in state_dict["state"].items() for name, value in entry.items()}

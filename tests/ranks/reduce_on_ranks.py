@@ -1,0 +1,82 @@
+"""Run under torchrun by test_reduced_dtypes.py: reduces gradients of two ranks and says what came of them.
+
+reduce_on_ranks.py OUT    writes OUT/<rank>.json: {case: {parameter: whether its gradient is the sum in each dtype}}
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import zoo
+from twins import seeded
+
+import tiermem
+
+AUTOCAST = {"enabled": True, "dtype": "bf16"}
+CASES: dict[str, dict[str, Any]] = {
+    "nothing asked": {},
+    "communication fp16": {"communication_data_type": "fp16"},
+    "communication bf16": {"communication_data_type": "bf16"},
+    "autocast": {"torch_autocast": AUTOCAST},
+    "autocast, safe norms": {
+        "torch_autocast": {**AUTOCAST, "lower_precision_safe_modules": ["torch.nn.LayerNorm"]},
+    },
+    "autocast, communication fp32": {"torch_autocast": AUTOCAST, "communication_data_type": "fp32"},
+}
+STAGES = (0, 1, 3)
+
+
+def main(out: Path) -> None:
+    dist.init_process_group("gloo")
+    found = {f"{case}, stage {stage}": sums(keys, stage) for case, keys in CASES.items() for stage in STAGES}
+    (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def sums(keys: dict[str, Any], stage: int) -> dict[str, list[str]]:
+    """Of each parameter: the dtypes in which the ranks' own gradients add up to the one that came."""
+    model = seeded(zoo.Tower)
+    everyones = gradients_of_ranks(copy.deepcopy(model), "torch_autocast" in keys)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 50}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "zero_optimization": zero} | keys
+    engine, _, _, _ = tiermem.initialize(model=model, config=config)
+    engine.backward(zoo.loss_of(engine, dist.get_rank()))
+    for _, shard in engine.shards.parameters():
+        engine.shards.homes.receive(engine.shards.units[engine.shards._find(shard.param)[0].unit.index].unit)
+    found = {}
+    for _, shard in engine.shards.parameters():
+        mine = engine.shards.gradient(shard.param)
+        parts = [grads[shard.name] for grads in everyones]
+        found[shard.name] = [
+            str(dtype).removeprefix("torch.")
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+            if mine is not None and torch.equal(mine, (parts[0].to(dtype) + parts[1].to(dtype)).float() / 2)
+        ]
+    engine.close()
+    return found
+
+
+def gradients_of_ranks(model: nn.Module, is_autocast: bool) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for rank in range(dist.get_world_size()):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            loss = zoo.loss_of(model, rank)
+        loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        model.zero_grad()
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

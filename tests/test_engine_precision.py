@@ -1,0 +1,258 @@
+"""Does the engine keep states as the config says, skip without a trace, and reduce and compute in what is asked?"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from twins import assert_same_tensors, seeded
+
+import tiermem
+from tiermem.precision import PRESETS
+
+OFFLOADS = ["none", "cpu", "nvme"]
+
+
+def config(offload: str, folder: Path, **keys: Any) -> dict[str, Any]:
+    target = {"device": offload, "nvme_path": str(folder)}
+    zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 50, "sub_group_size": 4096}
+    if offload != "none":
+        zero |= {"offload_optimizer": target, "offload_param": target}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        "zero_optimization": zero,
+    } | keys
+
+
+def start(build: Any, cfg: dict[str, Any], **given: Any) -> tiermem.Engine:
+    return tiermem.initialize(model=seeded(build), config=cfg, **given)[0]
+
+
+def step(engine: tiermem.Engine, micro: int, factor: float = 1.0) -> float:
+    loss = zoo.loss_of(engine, micro) * factor
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def everything(engine: tiermem.Engine) -> dict[str, torch.Tensor]:
+    """Weights, and of every parameter its master, its moments and the number of its steps."""
+    found = {f"weight {name}": value.clone() for name, value in engine.module.state_dict().items()}
+    tiles, names = engine.optimizer.tiles_of(engine.shards), ["exp_avg", "exp_avg_sq"]
+    has_master = engine.shards.policy.precision.master_of(torch.bfloat16) is not None
+    for _, shard in engine.shards.parameters():
+        for name in ["master", *names] if has_master else names:
+            found[f"{name} {shard.name}"] = tiles.state(shard, name)
+        found[f"steps {shard.name}"] = torch.tensor(shard.num_steps)
+    return found
+
+
+# ---- steps that are skipped, and those that are not ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_skipped_step_leaves_every_state_as_it_is(preset: str, offload: str, tmp_path: Path) -> None:
+    """Also what rounding is drawn from: training goes on as if the step had never been."""
+    keys = {"bf16": {"enabled": True}, "tiermem": {"precision": preset}}
+    losses = []
+    for skips in (True, False):
+        engine = start(zoo.tied_tower, config(offload, tmp_path, **keys))
+        mine = [step(engine, micro) for micro in range(2)]
+        if skips:
+            before = everything(engine)
+            step(engine, 7, float("nan"))
+            step(engine, 8, float("inf"))
+            assert engine.skipped_steps == 2
+            assert_same_tensors(before, everything(engine))
+        losses.append([*mine, *(step(engine, micro) for micro in range(2, 5))])
+        engine.close()
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+@pytest.mark.parametrize("preset", ["exact", "compact", "bf16"])
+def test_without_the_check_a_step_is_applied_whatever_it_holds(preset: str, offload: str, tmp_path: Path) -> None:
+    keys = {"bf16": {"enabled": True, "check_grad_overflow": False}, "tiermem": {"precision": preset}}
+    engine = start(zoo.Tower, config(offload, tmp_path, **keys))
+    step(engine, 0)
+    loss = zoo.loss_of(engine, 1)
+    loss.register_hook(lambda grad: grad * float("nan"))
+    engine.backward(loss)
+    engine.step()
+    assert (engine.skipped_steps, engine.global_steps) == (0, 2)
+    assert not torch.tensor(engine.get_global_grad_norm()).isfinite()  # told as it is, not as +1
+    assert all(value.isnan().all() for name, value in engine.module.state_dict().items() if "layers" in name)
+    engine.close()
+
+
+@pytest.mark.parametrize("hysteresis", [1, 3])
+def test_a_loss_scale_waits_for_its_hysteresis(hysteresis: int, tmp_path: Path) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": hysteresis}
+    engine = start(zoo.Tower, config("cpu", tmp_path, fp16=fp16))
+    for overflow in range(hysteresis):
+        assert engine.loss_scale() == 256
+        step(engine, overflow, float("inf"))
+    assert (engine.loss_scale(), engine.skipped_steps) == (128, hysteresis)
+    engine.close()
+
+
+# ---- states as asked -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_fp32_moments_beside_a_bf16_master_stay_fp32(offload: str, tmp_path: Path) -> None:
+    """Where the reference turns them into bf16 after the first step."""
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True}
+    engine = start(zoo.Tower, config(offload, tmp_path, bf16=bf16))
+    for micro in range(3):
+        step(engine, micro)
+    states = {name: value for name, value in everything(engine).items() if name.startswith("exp_avg ")}
+    assert states
+    assert all((value != value.bfloat16().float()).any() for name, value in states.items() if "weight" in name)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("betas", "is_stalling"), [([0.9, 0.999], True), ([0.9, 0.98], False)], ids=["beta2 0.999", "beta2 0.98"]
+)
+def test_bf16_states_warn_once_with_the_arithmetic(betas: list[float], is_stalling: bool, tmp_path: Path) -> None:
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "betas": betas}}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = start(zoo.Tower, config("cpu", tmp_path, bf16=bf16, optimizer=optimizer))
+        step(engine, 0)
+    engine.close()
+    said = [str(each.message) for each in caught if "rounded to nearest" in str(each.message)]
+    assert len(said) == int(is_stalling)
+    if is_stalling:
+        assert "1 - beta2 = 0.001" in said[0]
+        assert "0.2 to 0.4 %" in said[0]
+
+
+def test_stochastic_bf16_states_do_not_warn(tmp_path: Path) -> None:
+    own = {"precision": "compact"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        start(zoo.Tower, config("cpu", tmp_path, bf16={"enabled": True}, tiermem=own)).close()
+
+
+# ---- optimizers --------------------------------------------------------------------------------------------------------
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True},
+    "Adam": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False, "maximize": True},
+    "Adagrad": {"lr": 1e-2, "lr_decay": 0.1, "initial_accumulator_value": 0.1},
+    "Lion": {"lr": 1e-3, "betas": [0.9, 0.98], "weight_decay": 0.1},
+    "SGD": {"lr": 1e-2, "momentum": 0.9, "nesterov": True},
+    "SGD plain": {"lr": 1e-2, "weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("name", SECTIONS)
+def test_every_optimizer_trains_as_on_ordinary_parameters(name: str, offload: str, tmp_path: Path) -> None:
+    kind, params = name.split()[0], SECTIONS[name]
+    model = seeded(zoo.tied_tower)
+    twin = copy.deepcopy(model)
+    settings = {key: value for key, value in params.items() if key != "adam_w_mode"}
+    plain = getattr(tiermem.optim, kind)(twin.parameters(), **settings)
+    keys = {"gradient_clipping": 0.0, "optimizer": {"type": kind, "params": params}}
+    engine, optim, _, _ = tiermem.initialize(model=model, config=config(offload, tmp_path, **keys))
+    assert type(optim) is type(plain)
+    for micro in range(4):
+        loss = zoo.loss_of(twin, micro)
+        loss.backward()
+        plain.step()
+        plain.zero_grad()
+        assert step(engine, micro) == loss.item()
+    assert_same_tensors(dict(engine.module.state_dict()), dict(twin.state_dict()))
+    engine.close()
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_muon_steps_hidden_matrices_and_adamw_the_rest(offload: str, tmp_path: Path) -> None:
+    section = {"type": "Muon", "params": {"lr": 1e-2, "muon_lr": 2e-2, "adam_lr": 1e-3}}
+    cfg = config(offload, tmp_path, optimizer=section)
+    del cfg["zero_optimization"]["sub_group_size"]  # a tile holds a whole matrix
+    engine = start(zoo.Tower, cfg)
+    names = {id(shard.param): shard.name for _, shard in engine.shards.parameters()}
+    groups = {group["use_muon"]: group for group in engine.optimizer.param_groups}
+    by_muon = {names[id(param)] for param in groups[True]["params"]}
+    assert by_muon == {name for name in names.values() if name.endswith(("up.weight", "down.weight", "head.weight"))}
+    assert (groups[True]["lr"], groups[False]["lr"]) == (2e-2, 1e-3)
+    first = zoo.loss_of(engine, 0).item()
+    for _ in range(8):
+        step(engine, 0)
+    assert zoo.loss_of(engine, 0).item() < first
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Adagrad", "SGD"])
+def test_torchs_own_optimizers_are_taken_over(name: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.05}
+    settings |= {"SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}}.get(name, {})
+    model = seeded(zoo.Tower)
+    twin = copy.deepcopy(model)
+    given = getattr(torch.optim, name)(model.parameters(), **settings, foreach=True)
+    plain = getattr(torch.optim, name)(twin.parameters(), **settings)
+    cfg = config("nvme", tmp_path, gradient_clipping=0.0)
+    engine, optim, _, _ = tiermem.initialize(model=model, optimizer=given, config=cfg)
+    assert type(optim) is getattr(tiermem.optim, name)
+    for micro in range(3):
+        loss = zoo.loss_of(twin, micro)
+        loss.backward()
+        plain.step()
+        plain.zero_grad()
+        assert step(engine, micro) == pytest.approx(loss.item(), rel=1e-5)
+    engine.close()
+
+
+# ---- autocast --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+@pytest.mark.parametrize("checkpoint", [None, False])
+def test_forward_runs_under_autocast(checkpoint: bool | None, weights: str, offload: str, tmp_path: Path) -> None:
+    build = functools.partial(zoo.Tower, checkpoint=checkpoint)
+    twin = seeded(build).to(torch.bfloat16 if weights == "bf16" else torch.float32)
+    plain = tiermem.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.01)
+    keys = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "bf16": {"enabled": weights == "bf16"}}
+    engine = start(build, config(offload, tmp_path, gradient_clipping=0.0, **keys))
+    for micro in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = zoo.loss_of(twin, micro)
+        loss.backward()
+        plain.step()
+        plain.zero_grad()
+        assert step(engine, micro) == loss.item()
+    assert zoo.logits_of(engine(zoo.batch(0)[0])).dtype == torch.bfloat16
+    engine.close()
+
+
+def test_without_autocast_what_the_user_entered_is_left_alone(tmp_path: Path) -> None:
+    engine = start(zoo.Tower, config("cpu", tmp_path))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert zoo.logits_of(engine(zoo.batch(0)[0])).dtype == torch.bfloat16
+    assert zoo.logits_of(engine(zoo.batch(0)[0])).dtype == torch.float32
+    engine.close()
+
+
+def test_autocast_to_fp16_scales_the_loss(tmp_path: Path) -> None:
+    keys = {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"initial_scale_power": 4, "hysteresis": 1}}
+    engine = start(zoo.Tower, config("cpu", tmp_path, **keys))
+    assert engine.loss_scale() == 16
+    step(engine, 0, float("inf"))
+    assert (engine.loss_scale(), engine.skipped_steps) == (8, 1)
+    assert next(engine.module.parameters()).dtype == torch.float32
+    engine.close()

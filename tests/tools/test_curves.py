@@ -1,0 +1,88 @@
+"""Do the curves compare what they say, and does training in lower precisions end where the exact one does?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tiermem.precision import PRESETS
+from tiermem.tools.corpus import Corpus
+from tiermem.tools.curves import CurvesOptions, bench_curves, rows_of, train_curve
+from tiermem.tools.train_config import STATES
+
+
+@pytest.fixture(scope="module", autouse=True)
+def opened_fonts() -> None:
+    """matplotlib keeps the fonts open that it has drawn with."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("Agg")
+    pyplot.figure().suptitle("text")
+    pyplot.gcf().canvas.draw()
+    pyplot.close("all")
+
+
+def text(folder: Path) -> Path:
+    file = folder / "text.txt"
+    file.write_text("".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(3000)))
+    return file
+
+
+def test_the_figures_hold_a_curve_of_each_preset(tmp_path: Path) -> None:
+    files = tmp_path / "curves.json", tmp_path / "curves.png"
+    options = CurvesOptions(4, ("exact", "tiny"), [text(tmp_path)], 0, *files)
+    assert bench_curves(options, Console(quiet=True)) == 0
+    figures = json.loads(files[0].read_text())
+    assert [row["preset"] for row in figures["rows"]] == ["exact", "tiny"]
+    exact, tiny = figures["rows"]
+    assert (tiny["master"], tiny["moments"], tiny["rounding"]) == ("split", "8bit", "stochastic")
+    assert len(exact["losses"]) == len(tiny["losses"]) == 4
+    assert exact["losses"][0] == tiny["losses"][0]  # the same weights and data
+    assert exact["losses"] != tiny["losses"]
+    assert exact["against_first"] == 0.0
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    assert bench_curves(options, Console(quiet=True)) == 0  # its own files are overwritten
+
+
+def test_a_curve_is_the_same_again(tmp_path: Path) -> None:
+    corpus = Corpus([text(tmp_path)], 128, 0)
+    assert train_curve("compact", corpus, 3, 0) == train_curve("compact", corpus, 3, 0)
+
+
+def test_the_final_loss_is_the_mean_of_the_last_tenth() -> None:
+    rows = rows_of({"exact": [9.0] * 18 + [2.0, 4.0], "tiny": [9.0] * 18 + [3.0, 3.3]})
+    assert [row["final_loss"] for row in rows] == [3.0, pytest.approx(3.15)]
+    assert rows[1]["against_first"] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("presets", [("exakt",), (), ("exact", "exact")])
+def test_presets_are_known_and_given_once(presets: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"--presets is .*exact, compact, bf16, tiny"):
+        CurvesOptions(presets=presets)
+
+
+def test_there_is_at_least_one_step() -> None:
+    with pytest.raises(ValueError, match="--steps is 0"):
+        CurvesOptions(steps=0)
+
+
+def test_somebody_elses_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="not made by"):
+        bench_curves(CurvesOptions(json_file=tmp_path / "mine.json"), Console(quiet=True))
+
+
+def test_train_knows_the_same_presets() -> None:
+    assert set(STATES) == set(PRESETS)
+
+
+@pytest.mark.slow
+def test_lower_precisions_end_where_exact_does() -> None:
+    """300 steps on the demo's data: compact within 0.5 % of the exact final loss, tiny within 1.5 %."""
+    corpus = Corpus([], 128, 0)
+    rows = rows_of({name: train_curve(name, corpus, 300, 0) for name in ("exact", "compact", "tiny")})
+    assert rows[0]["final_loss"] < 0.5 * rows[0]["losses"][0]
+    assert abs(rows[1]["against_first"]) < 0.005
+    assert abs(rows[2]["against_first"]) < 0.015

@@ -1,0 +1,391 @@
+"""NativeOptimizer: what every optimizer here shares: a torch optimizer for sharded and ordinary parameters alike.
+
+    sharded    states rest where the model's policy says, in its precision, and are stepped tile by tile (tiles.py)
+    ordinary   states are tensors in `optimizer.state`, under torch's own keys (ordinary.py)
+
+Both run the same native kernels: one pass over memory for unscaling, clipping, the step and the low-precision copy.
+`param_groups` are real, so that torch's schedulers work; state dicts are torch's (state_dicts.py). A class on top of this one
+says which rule a parameter follows (rules.py) and which values its groups may hold.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.optim import ordinary, state_dicts
+from tiermem.optim.arguments import IMPLEMENTATION, check_implementation
+from tiermem.optim.rules import Group, Rule
+from tiermem.optim.stepping import AnyStep
+from tiermem.optim.tiles import StateTiles
+from tiermem.precision import Precision
+from tiermem.swap.native import Workers, store_gradient
+from tiermem.zero import registry
+from tiermem.zero.residency import LiveUnit
+from tiermem.zero.shards import Shards
+from tiermem.zero.topology import fair_cores, fair_threads
+from tiermem.zero.unit import Shard
+
+Params = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
+"""Parameters, named parameters or groups, as torch's optimizers take them."""
+
+
+class NonFiniteGradients(RuntimeError):
+    """The gradients hold NaN or infinity and the policy says that this is an error. No state was touched."""
+
+
+class NativeOptimizer(torch.optim.Optimizer):
+    """See the optimizers made of it.
+
+    Args:
+        params: parameters, named ones, or groups.
+        defaults: of the groups' values.
+        asked: those of torch's options about how it computes that the class knows, see IMPLEMENTATION.
+        precision: of ordinary parameters' states, a Precision or a preset's name; default: fp32 throughout. Sharded ones
+            follow their model's policy.
+    """
+
+    def __init__(
+        self, params: Params, defaults: dict[str, Any], asked: dict[str, Any], precision: Precision | str | None
+    ) -> None:
+        self._begin(Precision.preset(precision) if isinstance(precision, str) else precision)
+        super().__init__(params, {**defaults, **asked})
+        self._is_built = True
+        self._attach_all()
+
+    def _begin(self, precision: Precision | None) -> None:
+        self.was_skipped = False  # the last step found gradients that are not finite
+        self.grad_norm = 0.0  # of the last step, before clipping: sharded parameters', else ordinary ones' if needed
+        self._precision = precision  # of ordinary parameters; None: not asked for
+        self._is_built = False  # all groups that it was made with are there
+        self._groups: dict[int, dict[str, Any]] = {}
+        self._tiles: dict[Shards, StateTiles] = {}
+        self._workers: Workers | None = None  # for ordinary parameters
+
+    def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
+        """The rule that a parameter of a group follows."""
+        raise NotImplementedError
+
+    def check_group(self, group: Group) -> None:
+        """Raises ValueError for values that a group may not hold."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as in torch. Raises ValueError for values out of range and parameters that cannot be stepped."""
+        merged = {**self.defaults, **param_group}
+        check_implementation(merged)
+        self.check_group(merged)
+        super().add_param_group(param_group)
+        try:
+            self._check_ordinary(self.param_groups[-1])
+            if self._is_built:
+                self._attach_all()
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def tiles_of(self, shards: Shards) -> StateTiles:
+        """The states of a sharded model."""
+        return self._tiles[shards]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, scale: float = 1.0, max_norm: float = 0.0) -> Any:
+        """Steps every parameter that has a gradient; collective over the ranks of sharded models.
+
+        Args:
+            closure: computes the loss again, as in torch.
+            scale: the loss scale; gradients are divided by it in the same pass.
+            max_norm: clips to this the global norm of each sharded model's gradients, and that of all ordinary
+                parameters' together; 0: does not.
+
+        Gradients that hold NaN or infinity leave every sharded state untouched (`was_skipped` is then True), or raise
+        NonFiniteGradients, as the policy says; ordinary parameters too are left when scale or max_norm is given, else they
+        are stepped as torch does. Blocks; raises OSError when a transfer failed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        self._check_keepers()
+        self.was_skipped = False
+        for shards, tiles in self._tiles.items():
+            self._step_sharded(shards, tiles, scale, max_norm)
+        if not self.was_skipped:
+            self._step_ordinary(scale, max_norm)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states in torch's format, on the CPU: see state_dicts.py. Collective when a model is sharded; blocks."""
+        handle = self.register_state_dict_post_hook(_fill_state_dict, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Puts states back, ours or those of torch's optimizer of the same name. Collective when a model is sharded; blocks.
+
+        Raises ValueError for a dict of another optimizer; then groups and some states may be those of the dict.
+        """
+        # After the user's own hooks, and before them: those see what torch's optimizers would show them.
+        sealing = self.register_load_state_dict_pre_hook(lambda _, given: state_dicts.seal(given))
+        opening = self.register_load_state_dict_post_hook(_open_state_dict, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            sealing.remove()
+            opening.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._tiles:
+            raise RuntimeError("this optimizer steps a sharded model, whose states rest in its store: use state_dict()")
+        return {**super().__getstate__(), "precision": self._precision}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "defaults" in state:  # unpickled or copied; torch also hands over what it has loaded
+            self._begin(state["precision"])
+            state = {name: value for name, value in state.items() if name != "precision"}
+        super().__setstate__(state)
+        self._is_built = True
+
+    def _export(self, numbers: list[list[int]]) -> dict[int, ordinary.State]:
+        """The entries of every parameter that has been stepped, by its number in the dict."""
+        found: dict[int, ordinary.State] = {}
+        homes = {id(shard.param): (shards, shard) for shards in self._tiles for _, shard in shards.parameters()}
+        for group, own in zip(self.param_groups, numbers, strict=True):
+            for number, param in zip(own, group["params"], strict=True):
+                rule = self.rule_of(group, param)
+                if id(param) in homes:
+                    shards, shard = homes[id(param)]
+                    if shard.num_steps:
+                        found[number] = state_dicts.export_sharded(shards, self._tiles[shards], shard, rule)
+                elif self.state.get(param):
+                    found[number] = ordinary.export_state(self._threads(), param, self.state[param], rule)
+        return found
+
+    def _restore(self) -> None:
+        """Opens what torch has put in `state`, once the groups are the dict's."""
+        for group in self.param_groups:
+            nothing = {name: value for name, (value, _) in IMPLEMENTATION.items() if name in self.defaults}
+            group.update({**self.defaults, **group, **nothing})  # how torch computed is not how we do
+            self.check_group(group)
+        self._attach_all()
+        sealed = dict(self.state)
+        self.state.clear()
+        homes = {
+            id(shard.param): (shards, live, shard) for shards in self._tiles for live, shard in shards.parameters()
+        }
+        for name, param in self._named():
+            rule = self.rule_of(self._groups[id(param)], param)
+            given = sealed[param].entry if param in sealed else None
+            if id(param) in homes:
+                shards, live, shard = homes[id(param)]
+                if live.unit.is_trainable:
+                    state_dicts.restore_sharded(shards, self._tiles[shards], shard, given, rule)
+            elif given:
+                precision = self._ordinary_precision
+                self.state[param] = ordinary.restore_state(self._threads(), param, given, rule, precision, name)
+
+    def _check_keepers(self) -> None:
+        """Raises rather than pass over parameters that would never be stepped."""
+        for _, param in self._named():
+            keeper = registry.keeper_of(param)
+            if isinstance(keeper, Shards) and keeper not in self._tiles:
+                raise RuntimeError("the model was sharded after this optimizer was built: build it after")
+        for shards in self._tiles:
+            for live, shard in shards.parameters():
+                if not live.unit.is_trainable and shard.param.grad is not None:
+                    raise RuntimeError(
+                        f"{shard.name} was frozen when the model was sharded (or all were, for inference), so it has no "
+                        "states: set requires_grad before sharding"
+                    )
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter with its name where torch was told it, else its number in state dicts."""
+        number = 0
+        for group in self.param_groups:
+            names = group.get("param_names") or [str(i) for i in range(number, number + len(group["params"]))]
+            number += len(group["params"])
+            yield from zip(names, group["params"], strict=True)
+
+    # ---- sharded -----------------------------------------------------------------------------------------------------------
+
+    def _attach_all(self) -> None:
+        """Makes the states of models whose parameters are here; raises ValueError when they have no room for a rule's."""
+        self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        for _, param in self._named():
+            keeper = registry.keeper_of(param)
+            if isinstance(keeper, Shards):
+                self._check_room(keeper, self.rule_of(self._groups[id(param)], param))
+                if keeper not in self._tiles:
+                    self._attach(keeper)
+
+    def _attach(self, shards: Shards) -> None:
+        if self._precision is not None and self._precision != shards.policy.precision:
+            raise ValueError(
+                f"precision is {self._precision} and the sharded model's policy says {shards.policy.precision}; its states "
+                "are planned when it is sharded: set OffloadPolicy(precision=...) and leave this one out"
+            )
+        tiles = self._tiles[shards] = StateTiles(shards, self._moments_of, self._is_whole)
+        if shards.policy.step_in_backward:
+            shards.homes.consume = lambda unit, grads: self._step_unit(shards, tiles, shards.units[unit.index], grads)
+        else:
+            shards.hooks.on_last_read = tiles.begin
+
+    def _check_room(self, shards: Shards, rule: Rule) -> None:
+        if rule.is_matrix and shards.topology.num_shards > 1:
+            raise ValueError(
+                f"{type(self).__name__} steps whole matrices, and this model's are cut into "
+                f"{shards.topology.num_shards} shards, one per rank: no rank has a whole one. Use stage 0 or one rank, or "
+                "groups with use_muon=False"
+            )
+        planned, needed = shards.policy.num_moments, len(rule.moments)
+        if needed > planned:
+            numel = sum(live.unit.shard_numel for live in shards.units if live.unit.is_trainable)
+            raise ValueError(
+                f"{type(self).__name__} keeps {needed} moments for a parameter ({', '.join(rule.moments)}) and the plan made "
+                f"room for num_moments={planned} of each of {numel} elements: {needed} x {numel} = {needed * numel} numbers "
+                f"where {planned * numel} have a place. Shard with OffloadPolicy(num_moments={needed})"
+            )
+
+    def _step_sharded(self, shards: Shards, tiles: StateTiles, scale: float, max_norm: float) -> None:
+        trainable = [live for live in shards.units if live.unit.is_trainable]
+        with shards.store.recorder.span("step", "step"):
+            shards.homes.drop_what_was_zeroed([live.unit for live in trainable])
+            if shards.policy.step_in_backward:
+                self._regather(shards, trainable)
+                return
+            for live in trainable:
+                shards.homes.receive(live.unit)
+                shards.homes.show(live.unit)
+            shards.residency.empty()
+            shards.homes.settle()
+            self.grad_norm = shards.homes.norm() / scale
+            if not math.isfinite(self.grad_norm) and shards.policy.on_nonfinite != "apply":
+                self._refuse(shards)
+                return
+            factor = _clip(self.grad_norm, max_norm) / scale / shards.topology.world
+            stepped = [s for live in trainable for s in live.unit.shards if s.has_gradient]
+            for shard in stepped:
+                shard.num_steps += 1
+            tiles.step(lambda shard: self._step_of(shard, factor))
+            self._regather(shards, trainable)
+            shards.residency.prefetch_first()
+
+    def _step_unit(self, shards: Shards, tiles: StateTiles, live: LiveUnit, grads: torch.Tensor) -> None:
+        """Inside backward: steps a unit with gradients that are not kept."""
+        sums = shards.homes.sums_of_squares(live.unit.shards)
+        if not all(math.isfinite(s) for s in sums) and shards.policy.on_nonfinite != "apply":
+            raise NonFiniteGradients(f"the gradients of unit {live.unit.name!r} hold NaN or infinity")
+        for shard in live.unit.shards:
+            shard.num_steps += int(shard.has_gradient)
+        shards.residency.outdate(live)
+        tiles.step_unit(live, grads, lambda shard: self._step_of(shard, 1.0 / shards.topology.world))
+        for shard in live.unit.shards:
+            shard.has_gradient = False
+
+    def _step_of(self, shard: Shard, factor: float) -> AnyStep | None:
+        group = self._groups.get(id(shard.param))
+        if group is None or not shard.has_gradient:
+            return None
+        rule = self.rule_of(group, shard.param)
+        return rule.scalars(group, shard.num_steps, factor * shard.grad_factor, shard.shape)
+
+    def _moments_of(self, shard: Shard) -> Sequence[str]:
+        group = self._groups.get(id(shard.param))
+        return () if group is None else self.rule_of(group, shard.param).moments
+
+    def _is_whole(self, shard: Shard) -> bool:
+        group = self._groups.get(id(shard.param))
+        return group is not None and self.rule_of(group, shard.param).is_matrix
+
+    def _refuse(self, shards: Shards) -> None:
+        if shards.policy.on_nonfinite == "raise":
+            raise NonFiniteGradients(
+                f"the global norm of the gradients is {self.grad_norm}: they hold NaN or infinity. No state was touched; "
+                'set on_nonfinite="skip" to go on without such steps'
+            )
+        self.was_skipped = True
+
+    def _regather(self, shards: Shards, trainable: list[LiveUnit]) -> None:
+        for live in trainable:
+            if live.unit.is_resident and live.shard is not None and live.shard is not live.memory.full:
+                shards.regather(live.unit, live.shard, live.memory)
+
+    # ---- ordinary ----------------------------------------------------------------------------------------------------------
+
+    def _check_ordinary(self, group: Group) -> None:
+        names = {id(param): name for name, param in self._named()}
+        for param in group["params"]:
+            if not isinstance(registry.keeper_of(param), Shards) and param.requires_grad:
+                ordinary.check_parameter(param, self._ordinary_precision, names[id(param)])
+
+    @property
+    def _ordinary_precision(self) -> Precision:
+        return self._precision or Precision()
+
+    def _threads(self) -> Workers:
+        if self._workers is None:
+            self._workers = Workers(fair_threads(), fair_cores())
+            weakref.finalize(self, self._workers.close)
+        return self._workers
+
+    def _step_ordinary(self, scale: float, max_norm: float) -> None:
+        due = [
+            (name, param)
+            for name, param in self._named()
+            if param.grad is not None and not isinstance(registry.keeper_of(param), Shards)
+        ]
+        for name, param in due:
+            ordinary.check_gradient(param, name)
+        factor = 1.0 / scale
+        if due and (scale != 1.0 or max_norm):
+            norm = self._ordinary_norm([param for _, param in due]) / scale
+            if not self._tiles:
+                self.grad_norm = norm
+            if not math.isfinite(norm):
+                self.was_skipped = True
+                return
+            factor *= _clip(norm, max_norm)
+        for name, param in due:
+            self._step_parameter(name, param, factor)
+
+    def _ordinary_norm(self, params: list[nn.Parameter]) -> float:
+        """Of all gradients together: sums of squares of fixed blocks, added in order."""
+        sums = []
+        for param in params:
+            assert param.grad is not None
+            sums += store_gradient(self._threads(), None, param.grad.contiguous().view(-1))
+        total = sum(sums)
+        return math.sqrt(total) if math.isfinite(total) else math.inf
+
+    def _step_parameter(self, name: str, param: nn.Parameter, factor: float) -> None:
+        group = self._groups[id(param)]
+        rule, precision = self.rule_of(group, param), self._ordinary_precision
+        state = self.state[param]
+        if not state:
+            ordinary.check_parameter(param, precision, name)
+            state.update(ordinary.new_state(param, rule, precision))
+        state[ordinary.STEP] += 1
+        step = rule.scalars(group, int(state[ordinary.STEP]), factor, param.shape)
+        ordinary.step_parameter(self._threads(), param, state, rule, step, precision, name)
+
+
+def _fill_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    assert isinstance(optimizer, NativeOptimizer)
+    state_dict["state"] = optimizer._export([group["params"] for group in state_dict["param_groups"]])
+
+
+def _open_state_dict(optimizer: torch.optim.Optimizer) -> None:
+    assert isinstance(optimizer, NativeOptimizer)
+    optimizer._restore()
+
+
+def _clip(norm: float, max_norm: float) -> float:
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm and math.isfinite(norm) else 1.0

@@ -1,0 +1,171 @@
+"""Ordinary parameters: plain tensors on the CPU, their states in a chosen precision, under torch's keys.
+
+    optimizer.state[param]     step, the rule's moments [, master]: as they are stepped
+        a moment               fp32, bf16 or fp16, in the parameter's shape; 8bit: uint8 codes, and `<name>_scales`
+        master                 fp32; split: int16, the bits that the bf16 parameter lacks
+    optimizer.state_dict()     the same keys, all fp32 and in the parameter's shape, as torch's own optimizers have them
+
+Formats below fp32 become fp32 exactly, and those fp32 values become the same numbers again, so a state dict restores
+every state to the bit. A parameter that is not contiguous is stepped in a contiguous copy, which costs a pass more.
+Gradients are taken as autograd leaves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.optim.rules import Rule
+from tiermem.optim.stepping import AnyStep, step_parts
+from tiermem.precision import DTYPES, Precision
+from tiermem.swap.native import Workers, narrow_part, widen_part
+from tiermem.swap.parts import STORED, Dither, Moment, Quantised, StepParts, num_scales
+
+MASTER, STEP = "master", "step"
+
+State = dict[str, Any]
+
+
+def check_parameter(param: nn.Parameter, precision: Precision, name: str) -> None:
+    """Raises ValueError when a parameter's states cannot be kept so, or its gradient cannot be stepped."""
+    precision.check_dtype(param.dtype, name)
+    if precision.grads == "fp32" and param.dtype != torch.float32:
+        raise ValueError(
+            f"precision: grads is 'fp32' and the ordinary parameter {name!r} is {param.dtype}; autograd accumulates its "
+            "gradient in its own dtype. Leave grads at None, or shard the model"
+        )
+
+
+def check_gradient(param: nn.Parameter, name: str) -> torch.Tensor:
+    """The gradient of a parameter that is due. Raises ValueError when the parameter or it cannot be stepped here."""
+    grad = param.grad
+    assert grad is not None
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"the gradient of {name!r} is {grad.layout}; dense ones are stepped. Build its embedding with sparse=False, or "
+            "give the parameter to torch.optim.SparseAdam"
+        )
+    if param.device.type != "cpu" or grad.device.type != "cpu":
+        raise ValueError(
+            f"the ordinary parameter {name!r} is on {param.device}; such are stepped on the CPU. Shard the model, or give it "
+            "to torch's own optimizer"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
+        raise ValueError(
+            f"the ordinary parameter {name!r} has strides {param.stride()} for shape {tuple(param.shape)}: several of its "
+            "elements are one number in memory. Make it contiguous: nn.Parameter(p.detach().contiguous())"
+        )
+    if grad.dtype not in STORED:
+        raise ValueError(f"the gradient of {name!r} is {grad.dtype}; allowed are {', '.join(map(str, STORED))}")
+    return grad
+
+
+def new_state(param: nn.Parameter, rule: Rule, precision: Precision) -> State:
+    """A state before its first step, which fills it without reading it."""
+    state: State = {STEP: torch.tensor(0.0)}
+    for moment in rule.moments:
+        _make_moment(state, moment, param, precision)
+    master = precision.master_of(param.dtype)
+    if master is not None:
+        dtype = torch.int16 if master == "split" else torch.float32
+        state[MASTER] = torch.zeros(param.shape, dtype=dtype)
+    return state
+
+
+def step_parameter(
+    workers: Workers, param: nn.Parameter, state: State, rule: Rule, step: AnyStep, precision: Precision, name: str
+) -> None:
+    """Steps a parameter that has a gradient, after its `step` has been counted. Blocks. Raises ValueError."""
+    grad = check_gradient(param, name)
+    num_steps = int(state[STEP])
+    weight = param.detach() if param.is_contiguous() else param.detach().contiguous()
+    master = state[MASTER].view(-1) if MASTER in state else None
+    moments = tuple(_moment(state, moment) for moment in rule.moments)
+    parts = StepParts(weight.view(-1), master, grad.contiguous().view(-1), moments)
+    dither = Dither(precision.key(name), num_steps, 0) if precision.is_stochastic else None
+    is_first = num_steps == 1
+    step_parts(workers, step, parts, dither, start_moments=is_first, start_master=is_first and master is not None)
+    if not param.is_contiguous():
+        param.detach().copy_(weight)
+
+
+def export_state(workers: Workers, param: nn.Parameter, state: State, rule: Rule) -> State:
+    """A state as torch's own state dicts have it: fp32, in the parameter's shape. What is fp32 already is not copied."""
+    found: State = {STEP: state[STEP]}
+    for moment, is_signed in zip(rule.moments, rule.signed, strict=True):
+        kept = _moment(state, moment)
+        found[moment] = state[moment]
+        if isinstance(kept, Quantised) or kept.dtype != torch.float32:
+            found[moment] = widen_part(workers, kept, is_positive=not is_signed).view(param.shape)
+    if MASTER in state:
+        master = state[MASTER]
+        weight = param.detach().contiguous().view(-1)
+        found[MASTER] = (
+            master if master.dtype == torch.float32 else widen_part(workers, master.view(-1), weight).view(param.shape)
+        )
+    return found
+
+
+def restore_state(
+    workers: Workers, param: nn.Parameter, given: Mapping[str, Any], rule: Rule, precision: Precision, name: str
+) -> State:
+    """A state from a state dict's entry, ours or torch's own. Raises ValueError for a moment that is missing or misshapen.
+
+    Without `master` the master is the parameter as it is now; a split one makes its parameter what the master says.
+    """
+    state = new_state(param, rule, precision)
+    state[STEP] = torch.tensor(float(num_steps_of(given, rule)))
+    for moment, is_signed in zip(rule.moments, rule.signed, strict=True):
+        if int(state[STEP]):
+            values = value_of(given, moment, param.shape, name).reshape(-1)
+            narrow_part(workers, values, _moment(state, moment), is_positive=not is_signed)
+    if MASTER in state:
+        master = state[MASTER].view(-1)
+        values = value_of(given, MASTER, param.shape, name) if MASTER in given else param.detach().float()
+        weight = param.detach().contiguous()
+        narrow_part(workers, values.reshape(-1), master, weight.view(-1))
+        if master.dtype != torch.float32 and not param.is_contiguous():
+            param.detach().copy_(weight)
+    return state
+
+
+def num_steps_of(given: Mapping[str, Any], rule: Rule) -> int:
+    """The steps that an entry of a state dict has behind it. torch's SGD counts none: with a momentum it has had one."""
+    if STEP in given:
+        return int(given[STEP])
+    return int(any(given.get(moment) is not None for moment in rule.moments))
+
+
+def value_of(given: Mapping[str, Any], key: str, shape: torch.Size, name: str) -> torch.Tensor:
+    """One state out of an entry of a state dict, in fp32 on the CPU. Raises ValueError when it is not there or misshapen."""
+    value = given.get(key)
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"the state dict has no {key!r} for parameter {name!r}, only {', '.join(map(repr, given)) or 'nothing'}: it "
+            "comes from another optimizer"
+        )
+    if value.shape != shape:
+        raise ValueError(
+            f"the state dict's {key!r} for parameter {name!r} has shape {tuple(value.shape)}; the parameter has {tuple(shape)}"
+        )
+    return value.detach().to("cpu", torch.float32)
+
+
+def _make_moment(state: State, moment: str, param: nn.Parameter, precision: Precision) -> None:
+    if precision.moments == "8bit":
+        state[moment] = torch.zeros(param.shape, dtype=torch.uint8)
+        state[_scales(moment)] = torch.zeros(num_scales(param.numel()), dtype=torch.uint8)
+    else:
+        state[moment] = torch.zeros(param.shape, dtype=DTYPES[precision.moments])
+
+
+def _moment(state: State, moment: str) -> Moment:
+    flat: torch.Tensor = state[moment].view(-1)
+    return Quantised(flat, state[_scales(moment)]) if _scales(moment) in state else flat
+
+
+def _scales(moment: str) -> str:
+    return f"{moment}_scales"

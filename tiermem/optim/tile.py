@@ -1,0 +1,137 @@
+"""Tile: a range of one unit's shard layout whose states are read, stepped and written as one.
+
+A tile may cut through a parameter; a Segment is what it holds of one. Its states lie side by side in one entry of the
+store, so that a tile is one read and one write (layout.py draws it). While it passes through a buffer:
+
+    [ states | parameters | gradients ]    the last two where they rest on NVME; each begins at what the disk takes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from tiermem.optim.layout import StateLayout
+from tiermem.policy import Tier
+from tiermem.swap.extents import round_up
+from tiermem.zero.residency import LiveUnit
+from tiermem.zero.unit import UNIT_ALIGN, Shard
+
+
+class Segment(NamedTuple):
+    """The elements of one parameter inside a tile; `start` counts from the tile's first element."""
+
+    shard: Shard
+    start: int
+    numel: int
+
+
+@dataclasses.dataclass(eq=False)
+class Tile:
+    """A range of one unit's shard layout and the home of its states."""
+
+    live: LiveUnit
+    start: int  # elements, a multiple of 4096, as numel is
+    numel: int
+    layout: StateLayout
+    room_bytes: int  # of a buffer, for its states and what they are made from
+    entry: str
+    home: Tier
+    segments: Sequence[Segment]
+    is_started: bool = False  # its states have been written once
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its parameters."""
+        return self.live.unit.dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Of its gradients."""
+        return self.layout.precision.grad_dtype(self.dtype)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of its states at home."""
+        return self.layout.total_bytes(self.numel)
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of its slice of the parameters."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of its slice of the gradients."""
+        return self.numel * self.grad_dtype.itemsize
+
+    @property
+    def elements(self) -> slice:
+        """Its place in the unit's shard layout."""
+        return slice(self.start, self.start + self.numel)
+
+    def first_element(self, segment: Segment, shard_rank: int) -> int:
+        """Where a segment begins in its whole parameter."""
+        shard = segment.shard
+        return shard.shard_numel * shard_rank + self.start + segment.start - shard.shard_offset
+
+
+def cut(
+    live: LiveUnit,
+    step: int,
+    layout: StateLayout,
+    keeps_initial: bool,
+    home: Tier,
+    shard_rank: int,
+    is_whole: Callable[[Shard], bool] = lambda _: False,
+) -> list[Tile]:
+    """The tiles of a unit, of at most `step` elements; none for what holds nothing but padding.
+
+    is_whole: of parameters that no tile may cut. Raises ValueError for one that does not fit.
+    """
+    tiles, unit = [], live.unit
+    whole = [shard for shard in unit.shards if is_whole(shard)]
+    for start, numel in _ranges(unit.shard_numel, step, whole):
+        segments = [s for s in (_overlap(part, start, numel, shard_rank) for part in unit.shards) if s.numel > 0]
+        if segments:
+            entry, in_buffer = f"state/{unit.index}/{unit.name}/{start}", layout.buffer_bytes(numel, keeps_initial)
+            tiles.append(Tile(live, start, numel, layout, in_buffer, entry, home, segments))
+    return tiles
+
+
+def _ranges(total: int, step: int, whole: Sequence[Shard]) -> Iterator[tuple[int, int]]:
+    """(start, number) of at most `step` elements, cut at multiples of 4096 and through none of the whole parameters."""
+    start = 0
+    while start < total:
+        end = min(start + step, total)
+        while end > start and (inside := _cut_by(end, whole)) is not None:
+            end = inside.shard_offset // UNIT_ALIGN * UNIT_ALIGN
+        if end <= start:
+            due = start + step
+            while (inside := _cut_by(due, whole)) is not None:
+                due = round_up(inside.shard_offset + inside.shard_numel, UNIT_ALIGN)
+            held = [s for s in whole if s.shard_offset < due and s.shard_offset + s.shard_numel > start]
+            largest = max(held, key=lambda shard: shard.shard_numel)
+            raise ValueError(
+                f"{largest.name} has {largest.shard_numel} elements and is stepped as a whole matrix, which no tile may cut; "
+                f"with what shares its pages that is {due - start} elements, and a tile's buffer holds {step}. Shard with "
+                f"OffloadPolicy(tile_numel={due - start}), or step this parameter elementwise (use_muon=False)"
+            )
+        yield start, end - start
+        start = end
+
+
+def _cut_by(end: int, whole: Sequence[Shard]) -> Shard | None:
+    """The whole parameter that a tile's end would cut."""
+    return next((s for s in whole if s.shard_offset < end < s.shard_offset + s.shard_numel), None)
+
+
+def _overlap(part: Shard, start: int, numel: int, shard_rank: int) -> Segment:
+    """The elements of a parameter inside [start, start + numel) of its unit's shard layout; none of its padding."""
+    before = part.shard_numel * shard_rank
+    valid = min(part.shard_numel, max(0, part.numel - before))
+    first, last = max(start, part.shard_offset), min(start + numel, part.shard_offset + valid)
+    return Segment(part, first - start, last - first)

@@ -1,0 +1,128 @@
+"""Precision: in which format each part of a parameter's state is kept, and how it is rounded to it.
+
+    master    fp32     kept beside a parameter of lower precision; an fp32 parameter is its own, whatever is asked
+              split    the same fp32 number, to the bit, as the bf16 weight and the 16 bits that it lacks
+              bf16, fp16    the weight itself is the master, so this must be the parameter's dtype
+    moments   fp32, bf16, fp16, or 8bit: codes that share a scale byte, 64 at a time. What is below 6e-8 is 0 in fp16, as most
+              of Adam's second moments are, and its steps explode: fp16 is for Lion and SGD
+    grads     what gradients are accumulated and kept in from backward to step; None: the parameter's dtype
+    rounding  of every part of the state below fp32 that a step stores. Nearest rounding stalls: with beta2 = 0.999 a bf16 v
+              never moves, since 0.1 % of it is less than half of its last bit. Stochastic rounding does not, on average
+
+    bytes of state per element of a bf16 parameter, Adam, each way
+    exact 12 = 4 + 4 + 4 · compact 6 = 2 + 2 + 2 · bf16 4 = 2 + 2 · tiny 4.03 = 2 + 1 + 1 + 2/64
+
+Random numbers come from a counter keyed by seed, step, the parameter's full name and the element's number in it: the same
+whatever the ranks, tiles and threads. Which of these a rule has, where the parts lie: optim/layout.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+
+Master = Literal["fp32", "split", "bf16", "fp16"]
+Moments = Literal["fp32", "bf16", "fp16", "8bit"]
+Grads = Literal["fp32", "bf16", "fp16"]
+Rounding = Literal["stochastic", "nearest"]
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+)
+"""The torch dtype of each name that has one."""
+
+_ALLOWED: Mapping[str, tuple[str | None, ...]] = MappingProxyType(
+    {
+        "master": ("fp32", "split", "bf16", "fp16"),
+        "moments": ("fp32", "bf16", "fp16", "8bit"),
+        "grads": (None, "fp32", "bf16", "fp16"),
+        "rounding": ("stochastic", "nearest"),
+    }
+)
+_MAX_SEED = (1 << 64) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The formats of master, moments and gradients, and how a step rounds to them.
+
+    Raises ValueError for a value that is not allowed; whether it goes with a parameter's dtype is asked by `check_dtype`.
+    """
+
+    master: Master = "fp32"
+    moments: Moments = "fp32"
+    grads: Grads | None = None
+    rounding: Rounding = "stochastic"
+    seed: int = 0
+    """Of stochastic rounding."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in _ALLOWED.items():
+            given = getattr(self, name)
+            if given not in allowed:
+                names = ", ".join(repr(value) for value in allowed)
+                raise ValueError(f"precision: {name} is {given!r}; allowed are {names}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed <= _MAX_SEED:
+            raise ValueError(f"precision: seed is {self.seed!r}; allowed are whole numbers from 0 to 2^64 - 1")
+
+    @classmethod
+    def preset(cls, name: str) -> Precision:
+        """The precision of one of PRESETS. Raises ValueError for another name."""
+        if name not in PRESETS:
+            raise ValueError(f"precision: preset is {name!r}; allowed are {', '.join(PRESETS)}")
+        return PRESETS[name]
+
+    def master_of(self, dtype: torch.dtype) -> Literal["fp32", "split"] | None:
+        """The format of the master kept beside a parameter of this dtype; None: the parameter is its own."""
+        if dtype == torch.float32 or self.master in ("bf16", "fp16"):
+            return None
+        return "split" if self.master == "split" else "fp32"
+
+    def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What the gradients of a parameter of this dtype are kept in until the step."""
+        return dtype if self.grads is None else DTYPES[self.grads]
+
+    def check_dtype(self, dtype: torch.dtype, name: str) -> None:
+        """Raises ValueError when a parameter of this dtype cannot be kept so."""
+        if dtype not in DTYPES.values():
+            names = ", ".join(str(allowed) for allowed in DTYPES.values())
+            raise ValueError(f"parameter {name!r} is {dtype}; an optimizer steps {names}")
+        if dtype == torch.float32:
+            return
+        if self.master == "split" and dtype != torch.bfloat16:
+            raise ValueError(
+                f"precision: master is 'split' and parameter {name!r} is {dtype}; a split master is the 16 bits that an "
+                "fp32 number lacks beside its upper 16, which are a bf16 number, and fp16 has another exponent. Train in "
+                "bfloat16, or set master='fp32'"
+            )
+        if self.master in ("bf16", "fp16") and DTYPES[self.master] != dtype:
+            raise ValueError(
+                f"precision: master is {self.master!r} and parameter {name!r} is {dtype}; with a master below fp32 the "
+                "weight itself is the master, so both are of one dtype. Change the parameter's, or set master='fp32'"
+            )
+
+    def key(self, name: str) -> int:
+        """What stochastic rounding of a parameter is keyed by: seed and full name, mixed into 64 bits."""
+        digest = hashlib.blake2b(name.encode(), digest_size=8, key=self.seed.to_bytes(8, "little"))
+        return int.from_bytes(digest.digest(), "little")
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether low-precision parts of the state are rounded stochastically."""
+        return self.rounding == "stochastic"
+
+
+PRESETS: Mapping[str, Precision] = MappingProxyType(
+    {
+        "exact": Precision(),
+        "compact": Precision(master="split", moments="bf16"),
+        "bf16": Precision(master="bf16", moments="bf16", grads="bf16", rounding="nearest"),
+        "tiny": Precision(master="split", moments="8bit"),
+    }
+)
+"""Precisions by name; `bf16` is the reference system's own."""
