@@ -21,7 +21,7 @@ import torch
 from tiermem.optim.ordinary import MASTER, STEP, State, num_steps_of, value_of
 from tiermem.optim.rules import Rule
 from tiermem.optim.tiles import StateTiles
-from tiermem.zero.collectives import gather
+from tiermem.zero.gather import gather
 from tiermem.zero.shards import Shards
 from tiermem.zero.unit import Shard
 

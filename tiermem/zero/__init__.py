@@ -3,12 +3,14 @@
 Read in this order (imports go the same way, downward):
 
     unit         parameters fetched together, and their two layouts       order        the learnt sequence of uses
-    rollcall     which rank is gone                                       agreement    ranks were given the same
-    topology     which ranks share parts                                  memory       the storage a unit has for life
-    plan         bytes of every tier, before anything is allocated        residency    present, on its way, or home
-    collectives  gather and reduce, straight into the layouts             grads        received, measured, sent home
-    registry     Parameter -> who looks after it                          hooks        forward and backward call the rest
-    shards       a sharded model                                          init         building what does not fit
+    rollcall     which rank is gone                                       traffic      what was handed to collectives
+    topology     which ranks share parts                                  collectives  what ranks call together
+    agreement    ranks were given the same                                memory       the storage a unit has for life
+    plan         bytes of every tier, before anything is allocated        gather       parts into a unit's full layout
+    residency    present, on its way, or home                             reduce       gradients into a rank's part
+    grads        received, measured, sent home                            registry     Parameter -> who looks after it
+    hooks        forward and backward call the rest                       shards       a sharded model
+    init         building what does not fit
 """
 
 from __future__ import annotations

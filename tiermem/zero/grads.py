@@ -29,7 +29,8 @@ from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import Workers, store_gradient
 from tiermem.swap.store import TensorStore
-from tiermem.zero.collectives import reduce_gradient, total
+from tiermem.zero.collectives import total
+from tiermem.zero.reduce import reduce_gradient
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Shard, Unit
 

@@ -42,7 +42,8 @@ from tiermem.swap.bounce import Bounce
 from tiermem.swap.native import trim_heap
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
-from tiermem.zero.collectives import gather, share
+from tiermem.zero.collectives import share
+from tiermem.zero.gather import gather
 from tiermem.zero.topology import Topology, find_topology, paths_of_rank
 
 _CACHE_BYTES = 64 << 20

@@ -25,7 +25,7 @@ from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import URGENT
 from tiermem.swap.store import TensorStore
-from tiermem.zero.collectives import gather_unit
+from tiermem.zero.gather import gather_unit
 from tiermem.zero.memory import UnitMemory
 from tiermem.zero.order import Order
 from tiermem.zero.topology import Topology

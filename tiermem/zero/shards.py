@@ -34,7 +34,8 @@ from tiermem.swap.pipeline import HeadStart
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
 from tiermem.zero.agreement import agree, facts_of
-from tiermem.zero.collectives import gather, gather_unit, share
+from tiermem.zero.collectives import share
+from tiermem.zero.gather import gather, gather_unit
 from tiermem.zero.grads import GradientHomes
 from tiermem.zero.hooks import Hooks
 from tiermem.zero.init import Nursery

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths
 from tiermem.zero.rollcall import RollCall
+from tiermem.zero.traffic import Traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Topology:
     shard_rank: int
     roll_call: RollCall | None = dataclasses.field(default=None, compare=False)
     timeout_s: float = dataclasses.field(default=1800.0, compare=False)  # longest wait for the other ranks
+    traffic: Traffic = dataclasses.field(default_factory=Traffic, compare=False)
 
     @property
     def num_replicas(self) -> int:
