@@ -45,6 +45,7 @@ struct tm_streams {
     const void *grad;
     void *m, *v;
     uint8_t *m_scales, *v_scales;
+    bool is_streamed; // a copy that is only written may go past the caches: they would not hold it anyway
     tm_dither master_dither, moment_dithers[2]; // the moments share their salts
 };
 

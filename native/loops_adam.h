@@ -34,11 +34,13 @@ struct Words {
 
 struct GradF32 {
     static const int DTYPE = 1; // TM_F32
+    static const uint64_t BYTES = 4;
     static float load(const void *grad, uint64_t i) { return ((const float *)grad)[i]; }
 };
 
 struct GradBf16 {
     static const int DTYPE = 2; // TM_BF16
+    static const uint64_t BYTES = 2;
     static float load(const void *grad, uint64_t i) { return from_bf16(((const uint16_t *)grad)[i]); }
 };
 
@@ -115,6 +117,44 @@ void adam_fused(uint64_t n, const tm_streams *streams, const tm_constants *const
     }
 }
 
+const uint64_t COPY = 512; // elements, in the first-level cache
+
+// A plain store to memory that nobody reads makes the CPU read it first; one past the caches does not. The caller
+// fences.
+inline void write_past_caches(uint64_t n, const uint16_t *src, uint16_t *dst) {
+    uint64_t i = 0;
+#if defined(__SSE2__)
+    if (((uintptr_t)dst & 15) == 0)
+        for (; i + 8 <= n; i += 8)
+            _mm_stream_si128((__m128i *)(dst + i), _mm_load_si128((const __m128i *)(src + i)));
+#endif
+    for (; i < n; ++i)
+        dst[i] = src[i];
+}
+
+template <class Grad, bool is_decoupled>
+void adam_fused_copying(uint64_t n, const tm_streams *streams, const tm_constants *constants) {
+    typedef MomentF32 Moment;
+    if (!streams->is_streamed)
+        return adam_fused<MasterF32AndCopy, Moment, Grad, is_decoupled>(n, streams, constants);
+    alignas(64) uint16_t copy[COPY];
+    uint16_t *const weight = (uint16_t *)streams->weight;
+    tm_streams s = *streams;
+    s.weight = copy;
+    for (uint64_t begin = 0; begin < n; begin += COPY) {
+        const uint64_t num = n - begin < COPY ? n - begin : COPY;
+        s.master = (float *)streams->master + begin;
+        s.grad = (const char *)streams->grad + begin * Grad::BYTES;
+        s.m = (float *)streams->m + begin;
+        s.v = (float *)streams->v + begin;
+        adam_fused<MasterF32AndCopy, Moment, Grad, is_decoupled>(num, &s, constants);
+        write_past_caches(num, copy, weight + begin);
+    }
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
 template <class Master, bool is_stochastic, class Grad, bool is_decoupled>
 inline void adam_q8_block(uint64_t begin, const tm_streams &s, const tm_constants &c) {
     float m[Q8_BLOCK], v[Q8_BLOCK];
@@ -158,6 +198,16 @@ template <class Master, class Moment, class Grad, bool is_decoupled> constexpr t
             adam_fused<Master, Moment, Grad, is_decoupled>};
 }
 
+template <class Grad, bool is_decoupled> constexpr tm_fused fused_copying_entry() {
+    return {MasterF32AndCopy::WEIGHT,
+            MasterF32AndCopy::MASTER,
+            Grad::DTYPE,
+            MomentF32::DTYPE,
+            is_decoupled,
+            false,
+            adam_fused_copying<Grad, is_decoupled>};
+}
+
 template <bool is_stochastic, class Grad, bool is_decoupled> constexpr tm_fused fused_q8_entry() {
     return {MasterSplit::WEIGHT,
             MasterSplit::MASTER,
@@ -174,7 +224,10 @@ template <bool is_stochastic, class Grad, bool is_decoupled> constexpr tm_fused 
 
 const tm_fused FUSED[] = {
     TM_EACH_GRAD(fused_entry, MasterF32, MomentF32),
-    TM_EACH_GRAD(fused_entry, MasterF32AndCopy, MomentF32),
+    fused_copying_entry<GradF32, true>(),
+    fused_copying_entry<GradF32, false>(),
+    fused_copying_entry<GradBf16, true>(),
+    fused_copying_entry<GradBf16, false>(),
     TM_EACH_GRAD(fused_entry, MasterSplit, MomentF32),
     TM_EACH_GRAD(fused_entry, MasterSplit, MomentBf16<false>),
     TM_EACH_GRAD(fused_entry, MasterSplit, MomentBf16<true>),

@@ -12,6 +12,10 @@
 
 #include "loops.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h> // its functions are inlined everywhere, by attribute
+#endif
+
 #include "loops_element.h"
 #include "loops_q8.h"
 #include "loops_rules.h"

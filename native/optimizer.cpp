@@ -16,8 +16,11 @@
 
 namespace {
 
-const uint64_t TASK = TM_NORM_BLOCK; // a multiple of CHUNK, and that of TM_Q8_BLOCK
+const uint64_t SMALLEST_TASK = TM_NORM_BLOCK; // a multiple of CHUNK, and that of TM_Q8_BLOCK
+const uint64_t LARGEST_TASK = 16 * SMALLEST_TASK;
+const uint64_t ENOUGH_TASKS = 64; // for the workers to end together
 const uint64_t CHUNK = 512;
+const uint64_t STREAMED = 1 << 20; // elements from which on no cache keeps a step's parts
 
 struct Step {
     const tm_loops *loops;
@@ -26,6 +29,7 @@ struct Step {
     tm_rule_loop *rule;
     const tm_fused *fused; // NULL: through chunks
     bool is_dithered;      // some part is rounded stochastically
+    uint64_t task_numel;
 };
 
 // What a chunk works on: fp32 numbers in place or in `memory`.
@@ -256,6 +260,7 @@ static uint64_t step_fused(const Step *step, uint64_t begin, uint64_t n) {
     streams.v = v.data;
     streams.m_scales = m.scales;
     streams.v_scales = v.scales;
+    streams.is_streamed = asked->n >= STREAMED;
     streams.master_dither = tm_dither_at(asked->key, asked->step, TM_DITHER_MASTER, element);
     streams.moment_dithers[0] = tm_dither_at(asked->key, asked->step, TM_DITHER_M, element);
     streams.moment_dithers[1] = tm_dither_at(asked->key, asked->step, TM_DITHER_V, element);
@@ -263,11 +268,17 @@ static uint64_t step_fused(const Step *step, uint64_t begin, uint64_t n) {
     return n;
 }
 
+// The CPU reads ahead of where a task ends, into memory that another thread will read: the fewer ends, the better.
+static uint64_t numel_of_tasks(uint64_t n) {
+    const uint64_t numel = n / ENOUGH_TASKS / SMALLEST_TASK * SMALLEST_TASK;
+    return numel < SMALLEST_TASK ? SMALLEST_TASK : numel > LARGEST_TASK ? LARGEST_TASK : numel;
+}
+
 static void step_task(void *context, uint64_t index) {
     const Step *step = (const Step *)context;
-    const uint64_t n = step->asked->n;
-    const uint64_t end = n - index * TASK < TASK ? n : (index + 1) * TASK;
-    uint64_t begin = index * TASK;
+    const uint64_t n = step->asked->n, numel = step->task_numel;
+    uint64_t begin = index * numel;
+    const uint64_t end = n - begin < numel ? n : begin + numel;
     if (step->fused)
         begin += step_fused(step, begin, end - begin);
     for (; begin < end; begin += CHUNK)
@@ -280,9 +291,10 @@ int tm_optimizer_step(tm_workers *workers, const tm_step *asked) {
     if (asked->n == 0)
         return 0;
     tm_float_mode mode; // the scalars are rounded in it too
-    Step step = {tm_loops_chosen(), asked, round_scalars(asked), nullptr, nullptr, needs_words(asked)};
+    Step step = {tm_loops_chosen(),       asked, round_scalars(asked), nullptr, nullptr, needs_words(asked),
+                 numel_of_tasks(asked->n)};
     step.rule = step.loops->rules[loop_of(asked)];
     step.fused = find_fused(&step);
-    tm_workers_run(workers, (asked->n - 1) / TASK + 1, step_task, &step);
+    tm_workers_run(workers, (asked->n - 1) / step.task_numel + 1, step_task, &step);
     return 0;
 }

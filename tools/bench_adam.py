@@ -3,7 +3,8 @@
     for every row (adam_rows.py):  prepare everybody  ->  loops x (ours, torch, peer, yardstick in turn)  ->  medians
 
 ns per parameter, GB/s by the bytes that must move, and the share of the yardstick's rate over the same arrays in the same
-run. Each loop counts a contestant's fastest pass of five. A whole step goes from bf16 gradients with a loss scale and
+run: medians of the loops' own ratios, since memory is not equally fast from one second to the next. Each loop counts a
+contestant's fastest pass of five. A whole step goes from bf16 gradients with a loss scale and
 clipping to bf16 parameters; the peers' are written with their parts.
 """
 
@@ -137,8 +138,12 @@ def measure(options: AdamBenchOptions, console: Console) -> list[dict[str, Any]]
 
 
 def row_of(row: AdamRow, numel: int, seconds: dict[str, list[float]], threads: int) -> dict[str, Any]:
-    """A row of the report from everybody's seconds per loop: medians, and what they mean."""
+    """A row of the report from everybody's seconds per loop: medians, and of what compares two, of the loops' ratios."""
     medians = {name: statistics.median(series) for name, series in seconds.items()}
+    ratios = {
+        name: statistics.median(their / our for their, our in zip(series, seconds["tiermem"], strict=True))
+        for name, series in seconds.items()
+    }
     own = medians.pop("tiermem")
     bare = medians.pop("yardstick", None)
     return {
@@ -156,8 +161,8 @@ def row_of(row: AdamRow, numel: int, seconds: dict[str, list[float]], threads: i
         "ns_per_param_loops": [each / numel * 1e9 for each in seconds["tiermem"]],
         "gbps": row.bytes_per_param * numel / own / 1e9,
         "stream_gbps": None if bare is None else row.bytes_per_param * numel / bare / 1e9,
-        "stream_fraction": None if bare is None else bare / own,
-        "peers": {name: {"ns_per_param": each / numel * 1e9, "speedup": each / own} for name, each in medians.items()},
+        "stream_fraction": ratios.get("yardstick"),
+        "peers": {name: {"ns_per_param": s / numel * 1e9, "speedup": ratios[name]} for name, s in medians.items()},
     }
 
 

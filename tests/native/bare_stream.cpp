@@ -2,10 +2,14 @@
 // sizes: vector loads of what is read, next to no arithmetic, vector stores of what is written, nothing else. Reads
 // commands from stdin and answers each with one line, so that a benchmark can take turns with it:
 //
-//     stream N THREADS PART...    PART: bytes per element, then r, w or rw: `stream 1000000 2 4rw 4rw 4rw 2r 2w`
+//     prepare N THREADS PART...   PART: bytes per element, then r, w or rw: `prepare 1024000 2 4rw 4rw 4rw 2r 2w`
+//                                 tries every way to go over them and keeps the fastest
 //                                 -> seconds of the best pass with plain stores, then with streaming stores
-//                                 or `error: ...`
+//     pass COUNT                  -> seconds of the best of COUNT passes in the way kept
+//     release                     -> 0, once the arrays are gone
 //     quit
+//
+// A line that cannot be obeyed is answered with `error: ...`.
 //
 // Arrays lie in huge pages, an odd number of pages of 4 KiB apart: powers of two would make them evict each other from
 // the first-level cache. Each thread is pinned to a core of its own where there are enough.
@@ -13,6 +17,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <iostream>
+#include <memory>
 #include <mutex>
 #include <sched.h>
 #include <sstream>
@@ -170,54 +175,81 @@ struct Gate {
     }
 };
 
+// One way to go over the arrays.
+struct Way {
+    uint64_t batch;
+    bool is_streaming;
+};
+
+// What a `prepare` made, until the next.
 struct Run {
     std::vector<Part> parts;
     uint64_t n;
     unsigned num_threads;
-    Gate gate;
-    double best[2] = {1e30, 1e30}; // plain, streaming
+    Memory memory;
+    Way kept = {BATCHES[0], false};
 
-    Run(std::vector<Part> parts, uint64_t n, unsigned num_threads)
-        : parts(std::move(parts)), n(n), num_threads(num_threads), gate(num_threads) {}
+    Run(const std::vector<Part> &asked, uint64_t n, unsigned num_threads)
+        : parts(asked), n(n), num_threads(num_threads), memory(place(parts, n)) {
+        CHECK_EQUAL(tm_map_commit(memory.data, memory.bytes), 0);
+        for (Part &part : parts)
+            part.data = memory.data + (uintptr_t)part.data;
+    }
 
-    void work(unsigned index) {
+    // Gives every array its offset, and returns the bytes of all.
+    static uint64_t place(std::vector<Part> &parts, uint64_t n) {
+        const uint64_t page = 4096;
+        uint64_t bytes = 0;
+        for (Part &part : parts) {
+            part.data = (char *)(uintptr_t)bytes;
+            bytes += (((n * part.bytes + page - 1) / page + 3) | 1) * page;
+        }
+        return bytes;
+    }
+
+    // Seconds of the best of `count` passes in each of the ways, which take turns.
+    std::vector<double> best(const std::vector<Way> &ways, int count) {
+        std::vector<double> seconds(ways.size(), 1e30);
+        Gate gate(num_threads);
+        std::vector<std::thread> threads;
+        for (unsigned i = 0; i < num_threads; ++i)
+            threads.emplace_back([&, i] { work(i, ways, count, gate, seconds); });
+        for (std::thread &thread : threads)
+            thread.join();
+        return seconds;
+    }
+
+    void work(unsigned index, const std::vector<Way> &ways, int count, Gate &gate, std::vector<double> &seconds) {
         pin(index);
         const uint64_t units = n / UNIT;
         const uint64_t begin = units * index / num_threads * UNIT, end = units * (index + 1) / num_threads * UNIT;
-        for (int round = 0; round < NUM_PASSES; ++round)
-            for (uint64_t batch : BATCHES)
-                for (int is_streaming = 0; is_streaming < 2; ++is_streaming) {
-                    gate.meet();
-                    const double start = now_s();
-                    pass(parts, begin, end, batch, is_streaming != 0);
-                    gate.meet();
-                    if (index == 0)
-                        best[is_streaming] = std::min(best[is_streaming], now_s() - start);
-                }
+        for (int round = 0; round < count; ++round)
+            for (size_t i = 0; i < ways.size(); ++i) {
+                gate.meet();
+                const double start = now_s();
+                pass(parts, begin, end, ways[i].batch, ways[i].is_streaming);
+                gate.meet();
+                if (index == 0)
+                    seconds[i] = std::min(seconds[i], now_s() - start);
+            }
+    }
+
+    // Keeps the fastest way; seconds of the best with plain and with streaming stores.
+    std::pair<double, double> choose() {
+        std::vector<Way> ways;
+        for (uint64_t batch : BATCHES)
+            for (bool is_streaming : {false, true})
+                ways.push_back({batch, is_streaming});
+        const std::vector<double> seconds = best(ways, NUM_PASSES);
+        double fastest[2] = {1e30, 1e30};
+        for (size_t i = 0; i < ways.size(); ++i) {
+            if (seconds[i] < std::min(fastest[0], fastest[1]))
+                kept = ways[i];
+            fastest[ways[i].is_streaming] = std::min(fastest[ways[i].is_streaming], seconds[i]);
+        }
+        return {fastest[0], fastest[1]};
     }
 };
-
-static void stream(std::vector<Part> parts, uint64_t n, unsigned num_threads) {
-    const uint64_t page = 4096;
-    uint64_t bytes = 0;
-    std::vector<uint64_t> starts;
-    for (const Part &part : parts) {
-        starts.push_back(bytes);
-        const uint64_t pages = (n * part.bytes + page - 1) / page + 3;
-        bytes += (pages | 1) * page;
-    }
-    Memory memory(bytes);
-    CHECK_EQUAL(tm_map_commit(memory.data, bytes), 0);
-    for (size_t i = 0; i < parts.size(); ++i)
-        parts[i].data = memory.data + starts[i];
-    Run run(parts, n, num_threads);
-    std::vector<std::thread> threads;
-    for (unsigned i = 0; i < num_threads; ++i)
-        threads.emplace_back(&Run::work, &run, i);
-    for (std::thread &thread : threads)
-        thread.join();
-    printf("%.9f %.9f\n", run.best[0], run.best[1]);
-}
 
 // ---- commands ------------------------------------------------------------------------------------------------------
 
@@ -231,7 +263,7 @@ static bool parse_part(const std::string &word, Part *part) {
     return part->bytes > 0 && part->bytes <= 64 && (part->is_read || part->is_written);
 }
 
-static const char *obey(std::istringstream &words) {
+static const char *prepare(std::istringstream &words, std::unique_ptr<Run> &run) {
     uint64_t n = 0;
     unsigned num_threads = 0;
     if (!(words >> n >> num_threads) || n < UNIT || n % UNIT != 0 || num_threads < 1 || num_threads > 1024)
@@ -244,18 +276,44 @@ static const char *obey(std::istringstream &words) {
     }
     if (parts.empty())
         return "no PART";
-    stream(parts, n, num_threads);
+    run.reset(); // its memory before that of the next
+    run.reset(new Run(parts, n, num_threads));
+    const std::pair<double, double> seconds = run->choose();
+    printf("%.9f %.9f\n", seconds.first, seconds.second);
+    return nullptr;
+}
+
+static const char *make_passes(std::istringstream &words, Run *run) {
+    int count = 0;
+    if (!(words >> count) || count < 1)
+        return "COUNT is 1 or more";
+    if (!run)
+        return "nothing is prepared";
+    printf("%.9f\n", run->best({run->kept}, count)[0]);
+    return nullptr;
+}
+
+static const char *obey(const std::string &command, std::istringstream &words, std::unique_ptr<Run> &run) {
+    if (command == "prepare")
+        return prepare(words, run);
+    if (command == "pass")
+        return make_passes(words, run.get());
+    if (command != "release")
+        return "commands are prepare, pass, release and quit";
+    run.reset();
+    puts("0");
     return nullptr;
 }
 
 int main() {
+    std::unique_ptr<Run> run;
     for (std::string line; std::getline(std::cin, line);) {
         std::istringstream words(line);
         std::string command;
         words >> command;
         if (command == "quit")
             return 0;
-        const char *error = command == "stream" ? obey(words) : "commands are stream and quit";
+        const char *error = obey(command, words, run);
         if (error)
             printf("error: %s\n", error);
         fflush(stdout);

@@ -383,6 +383,39 @@ static int answer_to(const Case &c, void (*spoil)(tm_step *)) {
     return tm_optimizer_step(nullptr, &step);
 }
 
+// A large step writes the bf16 copy past the caches, where its address allows.
+static void a_large_step_has_the_bits_of_a_small_one(int isa, tm_workers *workers, uint64_t shift) {
+    tm_isa_choose(isa);
+    const uint64_t n = (1 << 20) + 37;
+    std::vector<float> master[2], m[2], v[2];
+    std::vector<uint16_t> weight[2], grad(n);
+    for (uint64_t i = 0; i < n; ++i)
+        grad[i] = (uint16_t)(0x3c00 + i % 997);
+    for (int is_unfused = 0; is_unfused < 2; ++is_unfused) {
+        weight[is_unfused].assign(n + 2 * shift, 7);
+        for (std::vector<float> *part : {&master[is_unfused], &m[is_unfused], &v[is_unfused]}) {
+            part->resize(n);
+            for (uint64_t i = 0; i < n; ++i)
+                (*part)[i] = (float)(i % 1013) * 1e-3f;
+        }
+        tm_step step;
+        memset(&step, 0, sizeof step);
+        step.n = n;
+        step.rule = TM_ADAMW;
+        step.scalars = scalars_of(TM_ADAMW);
+        step.flags = is_unfused ? TM_STEP_UNFUSED : 0;
+        step.weight = {weight[is_unfused].data() + shift, nullptr, TM_BF16, 0};
+        step.master = {master[is_unfused].data(), nullptr, TM_F32, 0};
+        step.grad = {grad.data(), nullptr, TM_BF16, 0};
+        step.moments[0] = {m[is_unfused].data(), nullptr, TM_F32, 0};
+        step.moments[1] = {v[is_unfused].data(), nullptr, TM_F32, 0};
+        CHECK_EQUAL(tm_optimizer_step(workers, &step), 0);
+    }
+    CHECK(weight[0] == weight[1]); // the elements before and after as well
+    CHECK(master[0] == master[1] && m[0] == m[1] && v[0] == v[1]);
+    tm_isa_choose(-1);
+}
+
 static void bad_arguments_are_refused() {
     const Case c = {TM_ADAMW, TM_BF16, TM_SPLIT, TM_BF16, {TM_Q8, TM_Q8_POSITIVE, TM_NONE}, TM_NEAREST, 0};
     CHECK_EQUAL(answer_to(c, [](tm_step *) {}), 0);
@@ -428,6 +461,12 @@ int main() {
     for (int isa : isas)
         RUN(what_people_train_with_is_fused, isa);
     RUN(nan_and_infinity_stay_visible, isas);
+    tm_workers *workers;
+    CHECK_EQUAL(tm_workers_open(2, &workers), 0);
+    for (int isa : isas)
+        for (uint64_t shift : {0, 1, 8})
+            RUN(a_large_step_has_the_bits_of_a_small_one, isa, workers, shift);
+    tm_workers_close(workers);
     RUN(the_callers_float_mode_is_neither_used_nor_changed);
     RUN(bad_arguments_are_refused);
 }

@@ -25,7 +25,7 @@ for line in sys.stdin:
         break
     note.write(line)
     note.flush()
-    print("0.5 0.25", flush=True)
+    print("0.5 0.25" if line.startswith("prepare") else "0.25", flush=True)
 """
 PEER = """
 for line in sys.stdin:
@@ -77,12 +77,12 @@ def test_names_tell_rows_apart() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 
-def test_figures_are_medians_and_their_ratios() -> None:
+def test_figures_are_medians_and_shares_those_of_each_loops_ratio() -> None:
     seconds = {"tiermem": [2.0, 1.0, 9.0], "yardstick": [1.0, 1.5, 1.9], "torch": [4.0, 5.0, 3.0]}
     row = row_of(ROWS[0], 10**9, seconds, 2)
     assert row["ns_per_param"] == 2.0
     assert row["gbps"] == 14.0
-    assert row["stream_fraction"] == 0.75
+    assert row["stream_fraction"] == 0.5
     assert row["peers"] == {"torch": {"ns_per_param": 4.0, "speedup": 2.0}}
 
 
@@ -117,10 +117,9 @@ def test_yardstick_and_peer_take_turns_with_us(make_program: MakeProgram, tmp_pa
     threads = fair_threads()
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
     assert Path(f"{yardstick}.asked").read_text().splitlines() == [
-        *[f"stream 4096 {threads} 2rw 2rw 2rw 2rw 2r"] * 3,
-        *[f"stream 4096 {threads} 2rw 2rw 2rw 2r"] * 3,
-        *[f"stream 4096 {threads} 2rw 2rw 1rw 1rw 2r"] * 3,
-        *[f"stream 4096 {threads} 2w 4rw 4rw 4rw 2r 2r"] * 3,
+        line
+        for streams in ("2rw 2rw 2rw 2rw 2r", "2rw 2rw 2rw 2r", "2rw 2rw 1rw 1rw 2r", "2w 4rw 4rw 4rw 2r 2r")
+        for line in ("release", f"prepare 4096 {threads} {streams}", *["pass 5"] * 3)
     ]
     assert Path(f"{peer}.asked").read_text().splitlines() == [
         *["release"] * 2,
