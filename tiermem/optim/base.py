@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ from tiermem.zero.residency import LiveUnit
 from tiermem.zero.shards import Shards
 from tiermem.zero.topology import fair_cores, fair_threads
 from tiermem.zero.unit import Shard
+
+if TYPE_CHECKING:
+    from tiermem.optim.scaling import LossScaler
 
 Params = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
 """Parameters, named parameters or groups, as torch's optimizers take them."""
@@ -61,6 +64,7 @@ class NativeOptimizer(torch.optim.Optimizer):
     def _begin(self, precision: Precision | None) -> None:
         self.was_skipped = False  # the last step found gradients that are not finite
         self.grad_norm = 0.0  # of the last step, before clipping: sharded parameters', else ordinary ones' if needed
+        self.loss_scaler: LossScaler | None = None  # the engine's that steps this one
         self._precision = precision  # of ordinary parameters; None: not asked for
         self._is_built = False  # all groups that it was made with are there
         self._groups: dict[int, dict[str, Any]] = {}
@@ -88,6 +92,20 @@ class NativeOptimizer(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because gradients were not finite; the reference's name for it."""
+        return self.was_skipped
+
+    def set_lr(self, lr: float) -> None:
+        """Gives every parameter group this learning rate."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> float:
+        """The learning rate of the first parameter group."""
+        return float(self.param_groups[0]["lr"])
 
     def tiles_of(self, shards: Shards) -> StateTiles:
         """The states of a sharded model."""
@@ -163,7 +181,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                 rule = self.rule_of(group, param)
                 if id(param) in homes:
                     shards, shard = homes[id(param)]
-                    if shard.num_steps:
+                    if shard.num_steps or shard.has_moments or shard.has_master:
                         found[number] = state_dicts.export_sharded(shards, self._tiles[shards], shard, rule)
                 elif self.state.get(param):
                     found[number] = ordinary.export_state(self._threads(), param, self.state[param], rule)
@@ -232,7 +250,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                 f"precision is {self._precision} and the sharded model's policy says {shards.policy.precision}; its states "
                 "are planned when it is sharded: set OffloadPolicy(precision=...) and leave this one out"
             )
-        tiles = self._tiles[shards] = StateTiles(shards, self._moments_of, self._is_whole)
+        tiles = self._tiles[shards] = shards.states = StateTiles(shards, self._moments_of, self._is_whole)
         if shards.policy.step_in_backward:
             shards.homes.consume = lambda unit, grads: self._step_unit(shards, tiles, shards.units[unit.index], grads)
         else:
@@ -255,6 +273,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             )
 
     def _step_sharded(self, shards: Shards, tiles: StateTiles, scale: float, max_norm: float) -> None:
+        shards.check_may_change()
         trainable = [live for live in shards.units if live.unit.is_trainable]
         with shards.store.recorder.span("step", "step"):
             shards.homes.drop_what_was_zeroed([live.unit for live in trainable])
@@ -271,9 +290,8 @@ class NativeOptimizer(torch.optim.Optimizer):
                 self._refuse(shards)
                 return
             factor = _clip(self.grad_norm, max_norm) / scale / shards.topology.world
-            stepped = [s for live in trainable for s in live.unit.shards if s.has_gradient]
-            for shard in stepped:
-                shard.num_steps += 1
+            for live in trainable:
+                self._count_steps(live)
             tiles.step(lambda shard: self._step_of(shard, factor))
             self._regather(shards, trainable)
             shards.residency.prefetch_first()
@@ -283,12 +301,16 @@ class NativeOptimizer(torch.optim.Optimizer):
         sums = shards.homes.sums_of_squares(live.unit.shards)
         if not all(math.isfinite(s) for s in sums) and shards.policy.on_nonfinite != "apply":
             raise NonFiniteGradients(f"the gradients of unit {live.unit.name!r} hold NaN or infinity")
-        for shard in live.unit.shards:
-            shard.num_steps += int(shard.has_gradient)
+        self._count_steps(live)
         shards.residency.outdate(live)
         tiles.step_unit(live, grads, lambda shard: self._step_of(shard, 1.0 / shards.topology.world))
         for shard in live.unit.shards:
             shard.has_gradient = False
+
+    def _count_steps(self, live: LiveUnit) -> None:
+        """Counts the step at hand for every parameter that takes part in it."""
+        for shard in live.unit.shards:
+            shard.num_steps += int(shard.has_gradient and id(shard.param) in self._groups)
 
     def _step_of(self, shard: Shard, factor: float) -> AnyStep | None:
         group = self._groups.get(id(shard.param))

@@ -4,7 +4,8 @@
 
 torch's optimizers load ours, and ours load torch's. Every state is fp32 and has the parameter's shape; `master` is there
 where a parameter of lower precision has one beside it (torch passes over it; a dict without it makes the master from the
-parameter). What is kept in fewer bits is found again to the bit. Parameters that were never stepped have no entry.
+parameter). What is kept in fewer bits is found again to the bit. Parameters that were never stepped have no entry, unless
+states were put for them by hand; then `step` is 0.
 
 Of a sharded model each state is gathered, whole, one parameter at a time: every rank makes the dict, and every rank's CPU
 memory holds all of it (12 bytes per parameter of a bf16 model under AdamW), beside one parameter's largest state.
@@ -21,7 +22,6 @@ import torch
 from tiermem.optim.ordinary import MASTER, STEP, State, num_steps_of, value_of
 from tiermem.optim.rules import Rule
 from tiermem.optim.tiles import StateTiles
-from tiermem.zero.gather import gather
 from tiermem.zero.shards import Shards
 from tiermem.zero.unit import Shard
 
@@ -41,8 +41,9 @@ def seal(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def export_sharded(shards: Shards, tiles: StateTiles, shard: Shard, rule: Rule) -> State:
     """The entry of a sharded parameter. Collective; blocks; raises OSError when a transfer failed."""
     found: State = {STEP: torch.tensor(float(shard.num_steps))}
-    for name in (*rule.moments, *_masters(shards, shard)):
-        found[name] = _whole(shards, shard, tiles.state(shard, name)).view(shard.shape)
+    moments = rule.moments if shard.num_steps or shard.has_moments else ()
+    for name in (*moments, *_masters(shards, shard)):
+        found[name] = shards.assemble(shard, tiles.state(shard, name)).view(shard.shape)
     return found
 
 
@@ -54,39 +55,18 @@ def restore_sharded(
     Raises ValueError for a state that is missing or misshapen, OSError when a transfer failed.
     """
     given = given or {}
-    num_steps = num_steps_of(given, rule)
-    for name in rule.moments if num_steps else ():
-        tiles.load(shard, name, _mine(shards, shard, value_of(given, name, shard.shape, shard.name)))
+    shard.num_steps = num_steps_of(given, rule)
+    has_moments = shard.num_steps > 0 or any(given.get(name) is not None for name in rule.moments)
+    for name in rule.moments if has_moments else ():
+        tiles.load(shard, name, shards.mine(shard, value_of(given, name, shard.shape, shard.name)))
     for name in _masters(shards, shard):
         if name in given:
-            values = _mine(shards, shard, value_of(given, name, shard.shape, shard.name))
+            values = shards.mine(shard, value_of(given, name, shard.shape, shard.name))
         else:
-            values = shards.local_weight(shard.param).float()[: _num_valid(shards, shard)]
+            values = shards.local_weight(shard.param).float()[: shards.num_mine(shard)]
         tiles.load(shard, name, values)
-    shard.num_steps = num_steps
+    shard.has_moments, shard.has_master = has_moments, MASTER in given
 
 
 def _masters(shards: Shards, shard: Shard) -> tuple[str, ...]:
     return () if shards.policy.precision.master_of(shard.param.dtype) is None else (MASTER,)
-
-
-def _num_valid(shards: Shards, shard: Shard) -> int:
-    """Elements of this rank's part, without its padding."""
-    return min(shard.shard_numel, max(0, shard.numel - shard.shard_numel * shards.topology.shard_rank))
-
-
-def _mine(shards: Shards, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
-    first = shard.shard_numel * shards.topology.shard_rank
-    return whole.reshape(-1)[first : first + shard.shard_numel]
-
-
-def _whole(shards: Shards, shard: Shard, mine: torch.Tensor) -> torch.Tensor:
-    topology = shards.topology
-    if topology.num_shards == 1:
-        return mine
-    padded = torch.zeros(shard.shard_numel, device=shards.device)
-    padded[: mine.numel()].copy_(mine)
-    whole = torch.empty(shard.shard_numel * topology.num_shards, device=shards.device)
-    if shard.numel:
-        gather(topology, padded, whole, f"gathering the states of {shard.name}")
-    return whole[: shard.numel].cpu()

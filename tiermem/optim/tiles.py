@@ -1,7 +1,8 @@
 """StateTiles: the optimizer states of a sharded model, cut into tiles that are read, stepped and written as one.
 
-    tile.py         a tile and what it holds              tile_step.py    reading, stepping and writing one
-    layout.py       where its states lie, in bytes        here            all of them: homes, steps, looking and putting
+    tile.py         a tile and what it holds              tile_moves.py   reading and writing one
+    layout.py       where its states lie, in bytes        tile_step.py    stepping one       tile_visit.py   changing one
+                                                          here            all of them: homes, steps, looking and putting
 
 Before its first step a tile has no states on disk: masters are made from the parameters (or from the fp32 values that
 zero.Init saw, when those were kept), moments are zero.
@@ -21,13 +22,15 @@ Both are exact in every precision: what was stored in fewer bits is found again 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from tiermem.optim.layout import EXP_AVG, EXP_AVG_SQ, MASTER, StateLayout, StatePart, is_positive
 from tiermem.optim.tile import Segment, Tile, cut
-from tiermem.optim.tile_step import MomentsOf, RuleOf, TileStep, too_many_moments
+from tiermem.optim.tile_moves import MomentsOf, TileMoves
+from tiermem.optim.tile_step import RuleOf, TileStart, TileStep, too_many_moments
+from tiermem.optim.tile_visit import TileVisit, Visitor
 from tiermem.policy import Tier
 from tiermem.swap.native import narrow_part, widen_part
 from tiermem.swap.pipeline import run_pipeline
@@ -81,7 +84,7 @@ class StateTiles:
         start = self._shards.head_start
         if start is None or not self._shards.policy.pipeline_read:
             return
-        work = TileStep(self._shards, lambda shard: None, self._moments_of)  # which only reads
+        work = TileMoves(self._shards, self._moments_of)
         start.begin((tile for tile in self.tiles if work.has_lasting(tile)), work.read_lasting)
 
     def step(self, rule_of: RuleOf) -> None:
@@ -116,18 +119,39 @@ class StateTiles:
         self._shards.drop_head_start()
         unstarted = [tile for tile, _ in pieces if not tile.is_started]
         if unstarted:
-            work = TileStep(self._shards, lambda shard: None, self._moments_of, starts_only=True)
-            self._run(unstarted, work)
+            self._run(unstarted, TileStart(self._shards, self._moments_of))
         done = 0
         for tile, segment in pieces:
             self._write_piece(tile, segment, name, values[done : done + segment.numel].to(torch.float32))
             done += segment.numel
         if name == MASTER:
             self._shards.refresh(shard.param)
+            shard.has_master = shard.num_steps == 0 and self._has_master(shard)
+        else:
+            shard.has_moments = shard.num_steps == 0
+
+    def visit(self, chosen: Collection[Shard], visitor: Visitor) -> None:
+        """Lets a function change the states of chosen parameters in place, each tile that holds any of them once.
+
+        Every rank calls it for the same parameters. Blocks; raises OSError when a transfer failed, and what the visitor
+        raises: then what it has seen may be written or not.
+        """
+        self._shards.drop_head_start()
+        due = [tile for tile in self.tiles if any(segment.shard in chosen for segment in tile.segments)]
+        self._run(due, TileVisit(self._shards, self._moments_of, chosen, visitor))
+        shown = {shard.index: shard for shard in chosen}
+        for live in {self._shards.find(shard.param)[0]: None for _, shard in sorted(shown.items())}:
+            self._shards.refresh(live.unit.shards[0].param)
+        for shard in chosen:
+            shard.has_master |= shard.num_steps == 0 and self._has_master(shard)
+
+    def names(self, shard: Shard) -> tuple[str, ...]:
+        """What is kept of a parameter beside its master, under torch's names."""
+        return tuple(self._moments_of(shard))
 
     # ---- stepping --------------------------------------------------------------------------------------------------------
 
-    def _run(self, tiles: Sequence[Tile], work: TileStep) -> None:
+    def _run(self, tiles: Sequence[Tile], work: TileStep | TileStart | TileVisit) -> None:
         policy, pool = self._shards.policy, self._shards.tile_pool
         if pool is not None:
             start = self._shards.head_start
@@ -163,6 +187,9 @@ class StateTiles:
             if due >= tile.state_bytes * states:
                 due -= tile.state_bytes * states
                 tile.home = Tier.HOST
+
+    def _has_master(self, shard: Shard) -> bool:
+        return self._shards.policy.precision.master_of(shard.param.dtype) is not None
 
     # ---- looking and putting ---------------------------------------------------------------------------------------------
 

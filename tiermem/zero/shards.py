@@ -19,7 +19,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,9 @@ from tiermem.zero.plan import BOUNCE_BYTES, keeps_initial_master, make_plan
 from tiermem.zero.residency import LiveUnit, Residency
 from tiermem.zero.topology import Topology, fair_cores, find_topology, give_fair_threads, paths_of_rank, ranks_per_node
 from tiermem.zero.unit import Shard, Unit, divide
+
+if TYPE_CHECKING:
+    from tiermem.optim.tiles import StateTiles
 
 logger = logging.getLogger("tiermem")
 
@@ -89,6 +92,8 @@ class Shards:
         self.topology: Topology = find_topology(policy.stage, group, policy.timeout_s)
         agree(self.topology, facts_of(model, policy))
         self.device = torch.device(device) if device is not None else _device_of(model)
+        self.states: StateTiles | None = None  # of the optimizer that steps this model
+        self.is_held = False  # all units are kept present (present.py)
         self._is_closed = False
         self._handles: list[RemovableHandle] = []
         _check_device(policy, self.device, is_trained)
@@ -126,7 +131,7 @@ class Shards:
         if live.unit.is_resident:
             index = live.unit.shards.index(shard)
             return live.memory.views[index].detach().to("cpu", copy=True)
-        return self._whole(shard, self.local_weight(param)).view(shard.shape)
+        return self.assemble(shard, self.local_weight(param)).view(shard.shape)
 
     def local_weight(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of this rank's part of a parameter: flat, on the CPU, shard_numel elements. Blocks."""
@@ -162,13 +167,45 @@ class Shards:
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """A copy of a parameter's reduced gradient (the mean over ranks), or None. Between backward and step. Collective."""
         live, shard = self._find(param)
+        local = self.local_gradient(param)
+        return None if local is None else self.assemble(shard, local.to(self.homes.dtype(live.unit))).view(shard.shape)
+
+    def local_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part of a reduced gradient, without padding, in fp32: flat, on the CPU; or None. Blocks."""
+        live, shard = self._find(param)
         if not shard.has_gradient or param.grad is None:
             return None
         self.homes.settle()
-        part = slice(shard.shard_offset, shard.shard_offset + shard.shard_numel)
+        part = slice(shard.shard_offset, shard.shard_offset + self.num_mine(shard))
         flat, dtype = self.homes.flat(live.unit), self.homes.dtype(live.unit)
-        local = self.read_part(self.homes.entry(live.unit), dtype, part) if flat is None else flat[part].clone()
-        return self._whole(shard, local).view(shard.shape) * (shard.grad_factor / self.topology.world)
+        local = self.read_part(self.homes.entry(live.unit), dtype, part) if flat is None else flat[part]
+        return local.float() * (shard.grad_factor / self.topology.world)
+
+    def assemble(self, shard: Shard, local: torch.Tensor) -> torch.Tensor:
+        """A parameter's elements out of every rank's part of them: flat, on the CPU. Collective; blocks.
+
+        local: this rank's part, flat, with or without its padding.
+        """
+        if self.topology.num_shards == 1 or not shard.numel:
+            return local[: shard.numel]
+        mine = torch.zeros(shard.shard_numel, dtype=local.dtype, device=self.device)
+        mine[: local.numel()].copy_(local)
+        whole = torch.empty(shard.shard_numel * self.topology.num_shards, dtype=local.dtype, device=self.device)
+        gather(self.topology, mine, whole, f"gathering {shard.name}")
+        return whole[: shard.numel].cpu()
+
+    def mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a parameter's elements, flat and without padding: a view where that is possible."""
+        first = shard.shard_numel * self.topology.shard_rank
+        return whole.reshape(-1)[first : first + shard.shard_numel]
+
+    def num_mine(self, shard: Shard) -> int:
+        """Elements of this rank's part of a parameter, without its padding."""
+        return min(shard.shard_numel, max(0, shard.numel - shard.shard_numel * self.topology.shard_rank))
+
+    def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
+        """A parameter's unit and its part there. Raises ValueError for one of another model."""
+        return self._find(param)
 
     def read_part(self, entry: str, dtype: torch.dtype, part: slice) -> torch.Tensor:
         """A copy of elements of an entry that rests on NVME, through a small bounce buffer. Blocks; raises OSError."""
@@ -190,16 +227,26 @@ class Shards:
         if shard.num_steps or (has_master and any(other.num_steps for _, other in self.parameters())):
             stepped = shard.name if shard.num_steps else f"the model around {shard.name}"
             raise RuntimeError(f"{stepped} has been stepped: its master weights would not follow")
+        self.replace_mine(live, shard, self.mine(shard, value.detach()))
+
+    def replace_mine(self, live: LiveUnit, shard: Shard, mine: torch.Tensor) -> None:
+        """Puts other values in place of this rank's part of a parameter that has no master yet; every rank its own. Blocks."""
         self.drop_head_start()
-        first = shard.shard_numel * self.topology.shard_rank
-        mine = value.detach().reshape(-1)[first : first + shard.shard_numel]
         if initial_master(live.unit) in self.store:
             self._write_initial_master(live.unit, shard, mine)
         self.put_elements(live, shard.shard_offset, mine.to(live.unit.dtype))
-        self.refresh(param)
+        self.refresh(shard.param)
+
+    def check_may_change(self) -> None:
+        """Raises RuntimeError while units are held present that changes at home would not reach."""
+        if self.is_held:
+            raise RuntimeError(
+                "weights cannot be stepped, replaced or set inside unwrap_model_for_generation: leave its block first"
+            )
 
     def drop_head_start(self) -> None:
         """Forgets what has been read ahead for the next step, because it is about to change at home. Blocks shortly."""
+        self.check_may_change()
         if self.head_start is not None:
             self.head_start.drop()
 
@@ -362,14 +409,6 @@ class Shards:
             return self._by_param[id(param)]
         except KeyError:
             raise ValueError("this parameter is not one of the sharded model's") from None
-
-    def _whole(self, shard: Shard, local: torch.Tensor) -> torch.Tensor:
-        if self.topology.num_shards == 1:
-            return local[: shard.numel]
-        local = local.to(self.device)
-        whole = torch.empty(shard.shard_numel * self.topology.num_shards, dtype=local.dtype, device=self.device)
-        gather(self.topology, local, whole, f"gathering {shard.name}")
-        return whole[: shard.numel].cpu()
 
     def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Replaces a module's own parameters in a state dict by gathered copies, in ordinary memory; tied ones by one."""

@@ -48,6 +48,8 @@ class Shard:
     grad_factor: float = 1.0  # what clip_grad_norm_ or GradScaler multiplied that gradient by
     block_sums: list[float] = dataclasses.field(default_factory=list)  # squares of that gradient, per norm block
     num_steps: int = 0  # optimizer steps taken
+    has_moments: bool = False  # moments were put before the first step, which reads them then
+    has_master: bool = False  # a master was put before the first step
     reduce_dtype: torch.dtype | None = None  # what its gradient is reduced in; None: the gradient's own
 
 

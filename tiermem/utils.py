@@ -1,0 +1,21 @@
+"""The names that users of the reference system import from its `utils`; nothing is defined here.
+
+safe_get_*, safe_set_*, safe_update_*    tiermem.state_access
+"""
+
+from __future__ import annotations
+
+from tiermem.state_access import safe_get_full_fp32_param as safe_get_full_fp32_param
+from tiermem.state_access import safe_get_full_grad as safe_get_full_grad
+from tiermem.state_access import safe_get_full_optimizer_state as safe_get_full_optimizer_state
+from tiermem.state_access import safe_get_local_fp32_param as safe_get_local_fp32_param
+from tiermem.state_access import safe_get_local_grad as safe_get_local_grad
+from tiermem.state_access import safe_get_local_optimizer_state as safe_get_local_optimizer_state
+from tiermem.state_access import safe_set_full_fp32_param as safe_set_full_fp32_param
+from tiermem.state_access import safe_set_full_grad as safe_set_full_grad
+from tiermem.state_access import safe_set_full_optimizer_state as safe_set_full_optimizer_state
+from tiermem.state_access import safe_set_local_fp32_param as safe_set_local_fp32_param
+from tiermem.state_access import safe_set_local_grad as safe_set_local_grad
+from tiermem.state_access import safe_set_local_optimizer_state as safe_set_local_optimizer_state
+from tiermem.state_access import safe_update_full_grad_vectorized as safe_update_full_grad_vectorized
+from tiermem.state_access import safe_update_local_states_vectorized as safe_update_local_states_vectorized

@@ -1,0 +1,35 @@
+"""Putting a gradient: other values in place of a reduced gradient that rests at home, between backward and step.
+
+The values are the gradient itself, the mean over ranks; at home lie sums. So the values rest as they are, and the factor
+that every gradient carries to the step (`Shard.grad_factor`) says that they have been divided. The norm of the step is made of
+them: their sums of squares take the place of those that were measured when the gradient came.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tiermem.swap.native import store_gradient
+from tiermem.zero.residency import LiveUnit
+from tiermem.zero.shards import Shards
+from tiermem.zero.unit import Shard
+
+
+def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tensor) -> None:
+    """Puts this rank's part of a gradient, flat and without padding, where it rests. Blocks; raises OSError.
+
+    It is rounded to what gradients rest in (`Precision.grads`). A parameter that had no gradient has one then, on this rank.
+    """
+    homes, workers = shards.homes, shards.workers
+    homes.settle()
+    values = mine.detach().to("cpu", homes.dtype(live.unit)).contiguous()
+    flat, first = homes.flat(live.unit), shard.shard_numel * shards.topology.shard_rank
+    if flat is not None:
+        home = flat[shard.shard_offset : shard.shard_offset + values.numel()]
+        sums = store_gradient(workers, home, values, first)
+    else:
+        sums = store_gradient(workers, None, values, first)
+        offset = shard.shard_offset * values.element_size()
+        shards.write_part(homes.entry(live.unit), offset, values.view(torch.uint8))
+    shard.block_sums, shard.grad_factor, shard.has_gradient = sums, float(shards.topology.world), True
+    homes.show(live.unit)
