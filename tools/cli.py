@@ -340,7 +340,8 @@ def bench_curves(
     data: Annotated[
         list[Path] | None, typer.Option(help="text files or folders [default: Python's own sources and documentation]")
     ] = None,
-    seed: Annotated[int, typer.Option(help="of weights, data and rounding")] = 0,
+    seed: Annotated[int, typer.Option(help="of weights, data and rounding: the first")] = 0,
+    repeats: Annotated[int, typer.Option(help="seeds whose means are compared")] = 3,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the losses here")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="draw the losses, as a PNG")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
@@ -351,7 +352,7 @@ def bench_curves(
     from tiermem.tools.reports import open_console
 
     try:
-        options = CurvesOptions(steps, presets.split(","), tuple(data or ()), seed, json_file, plot_file)
+        options = CurvesOptions(steps, presets.split(","), tuple(data or ()), seed, repeats, json_file, plot_file)
         status = run_benchmark(options, open_console())
     except (ValueError, OSError) as error:
         raise typer.Exit(_refuse("bench curves", error, debug)) from None

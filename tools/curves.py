@@ -1,11 +1,12 @@
 """Curves: one small model trained with its states in several precisions, the losses beside each other.
 
-    the demo's data, byte by byte --> a Llama of 0.9 M parameters in bf16 --> 300 steps of AdamW under each preset
-                                                                          --> table, JSON, picture
+    the demo's data, byte by byte --> a Llama of 0.9 M parameters in bf16 --> 300 steps of AdamW, warmed up, cosine to nothing
+                                  --> under each preset, for each seed    --> table, JSON, picture
 
-Weights, data and their order are the same for every preset, so curves differ by what the states lose. The final loss is the
-mean of the last tenth of the steps; beside it stands how far it is from that of the first preset, `exact`. What does not
-change from preset to preset, and how fast a step is, nobody asks here.
+Weights, data and their order are the same for every preset and others for every seed, so curves of one seed differ by what
+the states lose, and by chance: training is chaotic, and a change of one bit moves the final loss by some tenths of a per
+cent. That is why there are several seeds, and why the standard error of what they say stands beside it. The final loss is
+the mean of the last tenth of the steps. How fast a step is nobody asks here.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SHAPE: ModelShape = {
     "num_key_value_heads": 4,
     "use_cache": False,
 }
-_SEQ, _BATCH, _LR, _WARMUP_STEPS = 128, 8, 2e-3, 20
+_SEQ, _BATCH, _LR, _WARMUP_STEPS = 128, 8, 1e-3, 20
 _SMOOTHED = 15  # steps of the moving mean in the picture
 _COLOURS = {"exact": "#4c78a8", "compact": "#54a24b", "tiny": "#f58518", "bf16": "#e45756"}
 
@@ -60,6 +61,8 @@ class CurvesOptions:
     presets: Sequence[str] = ("exact", "compact", "tiny", "bf16")
     data: Sequence[Path] = ()
     seed: int = 0
+    repeats: int = 3
+    """Seeds, from `seed` on."""
     json_file: Path | None = None
     plot_file: Path | None = None
 
@@ -68,6 +71,8 @@ class CurvesOptions:
             raise ValueError("--plot needs matplotlib: pip install 'tiermem[plots]'")
         if self.steps < 1:
             raise ValueError(f"--steps is {self.steps}; it must be at least 1")
+        if self.repeats < 1:
+            raise ValueError(f"--repeats is {self.repeats}; it must be at least 1")
         unknown = [name for name in self.presets if name not in PRESETS]
         if unknown or not self.presets or len(set(self.presets)) < len(self.presets):
             given = ",".join(self.presets)
@@ -77,13 +82,15 @@ class CurvesOptions:
 def bench_curves(options: CurvesOptions, console: Console) -> int:
     """Trains under every preset, reports, and returns the exit status. Raises ValueError and OSError for the options."""
     check_outputs([options.json_file, options.plot_file], MADE_BY)
-    corpus = Corpus(options.data, _SEQ, options.seed)
+    seeds = range(options.seed, options.seed + options.repeats)
+    corpora = {seed: Corpus(options.data, _SEQ, seed) for seed in seeds}
+    losses: dict[str, list[list[float]]] = {name: [] for name in options.presets}
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("training", total=options.steps * len(options.presets))
-        losses = {}
-        for name in options.presets:
-            progress.update(task, description=f"training, states {name}")
-            losses[name] = train_curve(name, corpus, options.steps, options.seed, lambda: progress.advance(task))
+        task = progress.add_task("training", total=options.steps * len(options.presets) * len(seeds))
+        for seed, name in itertools.product(seeds, options.presets):
+            progress.update(task, description=f"training, states {name}, seed {seed}")
+            curve = train_curve(name, corpora[seed], options.steps, seed, lambda: progress.advance(task))
+            losses[name].append(curve)
     figures = {
         "made_by": MADE_BY,
         "machine": machine_facts(),
@@ -91,7 +98,7 @@ def bench_curves(options: CurvesOptions, console: Console) -> int:
         "tokens_per_step": _BATCH * _SEQ,
         "lr": _LR,
         "steps": options.steps,
-        "seed": options.seed,
+        "seeds": list(seeds),
         "rows": rows_of(losses),
     }
     console.print(_table(figures))
@@ -104,7 +111,7 @@ def bench_curves(options: CurvesOptions, console: Console) -> int:
 
 def train_curve(name: str, corpus: Corpus, steps: int, seed: int, on_step: Any = lambda: None) -> list[float]:
     """The loss of every step of a fresh model whose states are kept as a preset says."""
-    engine, _, _, _ = tiermem.initialize(model=_build(seed), config=_config(name, seed))
+    engine, _, _, _ = tiermem.initialize(model=_build(seed), config=_config(name, steps, seed))
     dataset, device = TokenDataset(corpus), torch.device("cpu")
     losses = []
     try:
@@ -119,20 +126,27 @@ def train_curve(name: str, corpus: Corpus, steps: int, seed: int, on_step: Any =
     return losses
 
 
-def rows_of(losses: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """A row per preset: its parts, its curve, and how its final loss stands to the first preset's."""
-    finals = {name: statistics.fmean(curve[-max(1, len(curve) // 10) :]) for name, curve in losses.items()}
+def rows_of(losses: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
+    """A row per preset: its parts, its mean curve, and how its final losses stand to the first preset's, seed by seed."""
+    finals = {
+        name: [statistics.fmean(curve[-max(1, len(curve) // 10) :]) for curve in own] for name, own in losses.items()
+    }
     first = next(iter(finals.values()))
-    return [
-        {
+    rows = []
+    for name, own in losses.items():
+        apart = [mine / other - 1.0 for mine, other in zip(finals[name], first, strict=True)]
+        row = {
             "preset": name,
             **{part: getattr(PRESETS[name], part) for part in ("master", "moments", "grads", "rounding")},
-            "final_loss": finals[name],
-            "against_first": finals[name] / first - 1.0,
-            "losses": curve,
+            "final_loss": statistics.fmean(finals[name]),
+            "against_first": statistics.fmean(apart),
+            "standard_error": statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else None,
+            "against_first_by_seed": apart,
+            "losses": [statistics.fmean(at_step) for at_step in zip(*own, strict=True)],
+            "losses_by_seed": own,
         }
-        for name, curve in losses.items()
-    ]
+        rows.append(row)
+    return rows
 
 
 def draw_curves(figures: dict[str, Any]) -> Figure:
@@ -148,7 +162,7 @@ def draw_curves(figures: dict[str, Any]) -> Figure:
     first = _smoothed(figures["rows"][0]["losses"])
     for row in figures["rows"]:
         curve, colour = _smoothed(row["losses"]), _COLOURS[row["preset"]]
-        label = f"{_label(row)}: {row['final_loss']:.4f} ({row['against_first']:+.2%})"
+        label = f"{_label(row)}: {row['final_loss']:.4f} ({_apart(row)})"
         top.plot(range(1, len(curve) + 1), curve, color=colour, label=label, linewidth=1.4)
         apart = [100.0 * (mine / other - 1.0) for mine, other in zip(curve, first, strict=True)]
         bottom.plot(range(1, len(curve) + 1), apart, color=colour, linewidth=1.4)
@@ -158,8 +172,8 @@ def draw_curves(figures: dict[str, Any]) -> Figure:
     bottom.set_xlabel("step")
     for ax in (top, bottom):
         ax.grid(alpha=0.25)
-    sizes = f"{figures['steps']} steps of {figures['tokens_per_step']} tokens, moving mean of {_SMOOTHED}"
-    top.set_title(f"training with states in several precisions: {sizes}", fontsize=11)
+    sizes = f"{figures['steps']} steps of {figures['tokens_per_step']} tokens, mean of {len(figures['seeds'])} seeds"
+    top.set_title(f"states in several precisions: {sizes}, moving mean of {_SMOOTHED} steps", fontsize=11)
     figure.supxlabel(caption(figures["machine"]), fontsize=7, color="#666666")
     return figure
 
@@ -172,11 +186,12 @@ def _build(seed: int) -> nn.Module:
     return model.train()
 
 
-def _config(preset: str, seed: int) -> dict[str, Any]:
+def _config(preset: str, steps: int, seed: int) -> dict[str, Any]:
+    warmup = {"warmup_num_steps": min(_WARMUP_STEPS, steps), "total_num_steps": max(steps, _WARMUP_STEPS + 1)}
     return {
         "train_micro_batch_size_per_gpu": _BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": _LR, "weight_decay": 0.01}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": _LR, "warmup_num_steps": _WARMUP_STEPS}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {**warmup, "cos_min_ratio": 0.0}},
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
@@ -195,8 +210,14 @@ def _label(row: dict[str, Any]) -> str:
     return f"{row['preset']} (master {row['master']}, moments {row['moments']}, {row['rounding']})"
 
 
+def _apart(row: dict[str, Any]) -> str:
+    """Such as "+0.12 % ± 0.08"."""
+    error = "" if row["standard_error"] is None else f" ± {row['standard_error']:.2%}"
+    return f"{row['against_first']:+.2%}{error}"
+
+
 def _table(figures: dict[str, Any]) -> Table:
-    title = f"{figures['steps']} steps of {figures['tokens_per_step']} tokens"
+    title = f"{figures['steps']} steps of {figures['tokens_per_step']} tokens, means over {len(figures['seeds'])} seeds"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("states", "master", "moments", "rounding"):
         table.add_column(name)
@@ -204,5 +225,5 @@ def _table(figures: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
     for row in figures["rows"]:
         parts = [row[name] for name in ("preset", "master", "moments", "rounding")]
-        table.add_row(*parts, f"{row['losses'][0]:.4f}", f"{row['final_loss']:.4f}", f"{row['against_first']:+.3%}")
+        table.add_row(*parts, f"{row['losses'][0]:.4f}", f"{row['final_loss']:.4f}", _apart(row))
     return table
