@@ -8,7 +8,13 @@
 
 The engine casts the parameters to the precision of the config, shards the model by the config's policy, divides the loss by
 the micro-batches of a step and multiplies it by the loss scale, and at the last micro-batch steps optimizer and schedule.
-Everything else happens below.
+Everything else happens below, or beside it:
+
+    engine_facts   what trainers and monitors ask                saving          save_16bit_model and whole state dicts
+    phases         offload_states, reload_states                 zero/present    generation with all units in memory
+
+The loss may also be the user's own to differentiate: `engine.scale(loss).backward(); engine.step()`, and without fp16
+`loss.backward()` will do. Then gradients are divided by the micro-batches inside the step.
 """
 
 from __future__ import annotations
@@ -16,9 +22,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,14 +35,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from tiermem.choice import OptimizerFactory, Parameters, choose_optimizer
-from tiermem.config import TiermemConfig, load_config
+from tiermem.config import OffloadDevice, OffloadState, TiermemConfig, load_config
+from tiermem.config.batch import solve_batch
 from tiermem.data import build_loader
+from tiermem.engine_facts import EngineFacts
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.scaling import LossScaler
+from tiermem.phases import bring_back, offload, states_to_offload
 from tiermem.precision import DTYPES
+from tiermem.saving import consolidated, save_weights
 from tiermem.schedule import build_scheduler
 from tiermem.zero import registry
 from tiermem.zero.agreement import agree
+from tiermem.zero.residency import LiveUnit
 from tiermem.zero.shards import Shards, shard
 from tiermem.zero.topology import find_topology
 
@@ -97,7 +109,7 @@ def initialize(
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
-class Engine(nn.Module):
+class Engine(EngineFacts, nn.Module):
     """A sharded model with its optimizer, loss scale and schedule. Made by `initialize`; ended by `close`."""
 
     def __init__(
@@ -114,6 +126,11 @@ class Engine(nn.Module):
         self.global_steps = 0
         self.skipped_steps = 0
         self.micro_steps = 0
+        self.global_samples = 0
+        self._was_step_applied = False
+        self._num_divided = 0  # backwards since the last step whose loss was divided by the micro-batches of a step
+        self._num_scaled = 0  # losses since the last step that `scale` has seen
+        self._away: list[LiveUnit] = []  # resident units that offload_states took from the device
         self._sizes = config.batch(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
         choice = choose_optimizer(config, model, optimizer, parameters)
         _cast(model, _CAST_TO[config.precision])
@@ -127,6 +144,8 @@ class Engine(nn.Module):
             self.optimizer = choice.build() if choice else None
             if choice:
                 choice.warn_of_stalling(policy.precision)
+            if self.optimizer is not None:
+                self.optimizer.loss_scaler = self._scaler
             self.lr_scheduler = self._build_scheduler(scheduler)
         except BaseException:
             self.shards.close()
@@ -135,6 +154,7 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; units come and go while it runs. Under torch.autocast if the config says so."""
+        self._check_here()
         with self.shards.store.recorder.span("forward", f"micro-batch {self.micro_steps}"), self._autocast():
             return self.module(*args, **kwargs)
 
@@ -145,8 +165,8 @@ class Engine(nn.Module):
         """
         if not torch.is_tensor(loss) or loss.numel() != 1:
             raise ValueError(f"backward takes a loss of one element; given {tuple(getattr(loss, 'shape', ()))}")
-        if self.optimizer is None:
-            raise RuntimeError("this engine is for inference: neither the config nor the call names an optimizer")
+        self._check_trains()
+        self._num_divided += 1
         if scale_wrt_gas and self._sizes.accumulation > 1:
             loss = loss / self._sizes.accumulation
         with self.shards.store.recorder.span("backward", f"micro-batch {self.micro_steps}"):
@@ -155,57 +175,119 @@ class Engine(nn.Module):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss times the loss scale, for users who call `.backward()` themselves."""
+        self._num_scaled += 1
         return loss * self._scaler.scale if self._scaler.scale != 1.0 else loss
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Ends a micro-batch; at the last one of a step, steps optimizer and schedule. Collective; blocks.
 
         Gradients with NaN or infinity skip the step (fp16 lowers its scale), raise NonFiniteGradients or are applied as they
-        are, as the policy says. A step that is skipped leaves every state as it is, to the bit.
+        are, as the policy says. A step that is skipped leaves every state as it is, to the bit. lr_kwargs go to the schedule's
+        step. Raises RuntimeError when fp16 scales the loss and the user's own backward was computed without `scale`.
         """
-        if self.optimizer is None:
-            raise RuntimeError("this engine is for inference: neither the config nor the call names an optimizer")
+        optimizer = self._check_trains()
+        self._check_here()
         is_boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
+        self._was_step_applied = False
         if not is_boundary:
             return
-        self.optimizer.step(scale=self._scaler.scale, max_norm=self.config.gradient_clipping)
-        self.optimizer.zero_grad()
-        self._scaler.update(self.optimizer.was_skipped)
+        optimizer.step(scale=self._gradient_scale(), max_norm=self.config.gradient_clipping)
+        optimizer.zero_grad()
+        self._scaler.update(optimizer.was_skipped)
         self.global_steps += 1
-        if self.optimizer.was_skipped:
+        self.global_samples += self._sizes.total
+        self._was_step_applied = not optimizer.was_skipped
+        if optimizer.was_skipped:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**(lr_kwargs or {}))
         self._report_progress()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of a step."""
         return (self.micro_steps + 1) % self._sizes.accumulation == 0
 
-    def train_batch_size(self) -> int:
-        """Samples per step, over all ranks."""
-        return self._sizes.total
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the samples per step by changing the micro-batches of a step; their size stays. Between steps.
 
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples in one forward of one rank."""
-        return self._sizes.micro
+        Raises ValueError, with the arithmetic, when the number is not a multiple of what all ranks take at once.
+        """
+        self._sizes = solve_batch(train_batch_size, self._sizes.micro, None, self.shards.topology.world)
 
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one rank per step."""
-        return self._sizes.accumulation
+    # ---- weights, whole --------------------------------------------------------------------------------------------------
 
-    def get_global_grad_norm(self) -> float:
-        """Norm of the last step's gradients over all ranks, before clipping, without the loss scale."""
-        return self.optimizer.grad_norm if self.optimizer is not None else 0.0
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the model's weights to one file, safetensors where its name ends so, else torch's format; see saving.py.
 
-    def get_lr(self) -> list[float]:
-        """The learning rate of every parameter group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+        Returns whether it did: with partitioned parameters only if `stage3_gather_16bit_weights_on_model_save` is on.
+        Collective; blocks. Raises OSError when rank 0 cannot write; then no file is changed.
+        """
+        path = Path(save_dir) / save_filename
+        if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
+            logger.warning("%s is not written: stage3_gather_16bit_weights_on_model_save is false", path)
+            return False
+        save_weights(self.shards, path, exclude_frozen_parameters)
+        return True
 
-    def loss_scale(self) -> float:
-        """What the loss is multiplied by."""
-        return self._scaler.scale
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The model's state dict, whole, on every rank's CPU. Collective; blocks."""
+        state: dict[str, Any] = self.module.state_dict()
+        for name, param in self.module.named_parameters(remove_duplicate=False) if exclude_frozen_parameters else ():
+            if not param.requires_grad:
+                state.pop(name, None)
+        return state
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """Every weight, whole, on rank 0's CPU; None on the other ranks. Collective; blocks."""
+        return consolidated(self.shards, exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The same, under the name that Accelerate and Transformers call. Raises ValueError below stage 3."""
+        if not self.zero_optimization_partition_weights():
+            raise ValueError("parameters are not partitioned below stage 3: use module_state_dict()")
+        return consolidated(self.shards, exclude_frozen_parameters)
+
+    # ---- memory ----------------------------------------------------------------------------------------------------------
+
+    def empty_partition_cache(self) -> None:
+        """Lets every gathered unit go that nobody uses. They come again when they are needed."""
+        self.shards.residency.empty()
+
+    def offload_states(
+        self,
+        include: Iterable[OffloadState | str] | None = None,
+        device: OffloadDevice | str = OffloadDevice.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Gives device memory back until `reload_states`: see phases.py for what lies where.
+
+        Args:
+            include: states to offload; default: all.
+            device: cpu; none does nothing; nvme is refused.
+            pin_memory, non_blocking: taken for compatibility: host memory is pinned when the policy says so.
+
+        Raises ValueError for what cannot be offloaded, RuntimeError for an engine without optimizer. Blocks.
+        """
+        self._check_trains()
+        self._away += offload(self.shards, states_to_offload(include, device))
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings back what `offload_states` took from the device. Collective; blocks in stream order."""
+        away, self._away = self._away, []
+        bring_back(self.shards, away)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Ends the store; what it kept on paths is removed. Raises the first error of a write-back."""
@@ -220,6 +302,32 @@ class Engine(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+    def _check_trains(self) -> NativeOptimizer:
+        """The optimizer. Raises RuntimeError where there is none."""
+        if self.optimizer is None:
+            raise RuntimeError("this engine is for inference: neither the config nor the call names an optimizer")
+        return self.optimizer
+
+    def _check_here(self) -> None:
+        """Raises RuntimeError while the model is not on its device."""
+        if self._away:
+            raise RuntimeError("offload_states took parameters from the device: call reload_states first")
+
+    def _gradient_scale(self) -> float:
+        """What the gradients of a step have to be divided by, whoever computed them. Raises RuntimeError."""
+        divided, scaled, self._num_divided, self._num_scaled = self._num_divided, self._num_scaled, 0, 0
+        if divided and scaled > divided:  # `backward` scales, too
+            raise RuntimeError(
+                f"{divided} losses of this step went through engine.backward, which divides by the micro-batches of a step, "
+                f"and {scaled - divided} through engine.scale, which does not: use one of them for all micro-batches of a step"
+            )
+        if self._scaler.scale != 1.0 and not scaled:
+            raise RuntimeError(
+                "fp16 scales the loss, and the gradients of this step come from a backward of an unscaled one: use "
+                "engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        return self._scaler.scale * (1 if divided else self._sizes.accumulation)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """torch.autocast as the config asks for; without its cache, which would keep a copy of every weight."""

@@ -69,6 +69,14 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
                     _put(targets[stored.name], value)
 
 
+def dtype_code(dtype: torch.dtype) -> str:
+    """The format's name of a dtype. Raises ValueError for one that it does not know."""
+    for code, known in _DTYPES.items():
+        if known == dtype:
+            return code
+    raise ValueError(f"safetensors files hold {', '.join(str(known) for known in _DTYPES.values())}, not {dtype}")
+
+
 def find_files(path: Path) -> list[Path]:
     """The safetensors files that a path means. Raises FileNotFoundError naming what is missing."""
     if path.is_file():

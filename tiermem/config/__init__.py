@@ -20,7 +20,7 @@ from tiermem.config.autocast import AutocastConfig
 from tiermem.config.batch import BatchSizes, solve_batch
 from tiermem.config.errors import ConfigError, Problem
 from tiermem.config.load import load_config, resolve_auto
-from tiermem.config.offload import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig
+from tiermem.config.offload import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig, OffloadState
 from tiermem.config.optimizer import (
     AdagradParams,
     AdamParams,
@@ -43,6 +43,7 @@ DeepSpeedZeroOffloadParamConfig = OffloadParamConfig
 DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizerConfig
 ZeroStageEnum = ZeroStage
 OffloadDeviceEnum = OffloadDevice
+OffloadStateTypeEnum = OffloadState
 
 __all__ = [
     "AdagradParams",
@@ -63,6 +64,8 @@ __all__ = [
     "OffloadDeviceEnum",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",
+    "OffloadState",
+    "OffloadStateTypeEnum",
     "OptimizerConfig",
     "OptimizerParams",
     "OwnConfig",

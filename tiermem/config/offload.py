@@ -17,7 +17,7 @@ from pydantic import Field
 from tiermem.config.base import ConfigModel, Count, Number
 from tiermem.config.paths import Paths
 
-__all__ = ["STATES_PER_TILE", "OffloadDevice", "OffloadOptimizerConfig", "OffloadParamConfig"]
+__all__ = ["STATES_PER_TILE", "OffloadDevice", "OffloadOptimizerConfig", "OffloadParamConfig", "OffloadState"]
 
 STATES_PER_TILE = 4
 """Buffers of the reference system that one Adam tile takes: parameter, gradient, momentum, variance."""
@@ -29,6 +29,16 @@ class OffloadDevice(str, enum.Enum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
+
+
+class OffloadState(str, enum.Enum):
+    """What `Engine.offload_states` can be asked to move off the device."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
 class _OffloadConfig(ConfigModel):

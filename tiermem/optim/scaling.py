@@ -29,6 +29,13 @@ class LossScaler:
         self._hysteresis_left = config.hysteresis
         self._num_good = 0  # steps since the last overflow or doubling
 
+    @property
+    def loss_scale(self) -> float:
+        """The scale, under the reference's name."""
+        return self.scale
+
+    cur_scale = loss_scale
+
     def update(self, has_overflowed: bool) -> None:
         """Takes note of a step and sets the scale of the next."""
         if not self._is_dynamic:

@@ -20,9 +20,12 @@ from typing import Any
 
 _HOMES = {
     "Init": "tiermem.zero.init",
+    "OffloadDeviceEnum": "tiermem.config",
+    "OffloadStateTypeEnum": "tiermem.config",
     "Shards": "tiermem.zero.shards",
     "TiledLinear": "tiermem.zero.tiled",
     "shard": "tiermem.zero.shards",
+    "unwrap_model_for_generation": "tiermem.zero.present",
 }
 
 __all__ = list(_HOMES)

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +34,8 @@ from tiermem.zero.collectives import total
 from tiermem.zero.reduce import reduce_gradient
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Shard, Unit
+
+T = TypeVar("T")
 
 
 class GradientHomes:
@@ -209,8 +212,8 @@ class ShardedGrad(torch.Tensor):
     and folded into the step. To see its values use `Shards.gradient(param)`.
     """
 
-    shard: Shard
-    homes: GradientHomes
+    _shard: weakref.ref[Shard]  # weakly: `p.grad` hangs on the parameter where the garbage collector does not look
+    _homes: weakref.ref[GradientHomes]
 
     @staticmethod
     def __new__(cls, shard: Shard, homes: GradientHomes) -> ShardedGrad:
@@ -218,11 +221,21 @@ class ShardedGrad(torch.Tensor):
         grad: ShardedGrad = torch.Tensor._make_wrapper_subclass(
             cls, shard.shape, dtype=param.dtype, device=param.device
         )
-        grad.shard, grad.homes = shard, homes
+        grad._shard, grad._homes = weakref.ref(shard), weakref.ref(homes)
         return grad
 
     def __init__(self, shard: Shard, homes: GradientHomes) -> None:
         super().__init__()
+
+    @property
+    def shard(self) -> Shard:
+        """Whose gradient this is. Raises RuntimeError when its sharded model is gone."""
+        return _living(self._shard())
+
+    @property
+    def homes(self) -> GradientHomes:
+        """Where it rests. Raises RuntimeError when its sharded model is gone."""
+        return _living(self._homes())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGrad({self.shard.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -258,6 +271,12 @@ class ShardedGrad(torch.Tensor):
             f"{name} on the gradient of a sharded parameter: its values rest elsewhere. Norms and scaling work in place; "
             "to read it use Shards.gradient(param) between backward and step"
         )
+
+
+def _living(found: T | None) -> T:
+    if found is None:
+        raise RuntimeError("the sharded model that this gradient belongs to is gone: set p.grad to None")
+    return found
 
 
 def _is_two_norm(args: Sequence[Any], kwargs: Any) -> bool:

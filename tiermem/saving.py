@@ -1,0 +1,206 @@
+"""Saving: a sharded model's weights, whole, in one file, one parameter in memory at a time.
+
+    rank 0    writes `<file>.partial`, makes its room first, syncs it and renames it over the file
+    others    take part in the gathers
+
+`.safetensors` files hold each tied parameter once, under its first name, and name the others in their metadata. Any other
+name is torch's own format, which `torch.load(weights_only=True)` reads: the file is laid out for tensors without values, then
+those are filled in place. Weights have the dtype in which they are trained. Read back: weights.py, `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from tiermem.weights import dtype_code
+from tiermem.zero.collectives import exchange
+from tiermem.zero.shards import Shards
+
+
+class _Entry(NamedTuple):
+    """One tensor of a state dict and all its names."""
+
+    names: list[str]
+    tensor: torch.Tensor  # the parameter or buffer
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.dtype.itemsize
+
+
+def save_weights(shards: Shards, path: Path, exclude_frozen: bool = False) -> None:
+    """Writes parameters and persistent buffers to one file. Collective; blocks.
+
+    What failed on rank 0 is raised there, and on the others as an OSError that says so; then no file is changed.
+    """
+    entries = _entries(shards, exclude_frozen)
+    writer = _Attempt(path, entries) if shards.topology.rank == 0 else None
+    for entry in entries:
+        value = _value(shards, entry)
+        if writer is not None:
+            writer.put(entry, value)
+    error = writer.end() if writer is not None else None
+    said = exchange(shards.topology, "" if error is None else str(error))[0]
+    if error is not None:
+        raise error
+    if said:
+        raise OSError(f"rank 0 could not write {path}: {said}")
+
+
+def consolidated(shards: Shards, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
+    """Parameters and persistent buffers, whole, on rank 0's CPU; None on the others. Collective; blocks."""
+    found: dict[str, torch.Tensor] = {}
+    for entry in _entries(shards, exclude_frozen):
+        value = _value(shards, entry)
+        if shards.topology.rank == 0:
+            found.update(dict.fromkeys(entry.names, value))
+    return found if shards.topology.rank == 0 else None
+
+
+def _entries(shards: Shards, exclude_frozen: bool) -> list[_Entry]:
+    """What a state dict holds, tied names together, in the order of the model."""
+    found: dict[int, _Entry] = {}
+    for prefix, module in shards.model.named_modules(remove_duplicate=False):
+        prefix = f"{prefix}." if prefix else ""
+        for name, param in module._parameters.items():
+            if param is not None and (param.requires_grad or not exclude_frozen):
+                entry = found.setdefault(id(param), _Entry([], param, _dtype_of(shards, param)))
+                entry.names.append(prefix + name)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found.setdefault(id(buffer), _Entry([], buffer, buffer.dtype)).names.append(prefix + name)
+    return list(found.values())
+
+
+def _dtype_of(shards: Shards, param: nn.Parameter) -> torch.dtype:
+    return shards.find(param)[0].unit.dtype
+
+
+def _value(shards: Shards, entry: _Entry) -> torch.Tensor:
+    if isinstance(entry.tensor, nn.Parameter):
+        return shards.weight(entry.tensor)
+    return entry.tensor.detach().to("cpu", copy=True)
+
+
+class _File(Protocol):
+    """A file that is being filled."""
+
+    def put(self, entry: _Entry, value: torch.Tensor) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Attempt:
+    """Rank 0's side: writes until something fails, then only remembers that, so that the other ranks are not left alone."""
+
+    def __init__(self, path: Path, entries: Sequence[_Entry]) -> None:
+        self._path = path
+        self._partial = path.with_name(path.name + ".partial")
+        self._file: _File | None = None
+        self._error: OSError | None = None
+        kind = _SafetensorsFile if path.suffix == ".safetensors" else _TorchFile
+        self._try(lambda: self._open(kind, entries))
+
+    def put(self, entry: _Entry, value: torch.Tensor) -> None:
+        """Adds the next entry."""
+        if self._file is not None:
+            file = self._file
+            self._try(lambda: file.put(entry, value))
+
+    def end(self) -> OSError | None:
+        """Puts the file in its place, or takes it away; returns what went wrong."""
+        if self._file is not None:
+            self._try(self._file.close)
+        if self._error is None:
+            self._try(self._put_in_place)
+        if self._error is not None:
+            self._partial.unlink(missing_ok=True)
+        return self._error
+
+    def _open(self, kind: Callable[[Path, Sequence[_Entry]], _File], entries: Sequence[_Entry]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = kind(self._partial, entries)
+
+    def _put_in_place(self) -> None:
+        with open(self._partial, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(self._partial, self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _try(self, act: Callable[[], None]) -> None:
+        if self._error is None:
+            try:
+                act()
+            except OSError as error:
+                self._error = error
+
+
+class _SafetensorsFile:
+    """Header first, then every tensor's bytes, in order and without holes."""
+
+    def __init__(self, path: Path, entries: Sequence[_Entry]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **_tied(entries)}}
+        place = 0
+        for entry in entries:
+            offsets = [place, place := place + entry.num_bytes]
+            header[entry.names[0]] = {
+                "dtype": dtype_code(entry.dtype), "shape": list(entry.tensor.shape), "data_offsets": offsets,
+            }  # fmt: skip
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by `close`
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        _make_room(self._file.fileno(), 8 + len(text) + place)
+
+    def put(self, entry: _Entry, value: torch.Tensor) -> None:
+        self._file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _TorchFile:
+    """torch.save's layout without values; then the file itself is mapped and every value copied to its place."""
+
+    def __init__(self, path: Path, entries: Sequence[_Entry]) -> None:
+        layout: dict[str, torch.Tensor] = {}
+        for entry in entries:
+            empty = torch.empty(entry.tensor.shape, dtype=entry.dtype)  # no page of it is ever touched
+            layout.update(dict.fromkeys(entry.names, empty))
+        path.write_bytes(b"")  # raises what torch.save would tell less well
+        with torch.serialization.skip_data():
+            torch.save(layout, path)
+        del layout
+        with open(path, "r+b") as file:
+            _make_room(file.fileno(), os.path.getsize(path))  # else a full disk would be a SIGBUS
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            self._tensors: dict[str, torch.Tensor] = torch.load(path, mmap=True, weights_only=True)
+
+    def put(self, entry: _Entry, value: torch.Tensor) -> None:
+        self._tensors.pop(entry.names[0]).copy_(value)
+
+    def close(self) -> None:
+        self._tensors.clear()
+
+
+def _tied(entries: Sequence[_Entry]) -> dict[str, str]:
+    """Other names of tied tensors, with the first, as Hugging Face writes them."""
+    return {name: entry.names[0] for entry in entries for name in entry.names[1:]}
+
+
+def _make_room(descriptor: int, num_bytes: int) -> None:
+    """Takes a file's room on the disk. Raises OSError when there is not enough."""
+    if num_bytes:
+        os.posix_fallocate(descriptor, 0, num_bytes)
