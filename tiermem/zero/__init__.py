@@ -10,7 +10,7 @@ Read in this order (imports go the same way, downward):
     residency    present, on its way, or home                             reduce       gradients into a rank's part
     grads        received, measured, sent home                            registry     Parameter -> who looks after it
     hooks        forward and backward call the rest                       shards       a sharded model
-    init         building what does not fit
+    init         building what does not fit                               estimate     needs of an imagined model
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ _HOMES = {
     "OffloadStateTypeEnum": "tiermem.config",
     "Shards": "tiermem.zero.shards",
     "TiledLinear": "tiermem.zero.tiled",
+    "estimate_mem_needs": "tiermem.zero.estimate",
+    "estimate_zero2_model_states_mem_needs": "tiermem.zero.estimate",
+    "estimate_zero2_model_states_mem_needs_all_cold": "tiermem.zero.estimate",
+    "estimate_zero2_model_states_mem_needs_all_live": "tiermem.zero.estimate",
+    "estimate_zero3_model_states_mem_needs": "tiermem.zero.estimate",
+    "estimate_zero3_model_states_mem_needs_all_cold": "tiermem.zero.estimate",
+    "estimate_zero3_model_states_mem_needs_all_live": "tiermem.zero.estimate",
     "shard": "tiermem.zero.shards",
     "unwrap_model_for_generation": "tiermem.zero.present",
 }
