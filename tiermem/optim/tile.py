@@ -18,7 +18,7 @@ from tiermem.optim.layout import StateLayout
 from tiermem.policy import Tier
 from tiermem.swap.extents import round_up
 from tiermem.zero.residency import LiveUnit
-from tiermem.zero.unit import UNIT_ALIGN, Shard
+from tiermem.zero.unit import UNIT_ALIGN, Shard, Unit
 
 
 class Segment(NamedTuple):
@@ -94,12 +94,30 @@ def cut(
     """
     tiles, unit = [], live.unit
     whole = [shard for shard in unit.shards if is_whole(shard)]
+    for start, numel, segments in stepped_ranges(unit, step, shard_rank, whole):
+        entry, in_buffer = f"state/{unit.index}/{unit.name}/{start}", layout.buffer_bytes(numel, keeps_initial)
+        tiles.append(Tile(live, start, numel, layout, in_buffer, entry, home, segments))
+    return tiles
+
+
+def stepped_ranges(
+    unit: Unit, step: int, shard_rank: int, whole: Sequence[Shard] = ()
+) -> Iterator[tuple[int, int, list[Segment]]]:
+    """(start, elements, what of which parameter) of a unit's tiles: those that hold more than padding."""
     for start, numel in _ranges(unit.shard_numel, step, whole):
         segments = [s for s in (_overlap(part, start, numel, shard_rank) for part in unit.shards) if s.numel > 0]
         if segments:
-            entry, in_buffer = f"state/{unit.index}/{unit.name}/{start}", layout.buffer_bytes(numel, keeps_initial)
-            tiles.append(Tile(live, start, numel, layout, in_buffer, entry, home, segments))
-    return tiles
+            yield start, numel, segments
+
+
+def rests_on_host(sizes: Sequence[int], resident_bytes: int) -> list[bool]:
+    """Of tiles of these bytes, which stay on HOST: so many bytes of them at most, spread evenly."""
+    due, total, stays = 0, sum(sizes), []
+    for size in sizes:
+        due += size * resident_bytes
+        stays.append(due >= size * total)
+        due -= size * total * stays[-1]
+    return stays
 
 
 def _ranges(total: int, step: int, whole: Sequence[Shard]) -> Iterator[tuple[int, int]]:

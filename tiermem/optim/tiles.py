@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from tiermem.optim.layout import EXP_AVG, EXP_AVG_SQ, MASTER, StateLayout, StatePart, is_positive
-from tiermem.optim.tile import Segment, Tile, cut
+from tiermem.optim.tile import Segment, Tile, cut, rests_on_host
 from tiermem.optim.tile_moves import MomentsOf, TileMoves
 from tiermem.optim.tile_step import RuleOf, TileStart, TileStep, too_many_moments
 from tiermem.optim.tile_visit import TileVisit, Visitor
@@ -181,11 +181,9 @@ class StateTiles:
             for tile in self.tiles:
                 tile.home = Tier.HOST
             return
-        due, states = 0, sum(tile.state_bytes for tile in self.tiles)
-        for tile in self.tiles:
-            due += tile.state_bytes * self._shards.plan.resident_bytes
-            if due >= tile.state_bytes * states:
-                due -= tile.state_bytes * states
+        stays = rests_on_host([tile.state_bytes for tile in self.tiles], self._shards.plan.resident_bytes)
+        for tile, is_resident in zip(self.tiles, stays, strict=True):
+            if is_resident:
                 tile.home = Tier.HOST
 
     def _has_master(self, shard: Shard) -> bool:

@@ -1,0 +1,245 @@
+"""Steps: training steps of one rank as tasks, in the order in which the library itself issues them.
+
+    forward    per use:  read shard (disk) -> gather (network) -> copy to the GPU (link) -> maths
+    backward   per use:  the same, then reduce (network) -> copy to the host -> add to its home -> write (disk)
+    step       per tile: read -> kernel -> write, through a fixed number of buffers; the first reads begin in backward, once
+               no unit is left to be read; then what next forward begins with is read
+
+Lanes: `disk` (or `disk read` and `disk write` when both go at once), `network`, `link down`, `link up`, `maths` and, beside a
+GPU, `kernels`; on a CPU kernels and maths share the cores, so they share a lane.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from tiermem.forecast.fetches import Buffers, Fetching
+from tiermem.forecast.rates import Rates
+from tiermem.forecast.tile_loads import tile_loads
+from tiermem.forecast.timeline import Task
+from tiermem.forecast.uses import Use
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.zero.plan import Plan
+from tiermem.zero.topology import Topology
+from tiermem.zero.unit import Unit
+
+NVME_TO_HOST, HOST_TO_NVME = "NVME -> HOST", "HOST -> NVME"
+HOST_TO_DEVICE, DEVICE_TO_HOST = "HOST -> DEVICE", "DEVICE -> HOST"
+RANK_TO_RANK = "rank -> rank"
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+MATHS = "maths"
+
+_BEHIND = 1  # priority of what nobody waits for yet
+_GRAD_BUFFERS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """What a rank does in a step: everything that decides its tasks."""
+
+    units: Sequence[Unit]
+    uses: Sequence[Use]
+    plan: Plan
+    policy: OffloadPolicy
+    topology: Topology
+    rates: Rates  # of this rank
+    is_gpu: bool
+    num_micro: int  # micro-batches of a step
+
+
+def build_steps(course: Course, num_steps: int) -> list[Task]:
+    """The tasks of so many steps in a row; each phase's name ends in its step's number: "forward 0"."""
+    return _Builder(course).build(num_steps)
+
+
+class _Builder:
+    """Adds tasks and remembers by number what others have to wait for."""
+
+    def __init__(self, course: Course) -> None:
+        self._course = course
+        self._rates = course.rates
+        self._tasks: list[Task] = []
+        self._phase = ""
+        self._last = -1  # the latest task of the program itself: everything it does next comes after
+        self._arrivals: dict[int, int] = {}  # unit -> the task that ends its way here
+        self._uses = [*course.uses, *reversed(course.uses)]
+        self._loads = tile_loads(course.units, course.plan, course.policy, course.topology.shard_rank)
+        streamed = {unit.index: unit.full_numel for unit in course.units if not unit.is_resident}
+        num_slots = course.plan.num_unit_slots or course.policy.unit_buffers or 3
+        policy = course.policy
+        bounds = Buffers(num_slots, policy.prefetch_numel, policy.max_live_numel, policy.max_reuse_numel)
+        self._fetching = Fetching(streamed, bounds)
+        self._begun: list[int] = []  # head start: tasks that read the first tiles
+        self._grad_writes: list[int] = []
+
+    def build(self, num_steps: int) -> list[Task]:
+        for number in range(num_steps):
+            for micro in range(self._course.num_micro):
+                self._fetching.begin([use.units for use in self._uses])
+                self._forward(number)
+                self._backward(number, micro)
+            self._step(number)
+        return self._tasks
+
+    # ---- forward and backward ------------------------------------------------------------------------------------------
+
+    def _forward(self, number: int) -> None:
+        self._phase = f"{FORWARD} {number}"
+        for use in self._course.uses:
+            self._run(use, use.forward_s)
+
+    def _backward(self, number: int, micro: int) -> None:
+        self._phase = f"{BACKWARD} {number}"
+        left = {
+            unit: sum(unit in use.units for use in self._course.uses) for use in self._course.uses for unit in use.units
+        }
+        for use in reversed(self._course.uses):
+            self._run(use, use.backward_s)
+            if not self._fetching.expects_fetches():
+                self._begin_tiles()
+            for index in use.units:
+                left[index] -= 1
+                if not left[index] and self._unit(index).is_trainable:
+                    self._receive(self._unit(index), is_first=micro == 0)
+        for unit in self._course.units:
+            if unit.is_trainable and unit.index not in left:  # small ones that stay present: at the end
+                self._receive(unit, is_first=micro == 0)
+
+    def _run(self, use: Use, seconds: float) -> None:
+        """One module's maths, once its units have come; what is fetched ahead is begun before it."""
+        urgent, ahead = self._fetching.use(use.units)
+        for index in (*urgent, *ahead):
+            self._fetch(self._unit(index))
+        arrivals = [self._arrivals[index] for index in use.units if index in self._arrivals]
+        self._last = self._add(use.name, MATHS, seconds + self._rates.use_s, [self._last, *arrivals])
+
+    def _fetch(self, unit: Unit) -> None:
+        course, after = self._course, self._last
+        if course.plan.unit_homes.get(unit.index) is Tier.NVME:
+            after = self._read(unit.name, unit.shard_bytes, [after])
+        if course.topology.num_shards > 1:
+            after = self._send(f"gather {unit.name}", unit.full_bytes, [after], course.topology.num_shards)
+        if course.is_gpu:
+            num_bytes = unit.shard_bytes
+            seconds = num_bytes / self._rates.link_bytes_s
+            after = self._add(f"to GPU {unit.name}", "link down", seconds, [after], HOST_TO_DEVICE, num_bytes)
+        self._arrivals[unit.index] = after
+
+    def _receive(self, unit: Unit, is_first: bool) -> None:
+        """A unit's gradients on their way home."""
+        course, after = self._course, self._last
+        if course.topology.world > 1:
+            num_ways = 2 if course.topology.num_shards == 1 else 1  # what is kept whole is sent back as well
+            after = self._send(f"reduce {unit.name}", num_ways * unit.full_bytes, [after], course.topology.world)
+        if course.is_gpu:
+            num_bytes = unit.shard_bytes
+            seconds = num_bytes / self._rates.link_bytes_s
+            after = self._add(f"from GPU {unit.name}", "link up", seconds, [after], DEVICE_TO_HOST, num_bytes)
+        grad_bytes = unit.shard_numel * course.policy.precision.grad_dtype(unit.dtype).itemsize
+        streamed = unit.shard_bytes + grad_bytes * (1 if is_first else 2)
+        if course.plan.grads is not Tier.NVME:
+            after = self._kernel(f"add {unit.name}", streamed, [after])
+        else:
+            free = self._grad_writes[-_GRAD_BUFFERS:][:1] if len(self._grad_writes) >= _GRAD_BUFFERS else []
+            if not is_first:
+                after = self._read(f"gradients {unit.name}", grad_bytes, [after, *free])
+            after = self._kernel(f"add {unit.name}", streamed, [after, *free])
+            self._grad_writes.append(self._write(f"gradients {unit.name}", grad_bytes, [after]))
+        if not course.is_gpu:
+            self._last = after  # the program waits for its own cores
+
+    # ---- the step ------------------------------------------------------------------------------------------------------
+
+    def _begin_tiles(self) -> None:
+        """The head start: the first tiles' lasting parts, behind everything else."""
+        course = self._course
+        if self._begun or not course.policy.pipeline_read or course.policy.step_in_backward:
+            return
+        lasting = [load.lasting_bytes for load in self._loads if load.lasting_bytes]
+        for num_bytes in lasting[: course.plan.num_tile_slots]:
+            self._begun.append(self._read("tile", num_bytes, [self._last], _BEHIND))
+
+    def _step(self, number: int) -> None:
+        course = self._course
+        waited = [self._last, *self._grad_writes, *self._arrivals.values()]
+        self._phase, self._grad_writes = f"{STEP} {number}", []
+        self._arrivals.clear()
+        self._last = self._add("norm", MATHS, 0.0, waited)
+        begun, self._begun = self._begun, []
+        self._last = self._add("written", MATHS, 0.0, [self._last, *self._tiles(begun)])
+        if course.topology.num_shards > 1 or course.is_gpu:
+            for unit in course.units:
+                if unit.is_resident and unit.is_trainable:
+                    self._regather(unit)
+            self._last = self._add("gathered", MATHS, 0.0, [self._last])
+        for index in self._fetching.step():
+            self._fetch(self._unit(index))
+
+    def _tiles(self, begun: list[int]) -> list[int]:
+        """Every tile through read, kernel and write; returns the writes."""
+        policy, num_buffers = self._course.policy, max(1, self._course.plan.num_tile_slots)
+        kernels: list[int] = []
+        writes: list[int] = []
+        pending = list(begun)
+        for place, load in enumerate(self._loads):
+            after = [self._last]
+            if self._course.plan.num_tile_slots:
+                after += writes[place - num_buffers : place - num_buffers + 1] if place >= num_buffers else []
+                after += [] if policy.pipeline_read else kernels[-1:]
+            if pending and load.lasting_bytes:
+                come = [pending.pop(0), self._read("tile gradients", load.read_bytes - load.lasting_bytes, after)]
+            else:
+                come = [self._read("tile", load.read_bytes, after)]
+            before = [] if policy.pipeline_write else writes[-1:]
+            kernels.append(self._kernel("tile", load.memory_bytes, [*come, *before, *kernels[-1:]]))
+            writes.append(self._write("tile", load.written_bytes, [kernels[-1]]))
+        return writes
+
+    def _regather(self, unit: Unit) -> None:
+        """The new weights of a unit that stays present reach every rank's copy."""
+        course = self._course
+        if course.topology.num_shards > 1:
+            self._last = self._send(f"gather {unit.name}", unit.full_bytes, [self._last], course.topology.num_shards)
+        if course.is_gpu:
+            seconds = unit.shard_bytes / self._rates.link_bytes_s
+            name = f"to GPU {unit.name}"
+            self._last = self._add(name, "link down", seconds, [self._last], HOST_TO_DEVICE, unit.shard_bytes)
+
+    # ---- tasks ---------------------------------------------------------------------------------------------------------
+
+    def _read(self, name: str, num_bytes: int, after: list[int], priority: int = 0) -> int:
+        lane = "disk read" if self._rates.is_disk_duplex else "disk"
+        seconds = num_bytes / self._rates.disk_read_bytes_s
+        return self._add(f"read {name}", lane, seconds, after, NVME_TO_HOST, num_bytes, priority)
+
+    def _write(self, name: str, num_bytes: int, after: list[int]) -> int:
+        lane = "disk write" if self._rates.is_disk_duplex else "disk"
+        seconds = num_bytes / self._rates.disk_write_bytes_s
+        return self._add(f"write {name}", lane, seconds, after, HOST_TO_NVME, num_bytes)
+
+    def _send(self, name: str, full_bytes: int, after: list[int], num_ranks: int) -> int:
+        """A collective over a full layout: of it, a rank sends and receives all parts but its own."""
+        num_bytes = full_bytes * (num_ranks - 1) // num_ranks
+        return self._add(name, "network", num_bytes / self._rates.network_bytes_s, after, RANK_TO_RANK, num_bytes)
+
+    def _kernel(self, name: str, memory_bytes: int, after: list[int]) -> int:
+        lane = "kernels" if self._course.is_gpu else MATHS
+        return self._add(name, lane, memory_bytes / self._rates.kernel_bytes_s, after)
+
+    def _add(
+        self,
+        name: str,
+        lane: str,
+        seconds: float,
+        after: Sequence[int],
+        edge: str = "",
+        num_bytes: int = 0,
+        priority: int = 0,
+    ) -> int:
+        earlier = tuple(number for number in after if number >= 0)
+        self._tasks.append(Task(name, lane, seconds, earlier, self._phase, edge, num_bytes, priority))
+        return len(self._tasks) - 1
+
+    def _unit(self, index: int) -> Unit:
+        return self._course.units[index]

@@ -1,0 +1,51 @@
+"""Uses: the modules that a forward runs one after another, with the units each needs and how long its maths takes.
+
+Taken from a division (zero/unit.py), in the order in which modules are defined: the first guess that `zero/order.py` makes too.
+A module's maths is counted by its parameters that multiply: those of two dimensions or more, outside embeddings, which only
+look up. A mixture of experts counts every expert, so its time is an upper bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from tiermem.forecast.rates import Compute
+from tiermem.zero.unit import Division, Unit
+
+
+class Use(NamedTuple):
+    """One module's part in a forward and a backward."""
+
+    name: str
+    units: tuple[int, ...]  # indices of the units it needs, streamed or not
+    forward_s: float
+    backward_s: float
+
+
+def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]:
+    """The uses of one forward. The model may be on the meta device."""
+    names = {module: name for name, module in model.named_modules()}
+    in_list = {
+        m for each in model.modules() if isinstance(each, nn.ModuleList) for m in each.modules() if m is not each
+    }
+    uses = []
+    for module, units in division.triggers.items():
+        is_rest = compute.rest_forward_s is not None and module not in in_list
+        numel = 0 if is_rest else _multiplying(module, units)
+        forward_s, backward_s = numel * compute.forward_s, numel * compute.backward_s
+        uses.append(Use(names[module], tuple(unit.index for unit in units), forward_s, backward_s))
+    if uses:
+        last, rest = uses[-1], (compute.rest_forward_s or 0.0, compute.rest_backward_s or 0.0)
+        uses[-1] = last._replace(forward_s=last.forward_s + rest[0], backward_s=last.backward_s + rest[1])
+    return uses
+
+
+def _multiplying(module: nn.Module, units: Sequence[Unit]) -> int:
+    """Elements that a module multiplies by: of its own parameters in its units, those that are matrices."""
+    embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding)]
+    looked_up = {param for each in embeddings for param in each.parameters(recurse=False)}
+    here = {shard.param for unit in units for shard in unit.shards} & set(module.parameters())
+    return sum(param.numel() for param in here - looked_up if param.dim() > 1)
