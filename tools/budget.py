@@ -121,6 +121,16 @@ def plan_budget(
 ) -> Budget:
     """The budget of a run: `resident_bytes` measured after imports, `num_tokens` of one micro-batch."""
     sizes = ModelSizes.of(shape)
+    terms = (
+        Term("interpreter and libraries", resident_bytes, "resident after the imports, measured"),
+        *activation_terms(sizes, num_tokens, precision, is_checkpointing),
+        Term("margin", max(MARGIN_BYTES, int(MARGIN_PART * cap_bytes)), "stacks, page tables, Python objects"),
+    )
+    return Budget(cap_bytes, terms)
+
+
+def activation_terms(sizes: ModelSizes, num_tokens: int, precision: str, is_checkpointing: bool) -> tuple[Term, ...]:
+    """What a forward and backward of so many tokens takes beside the store, at its peak."""
     element = _ELEMENT_BYTES[precision]
     saved = saved_bytes_per_token(sizes, precision)
     block = num_tokens * saved
@@ -134,8 +144,7 @@ def plan_budget(
     logits = num_tokens * sizes.vocabulary * (2 * element + 12)
     gradients = sizes.unit_numel * element
     heap = int(HEAP_PART * (kept + working + logits))
-    terms = (
-        Term("interpreter and libraries", resident_bytes, "resident after the imports, measured"),
+    return (
         Term("activations", kept, kept_why),
         Term("one block at work", working, "recomputed and " * is_checkpointing + "turned into gradients"),
         Term("logits and loss", logits, f"{num_tokens} x {sizes.vocabulary}: in {precision}, float, softmax, gradient"),
@@ -143,9 +152,7 @@ def plan_budget(
         Term("repacked weight", sizes.weight_numel * element, "the largest weight, as the matrix product wants it"),
         Term("gradients before", sizes.block_numel * element, "the last block's: freed, kept by the C library's heap"),
         Term("allocator", heap, f"free pieces between live ones: {HEAP_PART:.0%} of activations, block and logits"),
-        Term("margin", max(MARGIN_BYTES, int(MARGIN_PART * cap_bytes)), "stacks, page tables, Python objects"),
     )
-    return Budget(cap_bytes, terms)
 
 
 def saved_bytes_per_token(sizes: ModelSizes, precision: str) -> int:

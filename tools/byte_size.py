@@ -33,6 +33,18 @@ def parse_count(text: str) -> int:
     return int(float(match.group(1)) * powers[unit])
 
 
+def parse_flops(text: str) -> float:
+    """Reads operations a second: "150T", "2.5P", "300G", "1e14"; G, T and P are powers of 1000. Raises ValueError."""
+    powers = {"g": 1e9, "t": 1e12, "p": 1e15}
+    number, factor = (text[:-1], powers[text[-1].lower()]) if text[-1:].lower() in powers else (text, 1.0)
+    try:
+        return float(number) * factor
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is no number of operations a second; write for example 150T, 2.5P or 1e14"
+        ) from None
+
+
 def format_bytes(num_bytes: float) -> str:
     """A size for people: MiB up to 10 GiB, so that figures of one run compare; "1250.0 MiB", "19.53 GiB"."""
     if abs(num_bytes) < 10 << 10:

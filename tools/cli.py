@@ -1,4 +1,4 @@
-"""The command line: `tiermem train`, `check`, `tune` and `bench`.
+"""The command line: `tiermem train`, `plan`, `check`, `tune` and `bench` (cli_bench.py).
 
 A mistake of the user's is one line on stderr and exit status 2; --debug shows the traceback. Nothing heavy is imported
 before a command needs it: torch belongs to the trainer's process.
@@ -7,17 +7,19 @@ before a command needs it: torch belongs to the trainer's process.
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tiermem.tools.byte_size import parse_bytes, parse_count
+from tiermem.tools.byte_size import parse_bytes, parse_flops
+from tiermem.tools.cli_bench import bench
 from tiermem.tools.endurance import parse_tbw
+from tiermem.tools.refusal import EXIT_INTERRUPTED, EXIT_USER, refuse
 
-EXIT_USER, EXIT_INTERRUPTED = 2, 130
+__all__ = ["EXIT_INTERRUPTED", "EXIT_USER", "app", "main", "spread_lists"]
+
 _LISTS = ("--nvme", "--data", "--path")
 
 app = typer.Typer(
@@ -52,7 +54,6 @@ def spread_lists(arguments: Sequence[str]) -> list[str]:
     return spread
 
 
-bench = typer.Typer(help="Measure what this machine reaches.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 
@@ -133,7 +134,68 @@ def train(
         )
         status = run_training(options, open_console())
     except (UserError, ValueError, OSError) as error:
-        raise typer.Exit(_refuse("train", error, debug)) from None
+        raise typer.Exit(refuse("train", error, debug)) from None
+    raise typer.Exit(status)
+
+
+@app.command()
+def plan(
+    config: Annotated[Path, typer.Option(help="a DeepSpeed-style JSON config")],
+    preset: Annotated[str | None, typer.Option(help="151m, 419m, 1.3b, 3b or 7b: a Llama of that size")] = None,
+    model: Annotated[Path | None, typer.Option(help="a Hugging Face config.json, or the folder it lies in")] = None,
+    ranks: Annotated[int, typer.Option(help="ranks (GPUs) on each node")] = 1,
+    nodes: Annotated[int, typer.Option(help="nodes")] = 1,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="of each rank's GPU, such as 80GiB [default: the maths runs on the CPU]")
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option(help="of each node, such as 512GiB [default: no limit]")] = None,
+    nvme_size: Annotated[str | None, typer.Option(help="of each node, such as 7TB [default: no limit]")] = None,
+    nvme_rate: Annotated[
+        str | None, typer.Option(help="GB/s read and written by a node's disks, such as 3.6,7.0 [default: measured]")
+    ] = None,
+    duplex: Annotated[bool, typer.Option("--duplex", help="the disks read and write at full speed at once")] = False,
+    rates: Annotated[Path | None, typer.Option(help="what `tiermem tune` wrote: its measured rates")] = None,
+    flops: Annotated[
+        str | None, typer.Option(help="operations a second that a rank reaches, such as 150T [default: measured here]")
+    ] = None,
+    link: Annotated[str, typer.Option(help="bytes a second between memory and GPU, each way")] = "25GB",
+    network: Annotated[str, typer.Option(help="bytes a second that a rank sends to others")] = "10GB",
+    seq: Annotated[int, typer.Option(help="tokens of a sequence")] = 2048,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="recompute activations in backward")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+) -> None:
+    """Say what a training would take of every tier and how long a step would last, without the machine for it."""
+    from tiermem.tools.plan import PlanOptions
+    from tiermem.tools.plan import plan as run_planning
+    from tiermem.tools.reports import open_console
+
+    try:
+        options = PlanOptions(
+            config=config,
+            preset=preset,
+            model=model,
+            ranks=ranks,
+            nodes=nodes,
+            gpu_bytes=parse_bytes(gpu_memory) if gpu_memory is not None else None,
+            host_bytes=parse_bytes(host_memory) if host_memory is not None else None,
+            nvme_bytes=parse_bytes(nvme_size) if nvme_size is not None else None,
+            nvme_rate=nvme_rate,
+            is_duplex=duplex,
+            rates=rates,
+            flops=parse_flops(flops) if flops is not None else None,
+            link_bytes_s=parse_bytes(link),
+            network_bytes_s=parse_bytes(network),
+            seq=seq,
+            is_checkpointing=checkpointing,
+            json_file=json_file,
+        )
+        status = run_planning(options, open_console())
+    except (ValueError, OSError) as error:
+        raise typer.Exit(refuse("plan", error, debug)) from None
+    except KeyboardInterrupt:
+        print("tiermem plan: stopped by Ctrl-C; nothing was written", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     raise typer.Exit(status)
 
 
@@ -150,7 +212,7 @@ def check(
     try:
         status = check_machine(path or [Path()], seconds, open_console())
     except (ValueError, OSError) as error:
-        raise typer.Exit(_refuse("check", error, debug)) from None
+        raise typer.Exit(refuse("check", error, debug)) from None
     raise typer.Exit(status)
 
 
@@ -179,198 +241,11 @@ def tune(
         options = TuneOptions(path, out, seconds, parse_bytes(size), tuple(engine.split(",")))
         status = run_tuning(options, open_console())
     except (ValueError, OSError) as error:
-        raise typer.Exit(_refuse("tune", error, debug)) from None
+        raise typer.Exit(refuse("tune", error, debug)) from None
     except KeyboardInterrupt:
         print("tiermem tune: stopped by Ctrl-C; nothing was written", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     raise typer.Exit(status)
-
-
-@bench.command("io")
-def bench_io(
-    path: Annotated[list[Path], typer.Option(help="folders on the disks: each alone, then all at once")],
-    size: Annotated[str, typer.Option(help="of the file in each folder, for each rank")] = "2GiB",
-    block: Annotated[str, typer.Option(help="block sizes")] = "256KiB,1MiB,4MiB",
-    depth: Annotated[str, typer.Option(help="blocks in flight")] = "1,8,32",
-    engine: Annotated[str, typer.Option(help="some of auto,uring,aio,threads")] = "auto",
-    mode: Annotated[
-        str, typer.Option(help="some of read,write,mixed,random,tensors,sustained")
-    ] = "read,write,mixed,random",
-    ranks: Annotated[str, typer.Option(help="processes at once, such as 1,4")] = "1",
-    loops: Annotated[int, typer.Option(help="passes of each setting, turn and turn about")] = 5,
-    random_block: Annotated[str, typer.Option(help="block size of random")] = "4KiB",
-    fsync: Annotated[bool, typer.Option("--fsync", help="end each writing pass with a sync")] = False,
-    threads: Annotated[int, typer.Option(help="of the threads engine [default: it chooses]", show_default=False)] = 0,
-    most_bytes: Annotated[str, typer.Option("--bytes", help="that sustained writes")] = "64GiB",
-    seconds: Annotated[float | None, typer.Option(help="after which sustained stops")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write machine, rows and best here")] = None,
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="write the rows here")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="draw heat maps, as a PNG")] = None,
-    fio: Annotated[bool, typer.Option("--fio", help="fio on the same file, when it is installed")] = False,
-    yardstick: Annotated[Path | None, typer.Option(help="build/yardsticks/bare_loop, from `make yardsticks`")] = None,
-    peer_python: Annotated[Path | None, typer.Option(help="an interpreter that has DeepSpeed: its aio_handle")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
-) -> None:
-    """Measure a folder's disk: GB/s, latencies and CPU time of every engine, block size, depth and pattern."""
-    from tiermem.tools.bench_io import IoBenchOptions, parse_list
-    from tiermem.tools.bench_io import bench_io as run_benchmark
-    from tiermem.tools.reports import open_console
-
-    try:
-        options = IoBenchOptions(
-            paths=path,
-            size_bytes=parse_bytes(size),
-            blocks=parse_list(block, "--block", parse_bytes),
-            depths=parse_list(depth, "--depth", int),
-            engines=parse_list(engine, "--engine"),
-            modes=parse_list(mode, "--mode"),
-            ranks=parse_list(ranks, "--ranks", int),
-            loops=loops,
-            random_block_bytes=parse_bytes(random_block),
-            sync=fsync,
-            threads=threads,
-            sustained_bytes=parse_bytes(most_bytes),
-            sustained_s=seconds,
-            json_file=json_file,
-            csv_file=csv_file,
-            plot_file=plot_file,
-            has_fio=fio,
-            yardstick=yardstick,
-            peer_python=peer_python,
-        )
-        status = run_benchmark(options, open_console())
-    except (ValueError, OSError) as error:
-        raise typer.Exit(_refuse("bench io", error, debug)) from None
-    except KeyboardInterrupt:
-        print("tiermem bench io: stopped; nothing is left on the paths", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    raise typer.Exit(status)
-
-
-@bench.command("adam")
-def bench_adam(
-    params: Annotated[str, typer.Option(help="parameters to step, such as 128M")] = "128M",
-    loops: Annotated[int, typer.Option(help="of each row, everybody in turn")] = 9,
-    threads: Annotated[int | None, typer.Option(help="of everybody's maths [default: the cores]")] = None,
-    row: Annotated[list[str] | None, typer.Option(help="part of the names of rows to measure [default: all]")] = None,
-    yardstick: Annotated[Path | None, typer.Option(help="build/yardsticks/bare_stream, from `make yardsticks`")] = None,
-    peer_python: Annotated[Path | None, typer.Option(help="an interpreter that has DeepSpeed: its CPU Adam")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write machine and rows here")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
-) -> None:
-    """Time AdamW in every precision, beside the memory's own speed, torch's fused AdamW and DeepSpeedCPUAdam."""
-    from tiermem.tools.bench_adam import AdamBenchOptions
-    from tiermem.tools.bench_adam import bench_adam as run_benchmark
-    from tiermem.tools.reports import open_console
-
-    try:
-        options = AdamBenchOptions(
-            num_params=parse_count(params),
-            loops=loops,
-            threads=threads,
-            rows=tuple(row or ()),
-            json_file=json_file,
-            yardstick=yardstick,
-            peer_python=peer_python,
-        )
-        status = run_benchmark(options, open_console())
-    except (ValueError, OSError) as error:
-        raise typer.Exit(_refuse("bench adam", error, debug)) from None
-    except KeyboardInterrupt:
-        print("tiermem bench adam: stopped; nothing was written", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    raise typer.Exit(status)
-
-
-@bench.command("step")
-def bench_step(
-    path: Annotated[list[Path], typer.Option(help="folders on the NVMe disks: the states are dealt over them")],
-    params: Annotated[str, typer.Option(help="parameters to step, such as 256M")] = "256M",
-    precision: Annotated[str, typer.Option(help="of parameters and gradients: fp32 or bf16")] = "bf16",
-    preset: Annotated[
-        str, typer.Option(help="of states: exact, compact, bf16, tiny; several with commas are compared")
-    ] = "exact",
-    loops: Annotated[int, typer.Option(help="steps to time")] = 5,
-    resident: Annotated[str, typer.Option(help="states kept in memory; several such as 0,25%,1GiB are compared")] = "0",
-    only_states: Annotated[bool, typer.Option("--only-states", help="keep parameters and gradients in memory")] = False,
-    compare: Annotated[bool, typer.Option("--compare", help="also with either half of the pipeline off")] = False,
-    no_pipeline: Annotated[bool, typer.Option("--no-pipeline", help="read, compute and write in turn")] = False,
-    yardstick: Annotated[Path | None, typer.Option(help="build/yardsticks/bare_loop, from `make yardsticks`")] = None,
-    engine: Annotated[str, typer.Option(help="auto, uring, aio or threads")] = "auto",
-    tbw: Annotated[str | None, typer.Option(help="what the drive may be written in its life, such as 600TB")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="draw a step tile by tile, as a PNG")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
-) -> None:
-    """Time optimizer steps over states on NVMe, beside the disk's roofline for the same bytes."""
-    from tiermem.tools.bench_step import StepBenchOptions
-    from tiermem.tools.bench_step import bench_step as run_benchmark
-    from tiermem.tools.reports import open_console
-
-    try:
-        options = StepBenchOptions(
-            paths=path,
-            num_params=parse_count(params),
-            precision=precision,
-            preset=preset,
-            loops=loops,
-            resident=resident,
-            compares=compare,
-            pipelines=not no_pipeline,
-            only_states=only_states,
-            yardstick=yardstick,
-            engine=engine,
-            tbw_bytes=parse_tbw(tbw) if tbw is not None else None,
-            json_file=json_file,
-            plot_file=plot_file,
-        )
-        status = run_benchmark(options, open_console())
-    except (ValueError, OSError) as error:
-        raise typer.Exit(_refuse("bench step", error, debug)) from None
-    except KeyboardInterrupt:
-        print("tiermem bench step: stopped; nothing is left on the paths", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    raise typer.Exit(status)
-
-
-@bench.command("curves")
-def bench_curves(
-    steps: Annotated[int, typer.Option(help="optimizer steps under each preset")] = 300,
-    presets: Annotated[str, typer.Option(help="of states, to be compared with the first")] = "exact,compact,tiny,bf16",
-    data: Annotated[
-        list[Path] | None, typer.Option(help="text files or folders [default: Python's own sources and documentation]")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="of weights, data and rounding: the first")] = 0,
-    repeats: Annotated[int, typer.Option(help="seeds whose means are compared")] = 3,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the losses here")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="draw the losses, as a PNG")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
-) -> None:
-    """Train a small model with its states in several precisions and compare the losses."""
-    from tiermem.tools.curves import CurvesOptions
-    from tiermem.tools.curves import bench_curves as run_benchmark
-    from tiermem.tools.reports import open_console
-
-    try:
-        options = CurvesOptions(steps, presets.split(","), tuple(data or ()), seed, repeats, json_file, plot_file)
-        status = run_benchmark(options, open_console())
-    except (ValueError, OSError) as error:
-        raise typer.Exit(_refuse("bench curves", error, debug)) from None
-    except KeyboardInterrupt:
-        print("tiermem bench curves: stopped by Ctrl-C; nothing was written", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    raise typer.Exit(status)
-
-
-def _refuse(command: str, error: Exception, is_debug: bool) -> int:
-    """One line for the user, and the traceback when asked for."""
-    if is_debug:
-        traceback.print_exception(error)
-    message = str(error) or type(error).__name__
-    if isinstance(error, OSError) and error.filename is not None:
-        message = f"{error.filename}: {error.strerror or error}"
-    print(f"tiermem {command}: {' '.join(message.split())}", file=sys.stderr)
-    return EXIT_USER
 
 
 if __name__ == "__main__":

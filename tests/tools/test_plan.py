@@ -1,0 +1,241 @@
+"""Does `tiermem plan` say what a real start would allocate, whether it fits, and what to change if not?"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+pytest.importorskip("transformers")
+
+import torch
+
+import tiermem
+from tiermem.forecast import Rates
+from tiermem.forecast.steps import HOST_TO_DEVICE, HOST_TO_NVME, NVME_TO_HOST, RANK_TO_RANK
+from tiermem.tools.cli import EXIT_USER, main
+from tiermem.tools.plan import EXIT_FITS, EXIT_TOO_SMALL, PlanOptions, parse_rates, plan, tuned_speed
+from tiermem.tools.plan_advice import advise, tiling_hint
+from tiermem.tools.planned import Cluster, Planned, Scenario, Speed, meta_model, plan_scenario
+from tiermem.tools.presets import preset
+
+TINY = preset("151m") | {
+    "hidden_size": 128,
+    "intermediate_size": 300,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 301,
+}
+SPEED = Speed(Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=0.5e9), flops=1e12)
+GIB = 1 << 30
+
+
+def config_of(device: str = "nvme", stage: int = 3, **own: Any) -> dict[str, Any]:
+    target = {"device": device} | ({"nvme_path": "/mnt/nvme0"} if device == "nvme" else {})
+    zero = {"stage": stage, "offload_optimizer": target} | ({"offload_param": target} if stage == 3 else {})
+    zero["stage3_param_persistence_threshold"] = 200
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "bf16": {"enabled": True},
+        "optimizer": optimizer,
+        "zero_optimization": zero,
+        "tiermem": own,
+    }
+
+
+def planned(config: dict[str, Any], cluster: Cluster, speed: Speed = SPEED, **fields: Any) -> Planned:
+    return plan_scenario(Scenario(TINY, config, cluster, speed, 64, **fields))
+
+
+def test_the_plan_is_that_of_a_real_start(tmp_path: Path) -> None:
+    import transformers
+
+    config = config_of()
+    for section in ("offload_optimizer", "offload_param"):
+        config["zero_optimization"][section] = {"device": "nvme", "nvme_path": str(tmp_path)}
+    said = planned(config, Cluster(1, 1))
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**TINY))
+    engine = tiermem.initialize(model=model, config=config)[0]
+    assert said.plan.rows == engine.shards.plan.rows
+    assert said.num_params == sum(live.numel for _, live in engine.shards.parameters())
+    engine.close()
+
+
+def test_a_node_is_shared_and_every_rank_holds_its_part() -> None:
+    one, many = planned(config_of(), Cluster(1, 1)), planned(config_of(), Cluster(num_nodes=3, ranks_per_node=2))
+    assert many.tier_bytes("NVME") == pytest.approx(one.tier_bytes("NVME") / 6, rel=0.15)  # shards are padded
+    assert many.forecast.edge_bytes(RANK_TO_RANK) > 0 == one.forecast.edge_bytes(RANK_TO_RANK)
+    slower = Speed(Rates(disk_read_bytes_s=5e8, disk_write_bytes_s=2.5e8), flops=1e12)
+    halved = planned(config_of(), Cluster(3, 1), slower)
+    two = planned(config_of(), Cluster(3, 2))
+    assert two.forecast.busy_s["disk"]["step"] == pytest.approx(halved.forecast.busy_s["disk"]["step"] / 2, rel=0.1)
+
+
+def test_a_gpu_adds_its_edges_and_takes_the_activations() -> None:
+    said = planned(config_of(), Cluster(1, 2, gpu_bytes=8 * GIB))
+    assert said.forecast.edge_bytes(HOST_TO_DEVICE) > 0
+    tiers = {line.what: line.tier for line in said.lines}
+    assert tiers["activations"] == "DEVICE"
+    assert "allocator" not in tiers
+    with pytest.raises(ValueError, match="optimizer states on a GPU: they step on the CPU here"):
+        planned(config_of("none"), Cluster(1, 2, gpu_bytes=8 * GIB))
+
+
+def test_memory_that_is_left_holds_states_and_saves_their_reads() -> None:
+    free = planned(config_of(resident_bytes=0), Cluster(1, 1))
+    roomy = planned(config_of(), Cluster(1, 1, host_bytes=2 * GIB))
+    saved = free.forecast.edge_bytes(NVME_TO_HOST) - roomy.forecast.edge_bytes(NVME_TO_HOST)
+    written = free.forecast.edge_bytes(HOST_TO_NVME) - roomy.forecast.edge_bytes(HOST_TO_NVME)
+    assert saved == written > 0
+    assert roomy.tier_bytes("HOST") <= 2 * GIB
+    assert not roomy.problems
+
+
+def test_what_does_not_fit_names_the_tier_and_what_changes_it() -> None:
+    said = planned(config_of("cpu"), Cluster(1, 1, host_bytes=450 << 20))
+    need = planned(config_of("cpu"), Cluster(1, 1)).tier_bytes("HOST")
+    tight = planned(config_of("cpu"), Cluster(1, 1, host_bytes=need - (2 << 20)))
+    (problem,) = tight.problems
+    assert (problem.where, problem.limit_bytes) == ("the memory of a node", need - (2 << 20))
+    advice = advise(tight)
+    assert advice
+    assert all(each.fits for each in advice)
+    assert 'tiermem.precision "tiny" (smaller states)' in {each.words for each in advice}
+    rates = [each.planned.tokens_per_s for each in advice]
+    assert rates == sorted(rates, reverse=True)
+    assert said.forecast.total_s > 0
+
+
+def test_changes_are_taken_together_when_none_suffices() -> None:
+    def of_151m(config: dict[str, Any], host_bytes: int | None) -> Planned:
+        return plan_scenario(Scenario(preset("151m"), config, Cluster(1, 1, host_bytes=host_bytes), SPEED, 64))
+
+    least = of_151m(config_of("nvme", resident_bytes=0, grads="nvme"), None).tier_bytes("HOST")
+    said = of_151m(config_of("cpu"), least + (8 << 20))
+    assert said.problems
+    first = advise(said)[0]
+    assert first.fits
+    assert ", and " in first.words
+
+
+def test_a_disk_that_is_the_bound_suggests_more_disks() -> None:
+    slow = Speed(Rates(disk_read_bytes_s=1e7, disk_write_bytes_s=1e7), flops=1e13)
+    said = planned(config_of(resident_bytes=0), Cluster(1, 1), slow)
+    assert said.forecast.bound_of("step") == "disk"
+    words = {each.words: each.planned.tokens_per_s / said.tokens_per_s for each in advise(said, most=20)}
+    assert words["twice the NVMe paths"] == pytest.approx(2, rel=0.1)
+    assert words['tiermem.precision "compact" (smaller states)'] > 1.4
+
+
+def test_a_unit_larger_than_the_rest_names_tiled_linear() -> None:
+    shape = TINY | {"vocab_size": 300_000}
+    said = plan_scenario(Scenario(shape, config_of(), Cluster(1, 1, gpu_bytes=150 << 20), SPEED, 8))
+    hint = tiling_hint(said)
+    assert hint is not None
+    assert "replace its Linear by tiermem.zero.TiledLinear" in hint
+
+
+def test_meta_models_take_no_memory() -> None:
+    assert all(
+        param.is_meta and param.dtype == torch.bfloat16 for param in meta_model(preset("7b"), "bf16").parameters()
+    )
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "ds.json").write_text(json.dumps(config_of()))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return tmp_path
+
+
+def run(files: Path, **fields: Any) -> tuple[int, str]:
+    text = io.StringIO()
+    given = {
+        "config": files / "ds.json",
+        "model": files / "config.json",
+        "seq": 64,
+        "nvme_rate": "1,0.5",
+        "flops": 1e12,
+    }
+    return plan(PlanOptions(**(given | fields)), Console(file=text, width=160, markup=False)), text.getvalue()
+
+
+def test_the_report_and_its_json_say_the_same(files: Path) -> None:
+    status, said = run(files, ranks=2, nodes=3, host_bytes=64 * GIB, json_file=files / "out.json")
+    out = json.loads((files / "out.json").read_text())
+    assert status == EXIT_FITS
+    assert "on 6 ranks: 3 x 2, maths on CPUs" in said
+    assert "it fits" in said
+    assert "disk: given by --nvme-rate" in out["sources"]
+    for phase, seconds in out["seconds"].items():
+        assert f"{phase}" in said and f"{seconds:.3f}" in said
+    assert out["moved_bytes"][NVME_TO_HOST].keys() == {"forward", "backward", "step"}
+    assert out["node_bytes"]["NVME"] == 2 * out["rank_bytes"]["NVME"]
+
+
+def test_too_small_is_exit_1_with_what_to_change(files: Path) -> None:
+    status, said = run(files, model=None, preset="151m", host_bytes=380 << 20, json_file=files / "out.json")
+    assert status == EXIT_TOO_SMALL
+    assert "does not fit: the memory of a node has 380.0 MiB and" in said
+    assert "what to change:" in said
+    assert not json.loads((files / "out.json").read_text())["fits"]
+
+
+def test_this_machine_is_measured_when_no_speed_is_given(files: Path) -> None:
+    status, said = run(files, flops=None)
+    assert status == EXIT_FITS
+    assert "computing: two small copies of the model, measured on this machine" in said
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"preset": "7b"}, "exactly one of --preset and --model; both are given"),
+        ({"model": None}, "exactly one of --preset and --model; none is given"),
+        ({"ranks": 0}, "--ranks is 0; it must be at least 1"),
+        ({"gpu_bytes": GIB, "flops": None}, "--gpu-memory plans for GPUs, whose speed cannot be measured here"),
+        ({"rates": Path("tiermem.json")}, "--nvme-rate and --rates both say how fast"),
+        ({"nvme_rate": "3.6"}, "--nvme-rate is '3.6'; write two rates in GB/s"),
+        ({"nvme_rate": "3.6,-1"}, "--nvme-rate is '3.6,-1'; write two rates in GB/s"),
+    ],
+)
+def test_mistakes_say_what_is_allowed(files: Path, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        run(files, **fields)
+
+
+def test_the_command_refuses_in_one_line(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--config", str(files / "ds.json"), "--model", str(files / "nothing"), "--flops", "1T"])
+    assert stopped.value.code == EXIT_USER
+    assert "tiermem plan: --model: there is no file" in capsys.readouterr().err
+
+
+def test_rates_in_gb_s() -> None:
+    assert parse_rates("3.6,7.0") == (3.6e9, 7.0e9)
+
+
+def test_tuned_rates_are_taken_apart(tmp_path: Path) -> None:
+    file = tmp_path / "tiermem.json"
+    facts = {"mixed_gbps": [2.0, 2.0], "read_gbps": [1.5, 1.5]}
+    measured = {"is_default_kept": False, "winner": facts, "default": {}}
+    file.write_text(json.dumps({"aio": {}, "tiermem": {"measured": measured}}))
+    shared = tuned_speed(file)
+    assert not shared.is_duplex
+    assert 2 / (1 / shared.read_bytes_s + 1 / shared.write_bytes_s) == pytest.approx(4e9)  # half of the bytes each way
+    facts["read_gbps"] = [1.2, 1.2]
+    file.write_text(json.dumps({"aio": {}, "tiermem": {"measured": measured}}))
+    assert tuned_speed(file) == (2.4e9, 2e9, True, f"disk: from {file}")
+    file.write_text("{}")
+    with pytest.raises(ValueError, match=r"holds no rates; it must be what `tiermem tune` wrote"):
+        tuned_speed(file)

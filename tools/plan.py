@@ -1,0 +1,203 @@
+"""`tiermem plan`: what a training would take and how long a step would last, before there is a machine for it.
+
+    options -> Scenario (config, model, cluster, speed) -> planned.py -> plan_report.py, --json
+                                  |                              `----> plan_advice.py
+                    given, tuned, measured here, or assumed: the report says which
+
+Exit status 0: it fits, or no limit was given. 1: it does not fit. Mistakes in options, config and model are ValueError and
+OSError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console
+
+from tiermem.tools.disk_rate import measure_disk
+from tiermem.tools.outputs import check_outputs
+from tiermem.tools.presets import ModelShape, preset, read_shape
+from tiermem.tools.run_record import save_json
+from tiermem.tools.train_config import nvme_folders, precision_of, read_config
+
+if TYPE_CHECKING:
+    from tiermem.tools.planned import Speed
+
+MADE_BY = "tiermem plan"
+EXIT_FITS, EXIT_TOO_SMALL = 0, 1
+_PROBE_S = 1.0
+_ASSUMED_DISK = (3.0e9, 2.0e9)  # bytes a second, read and write: a plain NVMe drive
+_ASSUMED_KERNELS = 50e9
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """What was asked for on the command line. Raises ValueError for what cannot be."""
+
+    config: Path
+    preset: str | None = None
+    model: Path | None = None
+    ranks: int = 1
+    nodes: int = 1
+    gpu_bytes: int | None = None
+    host_bytes: int | None = None
+    nvme_bytes: int | None = None
+    nvme_rate: str | None = None
+    is_duplex: bool = False
+    rates: Path | None = None
+    flops: float | None = None
+    link_bytes_s: float = 25e9
+    network_bytes_s: float = 10e9
+    seq: int = 2048
+    is_checkpointing: bool = False
+    json_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "nodes", "seq"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} is {getattr(self, name)}; it must be at least 1")
+        for name, value in (
+            ("--flops", self.flops),
+            ("--link", self.link_bytes_s),
+            ("--network", self.network_bytes_s),
+        ):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}; it must be more than 0")
+        if (self.preset is None) == (self.model is None):
+            said = "both are given" if self.preset else "none is given"
+            raise ValueError(f"a model is named by exactly one of --preset and --model; {said}")
+        if self.gpu_bytes is not None and self.flops is None:
+            raise ValueError(
+                "--gpu-memory plans for GPUs, whose speed cannot be measured here: give --flops, the operations a second "
+                "that one reaches, such as 150T"
+            )
+        if self.nvme_rate is not None and self.rates is not None:
+            raise ValueError("--nvme-rate and --rates both say how fast the disks are; give one of them")
+
+
+class DiskSpeed(NamedTuple):
+    """Bytes per second of a node's paths, whether both directions go at once, and where that is from."""
+
+    read_bytes_s: float
+    write_bytes_s: float
+    is_duplex: bool
+    source: str
+
+
+def plan(options: PlanOptions, console: Console) -> int:
+    """Plans, prints, writes `--json`; returns the exit status. Blocks for a few seconds when something is measured."""
+    from tiermem.tools.plan_advice import advise
+    from tiermem.tools.plan_report import plan_figures, print_plan
+    from tiermem.tools.planned import Cluster, Scenario, plan_scenario
+
+    if options.json_file is not None:
+        check_outputs([options.json_file], MADE_BY)
+    shape = preset(options.preset) if options.preset is not None else read_shape(_model_file(options.model))
+    config = read_config(options.config, [], 1)
+    with console.status("measuring this machine"):
+        speed, sources = _speed(options, shape, config)
+    cluster = Cluster(options.nodes, options.ranks, options.gpu_bytes, options.host_bytes, options.nvme_bytes)
+    planned = plan_scenario(Scenario(shape, config, cluster, speed, options.seq, options.is_checkpointing))
+    advice = advise(planned)
+    print_plan(planned, advice, sources, console)
+    if options.json_file is not None:
+        save_json(options.json_file, {"made_by": MADE_BY, **plan_figures(planned, advice, sources)})
+    return EXIT_TOO_SMALL if planned.problems else EXIT_FITS
+
+
+def parse_rates(text: str) -> tuple[float, float]:
+    """ "3.6,7.0" (GB/s read and written, 1e9 bytes) in bytes per second. Raises ValueError."""
+    parts = text.split(",")
+    try:
+        numbers = [float(part) * 1e9 for part in parts]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 2 or not all(number > 0 for number in numbers):
+        raise ValueError(f"--nvme-rate is {text!r}; write two rates in GB/s, read and written, such as 3.6,7.0")
+    return numbers[0], numbers[1]
+
+
+def tuned_speed(file: Path) -> DiskSpeed:
+    """The rates that `tiermem tune` measured. Raises OSError, or ValueError for a file that holds none."""
+    try:
+        measured = json.loads(file.read_text(encoding="utf-8"))["tiermem"]["measured"]
+        facts = measured["default" if measured["is_default_kept"] else "winner"]
+        mixed, read = sum(facts["mixed_gbps"]) * 1e9, sum(facts["read_gbps"]) * 1e9
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"--rates: {file} holds no rates; it must be what `tiermem tune` wrote") from None
+    source = f"disk: from {file}"
+    rest = 2 / mixed - 1 / read  # of each byte read and each written at once, what is left for the one written
+    if rest <= 0 or mixed >= 1.5 * read:
+        return DiskSpeed(read, mixed / 2, True, source)
+    return DiskSpeed(read, 1 / rest, False, source)
+
+
+def _speed(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> tuple[Speed, list[str]]:
+    """Every rate, and a line for each on where it is from."""
+    from tiermem.forecast.rates import Rates
+    from tiermem.tools.calibrate import measure_compute, measure_kernels
+    from tiermem.tools.planned import Speed
+
+    disk = _disk_speed(options, config)
+    sources, compute, kernels = [disk.source], None, _ASSUMED_KERNELS
+    if options.flops is not None:
+        sources.append(f"computing: {options.flops:.3g} operations a second a rank, given by --flops")
+        sources.append(f"CPU kernels: {_ASSUMED_KERNELS / 1e9:.0f} GB/s of memory traffic, assumed")
+    else:
+        batch = config.get("train_micro_batch_size_per_gpu", 1)
+        micro = batch if isinstance(batch, int) else 1
+        compute = measure_compute(shape, precision_of(config), micro, options.seq, options.is_checkpointing)
+        kernels = measure_kernels()
+        if options.ranks > 1:
+            compute = compute.shared_by(options.ranks)
+            kernels /= options.ranks
+        shared = f", shared by {options.ranks} ranks" if options.ranks > 1 else ""
+        sources.append(f"computing: two small copies of the model, measured on this machine{shared}")
+        sources.append(f"CPU kernels: {kernels / 1e9:.0f} GB/s of memory traffic, measured{shared}")
+    if options.ranks * options.nodes > 1:
+        sources.append(f"between ranks: {options.network_bytes_s / 1e9:g} GB/s a rank, by --network")
+    if options.gpu_bytes is not None:
+        sources.append(f"between memory and GPU: {options.link_bytes_s / 1e9:g} GB/s each way, by --link")
+    rates = Rates(
+        disk_read_bytes_s=disk.read_bytes_s,
+        disk_write_bytes_s=disk.write_bytes_s,
+        link_bytes_s=options.link_bytes_s,
+        network_bytes_s=options.network_bytes_s,
+        kernel_bytes_s=kernels,
+        is_disk_duplex=disk.is_duplex,
+    )
+    return Speed(rates, options.flops, compute), sources
+
+
+def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> DiskSpeed:
+    """Given, tuned, measured in the config's own folders when all are here, else assumed."""
+    if options.nvme_rate is not None:
+        read, write = parse_rates(options.nvme_rate)
+        return DiskSpeed(read, write, options.is_duplex, "disk: given by --nvme-rate")
+    if options.rates is not None:
+        return tuned_speed(options.rates)
+    folders = [Path(folder) for folder in nvme_folders(config)]
+    if folders and all(folder.is_dir() for folder in folders):
+        measured = [measure_disk(folder, _PROBE_S) for folder in folders]
+        read, write = sum(each.read_bytes_s for each in measured), sum(each.write_bytes_s for each in measured)
+        source = (
+            f"disk: {read / 1e9:.1f} GB/s read, {write / 1e9:.1f} written, measured in {', '.join(map(str, folders))}"
+        )
+        return DiskSpeed(read, write, options.is_duplex, source)
+    read, write = _ASSUMED_DISK
+    source = (
+        f"disk: {read / 1e9:g} GB/s read, {write / 1e9:g} written, assumed: give --nvme-rate, or --rates from `tune`"
+    )
+    return DiskSpeed(read, write, options.is_duplex, source if folders else "disk: not used")
+
+
+def _model_file(path: Path | None) -> Path:
+    assert path is not None
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"--model: there is no file {file}")
+    return file

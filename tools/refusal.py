@@ -1,0 +1,22 @@
+"""Refusal: how every command tells the user what to change: one line on stderr, and an exit status.
+
+0 done    1 the command's own verdict    2 the user must change something    130 stopped by Ctrl-C
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+EXIT_USER, EXIT_INTERRUPTED = 2, 130
+
+
+def refuse(command: str, error: Exception, is_debug: bool) -> int:
+    """One line for the user, and the traceback when asked for."""
+    if is_debug:
+        traceback.print_exception(error)
+    message = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename}: {error.strerror or error}"
+    print(f"tiermem {command}: {' '.join(message.split())}", file=sys.stderr)
+    return EXIT_USER
