@@ -47,6 +47,7 @@ from tiermem.saving import consolidated, save_weights
 from tiermem.schedule import build_scheduler
 from tiermem.zero import registry
 from tiermem.zero.agreement import agree
+from tiermem.zero.gathered import apply_gathered
 from tiermem.zero.residency import LiveUnit
 from tiermem.zero.shards import Shards, shard
 from tiermem.zero.topology import find_topology
@@ -288,6 +289,16 @@ class Engine(EngineFacts, nn.Module):
         bring_back(self.shards, away)
 
     # ---- the end ---------------------------------------------------------------------------------------------------------
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Engine:
+        """As nn.Module's: calls a function on every module, children first; each with its own parameters gathered.
+
+        What rank 0 writes is kept. With override_module_apply false the function gathers what it touches itself. Collective.
+        """
+        if not self.config.zero_optimization.override_module_apply:
+            return super().apply(fn)
+        apply_gathered(self, fn)
+        return self
 
     def close(self) -> None:
         """Ends the store; what it kept on paths is removed. Raises the first error of a write-back."""

@@ -16,7 +16,7 @@ from tiermem.swap.paths import AnyPath, NvmePath, as_paths
 from tiermem.swap.settings import IoSettings
 from tiermem.swap.tier import Tier
 
-__all__ = ["IoSettings", "NvmePath", "OffloadPolicy", "Precision", "Tier"]
+__all__ = ["IoSettings", "LeafRules", "NvmePath", "OffloadPolicy", "Precision", "Tier"]
 
 MOST_MOMENTS = 3  # of any rule: Adam's with amsgrad
 _CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -24,6 +24,20 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "on_nonfinite": ("skip", "raise", "apply"),
     "reduce_dtype": (None, "fp32", "bf16", "fp16"),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafRules:
+    """Which modules are fetched as one, whatever runs inside them (zero/leaf.py)."""
+
+    classes: tuple[str, ...] = ()
+    """Names of classes, bare or with their Python module."""
+    names: tuple[str, ...] = ()
+    """Names of modules, as `named_modules` gives them."""
+    name_suffixes: tuple[str, ...] = ()
+    """Ends of such names."""
+    granularity_numel: int = 0
+    """Modules with at most this many elements per inner module; 0: none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +95,8 @@ class OffloadPolicy:
     """Parameters of at most this many elements stay gathered (stage 3)."""
     model_persistence_numel: int | None = None
     """Most elements that stay gathered because of persistence_numel, in all. None: no bound."""
+    leaves: LeafRules = dataclasses.field(default_factory=LeafRules)
+    """Modules that are fetched as one, beside those that are marked (zero/leaf.py)."""
     reduce_bucket_numel: int = 500_000_000
     """Most elements of gradients handed to one reduction."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None

@@ -293,7 +293,9 @@ def test_torchs_own_optimizer_raises_instead_of_doing_nothing(policy: OffloadPol
     with tiermem.shard(seeded(zoo.Tower), policy) as shards:
         optim = torch.optim.AdamW(shards.model.parameters())
         zoo.loss_of(shards.model, 0).backward()
-        with pytest.raises(RuntimeError, match="gradient of a sharded parameter"):
+        with pytest.raises(
+            RuntimeError, match=r"gradient of a sharded parameter|values rest elsewhere.*tiermem\.AdamW"
+        ):
             optim.step()
 
 

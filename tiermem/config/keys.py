@@ -46,9 +46,7 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         f"{_ZERO}.mics_shard_size": Refusal("sharding within a part of the ranks does not exist yet; remove the key"),
         f"{_ZERO}.mics_hierarchical_params_gather": Refusal("two-stage gathers do not exist yet; remove the key"),
         f"{_ZERO}.pipeline_loading_checkpoint": Refusal("every rank loads its own part at once; remove the key"),
-        f"{_ZERO}.stage3_module_granularity_threshold": Refusal("units are not formed by granularity; remove the key"),
         f"{_ZERO}.stage3_use_all_reduce_for_fetch_params": Refusal("fetches use all-gather alone; remove the key"),
-        f"{_ZERO}.leaf_module": Refusal("leaf modules cannot be named in the config yet; remove the key"),
         f"{_ZERO}.log_trace_cache_warnings": Refusal("there is no trace cache to warn about; remove the key"),
         f"{_ZERO}.enable_sanity_checks": Refusal("sanity checks do not exist as a switch; remove the key"),
         f"{_ZERO}.save_muon_momentum_buffer_in_memory": Refusal(
@@ -125,7 +123,6 @@ COMPUTED: Mapping[str, str] = MappingProxyType(
         f"{_ZERO}.allgather_bucket_size": "a unit is gathered whole, straight into its storage; the plan sizes units",
         f"{_ZERO}.round_robin_gradients": "every rank copies the gradients of its own shard",
         f"{_ZERO}.memory_efficient_linear": "no linear layer is replaced; autograd saves views of a unit's storage",
-        f"{_ZERO}.override_module_apply": "nothing is overridden; parameters are fetched when they are touched",
         f"{_ZERO}.stage3_allgather_sequential": "gathers need no list buffers: each lands in its final storage",
         f"{_ZERO}.compute_grad_norm": "the norm is computed with the check for NaN and infinity",
         f"{_ZERO}.parameter_alignment": "every parameter starts on a 64-byte boundary",

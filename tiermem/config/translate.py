@@ -24,7 +24,7 @@ from tiermem.config.offload import STATES_PER_TILE, OffloadDevice, OffloadOptimi
 from tiermem.config.own import OwnConfig
 from tiermem.config.paths import PathConfig, clashes, united
 from tiermem.config.zero import ZeroConfig
-from tiermem.policy import IoSettings, NvmePath, OffloadPolicy, Tier
+from tiermem.policy import IoSettings, LeafRules, NvmePath, OffloadPolicy, Tier
 
 __all__ = ["ReportRow", "io_of", "path_problems", "paths_of", "policy_of", "report_of"]
 
@@ -77,6 +77,8 @@ def policy_of(zero: ZeroConfig, aio: AioConfig, own: OwnConfig, overrides: Mappi
         "io": io_of(aio, own),
     }
     fields |= {ours: getattr(zero, theirs) for theirs, ours in _ZERO_FIELDS.items() if zero.is_set(theirs)}
+    leaf = zero.leaf_module
+    fields["leaves"] = LeafRules(leaf.classes, leaf.names, leaf.name_suffixes, zero.module_granularity_threshold)
     fields |= _offload_fields(zero)
     fields |= {name: getattr(own, name) for name in _OWN_FIELDS if own.is_set(name)}
     if own.grads not in (None, OffloadDevice.none):

@@ -17,7 +17,16 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from tiermem.config.base import ConfigModel, Count
 from tiermem.config.offload import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig
 
-__all__ = ["ZeroConfig", "ZeroStage"]
+__all__ = ["LeafModuleConfig", "ZeroConfig", "ZeroStage"]
+
+
+def _names(value: Any) -> Any:
+    """A name alone is a list of one; each counts once."""
+    given = [value] if isinstance(value, str) else value
+    return tuple(dict.fromkeys(given)) if isinstance(given, (list, tuple)) else given
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
 class ZeroStage(enum.IntEnum):
@@ -36,6 +45,19 @@ def _stage_of_bool(value: Any) -> Any:
         )
         return int(value)
     return value
+
+
+class LeafModuleConfig(ConfigModel):
+    """`zero_optimization.leaf_module`: modules whose parameters are fetched as one. Each key is a name or a list of names."""
+
+    section: ClassVar[str] = "zero_optimization.leaf_module"
+
+    classes: Names = ()
+    """Names of classes, bare or with their Python module."""
+    names: Names = ()
+    """Names of modules, as `named_modules` gives them."""
+    name_suffixes: Names = ()
+    """Ends of such names."""
 
 
 class ZeroConfig(ConfigModel):
@@ -94,7 +116,7 @@ class ZeroConfig(ConfigModel):
     stage3_gather_fp16_weights_on_model_save: bool | None = None
     """Deprecated: stage3_gather_16bit_weights_on_model_save."""
     module_granularity_threshold: Count = Field(default=0, validation_alias="stage3_module_granularity_threshold")
-    """Form units by the ratio of parameters to descendants; does not exist here."""
+    """Modules with at most this many elements per inner module are fetched as one; 0: none."""
     use_all_reduce_for_fetch_params: bool = Field(
         default=False, validation_alias="stage3_use_all_reduce_for_fetch_params"
     )
@@ -128,13 +150,13 @@ class ZeroConfig(ConfigModel):
     pipeline_loading_checkpoint: bool = False
     """Load a checkpoint rank by rank; does not exist here."""
     override_module_apply: bool = True
-    """Gather in Module.apply; here parameters are fetched when touched."""
+    """Fetch what functions given to Module.apply touch, in zero.Init and Engine.apply; false leaves it to them."""
     compute_grad_norm: bool = True
     """Compute the norm of gradients in each step; always so here."""
     parameter_alignment: bool = False
     """Align parameters in flat buffers; always so here."""
-    leaf_module: dict[str, Any] | None = None
-    """Modules fetched as one; does not exist here."""
+    leaf_module: LeafModuleConfig = LeafModuleConfig()
+    """Modules fetched as one, beside the blocks of experts that are found by themselves."""
     log_trace_cache_warnings: bool = False
     """Warn when the order of units changes; does not exist here."""
     enable_sanity_checks: bool = False

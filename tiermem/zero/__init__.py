@@ -6,11 +6,17 @@ Read in this order (imports go the same way, downward):
     rollcall     which rank is gone                                       traffic      what was handed to collectives
     topology     which ranks share parts                                  collectives  what ranks call together
     agreement    ranks were given the same                                memory       the storage a unit has for life
-    plan         bytes of every tier, before anything is allocated        gather       parts into a unit's full layout
+    attributes   what a partitioned parameter shows                       plan         bytes of every tier, beforehand
+    registry     Parameter -> who looks after it                          touch        calls that need values
+    resting      a parameter that nobody holds says so                    gather       parts into a unit's full layout
     residency    present, on its way, or home                             reduce       gradients into a rank's part
-    grads        received, measured, sent home                            registry     Parameter -> who looks after it
-    hooks        forward and backward call the rest                       shards       a sharded model
-    init         building what does not fit                               estimate     needs of an imagined model
+    grads        received, measured, sent home                            hooks        forward and backward call the rest
+    nursery      parameters of a model that is being built                init         building what does not fit
+    shards       a sharded model                                          external     used outside their own module
+    gathered     whole values, for a while                                leaf         modules fetched as one
+    tiled        layers cut into tiles                                    tiled_mlp    blocks cut along the sequence
+    estimate     needs of an imagined model                               present      all units at once, for generation
+    partition_parameters   names for migration
 """
 
 from __future__ import annotations
@@ -19,11 +25,18 @@ import importlib
 from typing import Any
 
 _HOMES = {
+    "DeepSpeedTensorOverride": "tiermem.zero.init",
+    "GatheredParameters": "tiermem.zero.gathered",
     "Init": "tiermem.zero.init",
     "OffloadDeviceEnum": "tiermem.config",
     "OffloadStateTypeEnum": "tiermem.config",
     "Shards": "tiermem.zero.shards",
     "TiledLinear": "tiermem.zero.tiled",
+    "TiledLinearReturnBias": "tiermem.zero.tiled",
+    "TiledMLP": "tiermem.zero.tiled_mlp",
+    "ZeroParamStatus": "tiermem.zero.attributes",
+    "ZeroParamType": "tiermem.zero.attributes",
+    "apply_gathered": "tiermem.zero.gathered",
     "estimate_mem_needs": "tiermem.zero.estimate",
     "estimate_zero2_model_states_mem_needs": "tiermem.zero.estimate",
     "estimate_zero2_model_states_mem_needs_all_cold": "tiermem.zero.estimate",
@@ -31,7 +44,9 @@ _HOMES = {
     "estimate_zero3_model_states_mem_needs": "tiermem.zero.estimate",
     "estimate_zero3_model_states_mem_needs_all_cold": "tiermem.zero.estimate",
     "estimate_zero3_model_states_mem_needs_all_live": "tiermem.zero.estimate",
+    "register_external_parameter": "tiermem.zero.external",
     "shard": "tiermem.zero.shards",
+    "unregister_external_parameter": "tiermem.zero.external",
     "unwrap_model_for_generation": "tiermem.zero.present",
 }
 

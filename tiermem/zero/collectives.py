@@ -3,7 +3,7 @@
     start    hands a collective to torch.distributed and returns at once, with what is pending
     call     the same, and waits
     total    float64 sums                        -> their sum over ranks
-    share    rank 0's tensor                     -> the same on every rank
+    share    one rank's tensor                   -> the same on every rank
     exchange a small object of every rank        -> all of them, everywhere
 
 gather.py and reduce.py move the parts of units with them. torch.distributed does the work (NCCL on GPUs, gloo on CPUs). With
@@ -78,10 +78,10 @@ def total(topology: Topology, sums: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def share(topology: Topology, value: torch.Tensor, what: str) -> None:
-    """Overwrites a tensor with rank 0's. Blocks; does nothing in a world of one."""
-    if topology.group is not None:
-        call(topology, what, dist.broadcast, value, dist.get_global_rank(topology.group, 0))
+def share(topology: Topology, value: torch.Tensor, what: str, rank: int = 0) -> None:
+    """Overwrites a tensor with that of one rank of the group. Blocks; does nothing in a world of one."""
+    if topology.group is not None and value.numel():
+        call(topology, what, dist.broadcast, value, dist.get_global_rank(topology.group, rank))
 
 
 def exchange(topology: Topology, value: str) -> list[str]:

@@ -23,7 +23,7 @@ called again in the same backward, and for every micro-batch; it is called at th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -33,15 +33,25 @@ from torch.utils.hooks import RemovableHandle
 
 from tiermem.zero.grads import GradientHomes
 from tiermem.zero.residency import LiveUnit, Residency
+from tiermem.zero.resting import RestingParameter
 
 
 class Use:
     """One forward of a module with gradients: which units it needs again, and whether backward has asked for them."""
 
-    def __init__(self, units: list[LiveUnit]) -> None:
-        self.units = units
+    def __init__(self, units: Sequence[LiveUnit]) -> None:
+        self.units = list(units)
         self.is_held = False
         self.is_answered = False
+
+
+class Frame:
+    """A forward under way: its use, and the units that it has borrowed until it ends (of parameters of other modules)."""
+
+    def __init__(self, needed: Sequence[LiveUnit], use: Use | None) -> None:
+        self.needed = needed
+        self.use = use
+        self.borrowed: list[LiveUnit] = []
 
 
 class Hooks:
@@ -63,21 +73,27 @@ class Hooks:
         residency: Residency,
         homes: GradientHomes,
     ) -> None:
+        self._root = root
         self._units = units
         self._residency = residency
         self._homes = homes
         self._uses: dict[int, weakref.WeakSet[Use]] = {u.unit.index: weakref.WeakSet() for u in units}
         self._held: list[Use] = []  # asked for by the backward under way
         self._promised: dict[int, int] = dict.fromkeys(self._uses, 0)  # uses that reentrant checkpointing will make
+        self._frames: list[Frame] = []  # forwards under way, the innermost last
+        self._returned: list[LiveUnit] = []  # of parameters that the root has returned; held until backward has ended
         self._is_training_pass = False  # the root's forward is under way and began with gradients
         self._is_backward = False  # its end is being watched
         self.may_receive: Callable[[], bool] = lambda: True  # False: autograd goes on adding to p.grad
         self.on_last_read: Callable[[], None] = lambda: None
         self._handles: list[RemovableHandle] = []
-        for module, needed in triggers.items():
-            self._install(module, needed)
+        self._by_module: dict[nn.Module, list[LiveUnit]] = {}
+        self._by_param = {id(shard.param): live for live in units for shard in live.unit.shards}
         self._handles.append(root.register_forward_pre_hook(self._begin_pass, prepend=True))
-        self._handles.append(root.register_forward_hook(self._end_pass))
+        for module, needed in triggers.items():
+            for live in needed:
+                self.add_need(module, live)
+        self._handles.append(root.register_forward_hook(self._end_pass, always_call=True))
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(
@@ -93,64 +109,133 @@ class Hooks:
         while self._handles:
             self._handles.pop().remove()
 
+    def add_need(self, module: nn.Module, live: LiveUnit) -> bool:
+        """A module's forward needs a unit from now on; False if it did already."""
+        if module not in self._by_module:
+            needed = self._by_module[module] = []
+            hooks = _ModuleHooks(self, needed)
+            is_first = module is not self._root  # whose pass begins before it needs anything
+            handle = module.register_forward_pre_hook(hooks.before_forward, prepend=is_first, with_kwargs=True)
+            self._handles.append(handle)
+            self._handles.append(module.register_forward_hook(hooks.after_forward, always_call=True))
+        if live in self._by_module[module]:
+            return False
+        self._by_module[module].append(live)
+        return True
+
+    def drop_need(self, module: nn.Module, live: LiveUnit) -> None:
+        """A module's forward does without a unit from now on."""
+        self._by_module[module].remove(live)
+
     # ---- forward ---------------------------------------------------------------------------------------------------------
 
-    def enter(self, needed: list[LiveUnit], args: Any, kwargs: Any) -> tuple[Any, Any, Use | None]:
-        """A module's forward begins: its units are made present; its inputs are marked when gradients will flow."""
-        for live in needed:
-            live.num_users += 1
+    def enter(self, needed: Sequence[LiveUnit], args: Any, kwargs: Any) -> tuple[Any, Any, Frame]:
+        """A forward begins: its units are made present; its inputs are marked when gradients will flow."""
+        frame = Frame(tuple(needed), None)
+        for live in frame.needed:
+            live.hold()
             self._residency.ensure(live)
+        self._frames.append(frame)
         if not torch.is_grad_enabled():
             if self._is_training_pass:
-                self._promise(needed, 1)
-            return args, kwargs, None
+                self._promise(frame.needed, 1)
+            return args, kwargs, frame
         if _in_backward():
-            self._promise(needed, -1)
-        use = Use(needed)
-        for live in needed:
+            self._promise(frame.needed, -1)
+        use = frame.use = Use(frame.needed)
+        for live in frame.needed:
             self._uses[live.unit.index].add(use)
         leaves, spec = tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        places = [i for i, leaf in enumerate(leaves) if _is_input(leaf)]
         if places:
             marked = _AfterBackward.apply(self, use, *(leaves[i] for i in places))  # type: ignore[no-untyped-call]
             for i, tensor in zip(places, marked, strict=True):
                 leaves[i] = tensor
             args, kwargs = tree_unflatten(leaves, spec)
-        return args, kwargs, use
+        return args, kwargs, frame
 
-    def leave(self, needed: list[LiveUnit], use: Use | None, output: Any) -> None:
-        """A module's forward has ended, perhaps in an exception: its units are let go until backward asks for them."""
-        for live in needed:
-            live.num_users = max(0, live.num_users - 1)
+    def leave(self, frame: Frame, output: Any) -> None:
+        """A forward has ended, perhaps in an exception: its units are let go until backward asks for them."""
+        while self._frames and self._frames.pop() is not frame:
+            pass  # frames above were left by an exception
+        for live in (*frame.needed, *frame.borrowed):
+            live.let_go()
             if not _in_backward():
                 self._residency.release(live)
-        if use is not None:
+        self._ask_again(frame.use, output)
+
+    def _ask_again(self, use: Use | None, output: Any) -> None:
+        if use is not None and use.units:
             for tensor in _tensors(output):
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     tensor.register_hook(lambda grad: self._hold(use))
-
-    def _install(self, module: nn.Module, needed: list[LiveUnit]) -> None:
-        hooks = _ModuleHooks(self, needed)
-        self._handles.append(module.register_forward_pre_hook(hooks.before_forward, prepend=True, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(hooks.after_forward, always_call=True))
 
     def _begin_pass(self, module: nn.Module, args: Any) -> None:
         if _in_backward():
             return
         self._abandon_backward()
+        self._frames = [Frame((), Use(()) if torch.is_grad_enabled() else None)]
         for live in self._units:
-            live.num_users = 0
+            if live.num_users:
+                live.let_all_go()
         self._is_training_pass = torch.is_grad_enabled()
         has_backward = torch.is_grad_enabled() and module.training
         self._residency.order.begin((has_backward, module.training), has_backward)
 
     def _end_pass(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._is_training_pass = False
+        if not _in_backward():
+            self._is_training_pass = False
+            if self._frames:
+                self.leave(self._frames[0], output)
         for tensor in _tensors(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
+            if type(tensor) is RestingParameter and id(tensor) in self._by_param:
+                self._keep(self._by_param[id(tensor)])
+            elif tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: self._watch_backward())
 
-    def _promise(self, needed: list[LiveUnit], change: int) -> None:
+    # ---- parameters of other modules -------------------------------------------------------------------------------------
+
+    @property
+    def may_lend(self) -> bool:
+        """Whether a forward or a backward is at work, so that every rank will ask for the same."""
+        return bool(self._frames) or _in_backward()
+
+    def lend(self, params: Sequence[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function of torch's with resting parameters brought back: see external.py."""
+        needed = list({self._by_param[id(p)].unit.index: self._by_param[id(p)] for p in params}.values())
+        args, kwargs, frame = self.enter(needed, args, kwargs)
+        output = None
+        try:
+            output = func(*args, **kwargs)
+        finally:
+            for live in needed:
+                if any(live.memory.sees(tensor) for tensor in _tensors(output)):
+                    self._lend_to(self._frames[-2] if len(self._frames) > 1 else None, live)
+            self.leave(frame, output)
+        return output
+
+    def borrow(self, live: LiveUnit) -> None:
+        """Makes a unit present for as long as the innermost forward runs, and for its backward."""
+        self._lend_to(self._frames[-1] if self._frames else None, live)
+
+    def _lend_to(self, frame: Frame | None, live: LiveUnit) -> None:
+        if frame is None:
+            self._hold(Use([live]))  # backward is at work: until it ends
+            return
+        live.hold()
+        self._residency.ensure(live)
+        frame.borrowed.append(live)
+        if frame.use is not None and live not in frame.use.units:
+            frame.use.units.append(live)
+            self._uses[live.unit.index].add(frame.use)
+
+    def _keep(self, live: LiveUnit) -> None:
+        """The root has returned a parameter: its unit stays until backward has ended, or the next pass begins."""
+        live.hold()
+        self._residency.ensure(live)
+        self._returned.append(live)
+
+    def _promise(self, needed: Sequence[LiveUnit], change: int) -> None:
         for live in needed:
             self._promised[live.unit.index] = max(0, self._promised[live.unit.index] + change)
 
@@ -164,10 +249,11 @@ class Hooks:
         for live in use.units:
             self._uses[live.unit.index].discard(use)
         self._let_go(use)
-        for live in use.units:
-            is_final = not self._uses[live.unit.index] and not self._promised[live.unit.index]
-            if live.unit.is_trainable and is_final and self.may_receive():
-                self._homes.receive(live.unit)
+        with torch._C.DisableTorchFunctionSubclass():  # asking resting parameters for their gradients is quicker so
+            for live in use.units:
+                is_final = not self._uses[live.unit.index] and not self._promised[live.unit.index]
+                if live.unit.is_trainable and is_final and self.may_receive():
+                    self._homes.receive(live.unit)
 
     def finish_backward(self) -> None:
         """Receives what is left of gradients and lets every held unit go. Runs by itself at the end of backward."""
@@ -175,11 +261,16 @@ class Hooks:
         self._promised = dict.fromkeys(self._promised, 0)
         while self._held:
             self.answer(self._held[-1])
-        for live in self._units:
-            if live.unit.is_trainable:
-                if self.may_receive():
-                    self._homes.receive(live.unit)
-                self._homes.show(live.unit)
+        while self._returned:
+            live = self._returned.pop()
+            live.let_go()
+            self._residency.release(live)
+        with torch._C.DisableTorchFunctionSubclass():
+            for live in self._units:
+                if live.unit.is_trainable:
+                    if self.may_receive():
+                        self._homes.receive(live.unit)
+                    self._homes.show(live.unit)
         self.on_last_read()
 
     def _hold(self, use: Use) -> None:
@@ -191,7 +282,7 @@ class Hooks:
             self._uses[live.unit.index].add(use)
         self._held.append(use)
         for live in use.units:
-            live.num_users += 1
+            live.hold()
             self._residency.ensure(live)
         if not self._residency.expects_reads():
             self.on_last_read()
@@ -200,7 +291,7 @@ class Hooks:
         if use.is_held:
             use.is_held = False
             for live in use.units:
-                live.num_users = max(0, live.num_users - 1)
+                live.let_go()
                 self._residency.release(live)
 
     def _watch_backward(self) -> None:
@@ -208,9 +299,10 @@ class Hooks:
         if self._is_backward:
             return
         self._is_backward = True
-        for live in self._units:
-            if live.unit.is_trainable:
-                self._homes.hide(live.unit)
+        with torch._C.DisableTorchFunctionSubclass():
+            for live in self._units:
+                if live.unit.is_trainable:
+                    self._homes.hide(live.unit)
         torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
 
     def _abandon_backward(self) -> None:
@@ -219,6 +311,7 @@ class Hooks:
         for use in self._held:
             self._let_go(use)
         self._held.clear()
+        self._returned.clear()
 
 
 class _ModuleHooks:
@@ -227,15 +320,17 @@ class _ModuleHooks:
     def __init__(self, hooks: Hooks, needed: list[LiveUnit]) -> None:
         self._hooks = hooks
         self._needed = needed
-        self._uses: list[Use | None] = []  # of forwards under way (a module may call itself)
+        self._frames: list[Frame | None] = []  # of forwards under way (a module may call itself)
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self._uses.append(None)
-        args, kwargs, self._uses[-1] = self._hooks.enter(self._needed, args, kwargs)
+        self._frames.append(None)
+        args, kwargs, self._frames[-1] = self._hooks.enter(self._needed, args, kwargs)
         return args, kwargs
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._hooks.leave(self._needed, self._uses.pop() if self._uses else None, output)
+        frame = self._frames.pop() if self._frames else None
+        if frame is not None:
+            self._hooks.leave(frame, output)
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -250,6 +345,11 @@ class _AfterBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         ctx.hooks.answer(ctx.use)
         return (None, None, *grads)
+
+
+def _is_input(leaf: Any) -> bool:
+    """Whether a gradient flows through a module's argument; parameters are their own ends."""
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter)
 
 
 def _in_backward() -> bool:

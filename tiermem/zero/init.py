@@ -4,27 +4,30 @@
         model = MyLargeModel()
 
 A module *stands* when it is assigned to its parent; its parameters then go to their home (each rank keeps its part) and leave
-NaN behind. The root stands when Init exits. Code that touches a parameter afterwards (weight initialisation by a library, tied
-weights, `Module.apply`) finds its values: inside Init a TorchFunctionMode sees torch's calls on parameters, brings a parameter
-back before the call and sends it home again from a bounded cache, oldest first. Values are those of a plain build, seed for
-seed: they are kept in the dtype they were built in, and are cast when the model is sharded.
+NaN behind (nursery.py). The root stands when Init exits. Code that touches a parameter afterwards (weight initialisation by a
+library, tied weights, `Module.apply`) finds its values: inside Init a TorchFunctionMode sees torch's calls on parameters,
+brings a parameter back before the call and sends it home again from a bounded cache, oldest first. Values are those of a plain
+build, seed for seed: they are kept in the dtype they were built in, and are cast when the model is sharded.
 
 Peak memory while building is one unit (plus the cache): whatever a module holds that nobody has assigned yet. A bare list of
 leaf modules (`nn.ModuleList([nn.Linear(...) for ...])`) stands all at once and may exceed it. Parameters of at most
 `persistence_numel` elements stay where they are.
 
-No torch name is patched: module registration hooks and the mode are torch's own, and are gone when Init exits. Only `shard` or
-`initialize` make the model usable: they take the parameters over.
+Contexts nest: the innermost takes what is built in it. No torch name is patched: module registration hooks and the mode are
+torch's own, and are gone when Init exits. Only `shard` or `initialize` make the model usable: they take the parameters over.
 """
 
 from __future__ import annotations
 
-import collections
+import enum
 import os
+import sys
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,71 +36,99 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.swap.bounce import Bounce
-from tiermem.swap.native import trim_heap
-from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
-from tiermem.zero.collectives import share
-from tiermem.zero.gather import gather
-from tiermem.zero.topology import Topology, find_topology, paths_of_rank
+from tiermem.zero.collectives import exchange
+from tiermem.zero.nursery import Nursery
+from tiermem.zero.topology import Topology, find_topology
+from tiermem.zero.touch import needs_values, parameters_in, writes_in_place
 
-_CACHE_BYTES = 64 << 20
-_PIECE_NUMEL = 1 << 20
-_METADATA = {
-    "shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "layout", "is_meta", "ndim", "names",
-    "is_cuda", "is_sparse", "is_quantized", "is_cpu", "itemsize", "nbytes", "size", "dim", "numel", "nelement",
-    "ndimension", "stride", "is_floating_point", "is_complex", "requires_grad_", "element_size", "__hash__", "__len__",
-    "is_contiguous", "retains_grad", "_backward_hooks", "_version", "output_nr", "get_device", "is_inference",
-    "type", "is_signed", "__torch_function__", "is_mps", "is_xpu", "is_nested", "is_mkldnn", "is_vulkan", "is_ipu",
-}  # fmt: skip
+AnyConfig = Mapping[str, Any] | str | os.PathLike[str]
+
+_CREATORS = {torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.eye, torch.randn}
+
+
+class DeepSpeedTensorOverride(enum.Enum):
+    """What Init may decide for tensors that are made inside it: see `tensor_overrides`."""
+
+    dtype = 1
+    device = 2
+
+
+class HasDataParallelGroup(Protocol):
+    """What Init asks a model-parallel unit."""
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that share this rank's parameters."""
 
 
 class Init:
-    """Partitions parameters while a model is being built; see the module's docstring.
+    """Partitions parameters while a model is being built; see the module's docstring. A subclass may override
+    `get_partition_rank` and `get_dp_process_group`.
 
     Args:
         module: convert a finished module instead of building one inside the context.
-        data_parallel_group: ranks that share the parameters; default: the world.
+        data_parallel_group: ranks that share the parameters; default: what mpu says, else the world.
+        mem_efficient_linear: nothing to switch: linear layers keep no copy of a weight (zero/memory.py).
+        remote_device: where parameters rest until they are sharded, "none", "cpu" or "nvme"; default: what the config says.
+        pin_memory: page-lock what rests in memory, where there is a GPU.
         config_dict_or_path: a DeepSpeed-style config, dict or JSON file.
-        config: the older name of config_dict_or_path.
+        config: its deprecated name.
         enabled: False makes the context do nothing.
         dtype: of the parameters once sharded; default: what the config's precision says, else as built.
+        mpu: an object whose `get_data_parallel_group()` says which ranks share the parameters.
+        zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights: say it in the config
+            (zero_hpz_partition_size and the keys of the same name); here they are refused unless they ask for nothing.
+        sequence_data_parallel_group: deprecated name of data_parallel_group.
+        param_swapper: refused; tiers move parameters here.
+        tensor_overrides: `DeepSpeedTensorOverride` members: whether tensors made inside (by torch.tensor, empty, zeros, ones,
+            full, arange, eye, randn) without a dtype get `dtype` if they are floating-point, and without a device the current
+            GPU. Default: neither, so that values and buffers are those of a plain build; the reference does both.
         policy: an OffloadPolicy instead of a config.
 
-    Raises ValueError for a config that is wrong, OSError when a path is missing or full.
+    Raises ValueError for arguments that are wrong or contradict each other, OSError when a path is missing or full.
     """
 
     def __init__(
         self,
         module: nn.Module | None = None,
         data_parallel_group: dist.ProcessGroup | None = None,
-        config_dict_or_path: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: AnyConfig | None = None,
+        config: AnyConfig | None = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
+        mpu: HasDataParallelGroup | None = None,
+        zero_param_parallel_group: dist.ProcessGroup | None = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: dist.ProcessGroup | None = None,
+        param_swapper: None = None,
+        tensor_overrides: Collection[DeepSpeedTensorOverride] = (),
         *,
         policy: OffloadPolicy | None = None,
     ) -> None:
-        if config is not None and config_dict_or_path is not None:
-            raise ValueError("config and config_dict_or_path are the same thing: give one of them")
-        given = config if config is not None else config_dict_or_path
-        if given is not None and policy is not None:
-            raise ValueError("give a config or a policy, not both")
-        self._dtype = dtype
-        if given is not None:
-            from tiermem.config import load_config  # the config floor is needed only by those who come with a config
-
-            loaded = load_config(given)
-            policy = loaded.policy()
-            self._dtype = dtype or {"bf16": torch.bfloat16, "fp16": torch.float16}.get(loaded.precision)
-        self._policy = policy or OffloadPolicy()
+        _refuse(
+            zero_param_parallel_group=(zero_param_parallel_group, "set zero_hpz_partition_size in the config"),
+            zero_quantized_weights=(zero_quantized_weights, "set the key of that name in the config"),
+            zero_quantized_nontrainable_weights=(
+                zero_quantized_nontrainable_weights,
+                "set the key of that name in the config",
+            ),
+            param_swapper=(param_swapper, "tiers move parameters here; remove it"),
+        )
+        self._policy, self._dtype, self._serves_apply = _read(_one_config(config_dict_or_path, config), policy, dtype)
+        if remote_device is not None:
+            self._policy = _rest_on(self._policy, remote_device)
+        self._group = _one_group(data_parallel_group, sequence_data_parallel_group, mpu)
+        self._pins = pin_memory
+        self._overrides = frozenset(tensor_overrides)
         self._enabled = enabled and self._policy.stage == 3
-        self._group = data_parallel_group
         self._handles: list[RemovableHandle] = []
         self._mode: _Touch | None = None
         self._nursery: Nursery | None = None
@@ -106,14 +137,30 @@ class Init:
             with self:
                 self._seen = [weakref.ref(p) for p in module.parameters()]
 
+    def get_partition_rank(self) -> int:
+        """Which part of every parameter this rank keeps while the model is built: its place in the group.
+
+        A subclass may give another number; all ranks' numbers together must be 0 to ranks - 1.
+        """
+        group = self.get_dp_process_group()
+        return dist.get_rank(group) if group is not None else 0
+
+    def get_dp_process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the parameters; None where torch.distributed is not at work."""
+        if self._group is not None or not (dist.is_available() and dist.is_initialized()):
+            return self._group
+        return dist.group.WORLD
+
     def __enter__(self) -> Init:
         if self._enabled:
-            self._nursery = Nursery(self._policy, find_topology(3, self._group, self._policy.timeout_s))
+            topology = find_topology(3, self.get_dp_process_group(), self._policy.timeout_s)
+            topology, part_of_rank = self._number_parts(topology)
+            self._nursery = Nursery(self._policy, topology, part_of_rank, self._pins)
             self._handles = [
                 register_module_module_registration_hook(self._stands),
                 register_module_parameter_registration_hook(self._appears),
             ]
-            self._mode = _Touch(self._nursery)
+            self._mode = _Touch(self._nursery, self._serves_apply, self._overrides, self._dtype)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -136,12 +183,24 @@ class Init:
         self._seen.clear()
         self._mode = None
 
+    def _number_parts(self, topology: Topology) -> tuple[Topology, list[int] | None]:
+        """The topology with this rank's part, and everybody's where they are not numbered as the ranks are."""
+        if type(self).get_partition_rank is Init.get_partition_rank or topology.group is None:
+            return topology, None
+        numbers = [int(each) for each in exchange(topology, str(self.get_partition_rank()))]
+        if sorted(numbers) != list(range(topology.num_shards)):
+            raise ValueError(
+                f"get_partition_rank gave {numbers}, in the order of ranks; together they must be 0 to "
+                f"{topology.num_shards - 1}"
+            )
+        return replace(topology, shard_rank=numbers[topology.rank]), numbers
+
     def _appears(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None:
+        if param is not None and _innermost() is self._mode:
             self._seen.append(weakref.ref(param))
 
     def _stands(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        if module is not None:
+        if module is not None and _innermost() is self._mode:
             for param in module.parameters():
                 self._admit(param)
 
@@ -157,233 +216,145 @@ class Init:
             self._nursery.remember_small(param)
 
 
-class Nursery:
-    """Keeps the parameters of a model that is being built, until `shard` takes them.
-
-    Args:
-        policy: parameters rest on NVMe if theirs do, else in ordinary memory, each rank its part.
-        topology: who keeps which part.
-    """
-
-    def __init__(self, policy: OffloadPolicy, topology: Topology) -> None:
-        self.topology = topology
-        self._on_nvme = policy.params is Tier.NVME
-        self._store: TensorStore | None = None
-        self._bounce: Bounce | None = None
-        self._piece: torch.Tensor | None = None  # what is read on the way to a parameter's place
-        if self._on_nvme:
-            self._store = TensorStore(paths_of_rank(policy.paths), 8 << 20, policy.io, policy.disk_bytes, pin=False)
-            self._bounce = Bounce(self._store)
-            self._piece = torch.empty(_PIECE_NUMEL * 8, dtype=torch.uint8)  # kept: blocks that come and go leave holes
-        self._children: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> _Child
-        self._small: list[weakref.ref[nn.Parameter]] = []  # left where they are; cast in the end
-        self._awake: collections.OrderedDict[int, weakref.ref[nn.Parameter]] = collections.OrderedDict()
-        self._awake_bytes = 0
-        self._freed_bytes = 0  # since the heap was last trimmed
-        self._num_admitted = 0
-
-    def admit(self, param: nn.Parameter) -> None:
-        """Takes a parameter's values (rank 0's win) and leaves NaN. Collective when there are several ranks; blocks."""
-        value = param.detach()
-        if self.topology.group is not None and not value.is_meta:
-            value = value.contiguous()
-            share(self.topology, value, "sharing initial values")
-        self._num_admitted += 1
-        child = _Child(f"init/{self._num_admitted}")
-        self._children[param] = child
-        self._put(param, child, value)
-        registry.enrol(param, self)
-        weakref.finalize(param, self._forget, child)
-        self._sleep(param)
-
-    def remember_small(self, param: nn.Parameter) -> None:
-        """Notes a parameter that stays where it is, to be cast with the others."""
-        self._small.append(weakref.ref(param))
-
-    def wake(self, param: nn.Parameter) -> None:
-        """Brings a parameter's values back for code that touches it; the oldest awake go to sleep when there are many."""
-        child = self._children.get(param)
-        if child is None:
-            return
-        if id(param) in self._awake:
-            self._awake.move_to_end(id(param))
-            return
-        param.data = self._get(param, child).to(child.dtype).view(child.shape)
-        self._awake[id(param)] = weakref.ref(param)
-        self._awake_bytes += param.nbytes
-
-    def trim(self, keep_bytes: int = _CACHE_BYTES) -> None:
-        """Puts the oldest awake parameters to sleep, what is in them written back, until the rest takes keep_bytes."""
-        while self._awake and self._awake_bytes > keep_bytes:
-            _, reference = self._awake.popitem(last=False)
-            param = reference()
-            if param is not None:
-                self._awake_bytes -= param.nbytes
-                self._put(param, self._children[param], param.detach())
-                self._sleep(param)
-        if not self._awake:
-            self._awake_bytes = 0
-
-    def graduate(self, dtype: torch.dtype | None) -> None:
-        """Building has ended: all parameters sleep, and show the dtype they will have."""
-        self.trim(keep_bytes=0)
-        for param in list(self._children.keys()):
-            if dtype is not None and param.dtype.is_floating_point:
-                param.data = torch.empty((), dtype=dtype).fill_(float("nan")).expand(param.shape)
-        for reference in self._small:
-            small = reference()
-            if small is not None and dtype is not None and small.dtype.is_floating_point:
-                small.data = small.data.to(dtype)
-        self._small.clear()
-        trim_heap()
-
-    def abandon(self) -> None:
-        """Building has failed: nothing is kept."""
-        if self._store is not None:
-            self._store.close()
-
-    def move_part(self, param: nn.Parameter, into: torch.Tensor | None) -> None:
-        """Writes this rank's part of a parameter (flat, without padding) into a tensor, cast to its dtype, and forgets it.
-
-        Goes piece by piece: no copy of the whole part is made on the way. Blocks; raises OSError.
-        """
-        child = self._children.pop(param)
-        if into is not None and child.part is not None:
-            into[: child.num_values].copy_(child.part)
-        elif into is not None:
-            self._read_pieces(child, into)
-        self._forget(child)
-        registry.dismiss(param)
-        if not self._children and self._store is not None:
-            self._store.close()
-
-    def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Puts other values in a parameter's place; every rank gives the whole. Blocks."""
-        self._put(param, self._children[param], value)
-
-    def whole(self, param: nn.Parameter) -> torch.Tensor:
-        """A copy of a parameter's values as built. Collective when there are several ranks; blocks."""
-        child = self._children[param]
-        return self._get(param, child).view(child.shape)
-
-    def _sleep(self, param: nn.Parameter) -> None:
-        """Leaves NaN in a parameter's place. The C library keeps freed blocks; every so often they are given back."""
-        self._freed_bytes += param.nbytes
-        _put_to_sleep(param)
-        if self._freed_bytes > _CACHE_BYTES:
-            self._freed_bytes = 0
-            trim_heap()
-
-    # ---- one child ---------------------------------------------------------------------------------------------------------
-
-    def _put(self, param: nn.Parameter, child: _Child, value: torch.Tensor) -> None:
-        part_numel = -(-value.numel() // self.topology.num_shards)
-        first = part_numel * self.topology.shard_rank
-        if value.dtype != child.dtype or value.shape != child.shape:
-            self._forget(child)
-        child.dtype, child.shape, child.is_gone = value.dtype, value.shape, False
-        child.num_values = max(0, min(part_numel, value.numel() - first))
-        if value.is_meta:
-            return
-        mine = value.detach().reshape(-1)[first : first + child.num_values].cpu()
-        if self._store is None:
-            child.part = mine.clone()
-            return
-        assert self._bounce is not None
-        if child.name not in self._store:
-            self._store.reserve(child.name, (child.num_values,), child.dtype, Tier.NVME)
-        self._bounce.write(child.name, 0, mine.contiguous().view(torch.uint8))
-        child.is_filled = True
-
-    def _part(self, child: _Child) -> torch.Tensor:
-        if child.part is not None:
-            return child.part
-        part = torch.empty(child.num_values, dtype=child.dtype)
-        self._read_pieces(child, part)
-        return part
-
-    def _read_pieces(self, child: _Child, into: torch.Tensor) -> None:
-        if not child.is_filled:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(child.shape)} was built on the meta device and never given values: "
-                "load a checkpoint (tiermem.load_safetensors) before sharding"
-            )
-        assert self._bounce is not None and self._piece is not None and child.dtype is not None
-        size = child.dtype.itemsize
-        piece = self._piece[: _PIECE_NUMEL * size].view(child.dtype)
-        for start in range(0, child.num_values, _PIECE_NUMEL):
-            stop = min(start + _PIECE_NUMEL, child.num_values)
-            values = piece[: stop - start]
-            self._bounce.read(child.name, start * size, stop * size, values.view(torch.uint8))
-            into[start:stop].copy_(values)
-
-    def _get(self, param: nn.Parameter, child: _Child) -> torch.Tensor:
-        part = self._part(child)
-        if self.topology.num_shards == 1:
-            return part
-        numel = child.shape.numel()
-        part_numel = -(-numel // self.topology.num_shards)
-        padded = torch.nn.functional.pad(part, (0, part_numel - part.numel()))
-        whole = torch.empty(part_numel * self.topology.num_shards, dtype=child.dtype)
-        gather(self.topology, padded, whole, "gathering initial values")
-        return whole[:numel]
-
-    def _forget(self, child: _Child) -> None:
-        child.part = None
-        if self._store is not None and not child.is_gone and child.name in self._store:
-            self._store.drop(child.name)
-        child.is_gone, child.is_filled = True, False
+def shutdown_init_context() -> None:
+    """Suspends every Init context around the caller: what is built then is ordinary. Does nothing outside one."""
+    for mode in _modes():
+        mode.is_suspended = True
 
 
-class _Child:
-    """One parameter in the nursery: what it was built as, and this rank's part of it (in memory, or the store's entry)."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.dtype: torch.dtype | None = None
-        self.shape = torch.Size()
-        self.num_values = 0
-        self.part: torch.Tensor | None = None
-        self.is_filled = False
-        self.is_gone = False
+def restore_init_context() -> None:
+    """Ends a `shutdown_init_context`."""
+    for mode in _modes():
+        mode.is_suspended = False
 
 
 class _Touch(TorchFunctionMode):
-    """Sees torch's calls on parameters inside Init, and wakes those that sleep before the call."""
+    """Sees torch's calls inside Init: wakes the parameters that they touch, and sets what tensors are made of.
 
-    def __init__(self, nursery: Nursery) -> None:
+    Args:
+        nursery: keeps the parameters.
+        serves_apply: False: a function given to `Module.apply` gathers what it touches itself (override_module_apply).
+        overrides: what is decided for tensors made inside.
+        dtype: that of floating-point ones.
+    """
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        serves_apply: bool,
+        overrides: frozenset[DeepSpeedTensorOverride],
+        dtype: torch.dtype | None,
+    ) -> None:
         super().__init__()
+        self.is_suspended = False
         self._nursery = nursery
+        self._serves_apply = serves_apply
+        self._overrides = overrides
+        self._dtype = dtype
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _name_of(func) not in _METADATA:
-            given = [*args, *kwargs.values()]
-            given += [each for a in given if isinstance(a, (list, tuple)) for each in a]
-            touched = [a for a in given if isinstance(a, nn.Parameter)]
-            if touched:
-                with torch._C.DisableTorchFunction():
-                    self._nursery.trim()
-                    for param in touched:
-                        self._nursery.wake(param)
+        if func in _CREATORS and self._overrides and not self.is_suspended:
+            return self._create(func, args, kwargs)
+        touched = parameters_in(args, kwargs) if needs_values(func) else ()
+        if touched and not self._serves_apply and _is_in_apply():
+            with torch._C.DisableTorchFunction():
+                self._refuse_writes(func, writes_in_place(func, args, kwargs))
+        elif touched:
+            with torch._C.DisableTorchFunction():
+                self._nursery.trim()
+                for param in touched:
+                    self._nursery.wake(param)
         return func(*args, **kwargs)
 
+    def _create(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        sets_device = DeepSpeedTensorOverride.device in self._overrides and torch.cuda.is_available()
+        if sets_device and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": torch.device("cuda", torch.cuda.current_device())}
+        made: torch.Tensor = func(*args, **kwargs)
+        sets_dtype = DeepSpeedTensorOverride.dtype in self._overrides and kwargs.get("dtype") is None
+        return made.to(self._dtype) if sets_dtype and self._dtype is not None and made.is_floating_point() else made
 
-def _name_of(func: Any) -> str:
-    """The attribute behind a property's getter, or the function's own name; setters count as touching."""
-    name: str = getattr(func, "__name__", "")
-    if name == "__get__":
-        name = getattr(func.__self__, "__name__", name)
-    return name
+    def _refuse_writes(self, func: Any, params: list[nn.Parameter]) -> None:
+        for param in params:
+            if self._nursery.is_asleep(param):
+                raise RuntimeError(
+                    f"{func.__name__} in Module.apply writes a parameter of shape {tuple(param.shape)} that is partitioned, "
+                    "and override_module_apply is false: gather it with tiermem.zero.GatheredParameters(parameter, "
+                    "modifier_rank=0) in the function, or set the key to true"
+                )
 
 
-def _put_to_sleep(param: nn.Parameter) -> None:
-    with torch._C.DisableTorchFunction():
-        device = "cpu" if param.is_meta else param.device
-        nothing = torch.full((), float("nan"), dtype=param.dtype, device=device).expand(param.shape)
-        if not param.is_meta:
-            param.data = nothing
-            return
-        # A parameter leaves the meta device with its identity: what torch.utils.swap_tensors does once it has made sure
-        # that nobody holds weak references (ours stay right: the Python object is the same).
-        torch._C._swap_tensor_impl(param, nn.Parameter(nothing, param.requires_grad))
+def _modes() -> list[_Touch]:
+    return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, _Touch)]
+
+
+def _innermost() -> _Touch | None:
+    """The mode of the context that takes what is built now; None when all are suspended."""
+    modes = _modes()
+    return modes[-1] if modes and not modes[-1].is_suspended else None
+
+
+def _is_in_apply() -> bool:
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is nn.Module.apply.__code__:
+            return True
+    return False
+
+
+def _refuse(**given: tuple[Any, str]) -> None:
+    for name, (value, change) in given.items():
+        if value is not None and value is not False:
+            raise ValueError(f"zero.Init was given {name}={value!r}; allowed is leaving it out: {change}")
+
+
+def _one_config(config_dict_or_path: AnyConfig | None, config: AnyConfig | None) -> AnyConfig | None:
+    if config is None:
+        return config_dict_or_path
+    if config_dict_or_path is not None:
+        raise ValueError("config and config_dict_or_path are the same thing: give one of them")
+    warnings.warn("zero.Init(config=...) is deprecated; use config_dict_or_path", DeprecationWarning, stacklevel=3)
+    return config
+
+
+def _one_group(
+    group: dist.ProcessGroup | None, older: dist.ProcessGroup | None, mpu: HasDataParallelGroup | None
+) -> dist.ProcessGroup | None:
+    if older is not None:
+        if group is not None:
+            raise ValueError("sequence_data_parallel_group is an older name of data_parallel_group: give one of them")
+        warnings.warn(
+            "zero.Init(sequence_data_parallel_group=...) is deprecated; use data_parallel_group",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return older
+    return mpu.get_data_parallel_group() if group is None and mpu is not None else group
+
+
+def _read(
+    given: AnyConfig | None, policy: OffloadPolicy | None, dtype: torch.dtype | None
+) -> tuple[OffloadPolicy, torch.dtype | None, bool]:
+    """The policy, the dtype that parameters will have, and whether Module.apply is served."""
+    if given is None:
+        return policy or OffloadPolicy(), dtype, True
+    if policy is not None:
+        raise ValueError("give a config or a policy, not both")
+    from tiermem.config import load_config  # the config floor is needed only by those who come with a config
+
+    loaded = load_config(given)
+    dtype = dtype or {"bf16": torch.bfloat16, "fp16": torch.float16}.get(loaded.precision)
+    return loaded.policy(), dtype, loaded.zero_optimization.override_module_apply
+
+
+def _rest_on(policy: OffloadPolicy, remote_device: str) -> OffloadPolicy:
+    homes = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+    if remote_device not in homes:
+        raise ValueError(f"remote_device is {remote_device!r}; allowed are {', '.join(homes)}")
+    if remote_device == "nvme" and not policy.paths:
+        raise ValueError(
+            "remote_device is 'nvme', but no path is given: set offload_param.nvme_path in the config (in a policy: paths)"
+        )
+    return replace(policy, params=homes[remote_device])

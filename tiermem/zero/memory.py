@@ -13,9 +13,13 @@ right, reads give NaN, writes raise, nothing crashes. (torch lets `fill_` and `z
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import nn
 
 from tiermem.swap.arena import Slot
+from tiermem.zero.attributes import ZeroParamStatus, mark
 from tiermem.zero.unit import Unit
 
 
@@ -44,6 +48,7 @@ class UnitMemory:
     def __init__(self, unit: Unit, device: torch.device, may_swap: bool) -> None:
         self.unit = unit
         self.is_present = False
+        self._out: dict[int, torch.Tensor] = {}  # parameters that hold a copy of their own (gathered.py)
         self._may_swap = may_swap and device.type == "cpu"
         self._lender: torch.UntypedStorage | None = None  # holds the slot's pointer while the unit does not
         full = torch.empty(unit.full_numel, dtype=unit.dtype, device=device)  # never touched: no page is resident
@@ -85,19 +90,43 @@ class UnitMemory:
     def leave(self) -> None:
         """Gives the bytes up; the parameters' data becomes NaN. Nothing is written anywhere."""
         self.is_present = False
-        for shard, nothing in zip(self.unit.shards, self._absent, strict=True):
-            shard.param.data = nothing
+        self._point(self._absent, ZeroParamStatus.NOT_AVAILABLE)
         if self._lender is not None:
             self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
             self._lender = None
         else:
             self._storage.resize_(0)
 
+    def sees(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of this memory."""
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
+
     def _show(self) -> None:
         self._check_nothing_was_written()
         self.is_present = True
-        for shard, view in zip(self.unit.shards, self.views, strict=True):
-            shard.param.data = view
+        self._point(self.views, ZeroParamStatus.AVAILABLE)
+
+    def take_out(self, index: int, value: torch.Tensor) -> None:
+        """Gives one parameter a copy of its own, which it keeps whether the unit is present or not."""
+        self._out[index] = value
+        _point([self.unit.shards[index].param], [value], ZeroParamStatus.AVAILABLE)
+
+    def is_out(self, index: int) -> bool:
+        """Whether a parameter holds a copy of its own."""
+        return index in self._out
+
+    def put_back(self, index: int) -> None:
+        """The parameter sees the unit again, or NaN."""
+        del self._out[index]
+        status = ZeroParamStatus.AVAILABLE if self.is_present else ZeroParamStatus.NOT_AVAILABLE
+        _point([self.unit.shards[index].param], [(self.views if self.is_present else self._absent)[index]], status)
+
+    def _point(self, tensors: list[torch.Tensor], status: ZeroParamStatus) -> None:
+        params = [shard.param for shard in self.unit.shards]
+        if self._out:
+            tensors = [tensor for i, tensor in enumerate(tensors) if i not in self._out]
+            params = [param for i, param in enumerate(params) if i not in self._out]
+        _point(params, tensors, status)
 
     def _check_nothing_was_written(self) -> None:
         if (
@@ -110,6 +139,13 @@ class UnitMemory:
                 f"a parameter of {self.unit.name!r} was filled while its weights rested elsewhere, so the values were lost: "
                 "write before sharding, or through Shards.replace or load_state_dict"
             )
+
+
+def _point(params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor], status: ZeroParamStatus) -> None:
+    with torch._C.DisableTorchFunctionSubclass():  # a resting parameter would ask its keeper (resting.py)
+        for param, tensor in zip(params, tensors, strict=True):
+            param.data = tensor
+    mark(params, status)
 
 
 def _nothing(dtype: torch.dtype) -> float:

@@ -99,4 +99,5 @@ def _let_go(live: LiveUnit) -> None:
     live.unit.is_resident = False
     if live.memory.is_present:
         live.memory.leave()
-    live.state, live.num_users = UnitState.HOME, 0
+    live.state = UnitState.HOME
+    live.let_all_go()

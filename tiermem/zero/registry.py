@@ -12,7 +12,11 @@ from typing import Any
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+EXTERNAL = "_external_params"
+"""Where a module lists the parameters of other modules that it needs (external.py): copied and pickled with the module."""
+
 _keepers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_gathered: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def enrol(param: nn.Parameter, keeper: Any) -> None:
@@ -23,6 +27,25 @@ def enrol(param: nn.Parameter, keeper: Any) -> None:
 def dismiss(param: nn.Parameter) -> None:
     """Says that a parameter is an ordinary one again."""
     _keepers.pop(param, None)
+
+
+def externals_of(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of other modules that a module was said to need."""
+    found: list[nn.Parameter] = module.__dict__.get(EXTERNAL, [])
+    return found
+
+
+def set_gathered(param: nn.Parameter, is_gathered: bool) -> None:
+    """Notes that a GatheredParameters context holds a parameter's values, or holds them no more."""
+    if is_gathered:
+        _gathered[param] = True
+    else:
+        _gathered.pop(param, None)
+
+
+def is_gathered(param: nn.Parameter) -> bool:
+    """Whether a context around the caller holds a parameter's values."""
+    return param in _gathered
 
 
 def keeper_of(param: nn.Parameter) -> Any | None:

@@ -25,6 +25,8 @@ from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import URGENT
 from tiermem.swap.store import TensorStore
+from tiermem.zero import resting
+from tiermem.zero.attributes import ZeroParamStatus, mark
 from tiermem.zero.gather import gather_unit
 from tiermem.zero.memory import UnitMemory
 from tiermem.zero.order import Order
@@ -54,6 +56,46 @@ class LiveUnit:
         self.stage: Slot | None = None  # holds the shard on its way to a gather or to the GPU
         self.move: Move | None = None  # the read under way
         self.copied: torch.cuda.Event | None = None  # the copy to the GPU under way
+        self._streamed = [] if unit.is_resident else [shard.param for shard in unit.shards]
+
+    def hold(self) -> None:
+        """Somebody needs the unit from now on: its parameters are ordinary ones until the last has let go."""
+        if not self.num_users:
+            resting.wake(self._streamed)
+        self.num_users += 1
+
+    def let_go(self) -> None:
+        """The opposite of one `hold`."""
+        self.num_users -= 1
+        if self.num_users <= 0:
+            self.let_all_go()
+
+    def let_all_go(self) -> None:
+        """Nobody needs the unit any more, whoever held it: its parameters rest (resting.py)."""
+        self.num_users = 0
+        resting.rest(self._streamed)
+
+    def take_out(self, index: int, value: torch.Tensor) -> None:
+        """One parameter holds a copy of its own, whatever becomes of the unit, until `put_back`."""
+        param = self.unit.shards[index].param
+        self._streamed = [each for each in self._streamed if each is not param]
+        resting.wake([param])
+        self.memory.take_out(index, value)
+
+    def put_back(self, index: int) -> None:
+        """Ends a `take_out`; does nothing for a parameter that was not taken out."""
+        if not self.memory.is_out(index):
+            return
+        param = self.unit.shards[index].param
+        self.memory.put_back(index)
+        self._streamed.append(param)
+        if not self.num_users:
+            resting.rest([param])
+
+    def part_with(self) -> None:
+        """The unit's parameters are ordinary ones for good."""
+        resting.wake(self._streamed)
+        self._streamed = []
 
 
 class Residency:
@@ -111,7 +153,7 @@ class Residency:
         """Makes every streamed unit leave that nobody uses: before weights change, and at the end."""
         for live in self._units:
             if live.state is not UnitState.HOME and not live.unit.is_resident:
-                live.num_users = 0
+                live.let_all_go()
                 self._evict(live)
 
     def outdate(self, live: LiveUnit) -> None:
@@ -156,6 +198,7 @@ class Residency:
                 return False
             self._copy_in(live, live.shard)
         live.state = UnitState.COMING
+        mark((shard.param for shard in live.unit.shards), ZeroParamStatus.INFLIGHT)
         return True
 
     def _land(self, live: LiveUnit) -> None:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from tiermem.optim.layout import MASTER
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.arena import Pool
 from tiermem.swap.bounce import Bounce
@@ -34,12 +35,13 @@ from tiermem.swap.pipeline import HeadStart
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
 from tiermem.zero.agreement import agree, facts_of
+from tiermem.zero.attributes import ZeroParamStatus, absent_part, describe, undescribe
 from tiermem.zero.collectives import share
 from tiermem.zero.gather import gather, gather_unit
 from tiermem.zero.grads import GradientHomes
 from tiermem.zero.hooks import Hooks
-from tiermem.zero.init import Nursery
 from tiermem.zero.memory import UnitMemory, can_swap_pointers
+from tiermem.zero.nursery import Nursery
 from tiermem.zero.order import Order
 from tiermem.zero.plan import BOUNCE_BYTES, keeps_initial_master, make_plan
 from tiermem.zero.residency import LiveUnit, Residency
@@ -128,7 +130,7 @@ class Shards:
 
     def weight(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter's whole value, on the CPU, in its own dtype. Collective; blocks."""
-        live, shard = self._find(param)
+        live, shard = self.find(param)
         if live.unit.is_resident:
             index = live.unit.shards.index(shard)
             return live.memory.views[index].detach().to("cpu", copy=True)
@@ -136,7 +138,7 @@ class Shards:
 
     def local_weight(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of this rank's part of a parameter: flat, on the CPU, shard_numel elements. Blocks."""
-        live, shard = self._find(param)
+        live, shard = self.find(param)
         return self.local_elements(live, slice(shard.shard_offset, shard.shard_offset + shard.shard_numel))
 
     def local_elements(self, live: LiveUnit, part: slice) -> torch.Tensor:
@@ -158,22 +160,25 @@ class Shards:
             self.write_part(live.entry, start * live.unit.dtype.itemsize, values.contiguous().view(torch.uint8))
 
     def refresh(self, param: nn.Parameter) -> None:
-        """Lets a parameter's unit show what was put where it rests. Collective; blocks."""
-        live, _ = self._find(param)
+        """Lets a parameter's unit show what was put where it rests, unless a module holds it. Collective; blocks."""
+        live, _ = self.find(param)
         if not live.unit.is_resident:
-            self.residency.empty()
+            if not self.hooks.may_lend:
+                live.let_all_go()  # what a forward without backward has left
+            if not live.num_users:
+                self.residency.outdate(live)
         elif live.shard is not None and live.shard is not live.memory.full:
             self.regather(live.unit, live.shard, live.memory)
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """A copy of a parameter's reduced gradient (the mean over ranks), or None. Between backward and step. Collective."""
-        live, shard = self._find(param)
+        live, shard = self.find(param)
         local = self.local_gradient(param)
         return None if local is None else self.assemble(shard, local.to(self.homes.dtype(live.unit))).view(shard.shape)
 
     def local_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """This rank's part of a reduced gradient, without padding, in fp32: flat, on the CPU; or None. Blocks."""
-        live, shard = self._find(param)
+        live, shard = self.find(param)
         if not shard.has_gradient or param.grad is None:
             return None
         self.homes.settle()
@@ -221,14 +226,18 @@ class Shards:
         self._bounce.write(entry, offset, data)
 
     def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Puts other values in a parameter's place, before the first step; every rank gives the whole. Blocks."""
-        live, shard = self._find(param)
-        master = self.policy.precision.master_of(live.unit.dtype)  # made by the model's first step
-        has_master = live.unit.is_trainable and master is not None
-        if shard.num_steps or (has_master and any(other.num_steps for _, other in self.parameters())):
-            stepped = shard.name if shard.num_steps else f"the model around {shard.name}"
-            raise RuntimeError(f"{stepped} has been stepped: its master weights would not follow")
-        self.replace_mine(live, shard, self.mine(shard, value.detach()))
+        """Puts other values in a parameter's place; every rank gives the whole. Collective; blocks; raises OSError.
+
+        A master becomes exactly the new value; moments stay as they are.
+        """
+        live, shard = self.find(param)
+        stepped = any(other.num_steps for _, other in self.parameters())  # which has made the masters
+        if live.unit.is_trainable and self.states is not None and stepped:
+            self.states.load(shard, MASTER, self.mine(shard, value.detach()).cpu().float())
+        else:
+            self.replace_mine(live, shard, self.mine(shard, value.detach()).cpu())
+        if live.num_users and not live.unit.is_resident:
+            live.memory.views[live.unit.shards.index(shard)].copy_(value.view(shard.shape))
 
     def replace_mine(self, live: LiveUnit, shard: Shard, mine: torch.Tensor) -> None:
         """Puts other values in place of this rank's part of a parameter that has no master yet; every rank its own. Blocks."""
@@ -245,6 +254,25 @@ class Shards:
                 "weights cannot be stepped, replaced or set inside unwrap_model_for_generation: leave its block first"
             )
 
+    def is_of_leaf(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is fetched with a leaf module."""
+        return self.find(param)[0].unit.is_leaf
+
+    def take_out(self, param: nn.Parameter) -> None:
+        """Gives a parameter its whole values until `put_back`. Collective; blocks; takes memory for this parameter alone."""
+        live, shard = self.find(param)
+        if live.unit.is_resident:
+            return
+        if self.hooks.may_lend:
+            self.hooks.borrow(live)
+        else:
+            live.take_out(live.unit.shards.index(shard), self.weight(param).to(self.device))
+
+    def put_back(self, param: nn.Parameter) -> None:
+        """Ends a `take_out`: the parameter is what its unit is. What was written in the copy is gone, unless `replace`d."""
+        live, shard = self.find(param)
+        live.put_back(live.unit.shards.index(shard))
+
     def drop_head_start(self) -> None:
         """Forgets what has been read ahead for the next step, because it is about to change at home. Blocks shortly."""
         self.check_may_change()
@@ -256,6 +284,31 @@ class Shards:
         for live in self.units:
             for shard in live.unit.shards:
                 yield live, shard
+
+    # ---- parameters of other modules -----------------------------------------------------------------------------------
+
+    @property
+    def may_lend(self) -> bool:
+        """Whether a forward or a backward is at work."""
+        return self.hooks.may_lend
+
+    def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function with resting parameters brought back (external.py). Collective."""
+        return self.hooks.lend(params, func, args, kwargs)
+
+    def add_need(self, module: nn.Module, param: nn.Parameter) -> None:
+        """A module needs a parameter that is not its own whenever it runs; nothing to do for one that is always present."""
+        live, _ = self._by_param.get(id(param), (None, None))
+        if live is not None and not live.unit.is_resident and self.hooks.add_need(module, live):
+            self._added.append((module, live))
+
+    def drop_need(self, module: nn.Module, param: nn.Parameter) -> None:
+        """The opposite of `add_need`; what else the module needs of the parameter's unit keeps it."""
+        live, _ = self.find(param)
+        still = {id(each) for each in registry.externals_of(module)}
+        if (module, live) in self._added and not any(id(shard.param) in still for shard in live.unit.shards):
+            self._added.remove((module, live))
+            self.hooks.drop_need(module, live)
 
     # ---- the end -------------------------------------------------------------------------------------------------------
 
@@ -277,11 +330,14 @@ class Shards:
             self.hooks.remove()
             for handle in self._handles:
                 handle.remove()
+            for each in self.units:
+                each.part_with()
             for live, shard in self.parameters():
                 shard.param.grad = None
                 if not materialize and live.unit.is_resident:
                     shard.param.data = shard.param.data.clone()
                 registry.dismiss(shard.param)
+                undescribe(shard.param)
             self.workers.close()
             self.store.close()
         for param, value in weights:
@@ -317,6 +373,25 @@ class Shards:
         self._by_param = {id(s.param): (u, s) for u, s in self.parameters()}
         for _, part in self.parameters():
             registry.enrol(part.param, self)
+        self._describe()
+        self._added: list[tuple[nn.Module, LiveUnit]] = []  # needs of parameters of other modules, as registered
+        for module in self.model.modules():
+            for param in registry.externals_of(module):
+                self.add_need(module, param)
+        for each in self.units:
+            each.let_all_go()
+
+    def _describe(self) -> None:
+        """Gives the parameters the documented attributes, where they are partitioned."""
+        if self.policy.stage != 3:
+            return
+        for live, shard in self.parameters():
+            part = absent_part(shard.shard_numel, live.unit.dtype)
+            if live.shard is not None:
+                part = live.shard[shard.shard_offset : shard.shard_offset + shard.shard_numel]
+            is_there = live.unit.is_resident
+            status = ZeroParamStatus.AVAILABLE if is_there else ZeroParamStatus.NOT_AVAILABLE
+            describe(shard.param, shard.index, shard.shape, part, status)
 
     def _send_home(self, unit: Unit, may_swap: bool, pool: Pool | None) -> LiveUnit:
         """Moves a unit's weights to where they rest, one parameter at a time."""

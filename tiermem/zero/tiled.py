@@ -4,6 +4,8 @@ For an operator larger than a unit's buffer. The weight becomes out_splits x in_
 own, so that the memory at work falls with their number:
 
     y[o] = sum over i of tile[o][i](x[i])        the bias sits on the last tile of each row
+
+What it does not cut are inputs, outputs and gradients of the whole layer; tiled_mlp.py cuts activations, along the sequence.
 """
 
 from __future__ import annotations
@@ -14,20 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiermem.zero import registry
+
 
 class TiledLinear(nn.Module):
     """A drop-in for `nn.Linear`, tile by tile.
 
     Args:
         in_features, out_features, bias: as of nn.Linear.
-        in_splits, out_splits: pieces of the input and of the output; features that do not divide evenly make pieces that
-            differ by one.
+        in_splits, out_splits: pieces of the input and of the output, all of one size.
         input_is_already_split: forward takes a sequence of in_splits tensors.
         combine_out_splits: forward returns one tensor; False: a list of out_splits tensors.
         linear_cls: what a tile is; called with (in_features, out_features, bias=..., **kwargs).
         init_linear: a layer whose weight and bias are copied.
 
-    Raises RuntimeError when a number of splits is less than 1 or more than the features.
+    Raises RuntimeError when a number of splits is less than 1, more than the features, or does not divide them.
     """
 
     def __init__(
@@ -44,36 +47,73 @@ class TiledLinear(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        for name, splits, features in (("in", in_splits, in_features), ("out", out_splits, out_features)):
-            if not 1 <= splits <= features:
-                raise RuntimeError(f"{name}_splits is {splits}; allowed are 1 to {name}_features={features}")
+        _check_splits("in", in_splits, in_features)
+        _check_splits("out", out_splits, out_features)
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
+        self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
-        self.in_sizes, self.out_sizes = _pieces(in_features, in_splits), _pieces(out_features, out_splits)
         self.tiles = nn.ModuleList()
-        for out_size in self.out_sizes:
+        for _ in range(out_splits):
             row = nn.ModuleList()
-            for i, in_size in enumerate(self.in_sizes):
-                row.append(linear_cls(in_size, out_size, bias=bias and i == in_splits - 1, **kwargs))
+            for i in range(in_splits):
+                has_bias = bias and i == in_splits - 1
+                row.append(linear_cls(in_features // in_splits, out_features // out_splits, bias=has_bias, **kwargs))
             self.tiles.append(row)
         if init_linear is not None:
             self.copy_params_from(init_linear)
 
-    def forward(self, input_: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-        """y = x W^T + b, over the last dimension of the input."""
-        if self.input_is_already_split:
-            pieces = list(input_)
-        else:
-            assert isinstance(input_, torch.Tensor)
-            pieces = list(torch.split(input_, self.in_sizes, dim=-1))
-        if len(pieces) != len(self.in_sizes):
-            raise RuntimeError(f"{len(pieces)} pieces of input are given; in_splits is {len(self.in_sizes)}")
-        outputs = [self._row(row, pieces) for row in self.tiles]
-        return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
+    def forward(self, input_: torch.Tensor | list[torch.Tensor]) -> Any:
+        """y = x W^T + b, over the last dimension of the input: a tensor, or a list of out_splits tensors."""
+        pieces = self._split(input_)
+        return self._combine([self._row(_tiles_of(row), pieces) for row in self.tiles])
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
-        """Copies weight and bias of a whole layer into the tiles; before the model is sharded."""
+        """Copies weight and bias of a whole layer into the tiles, one tile at a time.
+
+        Both layers may be partitioned, in zero.Init or by `shard`: then it is collective and blocks, memory holds the whole
+        other layer and one tile, and what rank 0 copies is seen on every rank. Raises RuntimeError for another shape.
+        """
+        from tiermem.zero.gathered import GatheredParameters  # which stands on units, and those know what a tile is
+
+        self._check_fits(other)
+        with GatheredParameters(_free(other)):
+            rows = torch.split(other.weight, self.out_features // self.out_splits, dim=0)
+            biases = torch.split(other.bias, self.out_features // self.out_splits) if self.use_bias else ()
+            for o, (row, weight) in enumerate(zip(self.tiles, rows, strict=True)):
+                pieces = torch.split(weight, self.in_features // self.in_splits, dim=1)
+                for i, (tile, piece) in enumerate(zip(_tiles_of(row), pieces, strict=True)):
+                    with GatheredParameters(_free(tile), modifier_rank=0):
+                        tile.weight.copy_(piece)
+                        if self.use_bias and i == self.in_splits - 1:
+                            tile.bias.copy_(biases[o])
+
+    def extra_repr(self) -> str:
+        """The splits."""
+        return f"in_splits={self.in_splits}, out_splits={self.out_splits}"
+
+    def _split(self, input_: torch.Tensor | list[torch.Tensor]) -> list[torch.Tensor]:
+        if self.input_is_already_split:
+            pieces = list(input_)
+            if len(pieces) != self.in_splits:
+                raise RuntimeError(f"{len(pieces)} pieces of input are given; in_splits is {self.in_splits}")
+            return pieces
+        if not isinstance(input_, torch.Tensor) or input_.shape[-1] != self.in_features:
+            shape = tuple(input_.shape) if isinstance(input_, torch.Tensor) else type(input_).__name__
+            raise RuntimeError(f"the input is {shape}; its last dimension must be in_features={self.in_features}")
+        return list(torch.split(input_, self.in_features // self.in_splits, dim=-1))
+
+    def _row(self, tiles: list[Any], pieces: list[torch.Tensor]) -> Any:
+        total: torch.Tensor | None = None
+        for tile, piece in zip(tiles, pieces, strict=True):
+            part = tile(piece)
+            total = part if total is None else total + part
+        return total
+
+    def _combine(self, outputs: list[Any]) -> Any:
+        return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
+
+    def _check_fits(self, other: nn.Linear) -> None:
         if (other.in_features, other.out_features) != (self.in_features, self.out_features):
             raise RuntimeError(
                 f"the other layer is {other.in_features} -> {other.out_features}, this one {self.in_features} -> "
@@ -83,26 +123,41 @@ class TiledLinear(nn.Module):
             raise RuntimeError(
                 f"the other layer has {'a' if other.bias is not None else 'no'} bias, this one has not the same"
             )
-        rows = torch.split(other.weight, self.out_sizes, dim=0)
-        biases = torch.split(other.bias, self.out_sizes) if other.bias is not None else None
-        for o, (row, weight) in enumerate(zip(self.tiles, rows, strict=True)):
-            for tile, piece in zip(_tiles_of(row), torch.split(weight, self.in_sizes, dim=1), strict=True):
-                tile.weight.copy_(piece)
-            if biases is not None:
-                _tiles_of(row)[-1].bias.copy_(biases[o])
 
-    def extra_repr(self) -> str:
-        """The splits."""
-        return f"in_splits={len(self.in_sizes)}, out_splits={len(self.out_sizes)}"
 
-    @staticmethod
-    def _row(row: nn.Module, pieces: list[torch.Tensor]) -> torch.Tensor:
+class TiledLinearReturnBias(TiledLinear):
+    """A TiledLinear whose tiles return (output, bias), as Megatron-LM's do, and which returns (outputs, biases) itself.
+
+    Outputs of a row are added up; its bias is the last one that is not None. Biases are combined as outputs are; None when no
+    row has one.
+    """
+
+    def _row(self, tiles: list[Any], pieces: list[torch.Tensor]) -> Any:
         total: torch.Tensor | None = None
-        for tile, piece in zip(_tiles_of(row), pieces, strict=True):
-            part = tile(piece)
+        bias: torch.Tensor | None = None
+        for tile, piece in zip(tiles, pieces, strict=True):
+            returned = tile(piece)
+            if not isinstance(returned, tuple) or len(returned) != 2:
+                raise RuntimeError(
+                    f"a tile returned {type(returned).__name__}; TiledLinearReturnBias needs (output, bias). Give a "
+                    "linear_cls that returns both, or use TiledLinear"
+                )
+            part, own = returned
             total = part if total is None else total + part
-        assert total is not None
-        return total
+            bias = own if own is not None else bias
+        return total, bias
+
+    def _combine(self, outputs: list[Any]) -> Any:
+        biases = [bias for _, bias in outputs if bias is not None]
+        combined = super()._combine([output for output, _ in outputs])
+        return combined, super()._combine(biases) if biases else None
+
+
+def _check_splits(name: str, splits: int, features: int) -> None:
+    if not 1 <= splits <= features:
+        raise RuntimeError(f"{name}_splits is {splits}; allowed are 1 to {name}_features={features}")
+    if features % splits:
+        raise RuntimeError(f"{name}_splits is {splits}, which does not divide {name}_features={features}")
 
 
 def _tiles_of(row: nn.Module) -> list[Any]:
@@ -110,5 +165,6 @@ def _tiles_of(row: nn.Module) -> list[Any]:
     return list(row)
 
 
-def _pieces(features: int, splits: int) -> list[int]:
-    return [features // splits + int(i < features % splits) for i in range(splits)]
+def _free(module: nn.Module) -> list[nn.Parameter]:
+    """A module's parameters that no context around the caller has gathered already."""
+    return [param for param in module.parameters() if not registry.is_gathered(param)]

@@ -1,9 +1,10 @@
 """Unit: parameters that are fetched, gathered and released together, and how they lie in memory.
 
-A unit is a child of the outermost ModuleList; one that is larger than its buffer is split at its inner modules. What
-lies outside every ModuleList becomes a unit per module that owns parameters. Small parameters (and, below stage 3, all of
-them) make *resident* units, which stay present. Parameters of one unit share a dtype and are all trainable or all
-frozen. A parameter owned by two modules (tied weights) belongs to the first one's unit, which both modules then trigger.
+A unit is a child of the outermost ModuleList; one that is larger than its buffer is split at its inner modules, down to
+leaf modules (leaf.py) and tiles (tiled.py). What lies outside every ModuleList becomes a unit per module that owns
+parameters. Small parameters (and, below stage 3, all of them) make *resident* units, which stay present. Parameters of
+one unit share a dtype and are all trainable or all frozen. A parameter owned by two modules (tied weights) belongs to the
+first one's unit, which both modules then trigger.
 
 Two layouts, in elements, with every parameter on a multiple of ALIGN (64 bytes or more in every dtype):
 
@@ -26,6 +27,7 @@ from torch import nn
 
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.extents import round_up
+from tiermem.zero.leaf import apply_rules, has_forward, is_routed, z3_leaf_module
 from tiermem.zero.tiled import TiledLinear
 
 ALIGN = 64  # elements
@@ -65,6 +67,7 @@ class Unit:
     is_resident: bool  # present all the time: its full layout is never given up
     full_numel: int
     shard_numel: int
+    is_leaf: bool = False  # of a module that is fetched as one
 
     @property
     def full_bytes(self) -> int:
@@ -97,17 +100,19 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
 
     Raises ValueError when a module with parameters of its own is larger than `policy.unit_numel`, naming it.
     """
+    apply_rules(model, policy.leaves)
     names = {param: (i, name) for i, (name, param) in enumerate(model.named_parameters())}
     persistent = _persistent(model, policy)
     units: list[Unit] = []
     triggers: dict[nn.Module, list[Unit]] = {}
     owners: dict[nn.Parameter, Unit] = {}
     small: dict[nn.Parameter, None] = {}  # a set that keeps its order
-    for name, module, params in _groups(model, policy.unit_numel, persistent):
+    for name, module, params in _groups(model, policy.unit_numel, persistent, num_shards):
         needed: dict[int, Unit] = {owners[p].index: owners[p] for p in params if p in owners}
         fresh = [p for p in params if p not in owners and p not in persistent]
         for kind, alike in _by_kind(fresh, is_trained).items():
             unit = _lay_out(name, len(units), alike, names, kind, policy.stage != 3, num_shards)
+            unit.is_leaf = _is_leaf(module, num_shards)
             _check_size(unit, policy)
             units.append(unit)
             owners.update((p, unit) for p in alike)
@@ -123,7 +128,7 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
 
 
 def _groups(
-    model: nn.Module, limit: int | None, persistent: set[nn.Parameter]
+    model: nn.Module, limit: int | None, persistent: set[nn.Parameter], num_shards: int
 ) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
     """(name, module, parameters) of every group: whole subtrees where they fit, a module's own parameters elsewhere.
 
@@ -140,8 +145,9 @@ def _groups(
         seen.add(module)
         params = list(module.parameters())
         fits = limit is None or sum(p.numel() for p in params if p not in persistent) <= limit
-        is_whole = fits and not _holds_tiles(module) and (is_listed or not _holds_list(module))
-        runs = module if _has_forward(module) else runs
+        is_whole = fits and not _must_split(module, num_shards) and (is_listed or not _holds_list(module))
+        is_whole = is_whole or _is_leaf(module, num_shards)
+        runs = module if has_forward(module) else runs
         if module is not model and is_whole and runs is module:
             yield name, module, params
             return
@@ -155,16 +161,21 @@ def _groups(
     yield from visit("", model, model, False)
 
 
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+def _is_leaf(module: nn.Module, num_shards: int) -> bool:
+    """Whether a module is one unit at any size: marked so, or several ranks could go different ways inside it."""
+    return z3_leaf_module(module) or (num_shards > 1 and is_routed(module))
 
 
 def _holds_list(module: nn.Module) -> bool:
     return any(isinstance(m, nn.ModuleList) and len(m) > 0 for m in module.modules())
 
 
-def _holds_tiles(module: nn.Module) -> bool:
-    return any(isinstance(m, TiledLinear) for m in module.modules())
+def _must_split(module: nn.Module, num_shards: int) -> bool:
+    """Whether a module holds what is used piece by piece: tiles, and on one rank the experts behind a router."""
+    return any(
+        isinstance(m, TiledLinear) or (num_shards == 1 and is_routed(m) and not z3_leaf_module(m))
+        for m in module.modules()
+    )
 
 
 def _persistent(model: nn.Module, policy: OffloadPolicy) -> set[nn.Parameter]:
@@ -223,9 +234,16 @@ def _lay_out(
 
 def _check_size(unit: Unit, policy: OffloadPolicy) -> None:
     numel = sum(shard.numel for shard in unit.shards)
-    if policy.unit_numel is not None and numel > policy.unit_numel and policy.stage == 3:
+    if policy.unit_numel is None or numel <= policy.unit_numel or policy.stage != 3:
+        return
+    if unit.is_leaf:
         raise ValueError(
             f"unit {unit.name!r} holds {numel} elements, more than the {policy.unit_numel} of one parameter buffer "
-            "(unit_numel; buffer_size in a config), and has no inner module to split it at. Raise the buffer's size, "
-            "or replace its Linear by tiermem.zero.TiledLinear"
+            "(unit_numel; buffer_size in a config), and is a leaf module, fetched as one because which of its children run may "
+            "differ between ranks. Raise the buffer's size"
         )
+    raise ValueError(
+        f"unit {unit.name!r} holds {numel} elements, more than the {policy.unit_numel} of one parameter buffer "
+        "(unit_numel; buffer_size in a config), and has no inner module to split it at. Raise the buffer's size, "
+        "or replace its Linear by tiermem.zero.TiledLinear"
+    )

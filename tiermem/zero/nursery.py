@@ -1,0 +1,280 @@
+"""Nursery: where the parameters of a model live while it is built, until `shard` takes them.
+
+Each rank keeps its part of every parameter, in ordinary memory or on NVMe; the parameter itself sleeps: it shows NaN and takes
+no memory. Whoever touches one wakes it (init.py sees the touch); the oldest awake go back to sleep when they are many, and
+what is in them is kept.
+
+    admit --> asleep --wake--> awake --trim--> asleep          take_out, put_back: a GatheredParameters context holds it
+                                                               move_part: the model is sharded, the nursery forgets it
+"""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.bounce import Bounce
+from tiermem.swap.native import trim_heap
+from tiermem.swap.store import TensorStore
+from tiermem.zero import registry
+from tiermem.zero.attributes import ZeroParamStatus, absent_part, describe, mark
+from tiermem.zero.collectives import share
+from tiermem.zero.gather import gather
+from tiermem.zero.topology import Topology, paths_of_rank
+
+_CACHE_BYTES = 64 << 20
+_PIECE_NUMEL = 1 << 20
+
+
+class Nursery:
+    """Keeps the parameters of a model that is being built, until `shard` takes them.
+
+    Args:
+        policy: parameters rest on NVMe if theirs do, else in ordinary memory, each rank its part.
+        topology: who keeps which part.
+        part_of_rank: which part each rank of the group keeps, where that is not the one of its own number.
+        pin_memory: parts that rest in memory are page-locked, where there is a GPU.
+    """
+
+    def __init__(
+        self,
+        policy: OffloadPolicy,
+        topology: Topology,
+        part_of_rank: Sequence[int] | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self.topology = topology
+        self._part_of_rank = part_of_rank
+        self._pins = pin_memory and torch.cuda.is_available()
+        self._on_nvme = policy.params is Tier.NVME
+        self._store: TensorStore | None = None
+        self._bounce: Bounce | None = None
+        self._piece: torch.Tensor | None = None  # what is read on the way to a parameter's place
+        if self._on_nvme:
+            self._store = TensorStore(paths_of_rank(policy.paths), 8 << 20, policy.io, policy.disk_bytes, pin=False)
+            self._bounce = Bounce(self._store)
+            self._piece = torch.empty(_PIECE_NUMEL * 8, dtype=torch.uint8)  # kept: blocks that come and go leave holes
+        self._children: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> _Child
+        self._small: list[weakref.ref[nn.Parameter]] = []  # left where they are; cast in the end
+        self._awake: collections.OrderedDict[int, weakref.ref[nn.Parameter]] = collections.OrderedDict()
+        self._out: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a GatheredParameters holds
+        self._awake_bytes = 0
+        self._freed_bytes = 0  # since the heap was last trimmed
+        self._num_admitted = 0
+
+    def admit(self, param: nn.Parameter) -> None:
+        """Takes a parameter's values (rank 0's win) and leaves NaN. Collective when there are several ranks; blocks."""
+        value = param.detach()
+        if self.topology.group is not None and not value.is_meta:
+            value = value.contiguous()
+            share(self.topology, value, "sharing initial values")
+        self._num_admitted += 1
+        child = _Child(f"init/{self._num_admitted}")
+        self._children[param] = child
+        self._put(param, child, value)
+        registry.enrol(param, self)
+        part_numel = -(-value.numel() // self.topology.num_shards)
+        part = absent_part(part_numel, value.dtype)
+        describe(param, self._num_admitted, value.shape, part, ZeroParamStatus.NOT_AVAILABLE)
+        weakref.finalize(param, self._forget, child)
+        self._sleep(param)
+
+    def remember_small(self, param: nn.Parameter) -> None:
+        """Notes a parameter that stays where it is, to be cast with the others."""
+        self._small.append(weakref.ref(param))
+
+    def wake(self, param: nn.Parameter) -> None:
+        """Brings a parameter's values back for code that touches it; the oldest awake go to sleep when there are many."""
+        child = self._children.get(param)
+        if child is None or param in self._out:
+            return
+        if id(param) in self._awake:
+            self._awake.move_to_end(id(param))
+            return
+        param.data = self._get(param, child).to(child.dtype).view(child.shape)
+        self._awake[id(param)] = weakref.ref(param)
+        mark((param,), ZeroParamStatus.AVAILABLE)
+        self._awake_bytes += param.nbytes
+
+    def is_asleep(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is kept here and shows NaN."""
+        return param in self._children and param not in self._out and id(param) not in self._awake
+
+    def trim(self, keep_bytes: int = _CACHE_BYTES) -> None:
+        """Puts the oldest awake parameters to sleep, what is in them written back, until the rest takes keep_bytes."""
+        while self._awake and self._awake_bytes > keep_bytes:
+            param = next(iter(self._awake.values()))()
+            if param is None:
+                self._awake.popitem(last=False)
+            else:
+                self._write_back(param)
+                self._sleep(param)
+        if not self._awake:
+            self._awake_bytes = 0
+
+    def _write_back(self, param: nn.Parameter) -> None:
+        """Keeps what an awake parameter holds; it counts as awake no more."""
+        if self._awake.pop(id(param), None) is not None:
+            self._awake_bytes -= param.nbytes
+            self._put(param, self._children[param], param.detach())
+
+    def graduate(self, dtype: torch.dtype | None) -> None:
+        """Building has ended: all parameters sleep, and show the dtype they will have."""
+        self.trim(keep_bytes=0)
+        for param in list(self._children.keys()):
+            if dtype is not None and param.dtype.is_floating_point:
+                param.data = torch.empty((), dtype=dtype).fill_(float("nan")).expand(param.shape)
+        for reference in self._small:
+            small = reference()
+            if small is not None and dtype is not None and small.dtype.is_floating_point:
+                small.data = small.data.to(dtype)
+        self._small.clear()
+        trim_heap()
+
+    def abandon(self) -> None:
+        """Building has failed: nothing is kept."""
+        if self._store is not None:
+            self._store.close()
+
+    def move_part(self, param: nn.Parameter, into: torch.Tensor | None) -> None:
+        """Writes this rank's part of a parameter (flat, without padding) into a tensor, cast to its dtype, and forgets it.
+
+        Goes piece by piece: no copy of the whole part is made on the way. Blocks; raises OSError.
+        """
+        child = self._children.pop(param)
+        if into is not None and child.part is not None:
+            into[: child.num_values].copy_(child.part)
+        elif into is not None:
+            self._read_pieces(child, into)
+        self._forget(child)
+        registry.dismiss(param)
+        if not self._children and self._store is not None:
+            self._store.close()
+
+    def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Puts other values in a parameter's place; every rank gives the whole. Blocks."""
+        self._put(param, self._children[param], value)
+
+    def take_out(self, param: nn.Parameter) -> None:
+        """Gives a parameter its whole values until `put_back`. Collective when there are several ranks; blocks."""
+        child, shown = self._children[param], param.dtype
+        self._write_back(param)  # what was written while it was awake
+        param.data = self._get(param, child).to(shown).view(child.shape)
+        self._out[param] = True
+        mark((param,), ZeroParamStatus.AVAILABLE)
+
+    def put_back(self, param: nn.Parameter) -> None:
+        """Ends a `take_out`: the parameter sleeps. What was written in it is gone, unless `replace`d."""
+        self._out.pop(param, None)
+        self._sleep(param)
+
+    def whole(self, param: nn.Parameter) -> torch.Tensor:
+        """A copy of a parameter's values as built. Collective when there are several ranks; blocks."""
+        child = self._children[param]
+        return self._get(param, child).view(child.shape)
+
+    def _sleep(self, param: nn.Parameter) -> None:
+        """Leaves NaN in a parameter's place. The C library keeps freed blocks; every so often they are given back."""
+        self._freed_bytes += param.nbytes
+        _put_to_sleep(param)
+        mark((param,), ZeroParamStatus.NOT_AVAILABLE)
+        if self._freed_bytes > _CACHE_BYTES:
+            self._freed_bytes = 0
+            trim_heap()
+
+    # ---- one child ---------------------------------------------------------------------------------------------------------
+
+    def _put(self, param: nn.Parameter, child: _Child, value: torch.Tensor) -> None:
+        part_numel = -(-value.numel() // self.topology.num_shards)
+        first = part_numel * self.topology.shard_rank
+        if value.dtype != child.dtype or value.shape != child.shape:
+            self._forget(child)
+        child.dtype, child.shape, child.is_gone = value.dtype, value.shape, False
+        child.num_values = max(0, min(part_numel, value.numel() - first))
+        if value.is_meta:
+            return
+        mine = value.detach().reshape(-1)[first : first + child.num_values].cpu()
+        if self._store is None:
+            child.part = mine.clone().pin_memory() if self._pins else mine.clone()
+            return
+        assert self._bounce is not None
+        if child.name not in self._store:
+            self._store.reserve(child.name, (child.num_values,), child.dtype, Tier.NVME)
+        self._bounce.write(child.name, 0, mine.contiguous().view(torch.uint8))
+        child.is_filled = True
+
+    def _part(self, child: _Child) -> torch.Tensor:
+        if child.part is not None:
+            return child.part
+        part = torch.empty(child.num_values, dtype=child.dtype)
+        self._read_pieces(child, part)
+        return part
+
+    def _read_pieces(self, child: _Child, into: torch.Tensor) -> None:
+        if not child.is_filled:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(child.shape)} was built on the meta device and never given values: "
+                "load a checkpoint (tiermem.load_safetensors) before sharding"
+            )
+        assert self._bounce is not None and self._piece is not None and child.dtype is not None
+        size = child.dtype.itemsize
+        piece = self._piece[: _PIECE_NUMEL * size].view(child.dtype)
+        for start in range(0, child.num_values, _PIECE_NUMEL):
+            stop = min(start + _PIECE_NUMEL, child.num_values)
+            values = piece[: stop - start]
+            self._bounce.read(child.name, start * size, stop * size, values.view(torch.uint8))
+            into[start:stop].copy_(values)
+
+    def _get(self, param: nn.Parameter, child: _Child) -> torch.Tensor:
+        part = self._part(child)
+        if self.topology.num_shards == 1:
+            return part
+        numel = child.shape.numel()
+        part_numel = -(-numel // self.topology.num_shards)
+        padded = torch.nn.functional.pad(part, (0, part_numel - part.numel()))
+        whole = torch.empty(part_numel * self.topology.num_shards, dtype=child.dtype)
+        gather(self.topology, padded, whole, "gathering initial values")
+        if self._part_of_rank is not None:
+            whole = whole.view(self.topology.num_shards, part_numel)[_inverse(self._part_of_rank)].view(-1)
+        return whole[:numel]
+
+    def _forget(self, child: _Child) -> None:
+        child.part = None
+        if self._store is not None and not child.is_gone and child.name in self._store:
+            self._store.drop(child.name)
+        child.is_gone, child.is_filled = True, False
+
+
+class _Child:
+    """One parameter in the nursery: what it was built as, and this rank's part of it (in memory, or the store's entry)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dtype: torch.dtype | None = None
+        self.shape = torch.Size()
+        self.num_values = 0
+        self.part: torch.Tensor | None = None
+        self.is_filled = False
+        self.is_gone = False
+
+
+def _inverse(part_of_rank: Sequence[int]) -> list[int]:
+    return sorted(range(len(part_of_rank)), key=lambda rank: part_of_rank[rank])
+
+
+def _put_to_sleep(param: nn.Parameter) -> None:
+    with torch._C.DisableTorchFunction():
+        device = "cpu" if param.is_meta else param.device
+        nothing = torch.full((), float("nan"), dtype=param.dtype, device=device).expand(param.shape)
+        if not param.is_meta:
+            param.data = nothing
+            return
+        # A parameter leaves the meta device with its identity: what torch.utils.swap_tensors does once it has made sure
+        # that nobody holds weak references (ours stay right: the Python object is the same).
+        torch._C._swap_tensor_impl(param, nn.Parameter(nothing, param.requires_grad))

@@ -1,0 +1,20 @@
+"""Names that migrating users import from `deepspeed.zero.partition_parameters`; nothing is here but the names."""
+
+from __future__ import annotations
+
+from tiermem.zero.attributes import ZeroParamStatus, ZeroParamType
+from tiermem.zero.external import register_external_parameter, unregister_external_parameter
+from tiermem.zero.gathered import GatheredParameters
+from tiermem.zero.init import DeepSpeedTensorOverride, Init, restore_init_context, shutdown_init_context
+
+__all__ = [
+    "DeepSpeedTensorOverride",
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "register_external_parameter",
+    "restore_init_context",
+    "shutdown_init_context",
+    "unregister_external_parameter",
+]

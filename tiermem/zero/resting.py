@@ -1,0 +1,79 @@
+"""Resting parameters: what a streamed parameter is while no module that holds it runs, so that every use of it is seen.
+
+                     hold: the first module that needs its unit begins
+        Resting  ------------------------------------------------------->  Parameter
+                 <-------------------------------------------------------
+                     let go: the last one has ended
+
+A resting parameter is the same object with another class (as torch's lazy modules do it when they come to life), a Parameter
+whose calls come here first: `F.linear(x, self.embed.weight)` in a module that does not own the embedding, or `bias` that a
+module has returned. While a forward or a backward is at work its keeper lends it (external.py). Elsewhere nobody may wait for
+the other ranks, so reading gives NaN and writing in place raises. While it is held a parameter is an ordinary one again, and
+torch's calls on it cost what they always do.
+
+Only plain parameters change: a subclass of Parameter keeps its class, and is lent to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from tiermem.zero import registry
+from tiermem.zero.touch import needs_values, parameters_in, writes_in_place
+
+
+class Lender(Protocol):
+    """Who looks after resting parameters."""
+
+    @property
+    def may_lend(self) -> bool:
+        """Whether a forward or a backward is at work, on every rank."""
+
+    def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function with the parameters' values in place."""
+
+
+class RestingParameter(nn.Parameter):
+    """A parameter whose unit nobody holds; see above."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if needs_values(func):
+            params = [p for p in parameters_in(args, kwargs) if type(p) is RestingParameter]
+            lender: Lender | None = registry.keeper_of(params[0]) if params else None
+            if lender is not None and lender.may_lend:
+                return lender.lend([p for p in params if registry.keeper_of(p) is lender], func, args, kwargs)
+            for param in writes_in_place(func, args, kwargs):
+                if type(param) is RestingParameter:
+                    _refuse_write(func, param)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def rest(params: Iterable[nn.Parameter]) -> None:
+    """Nobody holds these any more."""
+    for param in params:
+        if type(param) is nn.Parameter:
+            param.__class__ = RestingParameter
+
+
+def wake(params: Iterable[nn.Parameter]) -> None:
+    """Somebody holds these: they are ordinary parameters."""
+    for param in params:
+        if type(param) is RestingParameter:
+            param.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def _refuse_write(func: Any, param: nn.Parameter) -> NoReturn:
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = tuple(param.shape)
+    raise RuntimeError(
+        f"{func.__name__} writes a parameter of shape {shape} whose values rest elsewhere, so what it writes would be lost. "
+        "Write under tiermem.zero.GatheredParameters(parameter, modifier_rank=0), through Shards.replace or load_state_dict, "
+        "or before sharding; step with tiermem.AdamW and its like"
+    )
