@@ -19,6 +19,13 @@ from tiermem.swap.tier import Tier
 __all__ = ["IoSettings", "LeafRules", "NvmePath", "OffloadPolicy", "Precision", "Tier"]
 
 MOST_MOMENTS = 3  # of any rule: Adam's with amsgrad
+_ONLY_STAGE_3 = (
+    "shard_group_size",
+    "two_stage_gather",
+    "secondary_group_size",
+    "quantised_gather",
+    "quantised_frozen",
+)
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "master_from": ("param", "init"),
     "on_nonfinite": ("skip", "raise", "apply"),
@@ -101,6 +108,19 @@ class OffloadPolicy:
     """Most elements of gradients handed to one reduction."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """What gradients are reduced in over the ranks (`communication_data_type`). None: their own dtype."""
+    shard_group_size: int | None = None
+    """Ranks that share one copy of the states (MiCS, `mics_shard_size`); the other groups of as many hold copies. None: all."""
+    two_stage_gather: bool = False
+    """Gather across nodes first, then within each (`mics_hierarchical_params_gather`); for shard groups of several nodes."""
+    secondary_group_size: int = 1
+    """Neighbouring ranks that keep a second copy of gathered parameters among them, from which backward gathers (hpZ,
+    `zero_hpz_partition_size`). 1: none is kept."""
+    quantised_gather: bool = False
+    """Send parameters as 8-bit blocks (qwZ, `zero_quantized_weights`); masters and shards keep their precision."""
+    quantised_reduction: bool = False
+    """Send gradients as 8-bit blocks, added up in fp32 (qgZ, `zero_quantized_gradients`)."""
+    quantised_frozen: bool = False
+    """Keep frozen parameters as 8-bit blocks where they rest (`zero_quantized_nontrainable_weights`)."""
     pin_memory: bool = True
     """Register the arena with the GPU driver, where there is a GPU."""
     master_from: Literal["param", "init"] = "param"
@@ -150,6 +170,7 @@ class OffloadPolicy:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1, or None for what the plan computes")
+        self._check_ranks()
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(map(str, allowed))}")
@@ -165,3 +186,25 @@ class OffloadPolicy:
         for name in ("resident_bytes", "persistence_numel", "reduce_bucket_numel"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+
+    def _check_ranks(self) -> None:
+        """What divides and quantises the traffic between ranks belongs to stage 3, where parameters are partitioned."""
+        for name in ("shard_group_size", "secondary_group_size"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} is {value!r}; it is a number of ranks, 1 or more, that divides all of them")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in _ONLY_STAGE_3:
+            if getattr(self, name) != defaults[name] and self.stage != 3:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} with stage {self.stage}: it acts where parameters are partitioned. Set "
+                    "stage=3, or leave it out"
+                )
+        if self.quantised_reduction and self.stage < 2:
+            raise ValueError(
+                f"quantised_reduction with stage {self.stage}: gradients are sharded in stages 2 and 3. Set one of them"
+            )
+        if self.two_stage_gather and self.shard_group_size is None:
+            raise ValueError(
+                "two_stage_gather without shard_group_size: it is a way of gathering within a shard group. Set both"
+            )

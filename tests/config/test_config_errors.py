@@ -49,7 +49,7 @@ def test_problems_are_found_all_at_once() -> None:
         {
             "train_batch_size": 0,
             "gradient_clipping": "much",
-            "zero_optimization": {"stage": 9, "mics_shard_size": 4, "offload_param": {"device": "disk"}},
+            "zero_optimization": {"stage": 9, "zenflow": {"topk_ratio": 0.1}, "offload_param": {"device": "disk"}},
             "optimizer": {"type": "Lamb", "params": {"max_coeff": 1}},
             "fp16": {"enabled": True, "loss_scale_window": 0},
             "typo": 1,
@@ -59,7 +59,7 @@ def test_problems_are_found_all_at_once() -> None:
         "train_batch_size",
         "gradient_clipping",
         "zero_optimization.stage",
-        "zero_optimization.mics_shard_size",
+        "zero_optimization.zenflow",
         "zero_optimization.offload_param.device",
         "optimizer.type",
         "fp16.loss_scale_window",

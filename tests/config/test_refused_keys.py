@@ -14,7 +14,6 @@ NOT_DEFAULT: dict[str, Any] = {
     "zero_optimization.load_from_fp32_weights": False,
     "zero_optimization.ignore_unused_parameters": False,
     "zero_optimization.zero_hpz_partition_size": 8,
-    "zero_optimization.mics_shard_size": 8,
     "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": 0.5,

@@ -42,9 +42,10 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         f"{_ZERO}.zero_quantized_weights": Refusal("quantised all-gather does not exist yet; remove the key"),
         f"{_ZERO}.zero_quantized_nontrainable_weights": Refusal("quantised weights do not exist yet; remove the key"),
         f"{_ZERO}.zero_quantized_gradients": Refusal("quantised reduction does not exist yet; remove the key"),
-        f"{_ZERO}.zeropp_loco_param": Refusal("quantised reduction does not exist yet; remove the key"),
-        f"{_ZERO}.mics_shard_size": Refusal("sharding within a part of the ranks does not exist yet; remove the key"),
-        f"{_ZERO}.mics_hierarchical_params_gather": Refusal("two-stage gathers do not exist yet; remove the key"),
+        f"{_ZERO}.zeropp_loco_param": Refusal(
+            "error feedback (LoCo) would keep every gradient of the model whole on each rank, which sharding exists to avoid; "
+            "remove the key"
+        ),
         f"{_ZERO}.pipeline_loading_checkpoint": Refusal("every rank loads its own part at once; remove the key"),
         f"{_ZERO}.stage3_use_all_reduce_for_fetch_params": Refusal("fetches use all-gather alone; remove the key"),
         f"{_ZERO}.log_trace_cache_warnings": Refusal("there is no trace cache to warn about; remove the key"),

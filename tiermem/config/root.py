@@ -27,6 +27,7 @@ from tiermem.config.offload import OffloadDevice
 from tiermem.config.optimizer import OptimizerConfig
 from tiermem.config.own import OwnConfig
 from tiermem.config.precision import Bf16Config, DataTypesConfig, Fp16Config
+from tiermem.config.ranks import rank_problems
 from tiermem.config.scheduler import SchedulerConfig
 from tiermem.config.states import Switches, precision_of, precision_problems
 from tiermem.config.translate import ReportRow, io_of, path_problems, paths_of, policy_of, report_of
@@ -149,6 +150,7 @@ class TiermemConfig(ConfigModel):
             )
         found += path_problems(self.zero_optimization, self.tiermem)
         found += precision_problems(self._switches)
+        found += rank_problems(self.zero_optimization, self.torch_autocast.enabled)
         found += self._overflow_conflicts()
         found += self._reduction_conflicts()
         if self.tiermem.grads not in (None, OffloadDevice.none) and self.zero_optimization.stage == 0:

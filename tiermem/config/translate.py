@@ -23,6 +23,7 @@ from tiermem.config.keys import COMPUTED, PLANNED
 from tiermem.config.offload import STATES_PER_TILE, OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig
 from tiermem.config.own import OwnConfig
 from tiermem.config.paths import PathConfig, clashes, united
+from tiermem.config.ranks import rank_fields
 from tiermem.config.zero import ZeroConfig
 from tiermem.policy import IoSettings, LeafRules, NvmePath, OffloadPolicy, Tier
 
@@ -79,6 +80,7 @@ def policy_of(zero: ZeroConfig, aio: AioConfig, own: OwnConfig, overrides: Mappi
     fields |= {ours: getattr(zero, theirs) for theirs, ours in _ZERO_FIELDS.items() if zero.is_set(theirs)}
     leaf = zero.leaf_module
     fields["leaves"] = LeafRules(leaf.classes, leaf.names, leaf.name_suffixes, zero.module_granularity_threshold)
+    fields |= rank_fields(zero)
     fields |= _offload_fields(zero)
     fields |= {name: getattr(own, name) for name in _OWN_FIELDS if own.is_set(name)}
     if own.grads not in (None, OffloadDevice.none):

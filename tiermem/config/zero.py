@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field
 
-from tiermem.config.base import ConfigModel, Count
+from tiermem.config.base import ConfigModel, Count, Whole
 from tiermem.config.offload import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig
 
 __all__ = ["LeafModuleConfig", "ZeroConfig", "ZeroStage"]
@@ -132,19 +132,19 @@ class ZeroConfig(ConfigModel):
     round_robin_gradients: bool = False
     """Spread the copying of gradients to the CPU over ranks; each rank copies its own shard here."""
     zero_hpz_partition_size: Count = 1
-    """Ranks in a secondary partition of parameters; does not exist here."""
+    """Ranks that keep a second copy of gathered parameters among them, from which backward gathers (hpZ). 0 and 1: none."""
     zero_quantized_weights: bool = False
-    """Quantise gathered weights; does not exist here."""
+    """Gather weights as 8-bit blocks (qwZ)."""
     zero_quantized_nontrainable_weights: bool = False
-    """Quantise frozen weights; does not exist here."""
+    """Keep frozen weights as 8-bit blocks where they rest, and gather them so."""
     zero_quantized_gradients: bool = False
-    """Quantise reduced gradients; does not exist here."""
+    """Reduce gradients as 8-bit blocks, added up in fp32 (qgZ)."""
     zeropp_loco_param: dict[str, Any] | None = None
     """Error feedback of quantised gradients; does not exist here."""
-    mics_shard_size: int = -1
-    """Ranks that share one copy of the states; does not exist here."""
+    mics_shard_size: Whole = -1
+    """Ranks that share one copy of the states, the other groups of as many holding copies (MiCS). -1: all of them."""
     mics_hierarchical_params_gather: bool = False
-    """Gather in two stages; does not exist here."""
+    """Gather across nodes first, then within each, where a shard group spreads over nodes."""
     memory_efficient_linear: bool = True
     """Replace linear layers by ones that save less; not needed here."""
     pipeline_loading_checkpoint: bool = False

@@ -4,7 +4,8 @@ Read in this order (imports go the same way, downward):
 
     unit         parameters fetched together, and their two layouts       order        the learnt sequence of uses
     rollcall     which rank is gone                                       traffic      what was handed to collectives
-    topology     which ranks share parts                                  collectives  what ranks call together
+    topology     which ranks share parts                                  mesh         groups of ranks: MiCS, hpZ, nodes
+    quantised    values as 8-bit blocks                                   collectives  what ranks call together
     agreement    ranks were given the same                                memory       the storage a unit has for life
     attributes   what a partitioned parameter shows                       plan         bytes of every tier, beforehand
     registry     Parameter -> who looks after it                          touch        calls that need values
@@ -16,7 +17,7 @@ Read in this order (imports go the same way, downward):
     gathered     whole values, for a while                                leaf         modules fetched as one
     tiled        layers cut into tiles                                    tiled_mlp    blocks cut along the sequence
     estimate     needs of an imagined model                               present      all units at once, for generation
-    partition_parameters   names for migration
+    mics         building for groups of ranks                             partition_parameters   names for migration
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _HOMES = {
     "DeepSpeedTensorOverride": "tiermem.zero.init",
     "GatheredParameters": "tiermem.zero.gathered",
     "Init": "tiermem.zero.init",
+    "MiCS_Init": "tiermem.zero.mics",
     "OffloadDeviceEnum": "tiermem.config",
     "OffloadStateTypeEnum": "tiermem.config",
     "Shards": "tiermem.zero.shards",

@@ -15,7 +15,7 @@ from torch import nn
 
 from tiermem.policy import OffloadPolicy
 from tiermem.zero.collectives import exchange
-from tiermem.zero.topology import Topology
+from tiermem.zero.topology import Topology, ranks_per_node
 
 _OWN = {"paths", "disk_bytes", "pin_memory", "io", "timeout_s"}  # fields of a policy that may differ between ranks
 
@@ -40,8 +40,9 @@ def agree(topology: Topology, facts: Mapping[str, Any]) -> None:
 
 
 def facts_of(model: nn.Module, policy: OffloadPolicy) -> dict[str, Any]:
-    """What decides the sequence of collectives: the policy's fields and the parameters' names, shapes and dtypes."""
-    facts = {f"policy.{name}": value for name, value in vars(policy).items() if name not in _OWN}
+    """What decides the sequence of collectives: policy, ranks on a node, the parameters' names, shapes and dtypes."""
+    facts: dict[str, Any] = {f"policy.{name}": value for name, value in vars(policy).items() if name not in _OWN}
+    facts["ranks on a node (LOCAL_WORLD_SIZE)"] = ranks_per_node()  # divides the budget and decides who is near
     for name, param in model.named_parameters():
         frozen = "" if param.requires_grad else ", frozen"
         facts[f"parameter {name}"] = f"{tuple(param.shape)} {param.dtype}{frozen}"

@@ -2,7 +2,7 @@
 
     start    hands a collective to torch.distributed and returns at once, with what is pending
     call     the same, and waits
-    total    float64 sums                        -> their sum over ranks
+    total    float64 sums                        -> their sum over the ranks that hold different parts
     share    one rank's tensor                   -> the same on every rank
     exchange a small object of every rank        -> all of them, everywhere
 
@@ -55,26 +55,29 @@ class Pending:
             self._owns = ()
 
 
-def start(topology: Topology, what: str, collective: Callable[..., Any], *args: Any) -> Pending:
-    """Starts a collective of torch.distributed over the topology's group. Raises RankLost; does not block."""
+def start(topology: Topology, what: str, collective: Callable[..., Any], *args: Any, among: str = "world") -> Pending:
+    """Starts a collective of torch.distributed among the ranks of a dimension (`Topology.group_of`); does not block.
+
+    Raises RankLost.
+    """
     try:
-        work = collective(*args, group=topology.group, async_op=True)
+        work = collective(*args, group=topology.group_of(among), async_op=True)
     except RuntimeError as error:
         raise explained(topology, what, error) from error
     tensors = [each for each in args if isinstance(each, torch.Tensor)]
-    topology.traffic.add(collective.__name__, what, max(tensor.nbytes for tensor in tensors))
+    topology.traffic.add(collective.__name__, what, max(tensor.nbytes for tensor in tensors), among)
     return Pending(topology, what, [work], tensors)
 
 
-def call(topology: Topology, what: str, collective: Callable[..., Any], *args: Any) -> None:
+def call(topology: Topology, what: str, collective: Callable[..., Any], *args: Any, among: str = "world") -> None:
     """Runs a collective and waits; a failure, or a wait longer than the topology's, names the rank that is gone."""
-    start(topology, what, collective, *args).wait()
+    start(topology, what, collective, *args, among=among).wait()
 
 
-def total(topology: Topology, sums: torch.Tensor) -> torch.Tensor:
-    """Adds float64 sums over the ranks that hold different parts; in place. Blocks."""
-    if topology.num_shards > 1:
-        call(topology, "adding up norms", dist.all_reduce, sums)
+def total(topology: Topology, sums: torch.Tensor, among: str = "shard") -> torch.Tensor:
+    """Adds float64 sums over the ranks of a dimension, those that hold different parts; in place. Blocks."""
+    if (topology.num_shards if among == "shard" else topology.world) > 1:
+        call(topology, "adding up norms", dist.all_reduce, sums, among=among)
     return sums
 
 

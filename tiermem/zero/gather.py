@@ -26,5 +26,21 @@ def gather_unit(topology: Topology, unit: Unit, shard: torch.Tensor, full: torch
 
 
 def gather(topology: Topology, mine: torch.Tensor, whole: torch.Tensor, what: str) -> None:
-    """Fills `whole` with every rank's part, in the order of ranks. Blocks."""
-    call(topology, what, dist.all_gather_into_tensor, whole, mine)
+    """Fills `whole` with the parts of the ranks that share it, in their order. Blocks."""
+    if topology.gathers_in_stages:
+        _gather_in_stages(topology, mine, whole, what)
+    else:
+        call(topology, what, dist.all_gather_into_tensor, whole, mine, among="shard")
+
+
+def _gather_in_stages(topology: Topology, mine: torch.Tensor, whole: torch.Tensor, what: str) -> None:
+    """Gathers from this rank's place on every node, then one node's parts after the other within this node.
+
+    A byte crosses to this node once for all its ranks. The first stage takes a buffer of num_across parts.
+    """
+    assert topology.across is not None
+    num_nodes = topology.across.size
+    from_nodes = mine.new_empty(num_nodes, mine.numel())
+    call(topology, what, dist.all_gather_into_tensor, from_nodes.view(-1), mine, among="across")
+    for node, of_node in zip(from_nodes, whole.view(num_nodes, -1), strict=True):
+        call(topology, what, dist.all_gather_into_tensor, of_node, node, among="within")

@@ -106,7 +106,7 @@ class GatheredParameters:
         for keeper in {id(k): k for _, k, _ in self._taken}.values():
             changed = [p for p, k, version in self._taken if k is keeper and p._version != version]
             sums = torch.tensor([float(len(changed))], dtype=torch.float64, device=_device_of(keeper))
-            num_changed = int(total(keeper.topology, sums).item())
+            num_changed = int(total(keeper.topology, sums, "world").item())
             if num_changed:
                 shapes = ", ".join(str(tuple(p.shape)) for p in changed[:3]) or "none on this rank"
                 raise RuntimeError(

@@ -20,17 +20,24 @@ def reduce_gradient(topology: Topology, part: Shard, grad: torch.Tensor, bucket_
         return flat
     flat = flat.to(part.reduce_dtype or flat.dtype)
     if topology.num_shards == 1:
-        call(topology, f"reducing {part.name}", dist.all_reduce, flat)
-        return flat
+        return _add_replicas(topology, part, flat)
     padded = part.shard_numel * topology.num_shards
     if padded != part.numel:
         flat = torch.nn.functional.pad(flat, (0, padded - part.numel))
     out = torch.empty(part.shard_numel, dtype=flat.dtype, device=flat.device)
     if padded <= bucket_numel:
-        call(topology, f"reducing {part.name}", dist.reduce_scatter_tensor, out, flat)
-        return out
+        call(topology, f"reducing {part.name}", dist.reduce_scatter_tensor, out, flat, among="shard")
+        return _add_replicas(topology, part, out)
     rows, step = flat.view(topology.num_shards, part.shard_numel), max(1, bucket_numel // topology.num_shards)
     for start in range(0, part.shard_numel, step):
         piece = rows[:, start : start + step].contiguous().view(-1)
-        call(topology, f"reducing {part.name}", dist.reduce_scatter_tensor, out[start : start + step], piece)
-    return out
+        target = out[start : start + step]
+        call(topology, f"reducing {part.name}", dist.reduce_scatter_tensor, target, piece, among="shard")
+    return _add_replicas(topology, part, out)
+
+
+def _add_replicas(topology: Topology, part: Shard, mine: torch.Tensor) -> torch.Tensor:
+    """Adds up this rank's part of a gradient over the ranks that hold copies of it; in place."""
+    if topology.num_replicas > 1:
+        call(topology, f"reducing {part.name}", dist.all_reduce, mine, among="replica")
+    return mine

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.optim.layout import MASTER
@@ -41,9 +42,11 @@ from tiermem.zero.gather import gather, gather_unit
 from tiermem.zero.grads import GradientHomes
 from tiermem.zero.hooks import Hooks
 from tiermem.zero.memory import UnitMemory, can_swap_pointers
+from tiermem.zero.mesh import arrange, ranks_of
 from tiermem.zero.nursery import Nursery
 from tiermem.zero.order import Order
 from tiermem.zero.plan import BOUNCE_BYTES, keeps_initial_master, make_plan
+from tiermem.zero.quantised import byte_ranges, pack, pack_into, unpack
 from tiermem.zero.residency import LiveUnit, Residency
 from tiermem.zero.topology import Topology, fair_cores, find_topology, give_fair_threads, paths_of_rank, ranks_per_node
 from tiermem.zero.unit import Shard, Unit, divide
@@ -57,7 +60,7 @@ logger = logging.getLogger("tiermem")
 def shard(
     model: nn.Module,
     policy: OffloadPolicy | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     device: torch.device | str | None = None,
     is_trained: bool = True,
 ) -> Shards:
@@ -66,7 +69,8 @@ def shard(
     Args:
         model: any module, built plainly or under `tiermem.zero.Init`; its parameters keep their identity.
         policy: where things rest; the default keeps everything in memory.
-        group: data-parallel ranks; default: the world, if torch.distributed is initialised. Rank 0's weights win.
+        group: data-parallel ranks, or a mesh of them (one dimension, or replicas and shards: MiCS); default: the world, if
+            torch.distributed is initialised. Rank 0's weights win.
         device: where the maths runs; default: where the parameters are.
         is_trained: False for inference: no room is made for gradients and optimizer states.
 
@@ -83,19 +87,21 @@ class Shards:
         self,
         model: nn.Module,
         policy: OffloadPolicy,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | DeviceMesh | None,
         device: torch.device | str | None,
         is_trained: bool = True,
     ) -> None:
         if any(isinstance(registry.keeper_of(p), Shards) for p in model.parameters()):
             raise ValueError("this model is sharded already: close its shards before sharding it again")
         self.model = model
+        ranks, policy = ranks_of(group, policy)
         self.policy = policy
-        self.topology: Topology = find_topology(policy.stage, group, policy.timeout_s)
-        agree(self.topology, facts_of(model, policy))
+        everyone = find_topology(policy.stage, ranks, policy.timeout_s)
+        agree(everyone, facts_of(model, policy))
         self.device = torch.device(device) if device is not None else _device_of(model)
         self.states: StateTiles | None = None  # of the optimizer that steps this model
         self.is_held = False  # all units are kept present (present.py)
+        self.topology: Topology = arrange(everyone, policy, ranks_per_node(), self.device.type)
         self._is_closed = False
         self._handles: list[RemovableHandle] = []
         _check_device(policy, self.device, is_trained)
@@ -142,7 +148,12 @@ class Shards:
         return self.local_elements(live, slice(shard.shard_offset, shard.shard_offset + shard.shard_numel))
 
     def local_elements(self, live: LiveUnit, part: slice) -> torch.Tensor:
-        """A copy of elements of a unit's shard layout, this rank's parameters. Blocks; raises OSError."""
+        """A copy of elements of a unit's shard layout, this rank's parameters. Blocks; raises OSError.
+
+        Of a unit that rests packed the first element is a multiple of BLOCK, as every parameter's is.
+        """
+        if live.unit.is_packed:
+            return self._unpacked_elements(live, part)
         if live.shard is not None:
             return live.shard[part].clone()
         assert live.entry is not None
@@ -153,7 +164,9 @@ class Shards:
 
         Nothing that shows the parameters follows yet: `drop_head_start` before, and `refresh` once all are there.
         """
-        if live.shard is not None:
+        if live.unit.is_packed:
+            self._pack_elements(live, start, values)
+        elif live.shard is not None:
             live.shard[start : start + values.numel()].copy_(values)
         else:
             assert live.entry is not None
@@ -272,6 +285,26 @@ class Shards:
         """Ends a `take_out`: the parameter is what its unit is. What was written in the copy is gone, unless `replace`d."""
         live, shard = self.find(param)
         live.put_back(live.unit.shards.index(shard))
+
+    def _unpacked_elements(self, live: LiveUnit, part: slice) -> torch.Tensor:
+        numel, out = live.unit.shard_numel, torch.empty(part.stop - part.start, dtype=live.unit.dtype)
+        if live.shard is not None:
+            return unpack(live.shard, numel, out, part.start)
+        assert live.entry is not None
+        codes, scales = byte_ranges(numel, part.start, part.stop)
+        packed = [self.read_part(live.entry, torch.uint8, each) for each in (codes, scales)]
+        return unpack(torch.cat(packed), out.numel(), out)
+
+    def _pack_elements(self, live: LiveUnit, start: int, values: torch.Tensor) -> None:
+        if live.shard is not None:
+            pack_into(live.shard, live.unit.shard_numel, values, start)
+            return
+        assert live.entry is not None
+        packed = pack(values)
+        codes, scales = byte_ranges(live.unit.shard_numel, start, start + values.numel())
+        num_codes = codes.stop - codes.start
+        self.write_part(live.entry, codes.start, packed[:num_codes])
+        self.write_part(live.entry, scales.start, packed[num_codes:])
 
     def drop_head_start(self) -> None:
         """Forgets what has been read ahead for the next step, because it is about to change at home. Blocks shortly."""
@@ -398,10 +431,11 @@ class Shards:
         if unit.is_resident:
             return self._make_resident(unit, may_swap)
         home, entry = self.plan.unit_homes[unit.index], f"param/{unit.index}/{unit.name}"
-        if home is not Tier.NVME and self.topology.num_shards == 1 and self.device.type == "cpu":
+        if home is not Tier.NVME and self.topology.num_shards == 1 and self.device.type == "cpu" and not unit.is_packed:
             unit.is_resident = True  # one of `host_param_numel`: it is present where it rests
             return self._make_resident(unit, may_swap)
-        self.store.reserve(entry, (unit.shard_numel,), unit.dtype, Tier.NVME if home is Tier.NVME else Tier.HOST)
+        rests_as, numel = (torch.uint8, unit.shard_bytes) if unit.is_packed else (unit.dtype, unit.shard_numel)
+        self.store.reserve(entry, (numel,), rests_as, Tier.NVME if home is Tier.NVME else Tier.HOST)
         memory = UnitMemory(unit, self.device, may_swap)
         if home is not Tier.NVME:
             shard = self.store.view(entry)
@@ -411,7 +445,7 @@ class Shards:
         assert pool is not None
         slot = pool.take()
         assert slot is not None
-        self._fill(unit, slot.tensor[: unit.shard_bytes].view(unit.dtype))
+        self._fill(unit, slot.tensor[: unit.shard_bytes].view(rests_as))
         self.store.write([(entry, 0, slot.tensor[: unit.shard_bytes])], entry).wait()
         pool.give_back(slot)
         memory.leave()
@@ -444,6 +478,12 @@ class Shards:
             home = Tier.NVME if self.policy.optim is Tier.NVME else Tier.HOST
             self.store.reserve(initial_master(unit), (unit.shard_numel,), torch.float32, home)
         for part in unit.shards:
+            if unit.is_packed:
+                plain = torch.zeros(part.shard_numel, dtype=unit.dtype)
+                self._fill_part(part, plain)
+                pack_into(shard, unit.shard_numel, plain, part.shard_offset)
+                _forget_values(part, self.device)
+                continue
             piece = shard[part.shard_offset : part.shard_offset + part.shard_numel]
             if initial_master(unit) in self.store:
                 values = torch.zeros(part.shard_numel)
@@ -452,8 +492,7 @@ class Shards:
                 piece.copy_(values)
             else:
                 self._fill_part(part, piece)
-            part.param.grad = None
-            part.param.data = torch.empty(0, dtype=unit.dtype, device=self.device)
+            _forget_values(part, self.device)
 
     def _write_initial_master(self, unit: Unit, part: Shard, values: torch.Tensor) -> None:
         """Keeps a parameter's values in fp32 until its first step."""
@@ -516,6 +555,12 @@ class Shards:
             self.plan.disk_bytes / 2**20,
             engine,
         )
+
+
+def _forget_values(part: Shard, device: torch.device) -> None:
+    """Lets go of what a parameter held before it was sharded."""
+    part.param.grad = None
+    part.param.data = torch.empty(0, dtype=part.param.dtype, device=device)
 
 
 def initial_master(unit: Unit) -> str:

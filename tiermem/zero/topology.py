@@ -2,8 +2,10 @@
 
     stage 0        every rank holds everything (shards = 1), gradients are averaged over all ranks (replicas = world)
     stage 1 to 3   every rank holds one part (shards = world), nobody holds a copy (replicas = 1)
+    MiCS           ranks share the parts in groups (shards = the group's size), replicas across the groups (mesh.py)
 
-One process without a process group is a world of one rank; no group is made for it.
+Gradients are added up among those that share the parts, each getting its own, and then among those that hold copies of that
+one. One process without a process group is a world of one rank; no group is made for it.
 """
 
 from __future__ import annotations
@@ -12,20 +14,30 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths
 from tiermem.zero.rollcall import RollCall
 from tiermem.zero.traffic import Traffic
 
 
-@dataclasses.dataclass(frozen=True)
-class Topology:
-    """This rank's place. `group` is None in a world of one."""
+class Peers(NamedTuple):
+    """Ranks that call a collective together, and this rank's place among them."""
 
     group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """This rank's place. `group` is None in a world of one. Topologies are equal when they cut parameters alike."""
+
+    group: dist.ProcessGroup | None  # all data-parallel ranks
     rank: int
     world: int
     num_shards: int
@@ -33,11 +45,28 @@ class Topology:
     roll_call: RollCall | None = dataclasses.field(default=None, compare=False)
     timeout_s: float = dataclasses.field(default=1800.0, compare=False)  # longest wait for the other ranks
     traffic: Traffic = dataclasses.field(default_factory=Traffic, compare=False)
+    shard_group: dist.ProcessGroup | None = dataclasses.field(default=None, compare=False)  # None: one shard
+    replica_group: dist.ProcessGroup | None = dataclasses.field(default=None, compare=False)  # None: no copies
+    across: Peers | None = dataclasses.field(default=None, compare=False)  # this place on every node of the shard group
+    within: Peers | None = dataclasses.field(default=None, compare=False)  # the shard group's ranks on this node
+    gathers_in_stages: bool = dataclasses.field(default=False, compare=False)  # across nodes first, then within
+    mesh: DeviceMesh | None = dataclasses.field(
+        default=None, compare=False
+    )  # of those, where there are parts (mesh.py)
 
     @property
     def num_replicas(self) -> int:
         """Ranks that hold a copy of this rank's part."""
         return self.world // self.num_shards
+
+    def group_of(self, among: str) -> dist.ProcessGroup:
+        """The ranks of a dimension: "world" (all), "shard", "replica", "across" or "within"."""
+        peers = self.across if among == "across" else self.within
+        near = peers.group if peers is not None else None
+        groups = {"world": self.group, "shard": self.shard_group, "replica": self.replica_group}
+        group = groups.get(among, near)
+        assert group is not None, f"nobody to call {among!r}"  # torch would take the world for it
+        return group
 
 
 def find_topology(stage: int, group: dist.ProcessGroup | None = None, timeout_s: float = 1800.0) -> Topology:
@@ -52,15 +81,15 @@ def find_topology(stage: int, group: dist.ProcessGroup | None = None, timeout_s:
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if world == 1:
         return Topology(None, 0, 1, 1, 0)
-    _bound_waits(group, timeout_s)
+    bound_waits(group, timeout_s)
     roll_call = RollCall(dist.get_process_group_ranks(group))
     roll_call.meet()
     if stage == 0:
-        return Topology(group, rank, world, 1, 0, roll_call, timeout_s)
-    return Topology(group, rank, world, world, rank, roll_call, timeout_s)
+        return Topology(group, rank, world, 1, 0, roll_call, timeout_s, replica_group=group)
+    return Topology(group, rank, world, world, rank, roll_call, timeout_s, shard_group=group)
 
 
-def _bound_waits(group: dist.ProcessGroup, timeout_s: float) -> None:
+def bound_waits(group: dist.ProcessGroup, timeout_s: float) -> None:
     """Gives gloo our time-out as well: its threads would wait for as long as the group was made to, and the exit for them."""
     set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # private: without it only the exit is slower
     if set_timeout is not None and dist.get_backend(group) == "gloo":

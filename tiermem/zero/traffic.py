@@ -15,6 +15,8 @@ class Payload(NamedTuple):
     """What it was for, such as "gathering layers.3"."""
     num_bytes: int
     """Bytes of the larger side: what an all-gather fills, what a reduce-scatter takes, what an all-reduce adds up."""
+    among: str = "world"
+    """Which ranks took part: "world" (all), "shard", "replica", "across" or "within" (mesh.py)."""
 
 
 class Traffic:
@@ -27,9 +29,9 @@ class Traffic:
     def __init__(self, max_calls: int = 50_000) -> None:
         self.payloads: collections.deque[Payload] = collections.deque(maxlen=max_calls)
 
-    def add(self, op: str, what: str, num_bytes: int) -> None:
+    def add(self, op: str, what: str, num_bytes: int, among: str = "world") -> None:
         """Notes one call."""
-        self.payloads.append(Payload(op, what, num_bytes))
+        self.payloads.append(Payload(op, what, num_bytes, among))
 
     def bytes_of(self, what: str) -> int:
         """Bytes of all payloads whose purpose begins with `what`."""

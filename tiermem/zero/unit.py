@@ -28,6 +28,7 @@ from torch import nn
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.extents import round_up
 from tiermem.zero.leaf import apply_rules, has_forward, is_routed, z3_leaf_module
+from tiermem.zero.quantised import packed_bytes
 from tiermem.zero.tiled import TiledLinear
 
 ALIGN = 64  # elements
@@ -68,6 +69,7 @@ class Unit:
     full_numel: int
     shard_numel: int
     is_leaf: bool = False  # of a module that is fetched as one
+    is_packed: bool = False  # its shard rests as 8-bit blocks (quantised.py), and is sent so
 
     @property
     def full_bytes(self) -> int:
@@ -76,8 +78,8 @@ class Unit:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of this rank's part."""
-        return self.shard_numel * self.dtype.itemsize
+        """Bytes of this rank's part where it rests."""
+        return packed_bytes(self.shard_numel) if self.is_packed else self.shard_numel * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +116,7 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
             unit = _lay_out(name, len(units), alike, names, kind, policy.stage != 3, num_shards)
             unit.is_leaf = _is_leaf(module, num_shards)
             _check_size(unit, policy)
+            unit.is_packed = policy.quantised_frozen and not unit.is_trainable and unit.dtype.is_floating_point
             units.append(unit)
             owners.update((p, unit) for p in alike)
             needed[unit.index] = unit

@@ -1,0 +1,100 @@
+"""Run under torchrun by test_mesh_on_ranks.py: trains cases on four ranks, beside a DistributedDataParallel twin.
+
+mesh_on_ranks.py OUT NVME [CASE ...]     writes OUT/<rank>.json: {"twin": ..., case: {"losses", "weights", "payloads", ...}}
+
+Every node has a folder of its own below NVME. On one host LOCAL_WORLD_SIZE is made to say that there are two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import zoo
+from mesh_cases import CASES, NUM_STEPS, RANKS_ON_NODE, policy_of
+from twins import seeded
+
+import tiermem
+
+
+def main(out: Path, nvme: Path, *cases: str) -> None:
+    dist.init_process_group("gloo")
+    if os.environ["GROUP_WORLD_SIZE"] == "1":
+        os.environ["LOCAL_WORLD_SIZE"] = str(RANKS_ON_NODE)
+    nvme = nvme / f"node{os.environ['GROUP_RANK']}"
+    nvme.mkdir(exist_ok=True)
+    found = {case: train(case, nvme) for case in cases or CASES} | {"twin": train_twin()}
+    (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def train_twin() -> dict[str, Any]:
+    model = DistributedDataParallel(seeded(zoo.tied_tower))
+    optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(NUM_STEPS):
+        losses.append(batch_of(model, step))
+        optim.step()
+        optim.zero_grad()
+    return {"losses": losses, "weights": numbers(model.module.state_dict())}
+
+
+def train(case: str, nvme: Path) -> dict[str, Any]:
+    model = zoo.tied_tower() if dist.get_rank() else seeded(zoo.tied_tower)
+    losses, payloads = [], []
+    with tiermem.shard(model, policy_of(case, nvme)) as shards:
+        traffic = shards.topology.traffic
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(NUM_STEPS):
+            loss = zoo.loss_of(model, dist.get_rank() + 100 * step)
+            losses.append(loss.item())
+            payloads.append(taken(traffic))
+            loss.backward()
+            payloads.append(taken(traffic))
+            optim.step()
+            optim.zero_grad()
+            payloads.append(taken(traffic))
+        return {
+            "losses": losses,
+            "weights": numbers(model.state_dict()),
+            "payloads": payloads,  # of forward, backward and step, in turn
+            "num_shards": shards.topology.num_shards,
+            "ranks_on_node": int(os.environ["LOCAL_WORLD_SIZE"]),
+            "mesh": None if shards.topology.mesh is None else list(shards.topology.mesh.mesh_dim_names or ()),
+            "units": {
+                u.unit.name: [[s.numel, s.shard_numel] for s in u.unit.shards]
+                for u in shards.units
+                if not u.unit.is_resident
+            },
+        }
+
+
+def batch_of(model: torch.nn.Module, step: int) -> float:
+    loss = zoo.loss_of(model, dist.get_rank() + 100 * step)
+    loss.backward()
+    return loss.item()
+
+
+def taken(traffic: Any) -> list[Any]:
+    """What was handed to collectives since the last time."""
+    payloads = [list(payload) for payload in traffic.payloads]
+    traffic.payloads.clear()
+    return payloads
+
+
+def numbers(weights: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    return {name: value.double().flatten()[::7].tolist() for name, value in weights.items()}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
