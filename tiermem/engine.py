@@ -12,6 +12,7 @@ Everything else happens below, or beside it:
 
     engine_facts   what trainers and monitors ask                saving          save_16bit_model and whole state dicts
     phases         offload_states, reload_states                 zero/present    generation with all units in memory
+    compiled       torch.compile, unit by unit
 
 The loss may also be the user's own to differentiate: `engine.scale(loss).backward(); engine.step()`, and without fp16
 `loss.backward()` will do. Then gradients are divided by the micro-batches inside the step.
@@ -35,6 +36,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from tiermem.choice import OptimizerFactory, Parameters, choose_optimizer
+from tiermem.compiled import CompiledForwards
 from tiermem.config import OffloadDevice, OffloadState, TiermemConfig, load_config
 from tiermem.config.batch import solve_batch
 from tiermem.data import build_loader
@@ -131,6 +133,7 @@ class Engine(EngineFacts, nn.Module):
         self._was_step_applied = False
         self._num_divided = 0  # backwards since the last step whose loss was divided by the micro-batches of a step
         self._num_scaled = 0  # losses since the last step that `scale` has seen
+        self._compiled: CompiledForwards | None = None
         self._away: list[LiveUnit] = []  # resident units that offload_states took from the device
         self._sizes = config.batch(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
         choice = choose_optimizer(config, model, optimizer, parameters)
@@ -258,6 +261,29 @@ class Engine(EngineFacts, nn.Module):
             raise ValueError("parameters are not partitioned below stage 3: use module_state_dict()")
         return consolidated(self.shards, exclude_frozen_parameters)
 
+    # ---- compiling -------------------------------------------------------------------------------------------------------
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compiles the forward of every unit's module with torch.compile, when it first runs: see compiled.py.
+
+        Calling it again does nothing. Raises ValueError for a schedule of passes and for compiled autograd, which do not exist.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise ValueError("compile: there is no schedule of passes and no compiled autograd here; leave both out")
+        if self._compiled is None:
+            self._compiled = CompiledForwards(self.shards.triggers, backend, compile_kwargs or {})
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._compiled is not None
+
     # ---- memory ----------------------------------------------------------------------------------------------------------
 
     def empty_partition_cache(self) -> None:
@@ -302,6 +328,8 @@ class Engine(EngineFacts, nn.Module):
 
     def close(self) -> None:
         """Ends the store; what it kept on paths is removed. Raises the first error of a write-back."""
+        if self._compiled is not None:
+            self._compiled.restore()
         self.shards.close()
 
     destroy = close

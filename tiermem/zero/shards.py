@@ -394,6 +394,7 @@ class Shards:
         trainable = [u for u in units if u.is_trainable]
         self.homes = GradientHomes(trainable, plan.grads, self.store, self.topology, self.workers, grads, self.policy)
         live = {module: [self.units[u.index] for u in needed] for module, needed in triggers.items()}
+        self.triggers = list(live)  # modules that make units present
         self.hooks = Hooks(self.model, live, self.units, self.residency, self.homes)
         self._gathered: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._gathered_by: Callable[[], object] = lambda: None  # the state_dict under way, held weakly
