@@ -18,6 +18,7 @@ Read in this order (imports go the same way, downward):
     tiled        layers cut into tiles                                    tiled_mlp    blocks cut along the sequence
     estimate     needs of an imagined model                               present      all units at once, for generation
     mics         building for groups of ranks                             partition_parameters   names for migration
+    admission    what a model may not hold                                marks        where backward is
 """
 
 from __future__ import annotations

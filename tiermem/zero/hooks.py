@@ -5,8 +5,9 @@ Only hooks that torch offers are used. For every module that triggers units:
     before forward   its units are made present and held
     after forward    they are let go, unless backward is at work (activation checkpointing computes forward again inside it)
     before backward  when the gradient of an output arrives: present and held again
-    after backward   when the gradients of all inputs that need one have been computed: answered; the unit's own parameters
-                     have their gradients then, since autograd accumulates those first
+    after backward   when the gradient of an input comes, or that of the output of a module that ran before (marks.py says why
+                     everything in between has been computed then): answered; the unit's own parameters have their
+                     gradients, since autograd accumulates those at once
 
 Each forward with gradients makes a *use*, held by the autograd graph alone: a graph that is thrown away (an exception, an
 evaluation without backward) takes its uses with it. Reentrant checkpointing runs forward without gradients first; that is
@@ -23,15 +24,15 @@ called again in the same backward, and for every micro-batch; it is called at th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.zero.grads import GradientHomes
+from tiermem.zero.marks import handed_back, handed_over, made_by, mark, tensors_in
 from tiermem.zero.residency import LiveUnit, Residency
 from tiermem.zero.resting import RestingParameter
 
@@ -42,7 +43,9 @@ class Use:
     def __init__(self, units: Sequence[LiveUnit]) -> None:
         self.units = list(units)
         self.is_held = False
-        self.is_answered = False
+        self.answered_in = 0  # the number of a backward
+        self.entered = 0  # by the clock of forwards that begin and end
+        self.left = 0
 
 
 class Frame:
@@ -84,6 +87,8 @@ class Hooks:
         self._returned: list[LiveUnit] = []  # of parameters that the root has returned; held until backward has ended
         self._is_training_pass = False  # the root's forward is under way and began with gradients
         self._is_backward = False  # its end is being watched
+        self._num_backwards = 0  # begun
+        self._clock = 0  # counts forwards that begin and end
         self.may_receive: Callable[[], bool] = lambda: True  # False: autograd goes on adding to p.grad
         self.on_last_read: Callable[[], None] = lambda: None
         self._handles: list[RemovableHandle] = []
@@ -93,7 +98,7 @@ class Hooks:
         for module, needed in triggers.items():
             for live in needed:
                 self.add_need(module, live)
-        self._handles.append(root.register_forward_hook(self._end_pass, always_call=True))
+        self._handles.append(root.register_forward_hook(self._end_pass, with_kwargs=True, always_call=True))
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(
@@ -117,7 +122,8 @@ class Hooks:
             is_first = module is not self._root  # whose pass begins before it needs anything
             handle = module.register_forward_pre_hook(hooks.before_forward, prepend=is_first, with_kwargs=True)
             self._handles.append(handle)
-            self._handles.append(module.register_forward_hook(hooks.after_forward, always_call=True))
+            after = module.register_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True)
+            self._handles.append(after)
         if live in self._by_module[module]:
             return False
         self._by_module[module].append(live)
@@ -129,7 +135,7 @@ class Hooks:
 
     # ---- forward ---------------------------------------------------------------------------------------------------------
 
-    def enter(self, needed: Sequence[LiveUnit], args: Any, kwargs: Any) -> tuple[Any, Any, Frame]:
+    def enter(self, needed: Sequence[LiveUnit], args: Any, kwargs: Any) -> Frame:
         """A forward begins: its units are made present; its inputs are marked when gradients will flow."""
         frame = Frame(tuple(needed), None)
         for live in frame.needed:
@@ -139,36 +145,34 @@ class Hooks:
         if not torch.is_grad_enabled():
             if self._is_training_pass:
                 self._promise(frame.needed, 1)
-            return args, kwargs, frame
+            return frame
         if _in_backward():
             self._promise(frame.needed, -1)
         use = frame.use = Use(frame.needed)
+        use.entered = self._tick()
         for live in frame.needed:
             self._uses[live.unit.index].add(use)
-        leaves, spec = tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if _is_input(leaf)]
-        if places:
-            marked = _AfterBackward.apply(self, use, *(leaves[i] for i in places))  # type: ignore[no-untyped-call]
-            for i, tensor in zip(places, marked, strict=True):
-                leaves[i] = tensor
-            args, kwargs = tree_unflatten(leaves, spec)
-        return args, kwargs, frame
+        mark(handed_over(args, kwargs), use, self._computed)
+        return frame
 
-    def leave(self, frame: Frame, output: Any) -> None:
-        """A forward has ended, perhaps in an exception: its units are let go until backward asks for them."""
+    def leave(self, frame: Frame, made: list[torch.Tensor]) -> None:
+        """A forward has ended, perhaps in an exception: its units are let go until backward asks for them.
+
+        `made` are the tensors that it handed back.
+        """
         while self._frames and self._frames.pop() is not frame:
             pass  # frames above were left by an exception
         for live in (*frame.needed, *frame.borrowed):
             live.let_go()
             if not _in_backward():
                 self._residency.release(live)
-        self._ask_again(frame.use, output)
+        if frame.use is not None and frame.use.units:
+            frame.use.left = self._tick()
+            mark(made, frame.use, self._hold)
 
-    def _ask_again(self, use: Use | None, output: Any) -> None:
-        if use is not None and use.units:
-            for tensor in _tensors(output):
-                if tensor.requires_grad and tensor.grad_fn is not None:
-                    tensor.register_hook(lambda grad: self._hold(use))
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
 
     def _begin_pass(self, module: nn.Module, args: Any) -> None:
         if _in_backward():
@@ -182,16 +186,16 @@ class Hooks:
         has_backward = torch.is_grad_enabled() and module.training
         self._residency.order.begin((has_backward, module.training), has_backward)
 
-    def _end_pass(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end_pass(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        made = handed_back(module, args, kwargs, output)
         if not _in_backward():
             self._is_training_pass = False
             if self._frames:
-                self.leave(self._frames[0], output)
-        for tensor in _tensors(output):
+                self.leave(self._frames[0], made)
+        for tensor in tensors_in(output):
             if type(tensor) is RestingParameter and id(tensor) in self._by_param:
                 self._keep(self._by_param[id(tensor)])
-            elif tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda grad: self._watch_backward())
+        mark(made, self, Hooks._see_backward)
 
     # ---- parameters of other modules -------------------------------------------------------------------------------------
 
@@ -203,15 +207,16 @@ class Hooks:
     def lend(self, params: Sequence[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function of torch's with resting parameters brought back: see external.py."""
         needed = list({self._by_param[id(p)].unit.index: self._by_param[id(p)] for p in params}.values())
-        args, kwargs, frame = self.enter(needed, args, kwargs)
+        frame = self.enter(needed, args, kwargs)
         output = None
         try:
             output = func(*args, **kwargs)
         finally:
+            made = tensors_in(output)
             for live in needed:
-                if any(live.memory.sees(tensor) for tensor in _tensors(output)):
+                if any(live.memory.sees(tensor) for tensor in made):
                     self._lend_to(self._frames[-2] if len(self._frames) > 1 else None, live)
-            self.leave(frame, output)
+            self.leave(frame, made_by(made))
         return output
 
     def borrow(self, live: LiveUnit) -> None:
@@ -220,7 +225,9 @@ class Hooks:
 
     def _lend_to(self, frame: Frame | None, live: LiveUnit) -> None:
         if frame is None:
-            self._hold(Use([live]))  # backward is at work: until it ends
+            use = Use([live])  # backward is at work: until it ends
+            use.left = self._tick()
+            self._hold(use)
             return
         live.hold()
         self._residency.ensure(live)
@@ -243,9 +250,7 @@ class Hooks:
 
     def answer(self, use: Use) -> None:
         """A use's backward has been computed: its units are let go, and their gradients received if they are final."""
-        use.is_answered = True
-        if use in self._held:
-            self._held.remove(use)
+        use.answered_in = self._num_backwards
         for live in use.units:
             self._uses[live.unit.index].discard(use)
         self._let_go(use)
@@ -273,11 +278,16 @@ class Hooks:
                     self._homes.show(live.unit)
         self.on_last_read()
 
-    def _hold(self, use: Use) -> None:
+    def _hold(self, use: Use, grad: torch.Tensor | None = None) -> None:
+        """The gradient of a tensor that a forward handed back has come."""
         self._watch_backward()
-        if use.is_held:
+        if use.is_held or use.answered_in == self._num_backwards:
             return
-        use.is_held, use.is_answered = True, False  # answered before: the graph was retained, or an output came late
+        for later in [other for other in self._held if other.entered > use.left]:
+            self.answer(later)  # what was recorded after this forward has been computed
+        use.is_held = True
+        if grad is not None and grad.requires_grad:  # a backward through this one needs the units until it is back here
+            mark([grad], use, self._come_back)
         for live in use.units:
             self._uses[live.unit.index].add(use)
         self._held.append(use)
@@ -287,18 +297,34 @@ class Hooks:
         if not self._residency.expects_reads():
             self.on_last_read()
 
+    def _computed(self, use: Use, grad: torch.Tensor) -> None:
+        """The gradient of a tensor that was handed to a forward has come."""
+        if use.answered_in != self._num_backwards:
+            self.answer(use)
+        if grad.requires_grad:  # a backward through this one begins here
+            mark([grad], use, self._hold)
+
+    def _come_back(self, use: Use, grad: torch.Tensor) -> None:
+        """A backward through a backward has left the forward's operations."""
+        self._let_go(use)
+
     def _let_go(self, use: Use) -> None:
         if use.is_held:
             use.is_held = False
+            self._held.remove(use)
             for live in use.units:
                 live.let_go()
                 self._residency.release(live)
+
+    def _see_backward(self, grad: torch.Tensor) -> None:
+        self._watch_backward()
 
     def _watch_backward(self) -> None:
         """At the first sign of a backward: clears the way for autograd's gradients and asks to be told of its end."""
         if self._is_backward:
             return
         self._is_backward = True
+        self._num_backwards += 1
         with torch._C.DisableTorchFunctionSubclass():
             for live in self._units:
                 if live.unit.is_trainable:
@@ -308,9 +334,8 @@ class Hooks:
     def _abandon_backward(self) -> None:
         """After a backward that ended in an exception: nothing of it is waited for any more."""
         self._is_backward = False
-        for use in self._held:
-            self._let_go(use)
-        self._held.clear()
+        while self._held:
+            self._let_go(self._held[-1])
         self._returned.clear()
 
 
@@ -322,48 +347,15 @@ class _ModuleHooks:
         self._needed = needed
         self._frames: list[Frame | None] = []  # of forwards under way (a module may call itself)
 
-    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._frames.append(None)
-        args, kwargs, self._frames[-1] = self._hooks.enter(self._needed, args, kwargs)
-        return args, kwargs
+        self._frames[-1] = self._hooks.enter(self._needed, args, kwargs)
 
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         frame = self._frames.pop() if self._frames else None
         if frame is not None:
-            self._hooks.leave(frame, output)
-
-
-class _AfterBackward(torch.autograd.Function):
-    """Identity on a module's inputs; its backward runs when the module's own backward has been computed."""
-
-    @staticmethod
-    def forward(ctx: Any, hooks: Hooks, use: Use, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.hooks, ctx.use = hooks, use
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.hooks.answer(ctx.use)
-        return (None, None, *grads)
-
-
-def _is_input(leaf: Any) -> bool:
-    """Whether a gradient flows through a module's argument; parameters are their own ends."""
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter)
+            self._hooks.leave(frame, handed_back(module, args, kwargs, output) if frame.use is not None else [])
 
 
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    """Every tensor in an output: nested containers, ModelOutput, dataclasses and plain objects."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    if isinstance(output, (str, bytes, int, float, type(None), nn.Module)):
-        return []
-    if isinstance(output, Mapping):
-        return [t for value in output.values() for t in _tensors(value)]
-    if isinstance(output, (list, tuple, set)):
-        return [t for value in output for t in _tensors(value)]
-    return [t for value in vars(output).values() for t in _tensors(value)] if hasattr(output, "__dict__") else []

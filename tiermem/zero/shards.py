@@ -35,6 +35,7 @@ from tiermem.swap.native import Workers, trim_heap
 from tiermem.swap.pipeline import HeadStart
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
+from tiermem.zero.admission import check_model
 from tiermem.zero.agreement import agree, facts_of
 from tiermem.zero.attributes import ZeroParamStatus, absent_part, describe, undescribe
 from tiermem.zero.collectives import share
@@ -93,6 +94,7 @@ class Shards:
     ) -> None:
         if any(isinstance(registry.keeper_of(p), Shards) for p in model.parameters()):
             raise ValueError("this model is sharded already: close its shards before sharding it again")
+        check_model(model, is_trained)
         self.model = model
         ranks, policy = ranks_of(group, policy)
         self.policy = policy
