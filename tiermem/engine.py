@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +35,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from tiermem.accumulation import Accumulation
 from tiermem.choice import OptimizerFactory, Parameters, choose_optimizer
 from tiermem.compiled import CompiledForwards
 from tiermem.config import OffloadDevice, OffloadState, TiermemConfig, load_config
@@ -128,7 +129,6 @@ class Engine(EngineFacts, nn.Module):
         self.module = model
         self.global_steps = 0
         self.skipped_steps = 0
-        self.micro_steps = 0
         self.global_samples = 0
         self._was_step_applied = False
         self._num_divided = 0  # backwards since the last step whose loss was divided by the micro-batches of a step
@@ -154,7 +154,12 @@ class Engine(EngineFacts, nn.Module):
         except BaseException:
             self.shards.close()
             raise
-        self.shards.hooks.may_receive = self._may_receive
+        self._accumulation = Accumulation(self.shards, self._sizes.accumulation, config.managed_gradient_accumulation)
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches of this rank that have ended."""
+        return self._accumulation.micro_steps
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; units come and go while it runs. Under torch.autocast if the config says so."""
@@ -191,26 +196,42 @@ class Engine(EngineFacts, nn.Module):
         """
         optimizer = self._check_trains()
         self._check_here()
-        is_boundary = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
         self._was_step_applied = False
-        if not is_boundary:
-            return
-        optimizer.step(scale=self._gradient_scale(), max_norm=self.config.gradient_clipping)
-        optimizer.zero_grad()
-        self._scaler.update(optimizer.was_skipped)
-        self.global_steps += 1
-        self.global_samples += self._sizes.total
-        self._was_step_applied = not optimizer.was_skipped
-        if optimizer.was_skipped:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
-        self._report_progress()
+        with self._accumulation.step() as is_boundary:
+            if is_boundary:
+                self._step(optimizer, lr_kwargs or {})
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch at hand is the last of a step."""
-        return (self.micro_steps + 1) % self._sizes.accumulation == 0
+        """Whether the micro-batch at hand is the last of a step; with managed_gradient_accumulation false: in `step` only."""
+        return self._accumulation.is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says, from now on and instead of counting, whether the micro-batch at hand is the last of a step.
+
+        Call it before the micro-batch's forward. Raises RuntimeError with managed_gradient_accumulation false, and for False
+        with step_in_backward.
+        """
+        self._accumulation.set_boundary(is_boundary)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards in the block add up; `step` raises RuntimeError in it, and so does another block like it.
+
+        In stages 0 and 1 nothing is reduced in it. In stages 2 and 3, where a rank has room for its own part of the gradients
+        alone, they are reduced as ever: the result is the same (the reference refuses).
+        """
+        return self._accumulation.hold_back("no_sync")
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backwards, one reduction when the block ends; as `no_sync`. Collective; `step` comes after the block."""
+        with self._accumulation.hold_back("coalesce_grad_reduction"):
+            yield
+        self._accumulation.reduce_now()
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduces what backwards have left, at a boundary; `step` would. Collective; blocks. `bucket_size` has no effect."""
+        if self._accumulation.is_boundary:
+            self._accumulation.reduce_now()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the samples per step by changing the micro-batches of a step; their size stays. Between steps.
@@ -218,6 +239,7 @@ class Engine(EngineFacts, nn.Module):
         Raises ValueError, with the arithmetic, when the number is not a multiple of what all ranks take at once.
         """
         self._sizes = solve_batch(train_batch_size, self._sizes.micro, None, self.shards.topology.world)
+        self._accumulation.num_micro_batches = self._sizes.accumulation
 
     # ---- weights, whole --------------------------------------------------------------------------------------------------
 
@@ -376,7 +398,7 @@ class Engine(EngineFacts, nn.Module):
 
     def _set_reduced_dtypes(self) -> None:
         """Under autocast, gradients of modules that it lowers cross ranks in its dtype; a communication_data_type wins."""
-        if self._autocast_dtype is None or self.config.communication_data_type is not None:
+        if self._autocast_dtype is None or self.config.reduced_in is not None:
             return
         classes, by_param = self.config.torch_autocast.safe_classes, {s.param: s for _, s in self.shards.parameters()}
         for module in self.module.modules():
@@ -396,9 +418,18 @@ class Engine(EngineFacts, nn.Module):
         }
         agree(find_topology(policy.stage, None, policy.timeout_s), facts)
 
-    def _may_receive(self) -> bool:
-        """Below stage 2 gradients stay with autograd until the last micro-batch, and are reduced once."""
-        return self.shards.policy.stage >= 2 or self.is_gradient_accumulation_boundary()
+    def _step(self, optimizer: NativeOptimizer, lr_kwargs: Mapping[str, Any]) -> None:
+        optimizer.step(scale=self._gradient_scale(), max_norm=self.config.gradient_clipping)
+        optimizer.zero_grad()
+        self._scaler.update(optimizer.was_skipped)
+        self.global_steps += 1
+        self.global_samples += self._sizes.total
+        self._was_step_applied = not optimizer.was_skipped
+        if optimizer.was_skipped:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self._report_progress()
 
     def _build_scheduler(self, given: LRScheduler | SchedulerFactory | None) -> LRScheduler | None:
         if self.optimizer is None:

@@ -8,6 +8,7 @@ the plan" (`zero/plan.py`), which reports what it chose. Counts of elements end 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -30,6 +31,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "master_from": ("param", "init"),
     "on_nonfinite": ("skip", "raise", "apply"),
     "reduce_dtype": (None, "fp32", "bf16", "fp16"),
+    "reduce_op": ("mean", "sum"),
 }
 
 
@@ -105,7 +107,21 @@ class OffloadPolicy:
     leaves: LeafRules = dataclasses.field(default_factory=LeafRules)
     """Modules that are fetched as one, beside those that are marked (zero/leaf.py)."""
     reduce_bucket_numel: int = 500_000_000
-    """Most elements of gradients handed to one reduction."""
+    """Most elements of gradients handed to one reduction, those of all ranks' parts together (zero/buckets.py)."""
+    contiguous_gradients: bool = True
+    """Pack a unit's gradients into one buffer for each reduction. False: each parameter by itself, from where autograd put
+    it, without the buffers: less memory, more calls."""
+    reduce_scatter: bool = True
+    """Each rank gets the sum of its own part alone (stages 1 to 3). False: of everything, of which it keeps its part."""
+    overlap_reduce: bool = True
+    """Backward goes on while two reductions are under way. False: each is waited for at once; one buffer instead of two."""
+    reduce_op: Literal["mean", "sum"] = "mean"
+    """What gradients are over the ranks."""
+    predivide_factor: float | Literal["ranks"] = 1.0
+    """Gradients are divided by this before they are added up over ranks, "ranks" by their number, and what is left of the
+    mean after: for sums that overflow fp16."""
+    ignore_unused: bool = True
+    """Parameters that no rank had a gradient of are not stepped. False: a step with such parameters raises, naming them."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """What gradients are reduced in over the ranks (`communication_data_type`). None: their own dtype."""
     shard_group_size: int | None = None
@@ -181,6 +197,9 @@ class OffloadPolicy:
             )
         if type(self.num_moments) is not int or not 0 <= self.num_moments <= MOST_MOMENTS:
             raise ValueError(f"num_moments is {self.num_moments!r}; allowed are 0 to {MOST_MOMENTS}")
+        factor = self.predivide_factor
+        if factor != "ranks" and (isinstance(factor, str) or not 0 < factor < math.inf):
+            raise ValueError(f'predivide_factor is {factor!r}; allowed are finite numbers more than 0, and "ranks"')
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s is {self.timeout_s}; it must be more than 0")
         for name in ("resident_bytes", "persistence_numel", "reduce_bucket_numel"):

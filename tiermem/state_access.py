@@ -32,8 +32,8 @@ from tiermem.optim.tiles import StateTiles
 from tiermem.policy import Tier
 from tiermem.zero import registry
 from tiermem.zero.gradient_put import put_gradient
-from tiermem.zero.grads import ShardedGrad
 from tiermem.zero.residency import LiveUnit
+from tiermem.zero.sharded_grad import ShardedGrad
 from tiermem.zero.shards import Shards
 from tiermem.zero.unit import Shard
 

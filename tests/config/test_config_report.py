@@ -19,9 +19,10 @@ def test_key_that_is_not_set_is_its_default() -> None:
 
 
 def test_key_that_is_always_on_is_computed_whatever_its_value() -> None:
-    row = rows_of(load_config({"zero_optimization": {"overlap_comm": False}}))["zero_optimization.overlap_comm"]
-    assert (row.value, row.how) == (False, "computed")
-    assert "overlaps" in row.note
+    key = "zero_optimization.round_robin_gradients"
+    row = rows_of(load_config({"zero_optimization": {"round_robin_gradients": True}}))[key]
+    assert (row.value, row.how) == (True, "computed")
+    assert "its own part" in row.note
 
 
 def test_planned_key_is_computed_until_it_is_set() -> None:

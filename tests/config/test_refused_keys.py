@@ -12,7 +12,6 @@ from tiermem.config.keys import COMPUTED, PLANNED, REFUSED
 
 NOT_DEFAULT: dict[str, Any] = {
     "zero_optimization.load_from_fp32_weights": False,
-    "zero_optimization.ignore_unused_parameters": False,
     "zero_optimization.zero_hpz_partition_size": 8,
     "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
@@ -20,9 +19,6 @@ NOT_DEFAULT: dict[str, Any] = {
     "optimizer.params.bias_correction": False,
     "data_types.buffer_dtype": "fp32",
     "seq_parallel_communication_data_type": "bf16",
-    "gradient_predivide_factor": 2.0,
-    "gradient_allreduce_op": "sum",
-    "managed_gradient_accumulation": False,
     "sequence_parallel_size": 2,
     "checkpoint": {"load_universal": True},
     "activation_checkpointing": {"partition_activations": True},
@@ -64,7 +60,7 @@ def test_recognised_key_that_asks_for_nothing_is_accepted(path: str, value: Any)
         {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
         {"checkpoint": {"tag_validation": "Warn", "load_universal": False}},
         {"data_types": {"grad_accum_dtype": None}},
-        {"gradient_predivide_factor": 1.0, "prescale_gradients": False, "sequence_parallel_size": 1},
+        {"vocabulary_size": None, "sequence_parallel_size": 1},
     ],
 )
 def test_section_that_is_switched_off_is_accepted(config: dict[str, Any]) -> None:

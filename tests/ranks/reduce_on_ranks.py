@@ -52,8 +52,6 @@ def sums(keys: dict[str, Any], stage: int) -> dict[str, list[str]]:
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "zero_optimization": zero} | keys
     engine, _, _, _ = tiermem.initialize(model=model, config=config)
     engine.backward(zoo.loss_of(engine, dist.get_rank()))
-    for _, shard in engine.shards.parameters():
-        engine.shards.homes.receive(engine.shards.units[engine.shards._find(shard.param)[0].unit.index].unit)
     found = {}
     for _, shard in engine.shards.parameters():
         mine = engine.shards.gradient(shard.param)

@@ -36,7 +36,6 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         # zero_optimization
         f"{_ZERO}.load_from_fp32_weights": Refusal("masters are always loaded in full precision; remove the key"),
         f"{_ZERO}.elastic_checkpoint": Refusal("checkpoints open on any number of ranks without it; remove the key"),
-        f"{_ZERO}.ignore_unused_parameters": Refusal("unused parameters never stop training here; remove the key"),
         f"{_ZERO}.legacy_stage1": Refusal("the old stage 1 does not exist here; remove the key"),
         f"{_ZERO}.zero_hpz_partition_size": Refusal("secondary partitions (hpZ) do not exist yet; set 1 or remove it"),
         f"{_ZERO}.zero_quantized_weights": Refusal("quantised all-gather does not exist yet; remove the key"),
@@ -61,7 +60,6 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "amp": Refusal('apex amp cannot be combined with ZeRO; use "bf16" or "fp16"'),
         "data_types.buffer_dtype": Refusal("buffers keep the dtype that the model gave them; remove the key"),
         "seq_parallel_communication_data_type": Refusal("sequence parallelism does not exist; remove it", off="fp32"),
-        "fp32_allreduce": Refusal("it has a successor; set communication_data_type to fp32 and remove it"),
         # optimizer
         "optimizer.params.bias_correction": Refusal("moments are always corrected for their start; remove the key"),
         "optimizer.legacy_fusion": Refusal("there is no fused legacy optimizer; remove the key"),
@@ -70,10 +68,6 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         ),
         # the rest of the top level
         "sparse_gradients": Refusal("sparse gradients do not exist here; remove the key"),
-        "prescale_gradients": Refusal("gradients are averaged in one reduction; remove the key"),
-        "gradient_predivide_factor": Refusal("gradients are averaged in one reduction; remove the key", off=1.0),
-        "gradient_allreduce_op": Refusal('gradients are averaged; remove the key or set "mean"', off="mean"),
-        "managed_gradient_accumulation": Refusal("the engine counts micro-batches; remove the key", off=True),
         "disable_allgather": Refusal("updated parameters are always gathered; remove the key"),
         "memory_breakdown": Refusal("use `tiermem plan` for where memory goes; remove the key"),
         "vocabulary_size": Refusal("nothing depends on it; remove the key"),
@@ -116,13 +110,10 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
 
 COMPUTED: Mapping[str, str] = MappingProxyType(
     {
-        f"{_ZERO}.contiguous_gradients": "gradients are always reduced from one contiguous buffer",
-        f"{_ZERO}.reduce_scatter": "reduce-scatter where gradients are sharded, all-reduce where they are not",
-        f"{_ZERO}.overlap_comm": "reduction always overlaps with backward where the device allows it",
-        f"{_ZERO}.use_multi_rank_bucket_allreduce": "one reduction serves all ranks",
+        f"{_ZERO}.use_multi_rank_bucket_allreduce": "a bucket holds every rank's part, and one reduction serves all ranks",
         f"{_ZERO}.allgather_partitions": "updated parameters are always all-gathered",
         f"{_ZERO}.allgather_bucket_size": "a unit is gathered whole, straight into its storage; the plan sizes units",
-        f"{_ZERO}.round_robin_gradients": "every rank copies the gradients of its own shard",
+        f"{_ZERO}.round_robin_gradients": "every rank copies its own part of every gradient, as evenly as can be",
         f"{_ZERO}.memory_efficient_linear": "no linear layer is replaced; autograd saves views of a unit's storage",
         f"{_ZERO}.stage3_allgather_sequential": "gathers need no list buffers: each lands in its final storage",
         f"{_ZERO}.compute_grad_norm": "the norm is computed with the check for NaN and infinity",
@@ -136,6 +127,7 @@ COMPUTED: Mapping[str, str] = MappingProxyType(
 
 PLANNED: Mapping[str, str] = MappingProxyType(
     {
+        f"{_ZERO}.overlap_comm": "on in every stage; set false to wait for each reduction",
         f"{_ZERO}.sub_group_size": "the plan sizes tiles from the budget",
         f"{_ZERO}.stage3_prefetch_bucket_size": "what the unit buffers hold",
         f"{_ZERO}.stage3_max_live_parameters": "what the unit buffers hold",

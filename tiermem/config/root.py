@@ -64,6 +64,16 @@ class TiermemConfig(ConfigModel):
     """Dtypes that differ from what bf16 and fp16 say."""
     communication_data_type: DtypeName | None = None
     """What gradients are reduced in over the ranks. Not set: their own dtype, or torch_autocast's where that says so."""
+    fp32_allreduce: bool = False
+    """Older name of communication_data_type "fp32"."""
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    """What becomes of the ranks' gradients; a sum makes the step as many times as large as there are ranks, for SGD."""
+    prescale_gradients: bool = False
+    """Divide gradients by the number of ranks before they are added up, not after."""
+    gradient_predivide_factor: Annotated[Number, Field(gt=0)] = 1.0
+    """Divide gradients by this before they are added up, and by the rest of the number of ranks after."""
+    managed_gradient_accumulation: bool = True
+    """The engine counts micro-batches and steps at the last of a step; false: every call of `step` ends one."""
     torch_autocast: AutocastConfig = AutocastConfig()
     """Run forward under torch.autocast."""
     zero_optimization: ZeroConfig = ZeroConfig()
@@ -125,8 +135,12 @@ class TiermemConfig(ConfigModel):
     def policy(self, **overrides: Any) -> OffloadPolicy:
         """Builds the policy from the keys that are set; `overrides` are fields of OffloadPolicy that win over them."""
         fields: dict[str, Any] = {"precision": precision_of(self._switches)}
-        if self.communication_data_type is not None:
-            fields["reduce_dtype"] = self.communication_data_type
+        if self.reduced_in is not None:
+            fields["reduce_dtype"] = self.reduced_in
+        if self.is_set("gradient_allreduce_op"):
+            fields["reduce_op"] = self.gradient_allreduce_op
+        if self.prescale_gradients or self.is_set("gradient_predivide_factor"):
+            fields["predivide_factor"] = "ranks" if self.prescale_gradients else self.gradient_predivide_factor
         if self.optimizer is not None:
             fields["num_moments"] = self.optimizer.params.num_moments
         if self._applies_anything:
@@ -175,6 +189,11 @@ class TiermemConfig(ConfigModel):
         return self.bf16.enabled and not self.bf16.check_grad_overflow
 
     @property
+    def reduced_in(self) -> DtypeName | None:
+        """What gradients are added up in over the ranks, where the config says so."""
+        return "fp32" if self.fp32_allreduce else self.communication_data_type
+
+    @property
     def scales_loss(self) -> bool:
         """Whether gradients pass through fp16, so that the loss is scaled as section fp16 says."""
         autocast = self.torch_autocast
@@ -200,8 +219,18 @@ class TiermemConfig(ConfigModel):
         return found
 
     def _reduction_conflicts(self) -> list[tuple[str, str]]:
-        """Two dtypes for one reduction, both written down."""
-        autocast, given = self.torch_autocast, self.communication_data_type
+        """Two dtypes for one reduction, or two divisors, both written down."""
+        found = []
+        if self.fp32_allreduce and self.communication_data_type not in (None, "fp32"):
+            said = f"true, but communication_data_type is {self.communication_data_type}; remove fp32_allreduce"
+            found.append(("fp32_allreduce", said))
+        if self.prescale_gradients and self.gradient_predivide_factor != 1.0:
+            said = f"{self.gradient_predivide_factor} with prescale_gradients, which divides by the ranks; remove one"
+            found.append(("gradient_predivide_factor", said))
+        return found + self._autocast_conflicts()
+
+    def _autocast_conflicts(self) -> list[tuple[str, str]]:
+        autocast, given = self.torch_autocast, self.reduced_in
         if not autocast.enabled or not autocast.lower_precision_safe_modules or given in (None, autocast.dtype):
             return []
         return [

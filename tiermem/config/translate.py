@@ -37,6 +37,9 @@ _ZERO_FIELDS = {
     "param_persistence_threshold": "persistence_numel",
     "model_persistence_threshold": "model_persistence_numel",
     "reduce_bucket_size": "reduce_bucket_numel",
+    "contiguous_gradients": "contiguous_gradients",
+    "reduce_scatter": "reduce_scatter",
+    "ignore_unused_parameters": "ignore_unused",
 }
 _PARAM_FIELDS = {"buffer_count": "unit_buffers", "buffer_size": "unit_numel", "max_in_cpu": "host_param_numel"}
 _OWN_FIELDS = (
@@ -81,6 +84,8 @@ def policy_of(zero: ZeroConfig, aio: AioConfig, own: OwnConfig, overrides: Mappi
     leaf = zero.leaf_module
     fields["leaves"] = LeafRules(leaf.classes, leaf.names, leaf.name_suffixes, zero.module_granularity_threshold)
     fields |= rank_fields(zero)
+    if zero.overlap_comm is not None:
+        fields["overlap_reduce"] = zero.overlap_comm
     fields |= _offload_fields(zero)
     fields |= {name: getattr(own, name) for name in _OWN_FIELDS if own.is_set(name)}
     if own.grads not in (None, OffloadDevice.none):

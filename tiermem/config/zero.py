@@ -68,9 +68,9 @@ class ZeroConfig(ConfigModel):
     stage: Annotated[ZeroStage, BeforeValidator(_stage_of_bool)] = ZeroStage.disabled
     """0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
     contiguous_gradients: bool = True
-    """Reduce gradients from one contiguous buffer; always so here."""
+    """Pack a unit's gradients into one buffer for each reduction between ranks; false: each parameter by itself."""
     reduce_scatter: bool = True
-    """Reduce-scatter rather than all-reduce gradients; follows from the stage here."""
+    """Reduce-scatter gradients in stages 1 to 3; false: all-reduce them. Stage 0 always does."""
     reduce_bucket_size: Count = 500_000_000
     """Most elements of gradients handed to one reduction."""
     use_multi_rank_bucket_allreduce: bool = True
@@ -80,7 +80,7 @@ class ZeroConfig(ConfigModel):
     allgather_bucket_size: Count = 500_000_000
     """Elements gathered at a time; here a unit is."""
     overlap_comm: bool | None = None
-    """Overlap reduction with backward; always so here where the device allows it."""
+    """Overlap reductions with backward. Not set: on in every stage, unlike the reference; false waits for each."""
     load_from_fp32_weights: bool = True
     """Make masters from fp32 copies in a checkpoint; always so here."""
     elastic_checkpoint: bool = False
@@ -126,7 +126,7 @@ class ZeroConfig(ConfigModel):
     )
     """Gather parameter by parameter to save buffers; here no gather needs one."""
     ignore_unused_parameters: bool = True
-    """Go on when a parameter gets no gradient; always so here."""
+    """Go on when parameters got no gradient on any rank; false: a step with such parameters is an error naming them."""
     legacy_stage1: bool = False
     """Old implementation of stage 1; does not exist here."""
     round_robin_gradients: bool = False

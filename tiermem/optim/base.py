@@ -252,7 +252,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             )
         tiles = self._tiles[shards] = shards.states = StateTiles(shards, self._moments_of, self._is_whole)
         if shards.policy.step_in_backward:
-            shards.homes.consume = lambda unit, grads: self._step_unit(shards, tiles, shards.units[unit.index], grads)
+            shards.homes.step_with(lambda unit, grads: self._step_unit(shards, tiles, shards.units[unit.index], grads))
         else:
             shards.hooks.on_last_read = tiles.begin
 
@@ -276,20 +276,19 @@ class NativeOptimizer(torch.optim.Optimizer):
         shards.check_may_change()
         trainable = [live for live in shards.units if live.unit.is_trainable]
         with shards.store.recorder.span("step", "step"):
-            shards.homes.drop_what_was_zeroed([live.unit for live in trainable])
+            shards.receive_gradients()
+            shards.homes.check_all_used()
             if shards.policy.step_in_backward:
+                shards.homes.begin_step()
                 self._regather(shards, trainable)
                 return
-            for live in trainable:
-                shards.homes.receive(live.unit)
-                shards.homes.show(live.unit)
             shards.residency.empty()
             shards.homes.settle()
             self.grad_norm = shards.homes.norm() / scale
             if not math.isfinite(self.grad_norm) and shards.policy.on_nonfinite != "apply":
                 self._refuse(shards)
                 return
-            factor = _clip(self.grad_norm, max_norm) / scale / shards.topology.world
+            factor = _clip(self.grad_norm, max_norm) / scale / shards.homes.divisor
             for live in trainable:
                 self._count_steps(live)
             tiles.step(lambda shard: self._step_of(shard, factor))
@@ -303,7 +302,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             raise NonFiniteGradients(f"the gradients of unit {live.unit.name!r} hold NaN or infinity")
         self._count_steps(live)
         shards.residency.outdate(live)
-        tiles.step_unit(live, grads, lambda shard: self._step_of(shard, 1.0 / shards.topology.world))
+        tiles.step_unit(live, grads, lambda shard: self._step_of(shard, 1.0 / shards.homes.divisor))
         for shard in live.unit.shards:
             shard.has_gradient = False
 

@@ -1,41 +1,48 @@
 """Gradients: from where autograd leaves them to where they rest until the step.
 
-When every use of a unit in a backward has been answered, its parameters' `p.grad` are reduced over ranks, copied (or added,
-when micro-batches accumulate) into the unit's gradient home, and measured in the same read: the sum of squares of fixed
-blocks, in float64, from which global norm and the check for NaN and infinity are made. Then autograd's tensors are let go.
-
-    HOST   the home is memory; the copy into it is the last
-    NVME   the copy goes into a buffer, which is written behind; adding reads the home back first
-    none   (step_in_backward) the unit is stepped from the buffer at once
+When every use of a unit in a backward has been answered, its parameters' `p.grad` are packed and let go, added up over ranks
+while backward goes on (buckets.py, reduce.py), copied (or added, when micro-batches accumulate) into the unit's gradient home
+and measured in the same pass (grad_store.py): global norm and the check for NaN and infinity are made of that.
 
 A home may be in another dtype than the parameters (`Precision.grads`): micro-batches of a bf16 model then add up in fp32.
 
-In place of the gradient `p.grad` holds a ShardedGrad: it has the right shape, answers norms and scaling (so that
-`clip_grad_norm_` and GradScaler work) and raises for everything else, never silently nothing.
+Ranks may differ in which parameters get a gradient: a rank without one gives zeros. For that, ranks must reduce the same units
+in the same sequence:
+
+    stage 3        units that are gathered are reduced as they are answered, which is as they were gathered
+    stages 0 to 2  nothing is gathered in backward, so units are reduced in the reverse order of definition, each as soon as it
+                   and all before it are there; what never came is reduced at the end of backward
+    the end        one exchange says which parameters anybody had a gradient of (the others have none and are not stepped),
+                   and which units anybody still has something for, which came late; those are reduced once more
+
+In place of the gradient `p.grad` holds a ShardedGrad (sharded_grad.py). A backward that ends in an exception takes the
+gradients of its step with it (`abandon`): what of them was reduced cannot be told from what was not.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES
-from tiermem.swap.arena import Pool, Slot
-from tiermem.swap.move import Move
-from tiermem.swap.native import Workers, store_gradient
+from tiermem.swap.arena import Pool
+from tiermem.swap.native import Workers
 from tiermem.swap.store import TensorStore
-from tiermem.zero.collectives import total
-from tiermem.zero.reduce import reduce_gradient
+from tiermem.zero.buckets import Bucket, cut
+from tiermem.zero.collectives import start, total
+from tiermem.zero.grad_store import Consume, GradientStore, OpenHome
+from tiermem.zero.reduce import Reducer, predivided
+from tiermem.zero.sharded_grad import ShardedGrad, forget
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Shard, Unit
 
-T = TypeVar("T")
+logger = logging.getLogger("tiermem")
 
 
 class GradientHomes:
@@ -45,7 +52,8 @@ class GradientHomes:
         units: the trainable ones.
         home: HOST, NVME, or DEVICE for "none is held".
         pool: buffers for NVME and none; also of gradients on their way from a GPU.
-        policy: says in what dtype gradients rest, and how many are handed to one reduction.
+        buckets: buffers of reductions between CPUs; None: torch's own memory.
+        policy: says in what dtype gradients rest, and how they are reduced.
     """
 
     def __init__(
@@ -56,27 +64,35 @@ class GradientHomes:
         topology: Topology,
         workers: Workers,
         pool: Pool | None,
+        buckets: Pool | None,
         policy: OffloadPolicy,
     ) -> None:
         self.home = home
         self._units = units
-        self._store = store
         self._topology = topology
-        self._workers = workers
-        self._pool = pool
         self._policy = policy
-        self._leaving: list[tuple[Unit, Slot, Move]] = []
-        self.consume: Callable[[Unit, torch.Tensor], None] | None = None  # takes them at once when none is held
+        self._homes = GradientStore(home, store, topology.shard_rank, workers, pool)
+        self._reducer = Reducer(topology, policy, buckets) if topology.group is not None else None
+        self._cut: dict[int, list[Bucket]] = {}  # each unit's buckets
+        self._shards = [shard for unit in units for shard in unit.shards]
+        self._arriving: list[Unit] = []  # under way between ranks, a unit for each bucket, oldest first
+        self._open: OpenHome | None = None  # what some buckets of a unit have reached
+        self._in_turn: list[Unit] = []  # stages 0 to 2: what this backward has not begun to reduce
+        self._ready: set[Unit] = set()  # of those, what has been answered
+        self._begun: set[Unit] = set()  # what this backward has begun to reduce
+        self._given: set[Shard] = set()  # what this rank had a gradient of in this backward
+        self._stored: set[Shard] = set()  # what has reached its home in this backward
+        self._stepped: set[Unit] = set()  # in backward, since the last step
+        self._stepped_shards: set[Shard] = set()  # of those units, what had a gradient
         for unit in units:
             for shard in unit.shards:
                 shard.reduce_dtype = DTYPES[policy.reduce_dtype] if policy.reduce_dtype is not None else None
-            if home is not Tier.DEVICE:
-                store.reserve(self.entry(unit), (unit.shard_numel,), self.dtype(unit), home)
+            self._homes.reserve(unit, self.dtype(unit))
 
     @staticmethod
     def entry(unit: Unit) -> str:
         """The name of a unit's gradients in the store."""
-        return f"grad/{unit.index}/{unit.name}"
+        return GradientStore.entry(unit)
 
     def dtype(self, unit: Unit) -> torch.dtype:
         """In what a unit's gradients are added up and rest."""
@@ -84,21 +100,91 @@ class GradientHomes:
 
     def flat(self, unit: Unit) -> torch.Tensor | None:
         """A unit's gradients in the shard layout, when they rest on HOST."""
-        return self._store.view(self.entry(unit)) if self.home is Tier.HOST else None
+        return self._homes.view(unit)
+
+    def step_with(self, consume: Consume) -> None:
+        """Says who steps units in backward, when no gradients are held."""
+        self._homes.consume = consume
+
+    @property
+    def divisor(self) -> float:
+        """What is at home, and its norms, are divided by: the ranks, for a mean; less what was divided before the sum."""
+        world = self._topology.world
+        return (world if self._policy.reduce_op == "mean" else 1) / predivided(world, self._policy)
+
+    # ---- in backward -------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A backward begins: clears the way for autograd's gradients."""
+        self._in_turn = [] if self._policy.stage == 3 else list(reversed(self._units))
+        for each in (self._ready, self._begun, self._given, self._stored):
+            each.clear()
+        for unit in self._units:
+            self._hide(unit)
 
     def receive(self, unit: Unit) -> None:
-        """Takes the gradients that autograd left on a unit's parameters. Collective; blocks for the arithmetic only."""
-        fresh = [s for s in unit.shards if s.param.grad is not None and not isinstance(s.param.grad, ShardedGrad)]
-        if not fresh:
-            return
-        start_ns = time.monotonic_ns()
-        if self.home is Tier.HOST:
-            self._merge(unit, fresh, self._store.view(self.entry(unit)))
+        """Takes what autograd has left on a unit's parameters, and begins to reduce it. Collective; raises OSError, RankLost.
+
+        Blocks for the copy, for the oldest reduction when two are under way, and without overlap for its own.
+        """
+        if self._reducer is None:
+            self._take(unit)
+        elif self._policy.stage == 3:
+            if unit not in self._begun:
+                self._reduce(unit)
         else:
-            self._pass_on(unit, fresh)
-        self._store.recorder.add("reduce", unit.name, start_ns, time.monotonic_ns(), unit.shard_bytes)
-        for shard in fresh:
+            self._ready.add(unit)
+            while self._in_turn and self._in_turn[0] in self._ready:
+                self._reduce(self._in_turn.pop(0))
+
+    def finish(self) -> None:
+        """The end of a backward, or the way of what is left to a step: every gradient is at home after it. Collective; blocks.
+
+        Raises RuntimeError on every rank when a unit that has been stepped in backward gets more.
+        """
+        if self._reducer is None:
+            for unit in self._units:
+                self._take(unit)
+            return
+        rest = [unit for unit in self._units if unit.is_resident and unit not in self._begun]
+        for unit in rest if self._policy.stage == 3 else self._in_turn:
+            self._reduce(unit)
+        self._in_turn = []
+        self.receive_rest()
+
+    def receive_rest(self) -> None:
+        """Receives whatever `p.grad` anybody still has, as before a step. Collective; blocks."""
+        if self._reducer is None:
+            self.finish()
+            return
+        for unit in self._units:
+            self._note_given(unit)
+        flags = [any(_fresh(shard) for shard in unit.shards) for unit in self._units]
+        flags = self._anybody(flags + [shard in self._given for shard in self._shards])
+        for unit in (unit for unit, is_left in zip(self._units, flags, strict=False) if is_left):
+            self._reduce(unit)
+        self._drain()
+        for shard, is_given in zip(self._shards, flags[len(self._units) :], strict=True):
+            self._confirm(shard, is_given)
+        self._given.clear()
+        self._stored.clear()
+
+    def abandon(self) -> None:
+        """Forgets every gradient, after a backward that ended in an exception. Waits for what is under way."""
+        logger.warning("a backward ended in an exception: the gradients of its step are forgotten")
+        while self._reducer is not None and not self._reducer.is_idle:
+            self._reducer.release(self._reducer.finish()[0])
+        self._arriving.clear()
+        if self._open is not None:
+            self._homes.drop(self._open)
+            self._open = None
+        self.begin()
+        self.begin_step()
+        for shard in self._shards:
             shard.param.grad = None
+            forget(shard)
+
+    # ---- between backward and step -------------------------------------------------------------------------------------------
 
     def show(self, unit: Unit) -> None:
         """Lets `p.grad` stand for the gradients that rest at home."""
@@ -106,197 +192,186 @@ class GradientHomes:
             if shard.has_gradient and shard.param.grad is None:
                 shard.param.grad = ShardedGrad(shard, self)
 
-    def hide(self, unit: Unit) -> None:
-        """Before autograd adds to `p.grad`: takes the stand-in away, or, if the user did, forgets the gradient."""
+    def drop_what_was_zeroed(self) -> None:
+        """Outside backward: forgets gradients whose stand-in the user removed."""
+        for shard in self._shards:
+            if shard.has_gradient and shard.param.grad is None:
+                forget(shard)
+
+    def check_all_used(self) -> None:
+        """Before a step, where the policy asks for it: raises RuntimeError on every rank, naming what has no gradient."""
+        if self._policy.ignore_unused:
+            return
+        in_order = sorted(self._shards, key=lambda s: s.index)
+        unused = [s.name for s in in_order if not s.has_gradient and s not in self._stepped_shards]
+        if unused:
+            raise RuntimeError(
+                f"{len(unused)} of {len(self._shards)} parameters took no part in the loss on any rank since the last step: "
+                f"{', '.join(unused[:20])}{', ...' if len(unused) > 20 else ''}. Use them, freeze them before sharding, or "
+                "let training go on without them: ignore_unused=True (in a config: ignore_unused_parameters)"
+            )
+
+    def begin_step(self) -> None:
+        """With step_in_backward: what was stepped in the last backward may be stepped in the next."""
+        self._stepped.clear()
+        self._stepped_shards.clear()
+
+    def settle(self) -> None:
+        """Waits until every gradient is at home. Raises OSError."""
+        self._homes.settle()
+
+    def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
+        """Per parameter, over all ranks, in float64, with what was multiplied since. Collective."""
+        local = [math.fsum(s.block_sums) * s.grad_factor**2 if s.has_gradient else 0.0 for s in shards]
+        values: list[float] = total(self._topology, self._on_wire(local, torch.float64)).tolist()
+        return values
+
+    def norm(self) -> float:
+        """The global 2-norm of what rests at home, mean over ranks included; NaN or infinity when anything is. Collective."""
+        shards = sorted(self._shards, key=lambda s: s.index)
+        return math.sqrt(math.fsum(self.sums_of_squares(shards))) / self.divisor
+
+    # ---- between ranks -------------------------------------------------------------------------------------------------------
+
+    def _reduce(self, unit: Unit) -> None:
+        """Hands a unit's gradients to reductions, bucket by bucket."""
+        assert self._reducer is not None
+        if unit in self._stepped:
+            raise _stepped_already(unit)
+        self._begun.add(unit)
+        self._note_given(unit)
+        buckets = self._cut.get(unit.index)
+        if buckets is None:
+            policy, num_shards = self._policy, self._topology.num_shards
+            buckets = self._cut[unit.index] = cut(
+                unit, num_shards, policy.reduce_bucket_numel, policy.contiguous_gradients
+            )
+        for number, bucket in enumerate(buckets):
+            while self._reducer.is_full:
+                self._arrive()
+            name = unit.name if len(buckets) == 1 else f"{unit.name} {number + 1}/{len(buckets)}"
+            grads = [piece.shard.param.grad if _fresh(piece.shard) else None for piece in bucket.pieces]
+            self._reducer.start(name, bucket, grads, unit.shards[0].param.device)
+            del grads
+            for piece in bucket.pieces:
+                if piece.is_last:
+                    piece.shard.param.grad = None
+            self._arriving.append(unit)
+            if not self._policy.overlap_reduce:
+                self._arrive()
+        for shard in unit.shards:
+            shard.param.grad = None
+
+    def _arrive(self) -> None:
+        """Waits for the oldest reduction and stores what came of it; with the last of a unit, its home is closed."""
+        assert self._reducer is not None
+        done, column = self._reducer.finish()
+        unit = self._arriving.pop(0)
+        try:
+            if self._open is None:
+                self._open = self._open_home(unit)
+            for piece in done.bucket.pieces:
+                part = column[piece.place : piece.place + piece.stop - piece.start]
+                self._homes.put(self._open, piece.shard, part, piece.start, self._is_added(piece.shard))
+                if piece.is_last:
+                    self._stored.add(piece.shard)
+        finally:
+            self._reducer.release(done)
+        self._homes.recorder.add("reduce", done.what, done.start_ns, time.monotonic_ns(), done.bucket.num_bytes)
+        if done.bucket is self._cut[unit.index][-1]:
+            opened, self._open = self._open, None
+            if self.home is Tier.DEVICE:
+                self._tell_given(unit)
+            self._close_home(opened)
+
+    def _drain(self) -> None:
+        while self._reducer is not None and not self._reducer.is_idle:
+            self._arrive()
+
+    def _note_given(self, unit: Unit) -> None:
+        self._given.update(shard for shard in unit.shards if _fresh(shard))
+
+    def _tell_given(self, unit: Unit) -> None:
+        """Before a unit is stepped in backward: its parameters that nobody had a gradient of have none."""
+        flags = self._anybody([shard in self._given for shard in unit.shards])
+        for shard, is_given in zip(unit.shards, flags, strict=True):
+            shard.has_gradient = is_given
+
+    def _confirm(self, shard: Shard, is_given: bool) -> None:
+        if self.home is not Tier.DEVICE and is_given:
+            shard.has_gradient = True
+        elif not shard.has_gradient:
+            forget(shard)
+
+    def _anybody(self, flags: Sequence[bool]) -> list[bool]:
+        """Each flag: whether it is true on any rank. What is under way arrives meanwhile. Collective; blocks."""
+        found = self._on_wire(flags, torch.uint8)
+        pending = start(
+            self._topology, "comparing which gradients there are", dist.all_reduce, found, dist.ReduceOp.MAX
+        )
+        if self.home is not Tier.DEVICE:
+            self._drain()
+        pending.wait()
+        return [bool(flag) for flag in found.tolist()]
+
+    def _on_wire(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        group = self._topology.group
+        is_nccl = group is not None and dist.get_backend(group) == "nccl"
+        return torch.tensor(values, dtype=dtype, device="cuda" if is_nccl else "cpu")
+
+    # ---- home ----------------------------------------------------------------------------------------------------------------
+
+    def _take(self, unit: Unit) -> None:
+        """In a world of one: stores what autograd left."""
+        fresh = [shard for shard in unit.shards if _fresh(shard)]
+        if not fresh:
+            return
+        if unit in self._stepped:
+            raise _stepped_already(unit)
+        start_ns = time.monotonic_ns()
+        opened = self._open_home(unit)
+        try:
+            for shard in fresh:
+                assert shard.param.grad is not None
+                self._homes.put(opened, shard, shard.param.grad.reshape(-1), 0, shard.has_gradient)
+                shard.has_gradient = True
+        except BaseException:
+            self._homes.drop(opened)
+            raise
+        self._close_home(opened)
+        self._homes.recorder.add("reduce", unit.name, start_ns, time.monotonic_ns(), unit.shard_bytes)
+        for shard in fresh:
+            shard.param.grad = None
+
+    def _open_home(self, unit: Unit) -> OpenHome:
+        return self._homes.open(unit, self.dtype(unit), any(self._is_added(shard) for shard in unit.shards))
+
+    def _close_home(self, opened: OpenHome) -> None:
+        if self.home is Tier.DEVICE:
+            self._stepped.add(opened.unit)
+            self._stepped_shards.update(shard for shard in opened.unit.shards if shard.has_gradient)
+        self._homes.close(opened)
+
+    def _is_added(self, shard: Shard) -> bool:
+        """Whether what comes is added to what is at home."""
+        return shard.has_gradient or shard in self._stored
+
+    def _hide(self, unit: Unit) -> None:
+        """Takes the stand-ins away, or, where the user did, forgets the gradient."""
         for shard in unit.shards:
             if isinstance(shard.param.grad, ShardedGrad):
                 shard.param.grad = None
             elif shard.has_gradient and shard.param.grad is None:
                 forget(shard)
 
-    def drop_what_was_zeroed(self, units: Sequence[Unit]) -> None:
-        """Before a step: forgets gradients whose stand-in the user removed."""
-        for unit in units:
-            for shard in unit.shards:
-                if shard.has_gradient and shard.param.grad is None:
-                    forget(shard)
 
-    def settle(self) -> None:
-        """Waits until every gradient is at home. Raises OSError."""
-        while self._leaving:
-            self._reap()
-
-    def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
-        """Per parameter, over all ranks, in float64, with what was multiplied since. Collective."""
-        local = [math.fsum(s.block_sums) * s.grad_factor**2 if s.has_gradient else 0.0 for s in shards]
-        sums = torch.tensor(local, dtype=torch.float64)
-        if self._topology.group is not None and torch.distributed.get_backend(self._topology.group) == "nccl":
-            sums = sums.cuda()
-        values: list[float] = total(self._topology, sums).tolist()
-        return values
-
-    def norm(self) -> float:
-        """The global 2-norm of what rests at home, mean over ranks included; NaN or infinity when anything is. Collective."""
-        shards = sorted((s for u in self._units for s in u.shards), key=lambda s: s.index)
-        return math.sqrt(math.fsum(self.sums_of_squares(shards))) / self._topology.world
-
-    # ---- merging ---------------------------------------------------------------------------------------------------------
-
-    def _merge(self, unit: Unit, fresh: Sequence[Shard], home: torch.Tensor) -> None:
-        for shard in fresh:
-            grad = shard.param.grad
-            assert grad is not None
-            part = reduce_gradient(self._topology, shard, grad, self._policy.reduce_bucket_numel)
-            valid = min(shard.shard_numel, max(0, shard.numel - self._first_element(shard)))
-            dst = home[shard.shard_offset : shard.shard_offset + valid]
-            src = part[:valid] if part.device.type == "cpu" else part[:valid].cpu()
-            first = self._first_element(shard)
-            if shard.has_gradient and shard.grad_factor != 1.0:
-                dst.mul_(shard.grad_factor)  # what the user scaled is what is at home, not what comes
-            shard.block_sums = store_gradient(self._workers, dst, src, first, accumulate=shard.has_gradient)
-            shard.has_gradient, shard.grad_factor = True, 1.0
-
-    def _pass_on(self, unit: Unit, fresh: Sequence[Shard]) -> None:
-        slot = self._take()
-        dtype = self.dtype(unit)
-        data = slot.tensor[: unit.shard_numel * dtype.itemsize]
-        home = data.view(dtype)
-        try:
-            if any(s.has_gradient for s in unit.shards):
-                while any(each is unit for each, _, _ in self._leaving):
-                    self._reap()  # what is being written is not to be read before
-                self._store.read([(self.entry(unit), 0, data)], f"grad {unit.name}").wait()
-            self._merge(unit, fresh, home)
-            if self.home is Tier.DEVICE:
-                assert self.consume is not None and self._pool is not None
-                self.consume(unit, home)
-                self._pool.give_back(slot)
-                return
-            move = self._store.write([(self.entry(unit), 0, data)], f"grad {unit.name}")
-        except BaseException:
-            assert self._pool is not None
-            self._pool.give_back(slot)
-            raise
-        self._leaving.append((unit, slot, move))
-
-    def _first_element(self, shard: Shard) -> int:
-        return shard.shard_numel * self._topology.shard_rank
-
-    def _take(self) -> Slot:
-        assert self._pool is not None
-        slot = self._pool.take()
-        if slot is None:
-            self._reap()
-            slot = self._pool.take()
-        assert slot is not None
-        return slot
-
-    def _reap(self) -> None:
-        _, slot, move = self._leaving.pop(0)
-        try:
-            move.wait()
-        finally:
-            assert self._pool is not None
-            self._pool.give_back(slot)
+def _fresh(shard: Shard) -> bool:
+    """Whether autograd, or the user, has left a gradient on a parameter."""
+    return shard.param.grad is not None and not isinstance(shard.param.grad, ShardedGrad)
 
 
-def forget(shard: Shard) -> None:
-    """Says that no gradient of a parameter rests at home."""
-    shard.has_gradient, shard.grad_factor, shard.block_sums = False, 1.0, []
-
-
-class ShardedGrad(torch.Tensor):
-    """Stands for a gradient that rests elsewhere: shape, dtype, norms and scaling; everything else raises.
-
-    `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and GradScaler's unscale work on it: multiplying it is remembered
-    and folded into the step. To see its values use `Shards.gradient(param)`.
-    """
-
-    _shard: weakref.ref[Shard]  # weakly: `p.grad` hangs on the parameter where the garbage collector does not look
-    _homes: weakref.ref[GradientHomes]
-
-    @staticmethod
-    def __new__(cls, shard: Shard, homes: GradientHomes) -> ShardedGrad:
-        param = shard.param
-        grad: ShardedGrad = torch.Tensor._make_wrapper_subclass(
-            cls, shard.shape, dtype=param.dtype, device=param.device
-        )
-        grad._shard, grad._homes = weakref.ref(shard), weakref.ref(homes)
-        return grad
-
-    def __init__(self, shard: Shard, homes: GradientHomes) -> None:
-        super().__init__()
-
-    @property
-    def shard(self) -> Shard:
-        """Whose gradient this is. Raises RuntimeError when its sharded model is gone."""
-        return _living(self._shard())
-
-    @property
-    def homes(self) -> GradientHomes:
-        """Where it rests. Raises RuntimeError when its sharded model is gone."""
-        return _living(self._homes())
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedGrad({self.shard.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = func._schema.name
-        if name in ("aten::detach", "aten::alias"):
-            return args[0]
-        if name == "aten::linalg_vector_norm" and _is_two_norm(args[1:], kwargs):
-            return _norms([args[0]])[0]
-        if name == "aten::_foreach_norm" and _is_two_norm(args[1:], kwargs):
-            return _norms(args[0])
-        if name in ("aten::mul_", "aten::div_"):
-            _scale([args[0]], args[1], name.startswith("aten::div"))
-            return args[0]
-        if name in ("aten::_foreach_mul_", "aten::_foreach_div_"):
-            _scale(args[0], args[1], "div" in name)
-            return None
-        if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
-            grads, found_inf, inv_scale = args
-            if not all(math.isfinite(float(n)) for n in _norms(grads)):
-                found_inf.fill_(1.0)
-            _scale(grads, inv_scale, False)
-            return None
-        if name in ("aten::zero_", "aten::_foreach_zero_"):
-            for grad in args[0] if name == "aten::_foreach_zero_" else args:
-                forget(grad.shard)
-            return args[0] if name == "aten::zero_" else None
-        raise RuntimeError(
-            f"{name} on the gradient of a sharded parameter: its values rest elsewhere. Norms and scaling work in place; "
-            "to read it use Shards.gradient(param) between backward and step"
-        )
-
-
-def _living(found: T | None) -> T:
-    if found is None:
-        raise RuntimeError("the sharded model that this gradient belongs to is gone: set p.grad to None")
-    return found
-
-
-def _is_two_norm(args: Sequence[Any], kwargs: Any) -> bool:
-    order = args[0] if args else (kwargs or {}).get("ord", 2)
-    dims = args[1] if len(args) > 1 else None
-    return float(order) == 2.0 and dims is None
-
-
-def _norms(grads: Sequence[ShardedGrad]) -> list[torch.Tensor]:
-    homes = grads[0].homes
-    sums = homes.sums_of_squares([g.shard for g in grads])
-    world = homes._topology.world
-    return [
-        torch.tensor(math.sqrt(s) / world, dtype=torch.float32, device=g.device)
-        for s, g in zip(sums, grads, strict=True)
-    ]
-
-
-def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None:
-    factors = factor if isinstance(factor, (list, tuple)) else [factor] * len(grads)
-    for grad, value in zip(grads, factors, strict=True):
-        number = float(value)
-        grad.shard.grad_factor *= 1.0 / number if is_division else number
+def _stepped_already(unit: Unit) -> RuntimeError:
+    return RuntimeError(
+        f"unit {unit.name!r} gets gradients after it was stepped in this backward: with step_in_backward every parameter "
+        "takes part in one backward per step, and in one part of it. Set step_in_backward=False to add gradients up"
+    )

@@ -260,6 +260,15 @@ class Hooks:
                 if live.unit.is_trainable and is_final and self.may_receive():
                     self._homes.receive(live.unit)
 
+    def check_backward_ended(self) -> None:
+        """Raises RuntimeError before a step of gradients that an exception has cut short; they are forgotten."""
+        if self._is_backward:
+            self._abandon_backward()
+            raise RuntimeError(
+                "the last backward ended in an exception, so the gradients are those of a part of the model. They are "
+                "forgotten: run forward and backward again before the step"
+            )
+
     def finish_backward(self) -> None:
         """Receives what is left of gradients and lets every held unit go. Runs by itself at the end of backward."""
         self._is_backward = False
@@ -271,10 +280,10 @@ class Hooks:
             live.let_go()
             self._residency.release(live)
         with torch._C.DisableTorchFunctionSubclass():
+            if self.may_receive():
+                self._homes.finish()
             for live in self._units:
                 if live.unit.is_trainable:
-                    if self.may_receive():
-                        self._homes.receive(live.unit)
                     self._homes.show(live.unit)
         self.on_last_read()
 
@@ -326,13 +335,13 @@ class Hooks:
         self._is_backward = True
         self._num_backwards += 1
         with torch._C.DisableTorchFunctionSubclass():
-            for live in self._units:
-                if live.unit.is_trainable:
-                    self._homes.hide(live.unit)
+            self._homes.begin()
         torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
 
     def _abandon_backward(self) -> None:
-        """After a backward that ended in an exception: nothing of it is waited for any more."""
+        """After a backward that ended in an exception: nothing of it is waited for any more, and no gradient is kept."""
+        if self._is_backward:
+            self._homes.abandon()
         self._is_backward = False
         while self._held:
             self._let_go(self._held[-1])

@@ -16,7 +16,10 @@ from typing import NamedTuple, TypeVar
 
 from tiermem.optim.layout import FP32_BYTES, StateLayout
 from tiermem.policy import OffloadPolicy, Tier
+from tiermem.precision import DTYPES
 from tiermem.swap.extents import round_up
+from tiermem.zero.buckets import largest_bucket
+from tiermem.zero.reduce import buffer_bytes, num_under_way
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
 
@@ -54,6 +57,8 @@ class Plan:
     num_stage_slots: int
     grad_slot_bytes: int
     num_grad_slots: int
+    reduce_slot_bytes: int
+    num_reduce_slots: int
     tile_numel: int
     num_tile_slots: int
     tile_slot_bytes: int
@@ -87,7 +92,7 @@ def make_plan(division: Division, policy: OffloadPolicy, topology: Topology, is_
         if topology.num_shards == 1 and homes.get(unit.index) in in_place:
             unit.is_resident = True
             del homes[unit.index]
-    planner = _Planner(division.units, policy, topology.num_shards, is_gpu, homes)
+    planner = _Planner(division.units, policy, topology, is_gpu, homes)
     choices = planner.choices()
     for choice in choices:
         plan = planner.plan(*choice, resident_bytes=policy.resident_bytes or 0)
@@ -131,12 +136,13 @@ class _Planner:
     """Makes the plan of one choice; the choices, best first."""
 
     def __init__(
-        self, units: list[Unit], policy: OffloadPolicy, num_shards: int, is_gpu: bool, homes: dict[int, Tier]
+        self, units: list[Unit], policy: OffloadPolicy, topology: Topology, is_gpu: bool, homes: dict[int, Tier]
     ) -> None:
         self._policy = policy
         self._units = units
         self._is_gpu = is_gpu
-        self._num_shards = num_shards
+        self._num_shards = topology.num_shards
+        self._world = topology.world
         self._trainable = [u for u in units if u.is_trainable]
         self._homes = homes  # of streamed units, by index
 
@@ -166,6 +172,7 @@ class _Planner:
             "shard", 2 * needs_stage, (u.shard_bytes for u in at_home[Tier.NVME]), "read ahead of a gather"
         )
         grad_slot, num_grads = self._add_gradients(sheet, grads)
+        reduce_slot, num_reduces = self._add_reductions(sheet)
         resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         streams = Tier.NVME in (policy.optim, grads, *self._homes.values())
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
@@ -187,6 +194,8 @@ class _Planner:
             num_stage_slots=num_stages,
             grad_slot_bytes=grad_slot,
             num_grad_slots=num_grads,
+            reduce_slot_bytes=reduce_slot,
+            num_reduce_slots=num_reduces,
             tile_numel=tile_numel,
             num_tile_slots=num_tiles,
             tile_slot_bytes=tile_slot,
@@ -213,6 +222,20 @@ class _Planner:
             sheet.add("gradients", home, _pages(sizes), f"rest on {home.name} until the step")
         passes = home is not Tier.HOST
         return sheet.buffers("gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home")
+
+    def _add_reductions(self, sheet: _Sheet) -> tuple[int, int]:
+        """Adds the buffers in which gradients are added up over ranks, between CPUs; returns their bytes and number."""
+        policy = self._policy
+        if self._world == 1 or self._is_gpu or not policy.contiguous_gradients:
+            return 0, 0
+        sizes = [self._reduce_bytes(unit) for unit in self._trainable]
+        return sheet.buffers("reduce", num_under_way(policy), sizes, "gradients on their way between ranks")
+
+    def _reduce_bytes(self, unit: Unit) -> int:
+        policy, num_shards = self._policy, self._num_shards
+        dtype = unit.dtype if policy.reduce_dtype is None else DTYPES[policy.reduce_dtype]
+        bucket = largest_bucket(unit, num_shards, policy.reduce_bucket_numel, dtype)
+        return buffer_bytes(bucket, num_shards, policy)
 
     def _add_states(self, sheet: _Sheet, resident_bytes: int, tile_numel: int) -> int:
         """Adds the homes of optimizer states; returns the bytes that are resident."""

@@ -1,43 +1,166 @@
-"""Reduce: every rank's gradient of a parameter, added up, and of the sum this rank's part (the optimizer divides)."""
+"""Reduce: buckets of gradients, added up over ranks while backward goes on.
+
+    start    a bucket has been filled: its reduction begins, and the gradients may be let go
+    finish   the oldest one's end: waits, adds up, hands out this rank's column
+
+    stages 1 to 3            reduce-scatter: every rank gets the sum of its own column
+    stage 0                  all-reduce: every rank gets the sum of the one column
+    copies of parts (MiCS)   the column is then all-reduced among the ranks that hold copies of it
+    reduce_scatter=False     all-reduce of all columns, of which a rank keeps its own: twice the bytes on the wire
+
+Between CPUs a reduce-scatter is an all-to-all, after which every rank adds up what it was sent in the order of ranks (gloo
+would all-reduce the whole bucket instead, in an order that depends on an element's place in it). So there the bits of a sum
+depend on the gradients and the number of ranks alone: on no bucket's size, no tier, no overlap. An all-reduce, and NCCL,
+add in an order of their own; with two ranks the bits are the same all the same.
+
+At most two reductions are under way (one without overlap): whoever starts a third finishes the first. What is under way owns
+its buffers, which come from the arena on CPUs, where gradients are packed; a parameter reduced by itself is sent from where
+autograd put it, if its size, dtype and layout allow.
+"""
 
 from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from tiermem.zero.collectives import call
+from tiermem.policy import OffloadPolicy
+from tiermem.swap.arena import Pool, Slot
+from tiermem.zero.buckets import Bucket, put_in
+from tiermem.zero.collectives import Pending, call, start
 from tiermem.zero.topology import Topology
-from tiermem.zero.unit import Shard
 
 
-def reduce_gradient(topology: Topology, part: Shard, grad: torch.Tensor, bucket_numel: int) -> torch.Tensor:
-    """The sum over ranks of this rank's part of a gradient: flat, shard_numel elements, in the dtype that it is added up in.
+@dataclasses.dataclass(eq=False)
+class Reduction:
+    """One bucket under way, and what it occupies."""
 
-    That is `part.reduce_dtype`, else the gradient's; in a world of one nothing is added and the dtype stays.
+    what: str
+    bucket: Bucket
+    pending: Pending
+    filled: torch.Tensor  # all columns, as this rank gave them; after an all-reduce, their sums
+    received: torch.Tensor | None  # this rank's column, from every rank or added up; None: in `filled`
+    slot: Slot | None
+    start_ns: int
+
+
+class Reducer:
+    """Starts and finishes reductions, oldest first.
+
+    Args:
+        pool: buffers of `buffer_bytes` of the largest bucket; None: they are torch's own, made for each bucket.
     """
-    flat = grad.contiguous().view(-1)
-    if topology.group is None:
-        return flat
-    flat = flat.to(part.reduce_dtype or flat.dtype)
-    if topology.num_shards == 1:
-        return _add_replicas(topology, part, flat)
-    padded = part.shard_numel * topology.num_shards
-    if padded != part.numel:
-        flat = torch.nn.functional.pad(flat, (0, padded - part.numel))
-    out = torch.empty(part.shard_numel, dtype=flat.dtype, device=flat.device)
-    if padded <= bucket_numel:
-        call(topology, f"reducing {part.name}", dist.reduce_scatter_tensor, out, flat, among="shard")
-        return _add_replicas(topology, part, out)
-    rows, step = flat.view(topology.num_shards, part.shard_numel), max(1, bucket_numel // topology.num_shards)
-    for start in range(0, part.shard_numel, step):
-        piece = rows[:, start : start + step].contiguous().view(-1)
-        target = out[start : start + step]
-        call(topology, f"reducing {part.name}", dist.reduce_scatter_tensor, target, piece, among="shard")
-    return _add_replicas(topology, part, out)
+
+    def __init__(self, topology: Topology, policy: OffloadPolicy, pool: Pool | None) -> None:
+        self._topology = topology
+        self._pool = pool
+        self._scatters = scatters(topology.num_shards, policy)
+        self._most = num_under_way(policy)
+        self._under_way: collections.deque[Reduction] = collections.deque()
+        self._factor = 1.0 / predivided(topology.world, policy)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one must be finished before the next is started."""
+        return len(self._under_way) >= self._most
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._under_way
+
+    def start(self, what: str, bucket: Bucket, grads: Sequence[torch.Tensor | None], device: torch.device) -> None:
+        """Starts adding up a bucket. Collective; does not block. The gradients have been read when it returns.
+
+        Args:
+            grads: the whole gradient of each of its pieces; None for zeros. One that is reduced where it lies is taken over.
+        """
+        start_ns = time.monotonic_ns()
+        slot = self._pool.take() if self._pool is not None else None
+        filled = None if self._pool is not None else self._in_place(bucket, grads)
+        if filled is None:
+            filled = self._memory(slot, 0, bucket, device)
+            for piece, grad in zip(bucket.pieces, grads, strict=True):
+                put_in(bucket, piece, grad, filled)
+            if self._factor != 1.0:
+                filled.mul_(self._factor)
+        received, pending = self._send(f"reducing {what}", slot, bucket, filled)
+        self._under_way.append(Reduction(what, bucket, pending, filled, received, slot, start_ns))
+
+    def finish(self) -> tuple[Reduction, torch.Tensor]:
+        """The oldest reduction and this rank's column of its sums, which lasts until `release`. Blocks; raises RankLost."""
+        done = self._under_way.popleft()
+        try:
+            done.pending.wait()
+            return done, self._own_column(done)
+        except BaseException:
+            self.release(done)
+            raise
+
+    def release(self, done: Reduction) -> None:
+        """Takes a reduction's buffers back."""
+        if done.slot is not None:
+            assert self._pool is not None
+            self._pool.give_back(done.slot)
+            done.slot = None
+
+    def _own_column(self, done: Reduction) -> torch.Tensor:
+        if done.received is None:
+            columns = done.filled.view(done.bucket.num_columns, done.bucket.column_numel)
+            return columns[self._topology.shard_rank]
+        parts = done.received.view(-1, done.bucket.column_numel)
+        for part in parts[1:]:
+            parts[0].add_(part)
+        if self._topology.num_replicas > 1:
+            call(self._topology, f"reducing {done.what}", dist.all_reduce, parts[0], among="replica")
+        return parts[0]
+
+    def _in_place(self, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """A gradient that is a bucket as it lies in memory."""
+        grad = grads[0]
+        fits = len(grads) == 1 and grad is not None and grad.numel() == bucket.column_numel * bucket.num_columns
+        if not fits or grad is None or grad.dtype != bucket.dtype or not grad.is_contiguous() or self._factor != 1.0:
+            return None
+        return grad.view(-1)
+
+    def _send(
+        self, what: str, slot: Slot | None, bucket: Bucket, filled: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Pending]:
+        if not self._scatters:
+            return None, start(self._topology, what, dist.all_reduce, filled)
+        if filled.device.type == "cpu":
+            received = self._memory(slot, filled.nbytes, bucket, filled.device)
+            return received, start(self._topology, what, dist.all_to_all_single, received, filled, among="shard")
+        received = torch.empty(bucket.column_numel, dtype=bucket.dtype, device=filled.device)
+        return received, start(self._topology, what, dist.reduce_scatter_tensor, received, filled, among="shard")
+
+    def _memory(self, slot: Slot | None, offset: int, bucket: Bucket, device: torch.device) -> torch.Tensor:
+        if slot is None:
+            return torch.empty(bucket.column_numel * bucket.num_columns, dtype=bucket.dtype, device=device)
+        return slot.tensor[offset : offset + bucket.num_bytes].view(bucket.dtype)
 
 
-def _add_replicas(topology: Topology, part: Shard, mine: torch.Tensor) -> torch.Tensor:
-    """Adds up this rank's part of a gradient over the ranks that hold copies of it; in place."""
-    if topology.num_replicas > 1:
-        call(topology, f"reducing {part.name}", dist.all_reduce, mine, among="replica")
-    return mine
+def scatters(num_shards: int, policy: OffloadPolicy) -> bool:
+    """Whether ranks get their own columns only."""
+    return num_shards > 1 and policy.reduce_scatter
+
+
+def predivided(world: int, policy: OffloadPolicy) -> float:
+    """What gradients are divided by before they are added up."""
+    if world == 1:
+        return 1.0
+    return float(world if policy.predivide_factor == "ranks" else policy.predivide_factor)
+
+
+def num_under_way(policy: OffloadPolicy) -> int:
+    """Most reductions under way at once."""
+    return 2 if policy.overlap_reduce else 1
+
+
+def buffer_bytes(bucket_bytes: int, num_shards: int, policy: OffloadPolicy) -> int:
+    """Bytes of memory that a bucket needs between CPUs: itself, and as much again for what other ranks send."""
+    return bucket_bytes * (2 if scatters(num_shards, policy) else 1)

@@ -15,6 +15,7 @@ with its weights when asked to.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -200,7 +201,7 @@ class Shards:
         part = slice(shard.shard_offset, shard.shard_offset + self.num_mine(shard))
         flat, dtype = self.homes.flat(live.unit), self.homes.dtype(live.unit)
         local = self.read_part(self.homes.entry(live.unit), dtype, part) if flat is None else flat[part]
-        return local.float() * (shard.grad_factor / self.topology.world)
+        return local.float() * (shard.grad_factor / self.homes.divisor)
 
     def assemble(self, shard: Shard, local: torch.Tensor) -> torch.Tensor:
         """A parameter's elements out of every rank's part of them: flat, on the CPU. Collective; blocks.
@@ -227,6 +228,37 @@ class Shards:
     def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
         """A parameter's unit and its part there. Raises ValueError for one of another model."""
         return self._find(param)
+
+    @property
+    def adds_at_home(self) -> bool:
+        """Whether gradients of micro-batches add up where they rest: in stages 2 and 3, and in a dtype of their own."""
+        kept = (self.homes.dtype(live.unit) == live.unit.dtype for live in self.units if live.unit.is_trainable)
+        return self.policy.stage >= 2 or not all(kept)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in the block add their gradients up without reducing them, where `p.grad` has a place for them.
+
+        That is in stages 0 and 1; the next backward outside, or the step, reduces all. In stages 2 and 3 a rank has a place
+        for its part alone, so that gradients are reduced as ever, and add up to the same. Not for step_in_backward.
+        """
+        if self.policy.step_in_backward:
+            raise RuntimeError("no_sync with step_in_backward: no gradient is held to add to. Set it to False")
+        before = self.hooks.may_receive
+        self.hooks.may_receive = lambda: self.adds_at_home
+        try:
+            yield
+        finally:
+            self.hooks.may_receive = before
+
+    def receive_gradients(self) -> None:
+        """Adds up over ranks what backwards have left in `p.grad`, and sends it home. Collective; blocks."""
+        self.hooks.check_backward_ended()
+        self.homes.drop_what_was_zeroed()
+        self.homes.receive_rest()
+        for live in self.units:
+            if live.unit.is_trainable:
+                self.homes.show(live.unit)
 
     def read_part(self, entry: str, dtype: torch.dtype, part: slice) -> torch.Tensor:
         """A copy of elements of an entry that rests on NVME, through a small bounce buffer. Blocks; raises OSError."""
@@ -387,6 +419,7 @@ class Shards:
         pool = Pool(arena, plan.unit_slot_bytes, plan.num_unit_slots, "units") if plan.num_unit_slots else None
         stages = Pool(arena, plan.stage_slot_bytes, plan.num_stage_slots, "shards") if plan.num_stage_slots else None
         grads = Pool(arena, plan.grad_slot_bytes, plan.num_grad_slots, "gradients") if plan.num_grad_slots else None
+        buckets = Pool(arena, plan.reduce_slot_bytes, plan.num_reduce_slots, "sums") if plan.num_reduce_slots else None
         tiles = Pool(arena, plan.tile_slot_bytes, plan.num_tile_slots, "tiles") if plan.num_tile_slots else None
         self.tile_pool = tiles
         self.head_start: HeadStart[Any] | None = HeadStart(tiles) if tiles is not None else None  # of the next step
@@ -394,7 +427,9 @@ class Shards:
         self.store.settle()
         self.residency = Residency(self.units, self.store, order, self.topology, self.policy, pool, stages, self.device)
         trainable = [u for u in units if u.is_trainable]
-        self.homes = GradientHomes(trainable, plan.grads, self.store, self.topology, self.workers, grads, self.policy)
+        self.homes = GradientHomes(
+            trainable, plan.grads, self.store, self.topology, self.workers, grads, buckets, self.policy
+        )
         live = {module: [self.units[u.index] for u in needed] for module, needed in triggers.items()}
         self.triggers = list(live)  # modules that make units present
         self.hooks = Hooks(self.model, live, self.units, self.residency, self.homes)

@@ -1,0 +1,168 @@
+"""Run under torchrun by test_grads_on_ranks.py: trains with every way of reducing gradients and says what came of it.
+
+grads_on_ranks.py OUT NVME    writes OUT/<rank>.json: {case: losses, weights, the twin's, payloads and events of reductions}
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import zoo
+from twins import Block, batch, seeded
+from ways_to_reduce import BUCKET_NUMEL, CASES, NUM_MICRO, NUM_STEPS
+
+import tiermem
+from tiermem import OffloadPolicy
+
+LR = 1e-2
+
+
+class Branches(nn.Module):
+    """Which branches run depends on the rank; the last never does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 31)
+        self.block = nn.ModuleList([Ways()])
+        self.ways = nn.ModuleList([Block(31, 7) for _ in range(4)])
+        self.head = nn.Linear(31, 61)
+
+    def forward(self, tokens: torch.Tensor, way: int) -> torch.Tensor:
+        return self.head(self.ways[way](self.block[0](self.embed(tokens), way)))
+
+
+class Ways(nn.Module):
+    """The same inside of one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ParameterList([nn.Parameter(torch.randn(31)) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor, way: int) -> torch.Tensor:
+        return x * self.ways[way]
+
+
+class WaysOnly(Branches):
+    """All ranks use the same modules; parameters inside differ."""
+
+    def forward(self, tokens: torch.Tensor, way: int) -> torch.Tensor:
+        return self.head(self.block[0](self.embed(tokens), way))
+
+
+MODELS = {"tower": zoo.Tower, "branches": Branches, "ways": WaysOnly}
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    inputs, targets = batch(step * 8 + rank)
+    outputs = model(inputs) if isinstance(model, zoo.Tower) else model(inputs, rank)
+    return nn.functional.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten())
+
+
+def main(out: Path, nvme: Path) -> None:
+    dist.init_process_group("gloo")
+    twins: dict[tuple[str, int, bool], dict[str, Any]] = {}
+    found = {}
+    for name, case in CASES.items():
+        about = (case.get("model", "tower"), case.get("micro", 1), case.get("fields", {}).get("reduce_op") == "sum")
+        if about not in twins:
+            twins[about] = train_twin(*about)
+        found[name] = train(case, nvme) | {"twin": twins[about]}
+    (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def train_twin(model_name: str, num_micro: int, is_sum: bool) -> dict[str, Any]:
+    """A plain model on every rank's batches in turn; what each rank's gradients add up to, in the order of ranks."""
+    model, world = seeded(MODELS[model_name]), dist.get_world_size()
+    optim = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses = []
+    for step in range(NUM_STEPS):
+        sums: dict[str, torch.Tensor] = {}
+        for micro in range(num_micro):
+            for rank in range(world):
+                model.zero_grad()
+                loss = loss_of(model, step * NUM_MICRO + micro, rank)
+                loss.backward()
+                losses += [loss.item()] * (rank == dist.get_rank())
+                for name, param in model.named_parameters():
+                    if param.grad is not None:
+                        sums[name] = sums.get(name, 0) + param.grad
+        for name, param in model.named_parameters():
+            param.grad = sums[name] / (1 if is_sum else world) if name in sums else None
+        optim.step()
+    del optim
+    return {"losses": losses, "weights": weights_of(model)}
+
+
+def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
+    model = seeded(MODELS[case.get("model", "tower")])
+    fields = {"stage": 3, "persistence_numel": 50, "paths": [nvme], "reduce_bucket_numel": BUCKET_NUMEL}
+    policy = OffloadPolicy(**(fields | case.get("fields", {})))
+    found: dict[str, Any] = {}
+    losses: list[float] = []
+    with tiermem.shard(model, policy) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=LR)
+        traffic, events = shards.topology.traffic.payloads, shards.store.recorder.events
+        try:
+            for step in range(NUM_STEPS):
+                traffic.clear()
+                events.clear()
+                losses += run_step(case, shards, model, step)
+                optim.step()
+                optim.zero_grad()
+        except RuntimeError as error:
+            found["error"] = str(error)
+        found["payloads"] = [list(each[:3]) for each in traffic if each.what.startswith("reducing")]
+        found["events"] = [list(each) for each in events if each.lane == "reduce"]
+        found["norm"] = optim.grad_norm
+        found["buffers"] = [shards.plan.num_reduce_slots, shards.plan.reduce_slot_bytes]
+        found["steps"] = {shard.name: shard.num_steps for _, shard in shards.parameters()}
+        found["units"] = [[live.unit.name, sum(s.shard_numel for s in live.unit.shards)] for live in shards.units]
+        del optim
+        return found | {"losses": losses, "weights": weights_of(model)}
+
+
+def run_step(case: dict[str, Any], shards: tiermem.Shards, model: nn.Module, step: int) -> list[float]:
+    if case.get("breaks") and step == 1:
+        break_backward(model, step)
+    losses = []
+    for micro in range(case.get("micro", 1)):
+        is_last = micro == case.get("micro", 1) - 1
+        loss = loss_of(model, step * NUM_MICRO + micro, dist.get_rank())
+        if case.get("no_sync") and not is_last:
+            with shards.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def break_backward(model: nn.Module, step: int) -> None:
+    """An exception on every rank, after some gradients have been reduced and before others."""
+    handle = model.layers[0].up.register_full_backward_hook(lambda *_: 1 / 0)
+    try:
+        loss_of(model, step + 5, dist.get_rank()).backward()
+    except ZeroDivisionError:
+        handle.remove()
+        return
+    raise AssertionError("nothing broke")
+
+
+def weights_of(model: nn.Module) -> dict[str, list[float]]:
+    return {name: copy.copy(value).flatten().tolist() for name, value in model.state_dict().items()}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

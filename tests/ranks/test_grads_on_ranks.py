@@ -1,0 +1,181 @@
+"""Do two and three ranks reduce gradients as the policy says, and does the way they do it change nothing else?"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ways_to_reduce import CASES, NUM_MICRO, SAME_BITS
+
+HERE = Path(__file__).parent
+Found = list[dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=lambda ranks: f"{ranks} ranks")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
+    done = subprocess.run(
+        [*command, str(HERE / "grads_on_ranks.py"), str(out), str(nvme)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert not list(nvme.iterdir())
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(request.param)]
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "error" not in name or name == "used is no error"])
+def test_ranks_train_as_the_twin_whatever_the_way(case: str, found: Found) -> None:
+    for rank in found:
+        mine, twin = rank[case], rank[case]["twin"]
+        assert "error" not in mine
+        assert mine["losses"] == pytest.approx(twin["losses"], rel=1e-5)
+        assert mine["weights"].keys() == twin["weights"].keys()
+        for name, weights in twin["weights"].items():
+            assert mine["weights"][name] == pytest.approx(weights, rel=1e-4, abs=2e-5), name
+
+
+@pytest.mark.parametrize("case", SAME_BITS)
+def test_no_bit_depends_on_tier_overlap_buckets_or_packing(case: str, found: Found) -> None:
+    expected = found[0]["stage 3"]
+    for rank in found:
+        assert rank[case]["weights"] == expected["weights"]
+        if "backward" not in case:
+            assert rank[case]["norm"] == expected["norm"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_end_with_the_same_weights(case: str, found: Found) -> None:
+    assert all(rank[case]["weights"] == found[0][case]["weights"] for rank in found)
+
+
+# ---- payloads --------------------------------------------------------------------------------------------------------
+
+
+def payloads(found: Found, case: str) -> list[list[Any]]:
+    """(collective, unit, bytes) of the last step's reductions; the same on every rank."""
+    for rank in found:
+        assert rank[case]["payloads"] == found[0][case]["payloads"]
+    return [[op, what.removeprefix("reducing "), size] for op, what, size in found[0][case]["payloads"]]
+
+
+def shares(found: Found, case: str) -> dict[str, int]:
+    """Elements of each unit's share: the sum of ceil(numel / shards) over its parameters."""
+    return dict(found[0][case]["units"])
+
+
+@pytest.mark.parametrize("case", ["stage 1", "stage 2", "stage 3", "no overlap", "stage 3, nvme"])
+def test_a_unit_is_one_reduce_scatter_of_ranks_times_its_share(case: str, found: Found) -> None:
+    expected = {unit: len(found) * share * 4 for unit, share in shares(found, case).items()}
+    sent = payloads(found, case)
+    assert {unit: size for _, unit, size in sent} == expected
+    assert len(sent) == len(expected)
+    assert {op for op, _, _ in sent} == {"all_to_all_single"}  # between CPUs; see zero/reduce.py
+
+
+def test_stage_0_is_one_all_reduce_of_the_unit(found: Found) -> None:
+    expected = [["all_reduce", unit, numel * 4] for unit, numel in shares(found, "stage 0").items()]
+    assert sorted(payloads(found, "stage 0")) == sorted(expected)
+
+
+def test_all_reduce_hands_over_as_much_and_gets_everything(found: Found) -> None:
+    ours, theirs = payloads(found, "all-reduce"), payloads(found, "stage 3")
+    assert [[unit, size] for _, unit, size in ours] == [[unit, size] for _, unit, size in theirs]
+    assert {op for op, _, _ in ours} == {"all_reduce"}
+
+
+@pytest.mark.parametrize(("case", "whole"), [("buckets of 1000", "stage 3"), ("buckets of 64, stage 2", "stage 2")])
+def test_no_bucket_is_larger_than_asked_and_the_payload_is_the_same(case: str, whole: str, found: Found) -> None:
+    limit = int(case.split()[2].rstrip(","))
+    room = limit // len(found) * len(found) * 4
+    sent = payloads(found, case)
+    assert max(size for _, _, size in sent) == room
+    assert sum(size for _, _, size in sent) == sum(size for _, _, size in payloads(found, whole))
+    for unit, share in shares(found, case).items():
+        sizes = [size for _, name, size in sent if name.split()[0] == unit]
+        assert len(sizes) == -(-share // (limit // len(found)))
+        assert all(size == room for size in sizes[:-1])
+
+
+def test_not_contiguous_is_a_call_for_each_parameter_and_no_buffer(found: Found) -> None:
+    packed, single = payloads(found, "stage 3"), payloads(found, "not contiguous")
+    assert len(single) == len(found[0]["stage 3"]["steps"]) > len(packed)
+    assert sum(size for _, _, size in single) == sum(size for _, _, size in packed)
+    assert found[0]["not contiguous"]["buffers"] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("case", "num_buffers", "num_sides"), [("stage 3", 2, 2), ("no overlap", 1, 2), ("all-reduce", 2, 1)]
+)
+def test_buffers_are_as_large_as_the_largest_bucket(case: str, num_buffers: int, num_sides: int, found: Found) -> None:
+    largest = len(found) * max(shares(found, case).values()) * 4
+    assert found[0][case]["buffers"] == [num_buffers, num_sides * largest]
+
+
+# ---- order and overlap -----------------------------------------------------------------------------------------------
+
+
+def spans(found: Found, case: str) -> list[tuple[str, int, int]]:
+    return [(name, start, end) for _, name, start, end, _ in found[0][case]["events"]]
+
+
+@pytest.mark.parametrize("case", ["stage 1", "stage 2", "stage 3", "not contiguous", "buckets of 1000", "stage 0"])
+def test_a_reduction_is_under_way_when_the_next_begins(case: str, found: Found) -> None:
+    each = spans(found, case)
+    assert all(later[1] < earlier[2] for earlier, later in itertools.pairwise(each))
+
+
+@pytest.mark.parametrize("case", ["no overlap", "not contiguous, no overlap"])
+def test_without_overlap_each_reduction_ends_before_the_next_begins(case: str, found: Found) -> None:
+    each = spans(found, case)
+    assert all(later[1] >= earlier[2] for earlier, later in itertools.pairwise(each))
+
+
+def test_units_are_reduced_as_backward_answers_them(found: Found) -> None:
+    layers = [f"layers.{i}" for i in (2, 1, 0)]
+    assert [name for name, _, _ in spans(found, "stage 3")] == ["head", *layers, "embed", "persistent"]
+    assert [name for name, _, _ in spans(found, "stage 2")] == ["head", *layers, "embed"]
+
+
+# ---- accumulation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_no_sync_reduces_once_where_gradients_have_a_place(stage: int, found: Found) -> None:
+    """Below stage 2 in `p.grad`; above there is room for a rank's own part alone, so every micro-batch is reduced."""
+    every, held = payloads(found, f"accumulated, stage {stage}"), payloads(found, f"no_sync, stage {stage}")
+    assert len(every) == NUM_MICRO * len(held) if stage < 2 else every == held
+
+
+# ---- parameters without gradients ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "differ" in name])
+def test_what_no_rank_used_is_not_stepped_and_what_one_used_is(case: str, found: Found) -> None:
+    for rank in found:
+        steps = rank[case]["steps"]
+        assert steps == found[0][case]["steps"]
+        is_used = {name: not name.split("ways.")[-1].startswith("3") for name in steps}
+        if len(found) == 2:
+            is_used = {name: used and not name.split("ways.")[-1].startswith("2") for name, used in is_used.items()}
+        if "ranks" not in case:
+            is_used = {name: used and not name.startswith("ways.") for name, used in is_used.items()}
+        assert {name: num_steps > 0 for name, num_steps in steps.items()} == is_used
+
+
+def test_unused_parameters_end_training_on_all_ranks_with_their_names(found: Found) -> None:
+    for case, first in (("unused is an error", "block.0.ways."), ("unused is an error, stage 3", "block.0.ways.")):
+        errors = {rank[case]["error"] for rank in found}
+        assert len(errors) == 1
+        (error,) = errors
+        assert "took no part in the loss on any rank" in error
+        assert f"{first}3" in error
+        assert f"{first}0" not in error
+        assert "ignore_unused_parameters" in error

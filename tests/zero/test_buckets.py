@@ -1,0 +1,111 @@
+"""Are gradients packed so that every rank's column holds its part of every parameter, once, within the limit?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tiermem import OffloadPolicy
+from tiermem.zero.buckets import Bucket, cut, largest_bucket, put_in
+from tiermem.zero.reduce import buffer_bytes, num_under_way, scatters
+from tiermem.zero.unit import Unit, divide
+
+SIZES = st.lists(st.integers(0, 23), min_size=1, max_size=6)
+
+
+class Parameters(nn.Module):
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.all = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
+
+    def forward(self) -> None: ...
+
+
+def unit_of(sizes: list[int], num_shards: int) -> Unit:
+    (unit,) = divide(Parameters(sizes), OffloadPolicy(stage=2), num_shards).units
+    return unit
+
+
+def summed_columns(unit: Unit, buckets: list[Bucket], num_shards: int, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Every parameter, put together again from what each rank's columns hold of it."""
+    wholes = [torch.full((s.shard_numel * num_shards,), torch.nan) for s in unit.shards]
+    for bucket in buckets:
+        flat = torch.full((bucket.column_numel * num_shards,), torch.nan, dtype=bucket.dtype)
+        for piece in bucket.pieces:
+            put_in(bucket, piece, grads[piece.shard.index], flat)
+        assert not flat.isnan().any()
+        for rank, column in enumerate(flat.view(num_shards, bucket.column_numel)):
+            for piece in bucket.pieces:
+                begin = piece.shard.shard_numel * rank + piece.start
+                part = column[piece.place : piece.place + piece.stop - piece.start]
+                place = wholes[piece.shard.index][begin : begin + part.numel()]
+                assert place.isnan().all()
+                place.copy_(part)
+    return wholes
+
+
+@settings(deadline=None)
+@given(SIZES, st.integers(1, 5), st.integers(0, 70), st.booleans())
+def test_columns_hold_every_element_once_and_zeros_behind(
+    sizes: list[int], num_shards: int, limit: int, is_packed: bool
+) -> None:
+    unit = unit_of(sizes, num_shards)
+    grads = [torch.randn(size) for size in sizes]
+    buckets = cut(unit, num_shards, limit, is_packed)
+    for whole, grad in zip(summed_columns(unit, buckets, num_shards, grads), grads, strict=True):
+        assert torch.equal(whole[: grad.numel()], grad)
+        assert not whole[grad.numel() :].any()
+
+
+@settings(deadline=None)
+@given(SIZES, st.integers(1, 5), st.integers(0, 70), st.booleans())
+def test_no_bucket_is_larger_than_the_limit_and_only_the_last_is_smaller(
+    sizes: list[int], num_shards: int, limit: int, is_packed: bool
+) -> None:
+    unit = unit_of(sizes, num_shards)
+    room = max(1, limit // num_shards)
+    buckets = cut(unit, num_shards, limit, is_packed)
+    assert all(bucket.column_numel <= room for bucket in buckets)
+    assert sum(bucket.column_numel for bucket in buckets) == sum(-(-size // num_shards) for size in sizes)
+    if is_packed:
+        assert all(bucket.column_numel == room for bucket in buckets[:-1])
+    largest = max((bucket.num_bytes for bucket in buckets), default=0)
+    assert largest <= largest_bucket(unit, num_shards, limit, torch.float32)
+
+
+def test_a_missing_gradient_is_zeros() -> None:
+    unit = unit_of([5, 3], 2)
+    (bucket,) = cut(unit, 2, 100)
+    flat = torch.full((bucket.column_numel * 2,), torch.nan)
+    put_in(bucket, bucket.pieces[0], None, flat)
+    put_in(bucket, bucket.pieces[1], torch.tensor([1.0, 2.0, 3.0]), flat)
+    assert flat.tolist() == [0, 0, 0, 1, 2, 0, 0, 0, 3, 0]
+
+
+def test_a_gradient_is_packed_in_the_dtype_it_is_added_up_in() -> None:
+    unit = unit_of([5, 3, 4], 2)
+    unit.shards[1].reduce_dtype = torch.bfloat16
+    buckets = cut(unit, 2, 100)
+    assert [(b.dtype, [p.shard.index for p in b.pieces]) for b in buckets] == [
+        (torch.float32, [0, 2]),
+        (torch.bfloat16, [1]),
+    ]
+    assert [bucket.num_bytes for bucket in buckets] == [(3 + 2) * 2 * 4, 2 * 2 * 2]
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "fields", "is_scattered", "buffers"),
+    [
+        (3, {}, True, 2 * 2),  # what is sent and what is received, of two under way
+        (3, {"overlap_reduce": False}, True, 2),
+        (3, {"reduce_scatter": False}, False, 2),  # added up in place
+        (1, {"stage": 0}, False, 2),
+    ],
+)
+def test_buffers_of_reductions(num_shards: int, fields: dict[str, object], is_scattered: bool, buffers: int) -> None:
+    policy = OffloadPolicy(**fields)  # type: ignore[arg-type]
+    assert scatters(num_shards, policy) is is_scattered
+    assert num_under_way(policy) * buffer_bytes(100, num_shards, policy) == buffers * 100

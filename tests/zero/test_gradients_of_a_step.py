@@ -1,0 +1,146 @@
+"""Which gradients does a step take: none of a broken backward, none twice, and what of parameters without any?"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from twins import assert_same_tensors, seeded
+
+import tiermem
+from tiermem import OffloadPolicy, Tier
+
+HOMES = {"memory": {}, "cpu": {"params": Tier.HOST}, "nvme": {"params": Tier.NVME, "grads": Tier.NVME}}
+
+
+@pytest.fixture(params=HOMES)
+def policy(request: pytest.FixtureRequest, tmp_path: Path) -> OffloadPolicy:
+    return OffloadPolicy(paths=[tmp_path], persistence_numel=50, **HOMES[request.param])
+
+
+def broken(model: nn.Module, number: int, module: nn.Module) -> None:
+    """A backward that ends in an exception when it comes to `module`."""
+    handle = module.register_full_backward_hook(lambda *_: 1 / 0)
+    loss = zoo.loss_of(model, number)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+
+
+def train(model: nn.Module, numbers: range, optim: torch.optim.Optimizer) -> None:
+    for number in numbers:
+        zoo.loss_of(model, number).backward()
+        optim.step()
+        optim.zero_grad()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("is_zeroed", [False, True])
+@pytest.mark.parametrize("broken_at", [0, 2])
+def test_a_broken_backward_leaves_nothing_to_the_next(
+    stage: int, is_zeroed: bool, broken_at: int, tmp_path: Path
+) -> None:
+    model = seeded(zoo.Tower)
+    plain = copy.deepcopy(model)
+    policy = OffloadPolicy(stage=stage, grads=Tier.NVME, paths=[tmp_path], persistence_numel=50)
+    with tiermem.shard(model, policy):
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        train(model, range(2), optim)
+        broken(model, 7, model.layers[broken_at].up)
+        if is_zeroed:
+            optim.zero_grad()
+        train(model, range(2, 4), optim)
+        twin = tiermem.AdamW(plain.parameters(), lr=1e-2)
+        train(plain, range(4), twin)
+        assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
+        del optim, twin
+
+
+def test_micro_batches_before_a_broken_one_are_forgotten_with_it(policy: OffloadPolicy) -> None:
+    model = seeded(zoo.Tower)
+    plain = copy.deepcopy(model)
+    with tiermem.shard(model, policy):
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        zoo.loss_of(model, 5).backward()
+        broken(model, 7, model.layers[1].up)
+        train(model, range(1), optim)
+        twin = tiermem.AdamW(plain.parameters(), lr=1e-2)
+        train(plain, range(1), twin)
+        assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
+        del optim, twin
+
+
+def test_a_step_right_after_a_broken_backward_raises_and_changes_nothing(policy: OffloadPolicy) -> None:
+    model = seeded(zoo.Tower)
+    with tiermem.shard(model, policy):
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        train(model, range(1), optim)
+        before = dict(model.state_dict())
+        broken(model, 7, model.layers[1].up)
+        with pytest.raises(RuntimeError, match="last backward ended in an exception"):
+            optim.step()
+        assert_same_tensors(before, dict(model.state_dict()))
+        train(model, range(1, 2), optim)
+        assert optim.grad_norm > 0
+
+
+# ---- step in backward ----------------------------------------------------------------------------------------------
+
+
+def test_a_unit_that_was_stepped_in_backward_takes_no_more_gradients(policy: OffloadPolicy) -> None:
+    model = seeded(zoo.Tower)
+    fields: dict[str, Any] = vars(policy) | {"step_in_backward": True, "grads": None}
+    with tiermem.shard(model, OffloadPolicy(**fields)) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        train(model, range(1), optim)
+        zoo.loss_of(model, 1).backward()
+        with pytest.raises(RuntimeError, match=r"unit 'head' gets gradients after it was stepped in this backward"):
+            zoo.loss_of(model, 2).backward()
+        assert all(shard.num_steps <= 2 for _, shard in shards.parameters())
+
+
+# ---- without gradients ---------------------------------------------------------------------------------------------
+
+
+def test_unused_parameters_are_not_stepped(policy: OffloadPolicy) -> None:
+    model = seeded(lambda: zoo.Tower(skips=True))
+    with tiermem.shard(model, policy) as shards:
+        train(model, range(2), tiermem.AdamW(model.parameters(), lr=1e-2))
+        steps = {shard.name: shard.num_steps for _, shard in shards.parameters()}
+    assert {name: number for name, number in steps.items() if "layers" in name} == {
+        name: 1 if name.startswith("layers.0") else 0 if name.startswith("layers.2") else 2
+        for name in steps
+        if "layers" in name
+    }
+
+
+@pytest.mark.parametrize("step_in_backward", [False, True])
+def test_unused_parameters_are_an_error_that_names_them_when_asked(step_in_backward: bool) -> None:
+    model = seeded(lambda: zoo.Tower(skips=True))
+    policy = OffloadPolicy(ignore_unused=False, persistence_numel=50, step_in_backward=step_in_backward)
+    with tiermem.shard(model, policy):
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        zoo.loss_of(model, 0).backward()
+        with pytest.raises(
+            RuntimeError, match=r"took no part in the loss.*layers\.2\.norm\.weight.*ignore_unused"
+        ) as e:
+            optim.step()
+        assert "layers.1" not in str(e.value)
+
+
+def test_used_parameters_are_no_error_when_asked(policy: OffloadPolicy) -> None:
+    model = seeded(zoo.Tower)
+    fields: dict[str, Any] = vars(policy) | {"ignore_unused": False}
+    with tiermem.shard(model, OffloadPolicy(**fields)):
+        train(model, range(3), tiermem.AdamW(model.parameters(), lr=1e-2))
+
+
+def test_frozen_parameters_are_not_missed() -> None:
+    model = seeded(zoo.frozen_tower)
+    with tiermem.shard(model, OffloadPolicy(ignore_unused=False, persistence_numel=50)):
+        train(model, range(2), tiermem.AdamW(model.parameters(), lr=1e-2))
