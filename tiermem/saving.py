@@ -10,6 +10,7 @@ those are filled in place. Weights have the dtype in which they are trained. Rea
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -105,7 +106,7 @@ class _Attempt:
         self._path = path
         self._partial = path.with_name(path.name + ".partial")
         self._file: _File | None = None
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         kind = _SafetensorsFile if path.suffix == ".safetensors" else _TorchFile
         self._try(lambda: self._open(kind, entries))
 
@@ -115,14 +116,15 @@ class _Attempt:
             file = self._file
             self._try(lambda: file.put(entry, value))
 
-    def end(self) -> OSError | None:
+    def end(self) -> Exception | None:
         """Puts the file in its place, or takes it away; returns what went wrong."""
         if self._file is not None:
             self._try(self._file.close)
         if self._error is None:
             self._try(self._put_in_place)
         if self._error is not None:
-            self._partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the first error is told, and the other ranks wait to hear of it
+                self._partial.unlink(missing_ok=True)
         return self._error
 
     def _open(self, kind: Callable[[Path, Sequence[_Entry]], _File], entries: Sequence[_Entry]) -> None:
@@ -143,7 +145,7 @@ class _Attempt:
         if self._error is None:
             try:
                 act()
-            except OSError as error:
+            except Exception as error:  # raised by `save_weights`, once the others know
                 self._error = error
 
 
