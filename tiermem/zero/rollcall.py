@@ -6,7 +6,8 @@ in errors of its neighbours. So every rank says in the rendezvous store where it
     1  whether another rank has named the lost one already (it posts what it found)
     2  whether a process of its own host is no longer alive
 
-for a few seconds, and raises with the answer. torchrun's store belongs to its agent and outlives ranks; a store that was kept
+for a few seconds, and raises with the answer. When nobody is gone it says who did not come: whoever waits in vain says so,
+and for what. torchrun's store belongs to its agent and outlives ranks; a store that was kept
 by rank 0 goes with it, which is an answer too.
 """
 
@@ -53,18 +54,42 @@ class RollCall:
 
     def explain(self, what: str, error: Exception) -> RankLost:
         """The error to raise when a collective has failed; asks around for a few seconds."""
+        self._say_waiting(what)
         lost, deadline = self._lost(), time.monotonic() + _GRACE_S
         while not lost and time.monotonic() < deadline:
             time.sleep(0.05)
             lost = self._lost()
         if not lost:
             return RankLost(
-                f"{what} failed on rank {self._me}, though every rank that can be seen from here is alive: {error}. Ranks may "
-                "have gone different ways (another batch, another branch), or one was slower than timeout_s"
+                f"{what} failed on rank {self._me}, though every rank that can be seen from here is alive: {error}. "
+                f"{self._who_stays_away(what)}Ranks may have gone different ways (another batch, another branch), or one was "
+                "slower than timeout_s"
             )
         names = ", ".join(f"rank {rank}{self._place(rank)}" for rank in sorted(lost))
         self._post(lost)
         return RankLost(f"{what} cannot go on: {names} is gone. Its own output says why. (On rank {self._me}: {error})")
+
+    def _who_stays_away(self, what: str) -> str:
+        """What the ranks that are alive do instead, as far as they have said: those that wait say for what."""
+        said = {rank: self._waits_for(rank) for rank in self._ranks if rank != self._me}
+        absent = [f"rank {rank}{self._place(rank)}" for rank, other in said.items() if other is None]
+        elsewhere = [f"rank {rank} waits in {other!r}" for rank, other in said.items() if other not in (None, what)]
+        missing = [f"{', '.join(absent)} did not come to it, nor to anything else that failed"] if absent else []
+        return "".join(f"{sentence[0].upper()}{sentence[1:]}. " for sentence in (*missing, *elsewhere))
+
+    def _say_waiting(self, what: str) -> None:
+        try:
+            self._store.set(f"{_PREFIX}/{self._me}/waits", what)
+        except RuntimeError:
+            return  # nobody can be told: the store is gone
+
+    def _waits_for(self, rank: int) -> str | None:
+        """What a rank that has failed was waiting for; None when it has not."""
+        key = f"{_PREFIX}/{rank}/waits"
+        try:
+            return self._store.get(key).decode() if self._store.check([key]) else None
+        except RuntimeError:
+            return None
 
     def _lost(self) -> set[int]:
         lost = {rank for rank, (host, pid, started) in self._known.items() if _has_died(host, pid, started)}
