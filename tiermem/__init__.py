@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiermem import config as config
+    from tiermem import utils as utils
     from tiermem import zero as zero
     from tiermem.engine import Engine as Engine
     from tiermem.engine import initialize as initialize
@@ -59,7 +60,7 @@ _HOMES = {
     "shard": "tiermem.zero.shards",
     "with_tuned": "tiermem.tuned",
 }
-_PACKAGES = ("config", "zero")
+_PACKAGES = ("config", "utils", "zero")
 
 __all__ = [*_HOMES, *_PACKAGES]
 

@@ -97,8 +97,9 @@ class GatheredParameters:
                 self._give_back()
 
     def _write(self, rank: int) -> None:
-        for param, keeper, _ in self._taken:
-            value = param.detach().contiguous()
+        values = [p.detach().clone() if _is_regathered(p, keeper) else p.detach() for p, keeper, _ in self._taken]
+        for (param, keeper, _), value in zip(self._taken, values, strict=True):
+            value = value.contiguous()
             share(keeper.topology, value, "sharing what one rank wrote", rank)
             keeper.replace(param, value)
 
@@ -142,6 +143,11 @@ def _partitioned(params: Any) -> list[tuple[nn.Parameter, _Keeper]]:
         if isinstance(keeper, Nursery) or (isinstance(keeper, Shards) and keeper.policy.stage == 3):
             found[id(param)] = (param, keeper)
     return list(found.values())
+
+
+def _is_regathered(param: nn.Parameter, keeper: _Keeper) -> bool:
+    """Whether a parameter's memory is filled again when another one of its unit is replaced: small ones are all one unit."""
+    return isinstance(keeper, Shards) and keeper.find(param)[0].unit.is_resident and keeper.topology.num_shards > 1
 
 
 def _check_rank(rank: int, topology: Topology) -> None:

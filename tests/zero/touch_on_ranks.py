@@ -1,0 +1,340 @@
+"""Run under torchrun by test_touch_on_ranks.py: what people do to partitioned parameters, on several ranks.
+
+touch_on_ranks.py OUT NVME [CASE ...]     writes OUT/<rank>.json: {case: "" or what went wrong}
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import externals
+import zoo
+from twins import assert_same_tensors, batch, loss_of, seeded
+
+import tiermem
+from tiermem import OffloadPolicy, Precision, Tier
+from tiermem.zero import GatheredParameters, Init, TiledLinear, ZeroParamStatus
+
+HOMES = {"device": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+CASES: dict[str, Callable[[Path], None]] = {}
+
+
+def case(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def policy_at(nvme: Path, home: str = "cpu", **fields: Any) -> OffloadPolicy:
+    tier = HOMES[home]
+    defaults: dict[str, Any] = {"persistence_numel": 50, "timeout_s": 60.0}
+    return OffloadPolicy(params=tier, optim=tier, paths=[nvme], **(defaults | fields))
+
+
+def average_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+def train_beside_a_twin(kind: str, policy: OffloadPolicy) -> None:
+    """Each rank its own batches; the twin averages gradients itself."""
+    model, plain = seeded(externals.MODELS[kind]), seeded(externals.MODELS[kind])
+    adam = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    with tiermem.shard(model, policy) as shards:
+        optim = tiermem.Adam(model.parameters(), lr=1e-2)
+        for step in range(3):
+            mine = 10 * step + dist.get_rank()
+            loss, twin = loss_of(model, mine), loss_of(plain, mine)
+            assert abs(loss.item() - twin.item()) <= 1e-6 * abs(twin.item()), (kind, step, loss.item(), twin.item())
+            loss.backward()
+            twin.backward()
+            average_gradients(plain)
+            for each in (optim, adam):
+                each.step()
+                each.zero_grad()
+        assert all(live.num_users == 0 for live in shards.units)
+
+
+@case
+def externals_train_as_their_twins(nvme: Path) -> None:
+    for kind in externals.MODELS:
+        for home in ("device", "nvme"):
+            train_beside_a_twin(kind, policy_at(nvme, home, persistence_numel=0, max_reuse_numel=0))
+
+
+@case
+def gathered_values_are_whole(nvme: Path) -> None:
+    for home in HOMES:
+        model, plain = seeded(zoo.tied_tower), seeded(zoo.tied_tower)
+        with tiermem.shard(model, policy_at(nvme, home)):
+            with GatheredParameters(model.parameters()):
+                assert_same_tensors(dict(model.named_parameters()), dict(plain.named_parameters()))
+            with GatheredParameters(model.layers[1].up.weight):
+                assert torch.equal(model.layers[1].up.weight, plain.layers[1].up.weight)
+
+
+@case
+def what_one_rank_writes_is_everybodys(nvme: Path) -> None:
+    last = dist.get_world_size() - 1
+    for home in HOMES:
+        for writer in (0, last):
+            model, plain = seeded(zoo.tied_tower), seeded(zoo.tied_tower)
+            with torch.no_grad():
+                plain.embed.weight.add_(writer)
+                plain.layers[0].norm.bias.add_(writer)  # small enough to be always there
+            with tiermem.shard(model, policy_at(nvme, home)):
+                with GatheredParameters(model.parameters(), modifier_rank=writer), torch.no_grad():
+                    model.embed.weight.add_(dist.get_rank())
+                    model.layers[0].norm.bias.add_(dist.get_rank())
+                assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
+                assert loss_of_tower(model) == loss_of_tower(plain)
+
+
+def loss_of_tower(model: nn.Module) -> float:
+    return zoo.loss_of(model, 0).item()
+
+
+@case
+def masters_follow_between_steps(nvme: Path) -> None:
+    for home in ("device", "nvme"):
+        model = seeded(zoo.tied_tower).bfloat16()
+        with tiermem.shard(model, policy_at(nvme, home, precision=Precision(master="split"))) as shards:
+            optim = tiermem.AdamW(model.parameters(), lr=1e-3)
+            zoo.loss_of(model, dist.get_rank()).backward()
+            optim.step()
+            optim.zero_grad()
+            for param in (model.layers[1].down.weight, model.layers[1].norm.weight):
+                with GatheredParameters(param, modifier_rank=0), torch.no_grad():
+                    param.fill_(0.5 if dist.get_rank() == 0 else 7.0)
+                assert (tiermem.utils.safe_get_full_fp32_param(param) == 0.5).all()
+                assert (shards.weight(param) == 0.5).all()
+
+
+@case
+def writing_without_a_modifier_raises_on_every_rank(nvme: Path) -> None:
+    model, plain = seeded(zoo.tied_tower), seeded(zoo.tied_tower)
+    with tiermem.shard(model, policy_at(nvme)):
+
+        def write() -> None:
+            with GatheredParameters(model.layers[0].parameters()), torch.no_grad():
+                if dist.get_rank() == 1:
+                    model.layers[0].up.weight[3] = 1.0
+
+        with pytest.raises(RuntimeError, match="1 gathered parameters were written"):
+            write()
+        assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+@case
+def init_gathers_and_modifies(nvme: Path) -> None:
+    for home in ("cpu", "nvme"):
+        torch.manual_seed(dist.get_rank())
+        policy = policy_at(nvme, home)
+        with Init(policy=policy):
+            model = seeded(zoo.tied_tower)
+            with GatheredParameters(model.embed.weight, modifier_rank=1), torch.no_grad():
+                model.embed.weight.fill_(float(dist.get_rank()))
+        with GatheredParameters(model.embed.weight):
+            assert (model.embed.weight == 1.0).all()
+        with GatheredParameters(model.layers[0].up.weight, modifier_rank=0), torch.no_grad():
+            model.layers[0].up.weight.fill_(float(dist.get_rank()) + 3.0)
+        plain = seeded(zoo.tied_tower)
+        with torch.no_grad():
+            plain.embed.weight.fill_(1.0)
+            plain.layers[0].up.weight.fill_(3.0)
+        with tiermem.shard(model, policy):
+            assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+class Turned(Init):
+    """Parts are dealt the other way round."""
+
+    def get_partition_rank(self) -> int:
+        return dist.get_world_size() - 1 - dist.get_rank()
+
+
+class SameForAll(Init):
+    def get_partition_rank(self) -> int:
+        return 0
+
+
+class Alone(Init):
+    """Every rank keeps its parameters to itself."""
+
+    def get_dp_process_group(self) -> Any:
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        return groups[dist.get_rank()]
+
+
+@case
+def a_subclass_says_which_part_is_whose(nvme: Path) -> None:
+    policy, plain = policy_at(nvme), seeded(zoo.tied_tower)
+    with Turned(policy=policy) as init:
+        model = seeded(zoo.tied_tower)
+        assert init._nursery is not None
+        assert init._nursery.topology.shard_rank == dist.get_world_size() - 1 - dist.get_rank()
+        assert torch.equal(model.embed.weight + 0, plain.embed.weight)
+    with GatheredParameters(model.parameters()):
+        assert_same_tensors(dict(model.named_parameters()), dict(plain.named_parameters()))
+    with tiermem.shard(model, policy):
+        assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
+    with pytest.raises(ValueError, match="together they must be 0 to"):
+        SameForAll(policy=policy).__enter__()
+
+
+@case
+def a_subclass_says_who_shares(nvme: Path) -> None:
+    policy = policy_at(nvme)
+    with Alone(policy=policy) as init:
+        model = seeded(zoo.tied_tower, seed=dist.get_rank())
+        assert init._nursery is not None
+        assert init._nursery.topology.num_shards == 1
+    with GatheredParameters(model.parameters()):  # nobody else's values came in
+        own = seeded(zoo.tied_tower, seed=dist.get_rank())
+        assert_same_tensors(dict(model.named_parameters()), dict(own.named_parameters()))
+
+
+@case
+def attributes_describe_the_parts(nvme: Path) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for home in HOMES:
+        model, plain = seeded(zoo.Tower), seeded(zoo.Tower)
+        with tiermem.shard(model, policy_at(nvme, home)):
+            for (name, param), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+                part = -(-twin.numel() // world)
+                assert (param.ds_shape, param.ds_numel) == (twin.shape, twin.numel()), name
+                assert param.ds_tensor.shape == (part,), name
+                if home != "nvme":
+                    mine = twin.detach().flatten()[part * rank : part * (rank + 1)]
+                    assert torch.equal(param.ds_tensor[: mine.numel()], mine), name
+            weight = model.layers[0].up.weight
+            assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+            with GatheredParameters(weight):
+                assert weight.ds_status is ZeroParamStatus.AVAILABLE
+            assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+            seen = []
+            model.layers[0].register_forward_pre_hook(lambda *_, w=weight, s=seen: s.append(w.ds_status))
+            model(batch(0)[0])
+            assert seen == [ZeroParamStatus.AVAILABLE]
+            assert len({p.ds_id for p in model.parameters()}) == len(list(model.parameters()))
+        assert not hasattr(weight, "ds_id")
+
+
+class Routed(nn.Module):
+    """Experts behind a router; which of them run depends on the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(31, 3, bias=False)
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(31, 41), nn.Linear(41, 31)) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = dist.get_rank() % 3
+        return x + self.experts[chosen](x) * self.gate(x)[..., chosen : chosen + 1].sigmoid()
+
+
+class RoutedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 31)
+        self.block = Routed()  # outside every ModuleList: each expert would be fetched by itself
+        self.head = nn.Linear(31, 61)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embed(tokens)))
+
+
+@case
+def ranks_take_different_experts(nvme: Path) -> None:
+    model, plain = seeded(RoutedModel), seeded(RoutedModel)
+    with tiermem.shard(model, policy_at(nvme, persistence_numel=0, max_reuse_numel=0)) as shards:
+        of_block = {live.unit.name for live, s in shards.parameters() if s.name.startswith("block.")}
+        assert of_block == {"block"}, of_block
+        assert tiermem.utils.z3_leaf_parameter(model.block.experts[2][0].weight)
+        for step in range(2):
+            loss, twin = loss_of(model, step), loss_of(plain, step)
+            assert abs(loss.item() - twin.item()) <= 1e-6 * abs(twin.item())
+            loss.backward()
+            twin.backward()
+            for param in plain.parameters():  # experts that nobody took on this rank add zeros
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            average_gradients(plain)
+            for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+                found = shards.gradient(param)
+                found = torch.zeros_like(other) if found is None else found
+                torch.testing.assert_close(found, other.grad, rtol=1e-5, atol=1e-7)
+                param.grad = other.grad = None
+
+
+@case
+def tiles_are_copied_from_rank_0(nvme: Path) -> None:
+    whole = seeded(lambda: nn.Linear(6, 4), seed=dist.get_rank())
+    first = seeded(lambda: nn.Linear(6, 4), seed=0)
+    policy, x = policy_at(nvme, persistence_numel=0), torch.ones(2, 6)
+    with Init(policy=policy):
+        model = nn.Sequential(TiledLinear(6, 4, in_splits=2, out_splits=2, init_linear=whole))
+    with tiermem.shard(model, policy, is_trained=False):
+        torch.testing.assert_close(model(x), first(x))
+        with torch.no_grad():
+            for each in (whole, first):
+                each.weight.mul_(2.0)
+        model[0].copy_params_from(whole)
+        torch.testing.assert_close(model(x), first(x))
+
+
+@case
+def apply_reaches_every_module_once(nvme: Path) -> None:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.fill_(0.25 + dist.get_rank())
+            module.bias.data.zero_() if module.bias is not None else None
+
+    plain = seeded(zoo.Tower)
+    copied = copy.deepcopy(plain)
+    for module in copied.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data.fill_(0.25)
+            module.bias.data.zero_() if module.bias is not None else None
+    with tiermem.shard(plain, policy_at(nvme)):
+        tiermem.zero.apply_gathered(plain, init)
+        assert_same_tensors(dict(plain.state_dict()), dict(copied.state_dict()))
+
+
+def main(out: Path, nvme: Path, chosen: list[str]) -> None:
+    dist.init_process_group("gloo")
+    found = {}
+    for name, function in CASES.items():
+        if chosen and name not in chosen:
+            continue
+        try:
+            function(nvme)
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, found[name])
+        if any(everywhere) and not all(everywhere):  # ranks may be at different places now
+            found |= dict.fromkeys(list(CASES)[len(found) :], f"not run after {name} failed")
+            break
+    (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
