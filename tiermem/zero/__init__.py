@@ -10,8 +10,10 @@ Read in this order (imports go the same way, downward):
     attributes   what a partitioned parameter shows                       plan         bytes of every tier, beforehand
     registry     Parameter -> who looks after it                          touch        calls that need values
     resting      a parameter that nobody holds says so                    gather       parts into a unit's full layout
-    residency    present, on its way, or home                             reduce       gradients into a rank's part
-    grads        received, measured, sent home                            hooks        forward and backward call the rest
+    residency    present, on its way, or home                             buckets      gradients packed for ranks
+    reduce       gradients into a rank's part                             grad_store   where gradients rest, measured
+    sharded_grad what stands in `p.grad` meanwhile                        grads        received, reduced, sent home
+    hooks        forward and backward call the rest                       gradient_put other values for a gradient
     nursery      parameters of a model that is being built                init         building what does not fit
     shards       a sharded model                                          external     used outside their own module
     gathered     whole values, for a while                                leaf         modules fetched as one
