@@ -2,7 +2,7 @@
 
     time of a block      = (copy of 3 blocks - copy of 1 block) / 2        at the real width, sequence and batch
     time of the rest     = copy of 1 block - a block                       embedding, head and loss
-    rate of kernels      = one AdamW step of 16 Mi bf16 parameters with fp32 states, in bytes of memory traffic a second
+    rate of kernels      = an AdamW step of some Mi bf16 parameters with fp32 states, in bytes of memory traffic a second
 
 The copies hold noise for weights; gradients are dropped as they appear, as training does. What it leaves in the heap is given
 back. On a machine that does other things the figures are of what is left of it.
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
     from tiermem.forecast.rates import Compute
 
-_FEW, _MORE = 1, 3
+_FEW, MOST_LAYERS = 1, 3
 _NUM_TIMED = 3
-_KERNEL_NUMEL, _KERNEL_BYTES = 1 << 24, 28  # per parameter: 12 of states both ways, weight and gradient
+_KERNEL_BYTES = 28  # of memory traffic per parameter: 12 of states both ways, weight and gradient
+MOST_KERNEL_NUMEL = 1 << 24
 
 
 def measure_compute(shape: ModelShape, precision: str, batch: int, seq: int, is_checkpointing: bool) -> Compute:
@@ -36,21 +37,24 @@ def measure_compute(shape: ModelShape, precision: str, batch: int, seq: int, is_
     from tiermem.forecast.rates import Compute
 
     few = _time_copy(with_layers(shape, _FEW), precision, batch, seq, is_checkpointing)
-    more = _time_copy(with_layers(shape, _MORE), precision, batch, seq, is_checkpointing)
-    forward_s = max(1e-12, (more[1] - few[1]) / (_MORE - _FEW))
-    backward_s = max(1e-12, (more[2] - few[2]) / (_MORE - _FEW))
-    block_numel = max(1, (more[0] - few[0]) // (_MORE - _FEW))
+    more = _time_copy(with_layers(shape, MOST_LAYERS), precision, batch, seq, is_checkpointing)
+    forward_s = max(1e-12, (more[1] - few[1]) / (MOST_LAYERS - _FEW))
+    backward_s = max(1e-12, (more[2] - few[2]) / (MOST_LAYERS - _FEW))
+    block_numel = max(1, (more[0] - few[0]) // (MOST_LAYERS - _FEW))
     rest = max(0.0, few[1] - forward_s), max(0.0, few[2] - backward_s)
     return Compute(forward_s / block_numel, backward_s / block_numel, *rest)
 
 
-def measure_kernels() -> float:
-    """Bytes of memory traffic a second of an optimizer step on the CPU, all threads of this process. Blocks."""
+def measure_kernels(num_params: int = MOST_KERNEL_NUMEL) -> float:
+    """Bytes of memory traffic a second of an optimizer step on the CPU, all threads of this process. Blocks.
+
+    Takes 16 bytes of memory for each parameter.
+    """
     import torch
 
     import tiermem
 
-    param = torch.nn.Parameter(torch.zeros(_KERNEL_NUMEL, dtype=torch.bfloat16))
+    param = torch.nn.Parameter(torch.zeros(num_params, dtype=torch.bfloat16))
     optim = tiermem.AdamW([param], lr=1e-3)
     param.grad = torch.full_like(param, 1e-3)
     times = []
@@ -58,7 +62,7 @@ def measure_kernels() -> float:
         start = time.monotonic()
         optim.step()
         times.append(time.monotonic() - start)
-    return _KERNEL_NUMEL * _KERNEL_BYTES / statistics.median(times[1:])
+    return num_params * _KERNEL_BYTES / statistics.median(times[1:])
 
 
 def _time_copy(
@@ -67,16 +71,21 @@ def _time_copy(
     """(elements of matrices in blocks and elsewhere, seconds of a forward, seconds of a backward) of a copy."""
     import torch
 
-    model = _noise_model(shape, precision, is_checkpointing)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    model = _noise_model(shape, precision, is_checkpointing, device)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(_drop)
     tokens = torch.randint(0, int(shape["vocab_size"]), (batch, seq), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(device)
     forward, backward = [], []
     for _ in range(_NUM_TIMED + 1):
         start = time.monotonic()
         loss = model(input_ids=tokens, labels=tokens).loss
+        wait()
         middle = time.monotonic()
         loss.backward()
+        wait()
         forward.append(middle - start)
         backward.append(time.monotonic() - middle)
     numel = sum(p.numel() for p in model.parameters() if p.dim() > 1)
@@ -85,7 +94,7 @@ def _time_copy(
     return numel, statistics.median(forward[1:]), statistics.median(backward[1:])
 
 
-def _noise_model(shape: ModelShape, precision: str, is_checkpointing: bool) -> Any:
+def _noise_model(shape: ModelShape, precision: str, is_checkpointing: bool, device: torch.device) -> Any:
     """A model of the shape with small random weights, in the precision."""
     import torch
 
@@ -94,7 +103,7 @@ def _noise_model(shape: ModelShape, precision: str, is_checkpointing: bool) -> A
     transformers = importlib.import_module("transformers")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape))
-    model = model.to(DTYPES[precision]).to_empty(device="cpu")
+    model = model.to(DTYPES[precision]).to_empty(device=device)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensor.data.normal_(std=0.02)
@@ -103,6 +112,10 @@ def _noise_model(shape: ModelShape, precision: str, is_checkpointing: bool) -> A
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
     return model
+
+
+def _nothing() -> None:
+    """Maths on a CPU is over when it returns."""
 
 
 def _drop(param: torch.Tensor) -> None:

@@ -67,6 +67,31 @@ def result_table(run: Summary) -> Table:
     return table
 
 
+def predicted_table(run: Summary) -> Table | None:
+    """What was predicted before the first step beside what it was; None for a run without a prediction or an end."""
+    said = run.get("predicted")
+    if not said or "not_made" in said or not run["losses"]:
+        return None
+    table = Table(title="predicted before the first step, and real", title_justify="left", box=None, pad_edge=False)
+    for name in ("", "predicted", "real", "predicted / real"):
+        table.add_column(name, justify="left" if not name else "right")
+    real = {key: median_after_warm_up(run[f"{key}_s"]) for key in ("forward", "backward", "step")}
+    for key, seconds in real.items():
+        table.add_row(key, _seconds(said[f"{key}_s"]), _seconds(seconds), _ratio(said[f"{key}_s"], seconds))
+    together = sum(said[f"{key}_s"] for key in real), sum(seconds or 0.0 for seconds in real.values())
+    table.add_row("together", _seconds(together[0]), _seconds(together[1]), _ratio(*together))
+    for what, predicted, measured in (
+        ("NVMe bytes read a step", said["nvme_read_bytes"], run["nvme_read_bytes_a_step"]),
+        ("NVMe bytes written a step", said["nvme_written_bytes"], run["nvme_written_bytes_a_step"]),
+        ("states on NVMe", said["disk_bytes"], run["nvme_peak_bytes"]),
+        ("host memory of the store", said["host_bytes"], run["host_peak_bytes"]),
+        ("resident at the peak", said["peak_bytes"], run["peak_rss_bytes"]),
+    ):
+        if predicted or measured:
+            table.add_row(what, _size(predicted), _size(measured), _ratio(predicted, measured))
+    return table
+
+
 def peers_table(runs: Sequence[Summary]) -> Table:
     """The same training by different means, side by side."""
     table = Table(
@@ -90,9 +115,13 @@ def _difference(ours: int | None, kernel: int | None) -> str:
     return f"kernel {(kernel - ours) / ours:+.2%}"
 
 
+def _ratio(predicted: float | None, real: float | None) -> str:
+    return f"{predicted / real:.3f}" if predicted is not None and real else ""
+
+
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _size(num_bytes: int | None) -> str:
+def _size(num_bytes: float | None) -> str:
     return "-" if num_bytes is None else format_bytes(num_bytes)

@@ -7,6 +7,7 @@ written so that they read back to the bit: two runs are equal when their `losses
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -121,6 +122,10 @@ class RunRecord(Observer):
             "device": ready.get("device"),
             "versions": ready.get("versions", {}),
             "disk": ready.get("ceiling"),
+            "predicted": ready.get("predicted"),
+            "nvme_read_bytes_a_step": self._moved_a_step("read"),
+            "nvme_written_bytes_a_step": self._moved_a_step("written"),
+            "nvme_peak_bytes": max((step.get("nvme_bytes", 0) for step in self.steps), default=None),
             "disagreements": self.disagreements(),
             "error": self.error,
         }
@@ -151,6 +156,15 @@ class RunRecord(Observer):
         if key in self.done or not self.steps:
             return self.done.get(key)
         return int(self.steps[-1].get(key, 0)) - int(self.ready.get(f"{what}_bytes", 0))
+
+    def _moved_a_step(self, what: str) -> float | None:
+        """NVMe bytes between the ends of two steps, the median; None without three steps."""
+        totals = [step.get(f"nvme_{what}_bytes", 0) for step in self.steps[NUM_WARM_UP:]]
+        return (
+            statistics.median(after - before for before, after in itertools.pairwise(totals))
+            if len(totals) > 1
+            else None
+        )
 
     def pictures(self) -> dict[str, Any]:
         """What the pictures need beside the figures: memory over time, phases and steps."""

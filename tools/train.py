@@ -31,7 +31,7 @@ from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.peers import Peer, list_peers
 from tiermem.tools.presets import ModelShape, preset, read_shape, with_layers
 from tiermem.tools.progress import Progress
-from tiermem.tools.reports import peers_table, plan_table, result_table
+from tiermem.tools.reports import peers_table, plan_table, predicted_table, result_table
 from tiermem.tools.run_record import RunRecord, save_json, stamp
 from tiermem.tools.timeline import read_spans
 from tiermem.tools.train_config import DEFAULT_LR, make_config, nvme_folders, own_folders, precision_of, read_config
@@ -267,6 +267,12 @@ def _tell_peer(run: dict[str, Any], console: Console) -> None:
 
 def _report(run: dict[str, Any], folder: Path, options: TrainOptions, console: Console) -> None:
     console.print(result_table(run))
+    predicted = predicted_table(run)
+    if predicted is not None:
+        console.print(predicted)
+    elif run.get("predicted"):
+        why = run["predicted"].get("not_made", "the run ended before its first step did")
+        console.print(f"no prediction to compare: {why}", highlight=False, markup=False)
     for line in lines_of_run(run, options.tbw_bytes):
         console.print(line, highlight=False, markup=False)
     spans = read_spans(folder / "events.jsonl")

@@ -31,6 +31,7 @@ from tiermem.tools.channel import Channel
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.counts import IoCounts, kernel_counts
 from tiermem.tools.job import Job
+from tiermem.tools.prediction import measure_maths, predict
 from tiermem.tools.process_tree import own_resident
 from tiermem.tools.train_config import Config, precision_of, with_host_bytes
 
@@ -87,8 +88,12 @@ class Trainer:
         job = self._job
         self._channel.phase("the imports")
         _import_all(job)
-        config = self._config_within_cap()
+        resident_bytes = own_resident().now_bytes
+        config = self._config_within_cap(resident_bytes)
         ceiling = self._measure_ceiling()
+        self._channel.phase("measuring the maths")
+        maths = measure_maths(job, self._budget.host_bytes if self._budget is not None else None)
+        give_back_free_memory()
         self._channel.phase("building the model")
         model = build_model(job, config)
         num_params = sum(p.numel() for p in model.parameters())
@@ -98,7 +103,7 @@ class Trainer:
             if job.checkpoint is not None:
                 self._load(model, Path(job.checkpoint))
             give_back_free_memory()
-            self._announce(engine, num_params, ceiling)
+            self._announce(engine, num_params, ceiling, predict(engine, job, maths, ceiling, resident_bytes))
             before = _counts(engine), kernel_counts(), _written_by_path(engine)
             self._stop.may_unwind = False
             self._train(engine)
@@ -110,17 +115,16 @@ class Trainer:
 
     # ---- before training ---------------------------------------------------------------------------------------------
 
-    def _config_within_cap(self) -> Config:
+    def _config_within_cap(self, resident_bytes: int) -> Config:
         job = self._job
         if job.memory_limit_bytes is None:
             return job.config
         own = job.config.get("tiermem", {})
         if "host_bytes" in own:
             return job.config
-        resident = own_resident().now_bytes
         tokens = job.batch * job.seq
         self._budget = plan_budget(
-            job.memory_limit_bytes, resident, job.shape, tokens, precision_of(job.config), job.is_checkpointing
+            job.memory_limit_bytes, resident_bytes, job.shape, tokens, precision_of(job.config), job.is_checkpointing
         )
         self._budget.check()
         return with_host_bytes(job.config, self._budget.host_bytes)
@@ -153,7 +157,9 @@ class Trainer:
         self._channel.phase("loading the checkpoint")
         tiermem.load_safetensors(model, checkpoint)
 
-    def _announce(self, engine: Engine, num_params: int, ceiling: dict[str, Any] | None) -> None:
+    def _announce(
+        self, engine: Engine, num_params: int, ceiling: dict[str, Any] | None, predicted: dict[str, Any]
+    ) -> None:
         import torch
 
         precision = precision_of(self._job.config)
@@ -168,6 +174,7 @@ class Trainer:
             plan=[[row.what, row.tier.name, row.num_bytes, row.why] for row in plan.rows],
             budget=[list(term) for term in self._budget.rows()] if self._budget else [],
             ceiling=ceiling,
+            predicted=predicted,
             versions=_versions(),
             **_counts(engine)._asdict(),
         )

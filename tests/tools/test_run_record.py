@@ -86,3 +86,16 @@ def test_a_long_run_keeps_few_samples_and_every_peak() -> None:
     assert max(sample.resident_bytes for sample in series.samples) == 100
     times = [sample.time_ns for sample in series.samples]
     assert times == sorted(times)
+
+
+def test_bytes_of_a_step_are_those_between_two_ends() -> None:
+    record = RunRecord()
+    assert record.summary()["nvme_read_bytes_a_step"] is None
+    for number in (1, 2, 3, 5):
+        record.on_message(step(number, 9.0) | {"nvme_bytes": 10 * number})
+    summary = record.summary()
+    assert (summary["nvme_read_bytes_a_step"], summary["nvme_written_bytes_a_step"]) == (
+        150,
+        75,
+    )  # 100 and 200, 50 and 100
+    assert summary["nvme_peak_bytes"] == 50

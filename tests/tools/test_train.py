@@ -61,6 +61,13 @@ def test_a_capped_run_on_nvme_equals_one_in_memory_to_the_bit(folder: Path) -> N
     assert nvme["state_bytes"] == 14 * nvme["num_params"]
     assert len(nvme["step_s"]) == 4
     assert nvme["disagreements"] == []
+    for run in (nvme, cpu):
+        said = run["predicted"]
+        assert said["nvme_written_bytes"] == run["nvme_written_bytes_a_step"]
+        assert said["disk_bytes"] == run["nvme_peak_bytes"]
+        assert said["host_bytes"] == pytest.approx(run["host_peak_bytes"], rel=0.01)
+        assert min(said["forward_s"], said["backward_s"], said["step_s"]) > 0
+    assert "predicted before the first step, and real" in done.stdout
 
 
 def test_a_run_leaves_its_reports_and_nothing_on_nvme(folder: Path) -> None:
