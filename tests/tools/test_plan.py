@@ -78,6 +78,22 @@ def test_a_node_is_shared_and_every_rank_holds_its_part() -> None:
     assert two.forecast.busy_s["disk"]["step"] == pytest.approx(halved.forecast.busy_s["disk"]["step"] / 2, rel=0.1)
 
 
+def test_mics_keeps_a_copy_in_every_group() -> None:
+    config = config_of()
+    config["zero_optimization"]["mics_shard_size"] = 2
+    groups, pair, all_six = (
+        planned(config, Cluster(3, 2)),
+        planned(config_of(), Cluster(1, 2)),
+        planned(config_of(), Cluster(3, 2)),
+    )
+    assert groups.plan.rows == pair.plan.rows != all_six.plan.rows
+    forward = [each.forecast.moved_bytes[RANK_TO_RANK]["forward"] for each in (groups, pair, all_six)]
+    assert forward[0] == forward[1] < forward[2]  # nobody is asked outside the group
+    config["zero_optimization"]["mics_shard_size"] = 4
+    with pytest.raises(ValueError, match=r"mics_shard_size in a config\) does not divide the 6 data-parallel ranks"):
+        planned(config, Cluster(3, 2))
+
+
 def test_a_gpu_adds_its_edges_and_takes_the_activations() -> None:
     said = planned(config_of(), Cluster(1, 2, gpu_bytes=8 * GIB))
     assert said.forecast.edge_bytes(HOST_TO_DEVICE) > 0

@@ -130,8 +130,9 @@ class _Builder:
         """A unit's gradients on their way home."""
         course, after = self._course, self._last
         if course.topology.world > 1:
-            num_ways = 2 if course.topology.num_shards == 1 else 1  # what is kept whole is sent back as well
-            after = self._send(f"reduce {unit.name}", num_ways * unit.full_bytes, [after], course.topology.world)
+            num_bytes = self._reduced_bytes(unit)
+            seconds = num_bytes / self._rates.network_bytes_s
+            after = self._add(f"reduce {unit.name}", "network", seconds, [after], RANK_TO_RANK, num_bytes)
         if course.is_gpu:
             num_bytes = unit.shard_bytes
             seconds = num_bytes / self._rates.link_bytes_s
@@ -222,6 +223,12 @@ class _Builder:
         """A collective over a full layout: of it, a rank sends and receives all parts but its own."""
         num_bytes = full_bytes * (num_ranks - 1) // num_ranks
         return self._add(name, "network", num_bytes / self._rates.network_bytes_s, after, RANK_TO_RANK, num_bytes)
+
+    def _reduced_bytes(self, unit: Unit) -> int:
+        """What a rank sends of a unit's gradients: all parts but its own, then its part to its copies and back."""
+        num_shards, num_copies = self._course.topology.num_shards, self._course.topology.num_replicas
+        to_shards = unit.full_bytes * (num_shards - 1) // num_shards
+        return to_shards + 2 * (unit.full_bytes // num_shards) * (num_copies - 1) // num_copies
 
     def _kernel(self, name: str, memory_bytes: int, after: list[int]) -> int:
         lane = "kernels" if self._course.is_gpu else MATHS

@@ -7,13 +7,12 @@ look up. A mixture of experts counts every expert, so its time is an upper bound
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
 
 from tiermem.forecast.rates import Compute
-from tiermem.zero.unit import Division, Unit
+from tiermem.zero.unit import Division
 
 
 class Use(NamedTuple):
@@ -31,21 +30,31 @@ def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]
     in_list = {
         m for each in model.modules() if isinstance(each, nn.ModuleList) for m in each.modules() if m is not each
     }
-    uses = []
+    has_rest = compute.rest_forward_s is not None
+    uses: list[Use] = []
+    counted: set[nn.Parameter] = set()
     for module, units in division.triggers.items():
-        is_rest = compute.rest_forward_s is not None and module not in in_list
-        numel = 0 if is_rest else _multiplying(module, units)
+        matrices = _matrices(module) & {shard.param for unit in units for shard in unit.shards}
+        counted |= matrices
+        numel = 0 if has_rest and module not in in_list else sum(param.numel() for param in matrices)
         forward_s, backward_s = numel * compute.forward_s, numel * compute.backward_s
         uses.append(Use(names[module], tuple(unit.index for unit in units), forward_s, backward_s))
-    if uses:
-        last, rest = uses[-1], (compute.rest_forward_s or 0.0, compute.rest_backward_s or 0.0)
-        uses[-1] = last._replace(forward_s=last.forward_s + rest[0], backward_s=last.backward_s + rest[1])
+    left = sum(param.numel() for param in _left(in_list if has_rest else set(model.modules())) - counted)
+    if left or not uses:
+        uses.append(Use("what is always present", (), left * compute.forward_s, left * compute.backward_s))
+    last, rest = uses[-1], (compute.rest_forward_s or 0.0, compute.rest_backward_s or 0.0)
+    uses[-1] = last._replace(forward_s=last.forward_s + rest[0], backward_s=last.backward_s + rest[1])
     return uses
 
 
-def _multiplying(module: nn.Module, units: Sequence[Unit]) -> int:
-    """Elements that a module multiplies by: of its own parameters in its units, those that are matrices."""
+def _matrices(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters that a module and those below it multiply by: of two dimensions, not those of its embeddings."""
     embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     looked_up = {param for each in embeddings for param in each.parameters(recurse=False)}
-    here = {shard.param for unit in units for shard in unit.shards} & set(module.parameters())
-    return sum(param.numel() for param in here - looked_up if param.dim() > 1)
+    return {param for param in module.parameters() if param.dim() > 1} - looked_up
+
+
+def _left(modules: set[nn.Module]) -> set[nn.Parameter]:
+    """Matrices that these modules own themselves."""
+    owned = (module.parameters(recurse=False) for module in modules if not isinstance(module, nn.Embedding))
+    return {param for params in owned for param in params if param.dim() > 1}
