@@ -223,6 +223,10 @@ class OffloadPolicy:
             raise ValueError(
                 f"quantised_reduction with stage {self.stage}: gradients are sharded in stages 2 and 3. Set one of them"
             )
+        if self.quantised_reduction and not self.reduce_scatter:
+            raise ValueError(
+                "quantised_reduction without reduce_scatter: it sends every rank its own part. Set reduce_scatter=True"
+            )
         if self.two_stage_gather and self.shard_group_size is None:
             raise ValueError(
                 "two_stage_gather without shard_group_size: it is a way of gathering within a shard group. Set both"

@@ -18,6 +18,11 @@ def config_of(**zero: Any) -> dict[str, Any]:
     [
         ("mics_shard_size", 8, "shard_group_size", 8),
         ("mics_shard_size", -1, "shard_group_size", None),
+        ("zero_hpz_partition_size", 4, "secondary_group_size", 4),
+        ("zero_hpz_partition_size", 0, "secondary_group_size", 1),
+        ("zero_quantized_weights", True, "quantised_gather", True),
+        ("zero_quantized_gradients", True, "quantised_reduction", True),
+        ("zero_quantized_nontrainable_weights", True, "quantised_frozen", True),
     ],
 )
 def test_key_reaches_its_field(key: str, value: Any, field: str, expected: Any) -> None:
@@ -34,11 +39,23 @@ def test_the_documents_mics_example_is_taken_as_it_stands() -> None:
     ("config", "path", "said"),
     [
         (config_of(stage=2, mics_shard_size=2), "zero_optimization.mics_shard_size", "it acts in stage 3 alone"),
+        (config_of(stage=1, zero_hpz_partition_size=2), "zero_optimization.zero_hpz_partition_size", "stage 3 alone"),
         (config_of(mics_shard_size=0), "zero_optimization.mics_shard_size", "allowed are 1 or more ranks, or -1"),
         (
             config_of(mics_hierarchical_params_gather=True),
             "zero_optimization.mics_hierarchical_params_gather",
             "without",
+        ),
+        (config_of(stage=1, zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients", "from 2 on"),
+        (
+            config_of(zero_quantized_gradients=True, reduce_scatter=False),
+            "zero_optimization.zero_quantized_gradients",
+            "reduce_scatter false",
+        ),
+        (
+            config_of(zero_quantized_weights=True) | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+            "zero_optimization.zero_quantized_weights",
+            "true with torch_autocast",
         ),
     ],
 )

@@ -12,7 +12,6 @@ from tiermem.config.keys import COMPUTED, PLANNED, REFUSED
 
 NOT_DEFAULT: dict[str, Any] = {
     "zero_optimization.load_from_fp32_weights": False,
-    "zero_optimization.zero_hpz_partition_size": 8,
     "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": 0.5,

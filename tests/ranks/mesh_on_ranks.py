@@ -50,6 +50,8 @@ def train_twin() -> dict[str, Any]:
 
 def train(case: str, nvme: Path) -> dict[str, Any]:
     model = zoo.tied_tower() if dist.get_rank() else seeded(zoo.tied_tower)
+    if "bf16" in case:
+        model = model.to(torch.bfloat16)
     losses, payloads = [], []
     with tiermem.shard(model, policy_of(case, nvme)) as shards:
         traffic = shards.topology.traffic
@@ -70,6 +72,7 @@ def train(case: str, nvme: Path) -> dict[str, Any]:
             "num_shards": shards.topology.num_shards,
             "ranks_on_node": int(os.environ["LOCAL_WORLD_SIZE"]),
             "mesh": None if shards.topology.mesh is None else list(shards.topology.mesh.mesh_dim_names or ()),
+            "rows": [[row.what, row.tier.name, row.num_bytes] for row in shards.plan.rows],
             "units": {
                 u.unit.name: [[s.numel, s.shard_numel] for s in u.unit.shards]
                 for u in shards.units

@@ -1,4 +1,4 @@
-"""Do ranks that share copies of the states in groups (MiCS) train as a DistributedDataParallel twin, wherever states rest?
+"""Do ranks train as a DistributedDataParallel twin with MiCS, hpZ and quantised communication, and send what was promised?
 
 One launch of four processes runs every case (mesh_on_ranks.py); the tests look at what it wrote.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import hosts
 import pytest
-from mesh_cases import MICS, RANKS
+from mesh_cases import HPZ, MICS, QUANTISED, RANKS
 
 HERE = Path(__file__).parent
 
@@ -83,6 +83,67 @@ def test_two_stage_gathers_cross_nodes_with_one_part_each(launched: list[dict[st
             assert among_of(phase, "gathering") == {"across", "within"}
             # across brings num_across parts here, within fills all num_shards of them
             assert bytes_of(phase, "gathering", "within") == 2 * bytes_of(phase, "gathering", "across")
+
+
+@pytest.mark.parametrize("case", HPZ)
+def test_a_second_copy_changes_no_bit(case: str, launched: list[dict[str, Any]]) -> None:
+    for found in launched:
+        assert found[case]["losses"] == found["all ranks none"]["losses"]
+        assert found[case]["weights"] == found["all ranks none"]["weights"]
+
+
+@pytest.mark.parametrize("case", [*HPZ, "qwz qgz hpz cpu"])
+def test_with_a_second_copy_no_gather_of_backward_leaves_the_node(case: str, launched: list[dict[str, Any]]) -> None:
+    for found in launched:
+        forward, backward = found[case]["payloads"][3:5]
+        assert among_of(forward, "gathering") == {"shard"}
+        assert among_of(backward, "gathering") == {"within"}
+        plain = found["all ranks none"]["payloads"][4]
+        assert bytes_of(backward, "gathering", "within") == bytes_of(plain, "gathering", "shard")
+
+
+def test_a_second_copy_is_planned_where_it_is_kept(launched: list[dict[str, Any]]) -> None:
+    for found in launched:
+        rows = {what: num_bytes for what, _, num_bytes in found["hpz 2 nvme"]["rows"] if what == "secondary copies"}
+        second = sum(
+            sum(-(-2 * shard // 64) * 64 * 4 for _, shard in unit) for unit in found["hpz 2 nvme"]["units"].values()
+        )
+        assert second <= rows["secondary copies"] <= second + 4 * 4096 * len(found["hpz 2 nvme"]["units"])
+        assert not any(what == "secondary copies" for what, _, _ in found["all ranks none"]["rows"])
+
+
+@pytest.mark.parametrize(("case", "plain"), [("qwz none", "all ranks none"), ("qwz bf16 nvme", "all ranks bf16 nvme")])
+def test_quantised_gathers_send_a_byte_per_element_and_a_scale_per_block(
+    case: str, plain: str, launched: list[dict[str, Any]]
+) -> None:
+    for found in launched:
+        units = found[case]["units"].values()
+        blocks = sum(-(-shard // 64) for unit in units for _, shard in unit)
+        elements = sum(shard for unit in units for _, shard in unit)
+        item_bytes = 2 if "bf16" in case else 4
+        assert bytes_of(found[case]["payloads"][3], "gathering", "shard") == RANKS * blocks * 68
+        assert bytes_of(found[plain]["payloads"][3], "gathering", "shard") == RANKS * elements * item_bytes
+
+
+def test_quantised_reductions_send_within_the_node_and_then_across(launched: list[dict[str, Any]]) -> None:
+    for found in launched:
+        plain, packed = found["all ranks none"]["payloads"][4], found["qgz none"]["payloads"][4]
+        assert among_of(packed, "reducing") == {"within", "across"}
+        sent = {among: bytes_of(packed, "reducing", among) for among in ("within", "across")}
+        whole = bytes_of(plain, "reducing", "shard")
+        assert sent["within"] < whole * 0.3  # 1.0625 bytes of 4, and blocks that are not full
+        assert sent["across"] < sent["within"] * 0.6  # one node's sum instead of every rank's
+
+
+@pytest.mark.parametrize("case", QUANTISED)
+def test_quantised_training_converges_as_the_plain_one(case: str, launched: list[dict[str, Any]]) -> None:
+    plain = "all ranks bf16 nvme" if "bf16" in case else "all ranks none"
+    for found in launched:
+        losses = found[case]["losses"]
+        assert losses != found[plain]["losses"]
+        assert losses == sorted(losses, reverse=True)
+        assert losses == pytest.approx(found[plain]["losses"], rel=0.01)
+        assert found[case]["weights"] == launched[0][case]["weights"]
 
 
 @pytest.mark.slow

@@ -37,10 +37,6 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         f"{_ZERO}.load_from_fp32_weights": Refusal("masters are always loaded in full precision; remove the key"),
         f"{_ZERO}.elastic_checkpoint": Refusal("checkpoints open on any number of ranks without it; remove the key"),
         f"{_ZERO}.legacy_stage1": Refusal("the old stage 1 does not exist here; remove the key"),
-        f"{_ZERO}.zero_hpz_partition_size": Refusal("secondary partitions (hpZ) do not exist yet; set 1 or remove it"),
-        f"{_ZERO}.zero_quantized_weights": Refusal("quantised all-gather does not exist yet; remove the key"),
-        f"{_ZERO}.zero_quantized_nontrainable_weights": Refusal("quantised weights do not exist yet; remove the key"),
-        f"{_ZERO}.zero_quantized_gradients": Refusal("quantised reduction does not exist yet; remove the key"),
         f"{_ZERO}.zeropp_loco_param": Refusal(
             "error feedback (LoCo) would keep every gradient of the model whole on each rank, which sharding exists to avoid; "
             "remove the key"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tiermem.zero.collectives import call
+from tiermem.zero.collectives import Pending, call
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Unit
 
@@ -23,6 +23,27 @@ def gather_unit(topology: Topology, unit: Unit, shard: torch.Tensor, full: torch
             whole.copy_(mine)
         elif part.numel:
             gather(topology, mine, whole, f"gathering {unit.name}")
+
+
+class PlainGather:
+    """The gather of one unit from every rank's shard, in two steps: `put` the shard, `start` the exchange."""
+
+    def __init__(self, topology: Topology, unit: Unit, full: torch.Tensor) -> None:
+        self._topology = topology
+        self._unit = unit
+        self._full = full
+        self._shard: torch.Tensor | None = None
+
+    def put(self, shard: torch.Tensor | None) -> None:
+        """Takes this rank's flat shard layout, until the exchange has ended."""
+        self._shard = shard
+
+    def start(self) -> Pending:
+        """Fills the full layout. Collective; blocks (in stream order on a GPU). Raises RankLost."""
+        assert self._shard is not None
+        gather_unit(self._topology, self._unit, self._shard, self._full)
+        self._shard = None
+        return Pending(self._topology, f"gathering {self._unit.name}", [], [self._full])
 
 
 def gather(topology: Topology, mine: torch.Tensor, whole: torch.Tensor, what: str) -> None:

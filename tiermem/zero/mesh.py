@@ -111,6 +111,7 @@ def arrange(topology: Topology, policy: OffloadPolicy, ranks_on_node: int, devic
         across=Peers(groups["across"], across, layout.num_across) if has_stages else None,
         within=Peers(groups["within"], within, layout.num_within) if has_stages else None,
         gathers_in_stages=has_stages and policy.two_stage_gather,
+        packs_reductions=policy.quantised_reduction and layout.num_shards > 1,
         mesh=_mesh(layout, everyone, groups, device_type) if has_parts else None,
     )
 

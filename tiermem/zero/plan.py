@@ -19,7 +19,9 @@ from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES
 from tiermem.swap.extents import round_up
 from tiermem.zero.buckets import largest_bucket
+from tiermem.zero.packed import wire_bytes
 from tiermem.zero.reduce import buffer_bytes, num_under_way
+from tiermem.zero.secondary import secondary_numel
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
 
@@ -55,6 +57,8 @@ class Plan:
     num_unit_slots: int
     stage_slot_bytes: int  # of shards on their way to a gather
     num_stage_slots: int
+    wire_slot_bytes: int  # of a packed gather: what is sent and what comes
+    num_wire_slots: int
     grad_slot_bytes: int
     num_grad_slots: int
     reduce_slot_bytes: int
@@ -76,6 +80,11 @@ def keeps_initial_master(unit: Unit, policy: OffloadPolicy) -> bool:
     return policy.master_from == "init" and unit.is_trainable and has_master
 
 
+def keeps_secondary(policy: OffloadPolicy, num_shards: int) -> bool:
+    """Whether gathered parameters are kept a second time among near ranks: there have to be others to be far from."""
+    return 1 < policy.secondary_group_size < num_shards
+
+
 def make_plan(division: Division, policy: OffloadPolicy, topology: Topology, is_gpu: bool, ranks_on_node: int) -> Plan:
     """Plans a division under a policy. Raises ValueError when the budget cannot hold the smallest plan, or a parameter
     cannot be kept in the precision asked for.
@@ -89,7 +98,7 @@ def make_plan(division: Division, policy: OffloadPolicy, topology: Topology, is_
     homes = _unit_homes(division.units, policy, topology.num_shards)
     in_place = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
     for unit in division.units:
-        if topology.num_shards == 1 and homes.get(unit.index) in in_place:
+        if topology.num_shards == 1 and homes.get(unit.index) in in_place and not unit.is_packed:
             unit.is_resident = True
             del homes[unit.index]
     planner = _Planner(division.units, policy, topology, is_gpu, homes)
@@ -167,10 +176,11 @@ class _Planner:
         unit_slot, num_units = sheet.buffers(
             "unit", num_units, (u.full_bytes for u in streamed), "in use and fetched ahead"
         )
-        needs_stage = self._num_shards > 1 or self._is_gpu
+        needs_stage = self._num_shards > 1 or self._is_gpu or any(u.is_packed for u in streamed)
         stage_slot, num_stages = sheet.buffers(
             "shard", 2 * needs_stage, (u.shard_bytes for u in at_home[Tier.NVME]), "read ahead of a gather"
         )
+        wire_slot, num_wires = self._add_wires(sheet, streamed, num_units)
         grad_slot, num_grads = self._add_gradients(sheet, grads)
         reduce_slot, num_reduces = self._add_reductions(sheet)
         resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
@@ -192,6 +202,8 @@ class _Planner:
             num_unit_slots=num_units,
             stage_slot_bytes=stage_slot,
             num_stage_slots=num_stages,
+            wire_slot_bytes=wire_slot,
+            num_wire_slots=num_wires,
             grad_slot_bytes=grad_slot,
             num_grad_slots=num_grads,
             reduce_slot_bytes=reduce_slot,
@@ -213,7 +225,19 @@ class _Planner:
         in_memory = at_home[Tier.HOST] + at_home[Tier.DEVICE]
         sheet.add("parameters", Tier.HOST, _pages(u.shard_bytes for u in in_memory), "rest on HOST")
         sheet.add("parameters", Tier.NVME, _pages(u.shard_bytes for u in at_home[Tier.NVME]), "rest on NVME")
+        if keeps_secondary(self._policy, self._num_shards):
+            num_across = self._num_shards // self._policy.secondary_group_size
+            sizes = [secondary_numel(u, num_across) * u.dtype.itemsize for u in self._units if not u.is_resident]
+            sheet.add("secondary copies", Tier.HOST, _pages(sizes), "backward gathers from them (hpZ)")
         return at_home
+
+    def _add_wires(self, sheet: _Sheet, streamed: list[Unit], num_units: int) -> tuple[int, int]:
+        """Adds the buffers of packed gathers, one for each that may be under way; returns their bytes and number."""
+        packed = [u for u in streamed if u.is_packed or self._policy.quantised_gather]
+        if self._is_gpu:
+            return 0, 0
+        sizes = [wire_bytes(u, self._num_shards) for u in packed]
+        return sheet.buffers("wire", num_units, sizes, "8-bit blocks on their way between ranks")
 
     def _add_gradients(self, sheet: _Sheet, home: Tier) -> tuple[int, int]:
         """Adds what holds gradients; returns bytes and number of the buffers they pass through."""

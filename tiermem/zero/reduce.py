@@ -32,6 +32,7 @@ from tiermem.policy import OffloadPolicy
 from tiermem.swap.arena import Pool, Slot
 from tiermem.zero.buckets import Bucket, put_in
 from tiermem.zero.collectives import Pending, call, start
+from tiermem.zero.packed import PackedReduction
 from tiermem.zero.topology import Topology
 
 
@@ -46,6 +47,7 @@ class Reduction:
     received: torch.Tensor | None  # this rank's column, from every rank or added up; None: in `filled`
     slot: Slot | None
     start_ns: int
+    packed: PackedReduction | None = None  # sends 8-bit blocks of `filled`, and adds up what comes
 
 
 class Reducer:
@@ -88,6 +90,10 @@ class Reducer:
                 put_in(bucket, piece, grad, filled)
             if self._factor != 1.0:
                 filled.mul_(self._factor)
+        if self._scatters and self._topology.packs_reductions:
+            packed = PackedReduction(self._topology, filled, f"reducing {what}")
+            self._under_way.append(Reduction(what, bucket, packed.pending, filled, None, slot, start_ns, packed))
+            return
         received, pending = self._send(f"reducing {what}", slot, bucket, filled)
         self._under_way.append(Reduction(what, bucket, pending, filled, received, slot, start_ns))
 
@@ -109,15 +115,21 @@ class Reducer:
             done.slot = None
 
     def _own_column(self, done: Reduction) -> torch.Tensor:
+        if done.packed is not None:
+            return self._add_copies(done, done.packed.finish().to(done.bucket.dtype))
         if done.received is None:
             columns = done.filled.view(done.bucket.num_columns, done.bucket.column_numel)
             return columns[self._topology.shard_rank]
         parts = done.received.view(-1, done.bucket.column_numel)
         for part in parts[1:]:
             parts[0].add_(part)
+        return self._add_copies(done, parts[0])
+
+    def _add_copies(self, done: Reduction, column: torch.Tensor) -> torch.Tensor:
+        """Adds a column up over the ranks that hold copies of it; in place."""
         if self._topology.num_replicas > 1:
-            call(self._topology, f"reducing {done.what}", dist.all_reduce, parts[0], among="replica")
-        return parts[0]
+            call(self._topology, f"reducing {done.what}", dist.all_reduce, column, among="replica")
+        return column
 
     def _in_place(self, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """A gradient that is a bucket as it lies in memory."""

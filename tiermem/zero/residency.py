@@ -30,6 +30,8 @@ from tiermem.zero.attributes import ZeroParamStatus, mark
 from tiermem.zero.gather import gather_unit
 from tiermem.zero.memory import UnitMemory
 from tiermem.zero.order import Order
+from tiermem.zero.packed import PackedGather
+from tiermem.zero.secondary import NearGather
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Unit
 
@@ -45,18 +47,32 @@ class UnitState(enum.Enum):
 class LiveUnit:
     """One unit and what it occupies now."""
 
-    def __init__(self, unit: Unit, memory: UnitMemory, entry: str | None, shard: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        memory: UnitMemory,
+        entry: str | None,
+        shard: torch.Tensor | None,
+        gather: PackedGather | NearGather | None = None,
+    ) -> None:
         self.unit = unit
         self.memory = memory
         self.entry = entry  # its shard's name in the store, when it rests on NVME
         self.shard = shard  # its shard, flat, when that rests in memory
+        self.gather = gather  # None: it is gathered plainly (gather.py), or rests where it is present
         self.state = UnitState.PRESENT if unit.is_resident else UnitState.HOME
         self.num_users = 0  # modules in forward and passes of backward that need it now
         self.slot: Slot | None = None  # holds the full layout (CPU)
         self.stage: Slot | None = None  # holds the shard on its way to a gather or to the GPU
         self.move: Move | None = None  # the read under way
         self.copied: torch.cuda.Event | None = None  # the copy to the GPU under way
+        self.reads_shard = entry is not None  # the way under way begins at NVMe
         self._streamed = [] if unit.is_resident else [shard.param for shard in unit.shards]
+
+    def outdate(self) -> None:
+        """The weights are about to change at home: what has been kept of them elsewhere is not gathered from again."""
+        if self.gather is not None:
+            self.gather.outdate()
 
     def hold(self) -> None:
         """Somebody needs the unit from now on: its parameters are ordinary ones until the last has let go."""
@@ -152,12 +168,14 @@ class Residency:
     def empty(self) -> None:
         """Makes every streamed unit leave that nobody uses: before weights change, and at the end."""
         for live in self._units:
+            live.outdate()
             if live.state is not UnitState.HOME and not live.unit.is_resident:
                 live.let_all_go()
                 self._evict(live)
 
     def outdate(self, live: LiveUnit) -> None:
         """Makes a unit leave whose weights are about to change at home; nobody uses it."""
+        live.outdate()
         if live.state is not UnitState.HOME and not live.unit.is_resident:
             self._evict(live)
 
@@ -181,19 +199,20 @@ class Residency:
             if urgent and live.move is not None:
                 live.move.promote()
             return True
-        if self._topology.num_shards == 1 and self._pool is not None:
+        live.reads_shard = live.entry is not None and (live.gather is None or live.gather.needs_shard)
+        if self._is_direct(live) and self._pool is not None:
             live.slot = self._take(self._pool, live, urgent)
             if live.slot is None:
                 return False
             assert live.entry is not None
             live.move = self._store.fetch(live.entry, into=live.slot, priority=URGENT if urgent else 1)
-        elif live.entry is not None:
-            assert self._stages is not None
+        elif live.reads_shard:
+            assert self._stages is not None and live.entry is not None
             live.stage = self._take(self._stages, live, urgent)
             if live.stage is None:
                 return False
             live.move = self._store.fetch(live.entry, into=live.stage, priority=URGENT if urgent else 1)
-        elif self._copy_stream is not None and self._topology.num_shards == 1:
+        elif self._copy_stream is not None and self._is_direct(live):
             if not urgent and self._num_present() >= self._num_on_gpu:
                 return False
             self._copy_in(live, live.shard)
@@ -210,10 +229,10 @@ class Residency:
             except OSError:
                 self._drop(live)
                 raise
-        if self._topology.num_shards == 1 and self._pool is not None:
+        if self._is_direct(live) and self._pool is not None:
             assert live.slot is not None
             live.memory.put_under(live.slot)
-        elif self._topology.num_shards == 1:
+        elif self._is_direct(live):
             if live.copied is None:
                 self._copy_in(live, self._staged(live))
             assert live.copied is not None
@@ -226,16 +245,22 @@ class Residency:
 
     def _gather(self, live: LiveUnit) -> None:
         start_ns = time.monotonic_ns()
-        shard = live.shard if live.shard is not None else self._staged(live)
         if self._pool is not None:
             live.slot = self._take(self._pool, live, urgent=True)
             assert live.slot is not None
             live.memory.put_under(live.slot)
         else:
-            shard = shard.to(self._device, non_blocking=True)
             live.memory.allocate()
             live.memory.show()
-        gather_unit(self._topology, live.unit, shard, live.memory.full)
+        shard = live.shard if live.shard is not None else self._staged(live) if live.reads_shard else None
+        if shard is not None:
+            shard = shard.to(self._device, non_blocking=True)
+        if live.gather is not None:
+            live.gather.put(shard)
+            live.gather.start().wait()
+        else:
+            assert shard is not None
+            gather_unit(self._topology, live.unit, shard, live.memory.full)
         self._drop_stage(live)
         num_bytes = live.unit.full_bytes
         self._store.recorder.add("gather", live.unit.name, start_ns, time.monotonic_ns(), num_bytes)
@@ -250,9 +275,13 @@ class Residency:
             live.copied = torch.cuda.Event()
             live.copied.record(self._copy_stream)
 
+    def _is_direct(self, live: LiveUnit) -> bool:
+        """Whether a unit's bytes are present as they rest: there is one shard, and it is not packed."""
+        return self._topology.num_shards == 1 and not live.unit.is_packed
+
     def _staged(self, live: LiveUnit) -> torch.Tensor:
         assert live.stage is not None
-        return live.stage.tensor[: live.unit.shard_bytes].view(live.unit.dtype)
+        return live.stage.tensor[: live.unit.shard_bytes].view(live.unit.rests_as)
 
     def _drop_stage(self, live: LiveUnit) -> None:
         if live.stage is not None:
@@ -283,7 +312,7 @@ class Residency:
             live.stage = None
         if live.slot is not None:
             assert self._pool is not None
-            if self._topology.num_shards == 1:
+            if self._is_direct(live):
                 self._release_entry(live)
             self._pool.give_back(live.slot)
             live.slot = None

@@ -40,16 +40,18 @@ from tiermem.zero.admission import check_model
 from tiermem.zero.agreement import agree, facts_of
 from tiermem.zero.attributes import ZeroParamStatus, absent_part, describe, undescribe
 from tiermem.zero.collectives import share
-from tiermem.zero.gather import gather, gather_unit
+from tiermem.zero.gather import PlainGather, gather, gather_unit
 from tiermem.zero.grads import GradientHomes
 from tiermem.zero.hooks import Hooks
 from tiermem.zero.memory import UnitMemory, can_swap_pointers
 from tiermem.zero.mesh import arrange, ranks_of
 from tiermem.zero.nursery import Nursery
 from tiermem.zero.order import Order
-from tiermem.zero.plan import BOUNCE_BYTES, keeps_initial_master, make_plan
+from tiermem.zero.packed import PackedGather
+from tiermem.zero.plan import BOUNCE_BYTES, keeps_initial_master, keeps_secondary, make_plan
 from tiermem.zero.quantised import byte_ranges, pack, pack_into, unpack
 from tiermem.zero.residency import LiveUnit, Residency
+from tiermem.zero.secondary import NearGather, Secondary, secondary_numel
 from tiermem.zero.topology import Topology, fair_cores, find_topology, give_fair_threads, paths_of_rank, ranks_per_node
 from tiermem.zero.unit import Shard, Unit, divide
 
@@ -321,7 +323,7 @@ class Shards:
         live.put_back(live.unit.shards.index(shard))
 
     def _unpacked_elements(self, live: LiveUnit, part: slice) -> torch.Tensor:
-        numel, out = live.unit.shard_numel, torch.empty(part.stop - part.start, dtype=live.unit.dtype)
+        numel, out = live.unit.packed_numel, torch.empty(part.stop - part.start, dtype=live.unit.dtype)
         if live.shard is not None:
             return unpack(live.shard, numel, out, part.start)
         assert live.entry is not None
@@ -331,11 +333,11 @@ class Shards:
 
     def _pack_elements(self, live: LiveUnit, start: int, values: torch.Tensor) -> None:
         if live.shard is not None:
-            pack_into(live.shard, live.unit.shard_numel, values, start)
+            pack_into(live.shard, live.unit.packed_numel, values, start)
             return
         assert live.entry is not None
         packed = pack(values)
-        codes, scales = byte_ranges(live.unit.shard_numel, start, start + values.numel())
+        codes, scales = byte_ranges(live.unit.packed_numel, start, start + values.numel())
         num_codes = codes.stop - codes.start
         self.write_part(live.entry, codes.start, packed[:num_codes])
         self.write_part(live.entry, scales.start, packed[num_codes:])
@@ -423,6 +425,7 @@ class Shards:
         tiles = Pool(arena, plan.tile_slot_bytes, plan.num_tile_slots, "tiles") if plan.num_tile_slots else None
         self.tile_pool = tiles
         self.head_start: HeadStart[Any] | None = HeadStart(tiles) if tiles is not None else None  # of the next step
+        self._wires = Pool(arena, plan.wire_slot_bytes, plan.num_wire_slots, "wires") if plan.num_wire_slots else None
         self.units = [self._send_home(unit, may_swap, pool or stages) for unit in units]
         self.store.settle()
         self.residency = Residency(self.units, self.store, order, self.topology, self.policy, pool, stages, self.device)
@@ -472,22 +475,34 @@ class Shards:
         if home is not Tier.NVME and self.topology.num_shards == 1 and self.device.type == "cpu" and not unit.is_packed:
             unit.is_resident = True  # one of `host_param_numel`: it is present where it rests
             return self._make_resident(unit, may_swap)
-        rests_as, numel = (torch.uint8, unit.shard_bytes) if unit.is_packed else (unit.dtype, unit.shard_numel)
-        self.store.reserve(entry, (numel,), rests_as, Tier.NVME if home is Tier.NVME else Tier.HOST)
+        numel = unit.shard_bytes // unit.rests_as.itemsize
+        self.store.reserve(entry, (numel,), unit.rests_as, Tier.NVME if home is Tier.NVME else Tier.HOST)
         memory = UnitMemory(unit, self.device, may_swap)
         if home is not Tier.NVME:
             shard = self.store.view(entry)
             self._fill(unit, shard)
             memory.leave()
-            return LiveUnit(unit, memory, None, shard)
+            return LiveUnit(unit, memory, None, shard, self._gather_of(unit, memory))
         assert pool is not None
         slot = pool.take()
         assert slot is not None
-        self._fill(unit, slot.tensor[: unit.shard_bytes].view(rests_as))
+        self._fill(unit, slot.tensor[: unit.shard_bytes].view(unit.rests_as))
         self.store.write([(entry, 0, slot.tensor[: unit.shard_bytes])], entry).wait()
         pool.give_back(slot)
         memory.leave()
-        return LiveUnit(unit, memory, entry, None)
+        return LiveUnit(unit, memory, entry, None, self._gather_of(unit, memory))
+
+    def _gather_of(self, unit: Unit, memory: UnitMemory) -> PackedGather | NearGather | None:
+        """How a unit is gathered, where that is not plainly."""
+        is_packed = unit.is_packed or (self.policy.quantised_gather and unit.dtype.is_floating_point)
+        packed = PackedGather(self.topology, unit, memory.full, self._wires) if is_packed else None
+        if not keeps_secondary(self.policy, self.topology.num_shards):
+            return packed
+        assert self.topology.across is not None
+        name, numel = f"secondary/{unit.index}/{unit.name}", secondary_numel(unit, self.topology.across.size)
+        self.store.reserve(name, (numel,), memory.full.dtype, Tier.HOST)
+        second = Secondary(self.topology, unit, self.store.view(name))
+        return NearGather(second, packed or PlainGather(self.topology, unit, memory.full), memory.full)
 
     def _make_resident(self, unit: Unit, may_swap: bool) -> LiveUnit:
         memory = UnitMemory(unit, self.device, may_swap)
@@ -519,7 +534,7 @@ class Shards:
             if unit.is_packed:
                 plain = torch.zeros(part.shard_numel, dtype=unit.dtype)
                 self._fill_part(part, plain)
-                pack_into(shard, unit.shard_numel, plain, part.shard_offset)
+                pack_into(shard, unit.packed_numel, plain, part.shard_offset)
                 _forget_values(part, self.device)
                 continue
             piece = shard[part.shard_offset : part.shard_offset + part.shard_numel]

@@ -50,6 +50,7 @@ class Topology:
     across: Peers | None = dataclasses.field(default=None, compare=False)  # this place on every node of the shard group
     within: Peers | None = dataclasses.field(default=None, compare=False)  # the shard group's ranks on this node
     gathers_in_stages: bool = dataclasses.field(default=False, compare=False)  # across nodes first, then within
+    packs_reductions: bool = dataclasses.field(default=False, compare=False)  # gradients cross as 8-bit blocks
     mesh: DeviceMesh | None = dataclasses.field(
         default=None, compare=False
     )  # of those, where there are parts (mesh.py)

@@ -33,6 +33,7 @@ from tiermem.zero.tiled import TiledLinear
 
 ALIGN = 64  # elements
 UNIT_ALIGN = 4096  # elements
+_PAGE = 4096  # bytes
 
 
 @dataclasses.dataclass(eq=False)
@@ -77,9 +78,22 @@ class Unit:
         return self.full_numel * self.dtype.itemsize
 
     @property
+    def packed_numel(self) -> int:
+        """Elements of the shard layout up to the end of the last parameter's blocks: what is packed of it."""
+        last = self.shards[-1]
+        return last.shard_offset + round_up(last.shard_numel, ALIGN)
+
+    @property
+    def rests_as(self) -> torch.dtype:
+        """The dtype of this rank's part where it rests."""
+        return torch.uint8 if self.is_packed else self.dtype
+
+    @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's part where it rests."""
-        return packed_bytes(self.shard_numel) if self.is_packed else self.shard_numel * self.dtype.itemsize
+        if self.is_packed:
+            return round_up(packed_bytes(self.packed_numel), _PAGE)
+        return self.shard_numel * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
