@@ -4,7 +4,7 @@
     call     the same, and waits
     total    float64 sums                        -> their sum over the ranks that hold different parts
     share    one rank's tensor                   -> the same on every rank
-    exchange a small object of every rank        -> all of them, everywhere
+    exchange a small object of every rank        -> all of them, everywhere; exchange_digests: some bytes
 
 gather.py and reduce.py move the parts of units with them. torch.distributed does the work (NCCL on GPUs, gloo on CPUs). With
 one shard nothing is called. The sequence of calls is a function of the program's sequence of units alone. A rank that
@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 from tiermem.zero.topology import Topology
+
+_COMPARING = "comparing what ranks were given"
 
 
 class Pending:
@@ -87,6 +89,22 @@ def share(topology: Topology, value: torch.Tensor, what: str, rank: int = 0) -> 
         call(topology, what, dist.broadcast, value, dist.get_global_rank(topology.group, rank))
 
 
+def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:
+    """Every rank's digest, in the order of ranks; all of one length. Blocks; the first half of a comparison."""
+    if topology.group is None:
+        return [digest]
+    device = "cuda" if dist.get_backend(topology.group) == "nccl" else "cpu"
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    whole = torch.empty(topology.world * len(digest), dtype=torch.uint8, device=device)
+    try:
+        work = dist.all_gather_into_tensor(whole, mine, group=topology.group, async_op=True)
+        work.wait(timedelta(seconds=topology.timeout_s)) if device == "cpu" else work.wait()
+    except RuntimeError as error:
+        raise explained(topology, _COMPARING, error) from error
+    values = bytes(whole.cpu().tolist())
+    return [values[start : start + len(digest)] for start in range(0, len(values), len(digest))]
+
+
 def exchange(topology: Topology, value: str) -> list[str]:
     """Every rank's string, in the order of ranks. Blocks."""
     values: list[Any] = [None] * topology.world
@@ -95,7 +113,7 @@ def exchange(topology: Topology, value: str) -> list[str]:
     try:
         dist.all_gather_object(values, value, group=topology.group)
     except RuntimeError as error:
-        raise explained(topology, "comparing what ranks were given", error) from error
+        raise explained(topology, _COMPARING, error) from error
     return values
 
 

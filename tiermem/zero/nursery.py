@@ -23,6 +23,7 @@ from tiermem.swap.bounce import Bounce
 from tiermem.swap.native import trim_heap
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
+from tiermem.zero.agreement import agree
 from tiermem.zero.attributes import ZeroParamStatus, absent_part, describe, mark
 from tiermem.zero.collectives import share
 from tiermem.zero.gather import gather
@@ -73,6 +74,8 @@ class Nursery:
         value = param.detach()
         if self.topology.group is not None and not value.is_meta:
             value = value.contiguous()
+            number = f"parameter number {self._num_admitted}"
+            agree(self.topology, {number: f"{tuple(value.shape)} {value.dtype}"}, f"{number} under zero.Init")
             share(self.topology, value, "sharing initial values")
         self._num_admitted += 1
         child = _Child(f"init/{self._num_admitted}")

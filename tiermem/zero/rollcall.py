@@ -6,6 +6,8 @@ in errors of its neighbours. So every rank says in the rendezvous store where it
     1  whether another rank has named the lost one already (it posts what it found)
     2  whether a process of its own host is no longer alive
 
+    3  whether a rank has never said where it runs
+
 for a few seconds, and raises with the answer. When nobody is gone it says who did not come: whoever waits in vain says so,
 and for what. torchrun's store belongs to its agent and outlives ranks; a store that was kept
 by rank 0 goes with it, which is an answer too.
@@ -45,10 +47,11 @@ class RollCall:
         self._known: dict[int, tuple[str, int, str]] = {}  # what others said, read while the store lives
 
     def meet(self) -> None:
-        """Waits until every rank has said where it runs, and remembers it. Raises RankLost."""
+        """Remembers where every rank runs. To be called when all have come: after a collective. Raises RankLost."""
+        if self._known:
+            return
         try:
-            for rank in self._ranks:
-                self._known[rank] = tuple(json.loads(self._store.get(f"{_PREFIX}/{rank}")))
+            self._known = {rank: tuple(json.loads(self._store.get(f"{_PREFIX}/{rank}"))) for rank in self._ranks}
         except RuntimeError as error:
             raise self.explain("the roll call", error) from error
 
@@ -59,6 +62,7 @@ class RollCall:
         while not lost and time.monotonic() < deadline:
             time.sleep(0.05)
             lost = self._lost()
+        lost = lost or self._absent()
         if not lost:
             return RankLost(
                 f"{what} failed on rank {self._me}, though every rank that can be seen from here is alive: {error}. "
@@ -102,6 +106,13 @@ class RollCall:
             return lost or ({0} if self._me != 0 and not _is_agents_store() else set())  # rank 0 kept the store
         return lost
 
+    def _absent(self) -> set[int]:
+        """Ranks that never said where they run: they stopped before, or run something else."""
+        try:
+            return {rank for rank in self._ranks if not self._store.check([f"{_PREFIX}/{rank}"])}
+        except RuntimeError:
+            return set()
+
     def _post(self, lost: set[int]) -> None:
         try:
             self._store.set(f"{_PREFIX}/{self._me}/lost", json.dumps(sorted(lost)))
@@ -110,7 +121,7 @@ class RollCall:
 
     def _place(self, rank: int) -> str:
         known = self._known.get(rank)
-        return f" (process {known[1]} on {known[0]})" if known else ""
+        return f" (process {known[1]} on {known[0]})" if known else " (which has not come here)"
 
 
 def _this_process() -> tuple[str, int, str]:

@@ -37,7 +37,7 @@ from tiermem.swap.pipeline import HeadStart
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
 from tiermem.zero.admission import check_model
-from tiermem.zero.agreement import agree, facts_of
+from tiermem.zero.agreement import agree, facts_of, facts_of_plan
 from tiermem.zero.attributes import ZeroParamStatus, absent_part, describe, undescribe
 from tiermem.zero.collectives import share
 from tiermem.zero.gather import PlainGather, gather, gather_unit
@@ -102,8 +102,8 @@ class Shards:
         ranks, policy = ranks_of(group, policy)
         self.policy = policy
         everyone = find_topology(policy.stage, ranks, policy.timeout_s)
-        agree(everyone, facts_of(model, policy))
         self.device = torch.device(device) if device is not None else _device_of(model)
+        agree(everyone, facts_of(model, policy, self.device))
         self.states: StateTiles | None = None  # of the optimizer that steps this model
         self.is_held = False  # all units are kept present (present.py)
         self.topology: Topology = arrange(everyone, policy, ranks_per_node(), self.device.type)
@@ -113,6 +113,7 @@ class Shards:
         division = divide(model, policy, self.topology.num_shards, is_trained)
         is_gpu = self.device.type == "cuda"
         self.plan = make_plan(division, policy, self.topology, is_gpu, ranks_per_node())
+        agree(self.topology, facts_of_plan(self.plan, division.units), "the plan of tiermem.shard")
         arena_bytes = max(self.plan.host_bytes, 1)
         paths = paths_of_rank(policy.paths)
         self.store = TensorStore(paths, arena_bytes, policy.io, policy.disk_bytes, policy.pin_memory)

@@ -73,7 +73,7 @@ class Topology:
 def find_topology(stage: int, group: dist.ProcessGroup | None = None, timeout_s: float = 1800.0) -> Topology:
     """The topology of a ZeRO stage over a process group (default: the world, if torch.distributed is initialised).
 
-    Waits for the other ranks of the group.
+    Does not wait for the other ranks: the first agreement (agreement.py) does.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Topology(None, 0, 1, 1, 0)
@@ -84,7 +84,6 @@ def find_topology(stage: int, group: dist.ProcessGroup | None = None, timeout_s:
         return Topology(None, 0, 1, 1, 0)
     bound_waits(group, timeout_s)
     roll_call = RollCall(dist.get_process_group_ranks(group))
-    roll_call.meet()
     if stage == 0:
         return Topology(group, rank, world, 1, 0, roll_call, timeout_s, replica_group=group)
     return Topology(group, rank, world, world, rank, roll_call, timeout_s, shard_group=group)

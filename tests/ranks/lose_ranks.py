@@ -1,0 +1,194 @@
+"""Run once by test_lost_ranks.py: worlds in which one rank dies, raises or hangs; and one that goes on disagreeing.
+
+lose_ranks.py OUT [SEED ...]     writes OUT/found.json: {world: [how each rank ended]}; with seeds, deaths at random moments
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import zoo
+from forked_ranks import Body, World, die, run_worlds
+from twins import seeded
+
+import tiermem
+from tiermem import OffloadPolicy, Tier
+from tiermem.zero import Init
+
+NUM_STEPS = 6
+TIERS = {"memory": Tier.HOST, "nvme": Tier.NVME}
+
+
+def policy_of(tier: Tier, nvme: Path, timeout_s: float = 60.0, **fields: object) -> OffloadPolicy:
+    settings = {"persistence_numel": 50, "tile_numel": 4096} | fields
+    return OffloadPolicy(params=tier, optim=tier, paths=[nvme], timeout_s=timeout_s, **settings)  # type: ignore[arg-type]
+
+
+def train(model: nn.Module, policy: OffloadPolicy, at_step: Body | None = None) -> None:
+    with tiermem.shard(model, policy) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(NUM_STEPS):
+            if step == 2 and at_step is not None:
+                at_step(shards, optim)  # type: ignore[arg-type]
+            zoo.loss_of(model, step).backward()
+            optim.step()
+            optim.zero_grad()
+
+
+# ---- deaths ----------------------------------------------------------------------------------------------------------
+
+
+def dies_in(phase: str, who: int, tier: Tier) -> Body:
+    """A rank is killed in its third step: in the forward of a block, in its backward, in the optimizer's step or between."""
+
+    def body(rank: int, nvme: Path) -> None:
+        model = seeded(zoo.Tower)
+        train(model, policy_of(tier, nvme), lambda shards, optim: prepare(model, optim) if rank == who else None)
+
+    def prepare(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+        block = model.layers[1]
+        if phase == "forward":
+            block.register_forward_hook(lambda *_: die())
+        elif phase == "backward":
+            block.register_forward_hook(lambda module, given, out: out.register_hook(lambda grad: die()) and None)
+        elif phase == "step":
+            optim.register_step_pre_hook(lambda *_: die())
+        else:
+            die()
+
+    return body
+
+
+def dies_seeing(lane: str, who: int, tier: Tier) -> Body:
+    """A rank is killed by a thread of its own that has seen another event on a lane: a gather, a reduction, a tile."""
+
+    def body(rank: int, nvme: Path) -> None:
+        train(seeded(zoo.Tower), policy_of(tier, nvme), watch if rank == who else None)
+
+    def watch(shards: tiermem.Shards, optim: object) -> None:
+        events = shards.store.recorder.events
+        num_seen = sum(event.lane == lane for event in list(events))
+
+        def look() -> None:
+            while sum(event.lane == lane for event in list(events)) < num_seen + 3:
+                time.sleep(0.0002)
+            die()
+
+        threading.Thread(target=look, daemon=True).start()
+
+    return body
+
+
+def dies_building(who: int, tier: Tier) -> Body:
+    """A rank is killed under zero.Init, when half the model stands."""
+
+    class Growing(nn.Module):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.first = nn.Linear(31, 97)
+            if rank == who:
+                die()
+            self.second = nn.Linear(97, 31)
+
+    def body(rank: int, nvme: Path) -> None:
+        with Init(policy=policy_of(tier, nvme)):
+            Growing(rank)
+
+    return body
+
+
+def dies_before(who: int, tier: Tier) -> Body:
+    """A rank is killed before the library has heard of it."""
+
+    def body(rank: int, nvme: Path) -> None:
+        if rank == who:
+            die()
+        train(seeded(zoo.Tower), policy_of(tier, nvme))
+
+    return body
+
+
+def dies_at_random(seed: int) -> Body:
+    """A rank is killed after a random time, wherever it is then."""
+    choice = random.Random(seed)
+    who, tier, delay_s = choice.randrange(2), choice.choice(list(TIERS.values())), choice.uniform(0.0, 0.5)
+
+    def body(rank: int, nvme: Path) -> None:
+        if rank == who:
+            killer = threading.Timer(delay_s, die)
+            killer.daemon = True
+            killer.start()
+        dist.barrier()
+        while True:
+            train(seeded(zoo.Tower), policy_of(tier, nvme))
+
+    return body
+
+
+# ---- other troubles --------------------------------------------------------------------------------------------------
+
+
+def raises(who: int, tier: Tier) -> Body:
+    def body(rank: int, nvme: Path) -> None:
+        def trouble(*_: object) -> None:
+            raise LookupError("this rank's own trouble")
+
+        train(seeded(zoo.Tower), policy_of(tier, nvme), trouble if rank == who else None)
+
+    return body
+
+
+def hangs(who: int, tier: Tier) -> Body:
+    """A rank does nothing until the other has given up."""
+
+    def body(rank: int, nvme: Path) -> None:
+        def wait(*_: object) -> None:
+            while not (nvme.parent / f"{1 - who}.json").exists():
+                time.sleep(0.05)
+            die()
+
+        train(seeded(zoo.Tower), policy_of(tier, nvme, timeout_s=3.0), wait if rank == who else None)
+
+    return body
+
+
+def worlds() -> dict[str, World]:
+    memory, nvme = Tier.HOST, Tier.NVME
+    return {
+        "1 of 2 dies in forward, nvme": World(dies_in("forward", 1, nvme)),
+        "0 of 2 dies in backward, nvme": World(dies_in("backward", 0, nvme)),
+        "1 of 3 dies in step, nvme": World(dies_in("step", 1, nvme), 3),
+        "0 of 3 dies in forward, memory": World(dies_in("forward", 0, memory), 3),
+        "2 of 3 dies between steps, memory": World(dies_in("nothing", 2, memory), 3),
+        "1 of 2 dies seeing gather, nvme": World(dies_seeing("gather", 1, nvme)),
+        "0 of 2 dies seeing reduce, memory": World(dies_seeing("reduce", 0, memory)),
+        "1 of 2 dies seeing compute, nvme": World(dies_seeing("compute", 1, nvme)),
+        "1 of 2 dies building, nvme": World(dies_building(1, nvme)),
+        "0 of 2 dies building, memory": World(dies_building(0, memory)),
+        "1 of 2 dies before, memory": World(dies_before(1, memory)),
+        "1 of 2 raises, nvme": World(raises(1, nvme)),
+        "1 of 2 hangs, memory": World(hangs(1, memory)),
+    }
+
+
+def main(out: Path, seeds: list[int]) -> None:
+    chosen = {f"random {seed}": World(dies_at_random(seed)) for seed in seeds} if seeds else worlds()
+    found = run_worlds(chosen, out)
+    (out / "found.json").write_text(
+        json.dumps({name: [rank._asdict() for rank in ranks] for name, ranks in found.items()})
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2:]])
