@@ -10,7 +10,16 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from tiermem.config import SchedulerConfig
-from tiermem.schedule import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR, build_scheduler
+from tiermem.schedule import (
+    DOCUMENTED,
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    arguments_of,
+    build_scheduler,
+)
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("WarmupLR", {"warmup_num_steps": 5}),
@@ -154,6 +163,91 @@ def test_schedule_continues_after_a_save_and_a_load(name: str, params: dict[str,
     second.load_state_dict(first.state_dict())
     optimizer.load_state_dict(first.optimizer.state_dict())
     assert head + rates(second, 7) == unbroken
+
+
+WARMUP = {"warmup_min_lr": 0.1, "warmup_max_lr": 2.0, "warmup_num_steps": 6, "warmup_type": "linear"}
+FLIPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "WarmupLR": ({"warmup_num_steps": 4}, {**WARMUP, "last_batch_iteration": 2}),
+    "WarmupDecayLR": (
+        {"warmup_num_steps": 3, "total_num_steps": 9},
+        {**WARMUP, "total_num_steps": 12, "last_batch_iteration": 2},
+    ),
+    "WarmupCosineLR": (
+        {"warmup_num_steps": 3, "total_num_steps": 9},
+        {
+            "total_num_steps": 12,
+            "warmup_min_ratio": 0.5,
+            "warmup_num_steps": 5,
+            "cos_min_ratio": 0.5,
+            "warmup_type": "linear",
+            "last_batch_iteration": 2,
+        },
+    ),
+    "OneCycle": (
+        {
+            "cycle_min_lr": 0.1,
+            "cycle_max_lr": 1.0,
+            "cycle_first_step_size": 4,
+            "decay_step_size": 2,
+            "decay_lr_rate": 0.5,
+            "decay_mom_rate": 0.1,
+        },
+        {
+            "cycle_min_lr": 0.2,
+            "cycle_max_lr": 2.0,
+            "decay_lr_rate": 1.0,
+            "cycle_first_step_size": 3,
+            "cycle_second_step_size": 2,
+            "cycle_first_stair_count": 2,
+            "cycle_second_stair_count": 2,
+            "decay_step_size": 3,
+            "cycle_momentum": False,
+            "cycle_min_mom": 0.7,
+            "cycle_max_mom": 0.95,
+            "decay_mom_rate": 0.5,
+            "last_batch_iteration": 2,
+        },
+    ),
+    "LRRangeTest": (
+        {"lr_range_test_step_size": 2},
+        {
+            "lr_range_test_min_lr": 0.5,
+            "lr_range_test_step_size": 3,
+            "lr_range_test_step_rate": 2.0,
+            "lr_range_test_staircase": True,
+            "last_batch_iteration": 2,
+        },
+    ),
+}  # a schedule's arguments, and for each of all those it has another value
+ONE_BY_ONE = [(name, key, value) for name, (_, flips) in FLIPS.items() for key, value in flips.items()]
+
+
+def test_every_argument_of_every_documented_schedule_is_flipped_below() -> None:
+    assert {name: set(flips) for name, (_, flips) in FLIPS.items()} == {
+        name: set(arguments_of(cls)) for name, cls in DOCUMENTED.items()
+    }
+
+
+@pytest.mark.parametrize(("name", "key", "value"), ONE_BY_ONE)
+def test_every_argument_changes_what_steps_run_with(name: str, key: str, value: Any) -> None:
+    runs = []
+    for params in (FLIPS[name][0], FLIPS[name][0] | {key: value}):
+        optimizer, seen = adam(), []
+        schedule = build_scheduler(SchedulerConfig(type=name, params=params), optimizer)
+        for _ in range(14):
+            seen.append((float(optimizer.param_groups[0]["lr"]), optimizer.param_groups[0]["betas"][0]))
+            optimizer.step()
+            schedule.step()
+        runs.append(seen)
+    assert runs[0] != runs[1]
+
+
+@pytest.mark.parametrize(("name", "params"), CASES)
+def test_schedule_begins_where_last_batch_iteration_says(name: str, params: dict[str, Any]) -> None:
+    """The step with which it begins is the one that follows so many."""
+    whole = rates(build_scheduler(SchedulerConfig(type=name, params=params), adam()), 12)
+    section = SchedulerConfig(type=name, params={**params, "last_batch_iteration": 3})
+    assert rates(build_scheduler(section, adam()), 8) == pytest.approx(whole[4:])
 
 
 def test_schedule_of_torch_is_built_by_its_name() -> None:

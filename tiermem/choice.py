@@ -57,6 +57,17 @@ class OptimizerChoice(NamedTuple):
             return int(any(self._values("momentum", 0.0)))
         return 2 if self.name == "Muon" else 1
 
+    def facts(self, model: nn.Module) -> dict[str, Any]:
+        """What ranks have to agree about: the optimizer, the settings of its groups, and who is in which."""
+        names = {id(param): name for name, param in model.named_parameters()}
+        facts: dict[str, Any] = {"optimizer": self.name}
+        for number, group in enumerate(self.groups):
+            settings = {**self.defaults, **{key: value for key, value in group.items() if key != "params"}}
+            facts |= {f"{key} of parameter group {number}": value for key, value in settings.items()}
+            members = group["params"] if isinstance(group["params"], (list, tuple)) else ()
+            facts |= {f"parameter group of {names.get(id(param), 'another')}": number for param in members}
+        return facts
+
     def build(self) -> NativeOptimizer:
         """Builds it; its sharded parameters' states are made. Raises ValueError for settings out of range."""
         return KINDS[self.name](self.groups, **self.defaults)

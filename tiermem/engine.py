@@ -33,10 +33,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
+from tiermem import __version__
 from tiermem.accumulation import Accumulation
-from tiermem.choice import OptimizerFactory, Parameters, choose_optimizer
+from tiermem.choice import OptimizerChoice, OptimizerFactory, Parameters, choose_optimizer
 from tiermem.compiled import CompiledForwards
 from tiermem.config import OffloadDevice, OffloadState, TiermemConfig, load_config
 from tiermem.config.batch import solve_batch
@@ -44,6 +46,7 @@ from tiermem.data import build_loader
 from tiermem.engine_facts import EngineFacts
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.scaling import LossScaler
+from tiermem.phase_times import PhaseTimes
 from tiermem.phases import bring_back, offload, states_to_offload
 from tiermem.precision import DTYPES
 from tiermem.saving import consolidated, save_weights
@@ -138,9 +141,11 @@ class Engine(EngineFacts, nn.Module):
         self._sizes = config.batch(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
         choice = choose_optimizer(config, model, optimizer, parameters)
         _cast(model, _CAST_TO[config.precision])
-        self._agree(choice.name if choice else "none")
+        _cast_buffers(model, config.data_types.buffer_dtype)
+        self._agree(choice)
         policy = config.policy(num_moments=choice.num_moments) if choice else config.policy()
         self.shards: Shards = shard(model, policy, is_trained=choice is not None)
+        self._times = PhaseTimes(config.wall_clock_breakdown, self.shards.device.type == "cuda")
         self._autocast_dtype = _autocast_dtype(config, self.shards.device.type)
         self._scaler = LossScaler(config.fp16, config.fp16.enabled or self._autocast_dtype is torch.float16)
         try:
@@ -155,6 +160,7 @@ class Engine(EngineFacts, nn.Module):
             self.shards.close()
             raise
         self._accumulation = Accumulation(self.shards, self._sizes.accumulation, config.managed_gradient_accumulation)
+        self._dump_state()
 
     @property
     def micro_steps(self) -> int:
@@ -164,7 +170,10 @@ class Engine(EngineFacts, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; units come and go while it runs. Under torch.autocast if the config says so."""
         self._check_here()
-        with self.shards.store.recorder.span("forward", f"micro-batch {self.micro_steps}"), self._autocast():
+        if self.config.fp16.enabled and self.config.fp16.auto_cast:
+            args, kwargs = tree_map(_to_half, (args, kwargs))
+        span = self.shards.store.recorder.span("forward", f"micro-batch {self.micro_steps}")
+        with self._times.phase("forward"), span, self._autocast():
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -178,7 +187,8 @@ class Engine(EngineFacts, nn.Module):
         self._num_divided += 1
         if scale_wrt_gas and self._sizes.accumulation > 1:
             loss = loss / self._sizes.accumulation
-        with self.shards.store.recorder.span("backward", f"micro-batch {self.micro_steps}"):
+        span = self.shards.store.recorder.span("backward", f"micro-batch {self.micro_steps}")
+        with self._times.phase("backward"), span:
             self.scale(loss).backward(retain_graph=retain_graph)
         return loss.detach()
 
@@ -405,21 +415,19 @@ class Engine(EngineFacts, nn.Module):
             for param in module.parameters(recurse=False) if type(module) in classes else ():
                 by_param[param].reduce_dtype = self._autocast_dtype
 
-    def _agree(self, optimizer: str) -> None:
+    def _agree(self, choice: OptimizerChoice | None) -> None:
         """Raises ValueError on every rank when what the engine itself was given differs between ranks."""
         policy = self.config.policy()
-        facts = {
-            "micro-batch": self._sizes.micro,
-            "gradient_accumulation_steps": self._sizes.accumulation,
-            "gradient_clipping": self.config.gradient_clipping,
-            "precision": self.config.precision,
-            "torch_autocast": self.config.torch_autocast,
-            "optimizer": optimizer,
-        }
-        agree(find_topology(policy.stage, None, policy.timeout_s), facts)
+        sizes = self._sizes
+        facts = {"tiermem": __version__, "torch": torch.__version__, **self.config.shared_by_ranks()}
+        facts |= {"train_batch_size": sizes.total, "train_micro_batch_size_per_gpu": sizes.micro}
+        facts["gradient_accumulation_steps"] = sizes.accumulation
+        facts |= choice.facts(self.module) if choice is not None else {"optimizer": "none"}
+        agree(find_topology(policy.stage, None, policy.timeout_s), facts, "tiermem.initialize")
 
     def _step(self, optimizer: NativeOptimizer, lr_kwargs: Mapping[str, Any]) -> None:
-        optimizer.step(scale=self._gradient_scale(), max_norm=self.config.gradient_clipping)
+        with self._times.phase("step"):
+            optimizer.step(scale=self._gradient_scale(), max_norm=self.config.gradient_clipping)
         optimizer.zero_grad()
         self._scaler.update(optimizer.was_skipped)
         self.global_steps += 1
@@ -444,9 +452,14 @@ class Engine(EngineFacts, nn.Module):
     def _report_progress(self) -> None:
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and self.shards.topology.rank == 0:
-            logger.info(
-                "step %d, lr %s, gradient norm %.4g", self.global_steps, self.get_lr(), self.get_global_grad_norm()
-            )
+            figures = self.global_steps, self.get_lr(), self.get_global_grad_norm(), self._times.line(every)
+            logger.info("step %d, lr %s, gradient norm %.4g%s", *figures)
+
+    def _dump_state(self) -> None:
+        """Logs what became of every key, if the config asks for it."""
+        if self.config.dump_state and self.shards.topology.rank == 0:
+            for row in self.config.report():
+                logger.info("%s", row)
 
 
 def _autocast_dtype(config: TiermemConfig, device: str) -> torch.dtype | None:
@@ -467,6 +480,20 @@ def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
                     f"zero.Init built parameters as {param.dtype}, the config asks for {dtype}: give both the same"
                 )
             param.data = param.data.to(dtype)
+
+
+def _cast_buffers(model: nn.Module, dtype: str | None) -> None:
+    """Casts floating-point buffers, if the config asks for it; in place, so that they keep their identity."""
+    if dtype is None:
+        return
+    for buffer in model.buffers():
+        if buffer.dtype.is_floating_point:
+            buffer.data = buffer.data.to(DTYPES[dtype])
+
+
+def _to_half(value: Any) -> Any:
+    """A floating-point tensor in fp16; anything else as it is."""
+    return value.half() if torch.is_tensor(value) and value.is_floating_point() else value
 
 
 def _join_ranks(config: TiermemConfig) -> None:

@@ -141,6 +141,8 @@ class OffloadPolicy:
     """Register the arena with the GPU driver, where there is a GPU."""
     master_from: Literal["param", "init"] = "param"
     """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
+    loads_masters: bool = True
+    """Take masters from an optimizer's state dict that has them; False: make them from the (low-precision) parameters."""
     step_in_backward: bool = False
     """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
     on_nonfinite: Literal["skip", "raise", "apply"] = "skip"

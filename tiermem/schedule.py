@@ -25,12 +25,14 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 __all__ = [
+    "DOCUMENTED",
     "LRRangeTest",
     "OneCycle",
     "SchedulerSection",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "arguments_of",
     "build_scheduler",
     "check_params",
     "schedule_class",
@@ -246,13 +248,16 @@ class LRRangeTest(LRScheduler):
         return [low * (1.0 + self.step_rate * intervals) for low in self.min_lrs]
 
 
-_DOCUMENTED: Mapping[str, type[LRScheduler]] = {
+DOCUMENTED: Mapping[str, type[LRScheduler]] = {
     "WarmupLR": WarmupLR,
     "WarmupDecayLR": WarmupDecayLR,
     "WarmupCosineLR": WarmupCosineLR,
     "OneCycle": OneCycle,
     "LRRangeTest": LRRangeTest,
 }
+"""The five documented schedules by name."""
+
+_LAST = "last_batch_iteration"  # the documented name of torch's last_epoch
 
 
 def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> LRScheduler:
@@ -262,9 +267,13 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> LRSchedu
     problems = check_params(section.type, params)
     if problems:
         raise ValueError("; ".join(f"scheduler.params.{name}: {message}" for name, message in problems))
-    missing = [name for name, given in _arguments(cls).items() if given.default is given.empty and name not in params]
+    missing = [name for name, given in arguments_of(cls).items() if given.default is given.empty and name not in params]
     if missing:
         raise ValueError(f"scheduler {section.type} needs {', '.join(missing)}: set it in scheduler.params")
+    if _LAST in params and cls in DOCUMENTED.values():
+        params["last_epoch"] = params.pop(_LAST)
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])  # torch asks for it when a schedule does not begin at its start
     try:
         return cls(optimizer, **params)
     except TypeError as error:
@@ -273,22 +282,22 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> LRSchedu
 
 def schedule_class(name: str) -> type[LRScheduler]:
     """Finds a schedule by its name; raises ValueError with the nearest name."""
-    found = _DOCUMENTED.get(name) or getattr(lr_scheduler, name, None)
+    found = DOCUMENTED.get(name) or getattr(lr_scheduler, name, None)
     if isinstance(found, type) and issubclass(found, LRScheduler) and not name.startswith("_"):
         if found is lr_scheduler.ReduceLROnPlateau:
             raise ValueError("'ReduceLROnPlateau' needs a metric at each step; build it and step it yourself")
         return found
     torch_names = [n for n in dir(lr_scheduler) if n.endswith("LR") and not n.startswith("_")]
-    near = difflib.get_close_matches(name, [*_DOCUMENTED, *torch_names], n=1)
+    near = difflib.get_close_matches(name, [*DOCUMENTED, *torch_names], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ValueError(
-        f"{name!r} given; allowed are {', '.join(_DOCUMENTED)} and the classes of torch.optim.lr_scheduler{hint}"
+        f"{name!r} given; allowed are {', '.join(DOCUMENTED)} and the classes of torch.optim.lr_scheduler{hint}"
     )
 
 
 def check_params(name: str, params: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Lists arguments that the schedule does not have, each with a sentence."""
-    known = _arguments(schedule_class(name))
+    known = arguments_of(schedule_class(name))
     problems = []
     for given in params:
         if given not in known:
@@ -298,9 +307,12 @@ def check_params(name: str, params: Mapping[str, Any]) -> list[tuple[str, str]]:
     return problems
 
 
-def _arguments(cls: type[LRScheduler]) -> dict[str, inspect.Parameter]:
+def arguments_of(cls: type[LRScheduler]) -> dict[str, inspect.Parameter]:
+    """What `scheduler.params` may hold for a schedule, by name: its arguments beside the optimizer."""
     arguments = dict(inspect.signature(cls).parameters)
     arguments.pop("optimizer", None)
+    if cls in DOCUMENTED.values():
+        arguments[_LAST] = arguments.pop("last_epoch")
     return arguments
 
 

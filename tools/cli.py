@@ -203,14 +203,20 @@ def plan(
 def check(
     path: Annotated[list[Path] | None, typer.Option(help="folders whose disks are measured [default: this]")] = None,
     seconds: Annotated[float, typer.Option(help="of each disk measurement")] = 5.0,
+    config: Annotated[Path | None, typer.Option(help="a DeepSpeed-style JSON config: look at its keys instead")] = None,
+    shows_all: Annotated[bool, typer.Option("--all", help="with --config: keys that are not set, too")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
 ) -> None:
-    """Say what this machine offers: engines, direct I/O, limits, kernels, GPU, and how fast its disk is."""
+    """Say what this machine offers: engines, direct I/O, limits, kernels, GPU, disk. Or what becomes of a config's keys."""
     from tiermem.tools.check import check_machine
+    from tiermem.tools.check_config import check_config
     from tiermem.tools.reports import open_console
 
     try:
-        status = check_machine(path or [Path()], seconds, open_console())
+        if config is not None:
+            status = check_config(config, open_console(), shows_all)
+        else:
+            status = check_machine(path or [Path()], seconds, open_console())
     except (ValueError, OSError) as error:
         raise typer.Exit(refuse("check", error, debug)) from None
     raise typer.Exit(status)

@@ -97,7 +97,7 @@ def test_value_that_the_queue_does_not_take_is_refused(aio: dict[str, int]) -> N
 )
 def test_key_that_is_set_is_reported_as_honoured(key: str, value: Any) -> None:
     rows = {row.key: row for row in load_config({"aio": {key: value}}).report()}
-    assert rows[f"aio.{key}"][1:] == (value, "honoured", "")
+    assert rows[f"aio.{key}"][1:4] == (value, "honoured", "")
 
 
 @pytest.fixture

@@ -155,7 +155,7 @@ def test_deprecated_keys_act_as_their_successors() -> None:
     [
         {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}},
         {"stage": 3, "cpu_offload_param": False, "offload_param": {"device": "cpu"}},
-        {"cpu_offload_use_pin_memory": True},
+        {"stage": 2, "cpu_offload_use_pin_memory": True, "offload_optimizer": {"device": "cpu"}},
         {
             "stage3_gather_fp16_weights_on_model_save": True,
             "stage3_gather_16bit_weights_on_model_save": True,
@@ -190,3 +190,37 @@ def test_config_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 3
     assert isinstance(config, TiermemConfig)
+
+
+@pytest.mark.parametrize("beside", [{}, {"cpu_offload": False}])
+def test_deprecated_pinning_of_nothing_is_accepted_and_says_so(beside: dict[str, Any]) -> None:
+    with pytest.warns(DeprecationWarning, match="use pin_memory in offload_optimizer and offload_param"):
+        config = load_config({"zero_optimization": {"stage": 2, "cpu_offload_use_pin_memory": True, **beside}})
+    (row,) = (row for row in config.report() if row.key == "zero_optimization.cpu_offload_use_pin_memory")
+    assert row.note == "matters with cpu_offload or cpu_offload_param, and neither is on"
+
+
+@pytest.mark.parametrize(("stage", "number"), [(True, 1), (False, 0)])
+def test_stage_as_a_boolean_is_its_number_with_a_warning(stage: bool, number: int) -> None:
+    for zero in ({"stage": stage}, stage):
+        with pytest.warns(DeprecationWarning, match=f"write {number}"):
+            assert load_config({"zero_optimization": zero}).zero_optimization.stage == number
+
+
+@pytest.mark.parametrize("value", ["5e8", "5E+8", 5e8, 500_000_000, "500000000"])
+def test_numbers_may_be_text_as_yaml_leaves_them(value: Any) -> None:
+    config = load_config({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": value}})
+    assert config.policy().prefetch_numel == 500_000_000
+
+
+@pytest.mark.parametrize(("value", "rate"), [("1e-4", 1e-4), (1e-4, 1e-4), ("0.01", 0.01)])
+def test_rates_may_be_text_as_yaml_leaves_them(value: Any, rate: float) -> None:
+    config = load_config({"optimizer": {"type": "AdamW", "params": {"lr": value}}})
+    assert config.optimizer is not None
+    assert config.optimizer.params.lr == rate
+
+
+@pytest.mark.parametrize("value", ["1e", "e8", "five", "5e8x", "1.5e0"])
+def test_text_that_is_no_whole_number_is_no_count(value: str) -> None:
+    with pytest.raises(ConfigError, match="sub_group_size"):
+        load_config({"zero_optimization": {"sub_group_size": value}})

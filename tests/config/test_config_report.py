@@ -15,7 +15,13 @@ def test_key_that_is_set_is_honoured() -> None:
 
 
 def test_key_that_is_not_set_is_its_default() -> None:
-    assert rows_of(load_config({}))["gradient_clipping"] == ("gradient_clipping", 1.0, "default", "")
+    assert rows_of(load_config({}))["gradient_clipping"] == (
+        "gradient_clipping",
+        1.0,
+        "default",
+        "",
+        False,
+    )
 
 
 def test_key_that_is_always_on_is_computed_whatever_its_value() -> None:

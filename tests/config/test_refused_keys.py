@@ -11,12 +11,10 @@ from tiermem.config.errors import _known_paths
 from tiermem.config.keys import COMPUTED, PLANNED, REFUSED
 
 NOT_DEFAULT: dict[str, Any] = {
-    "zero_optimization.load_from_fp32_weights": False,
     "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": 0.5,
     "optimizer.params.bias_correction": False,
-    "data_types.buffer_dtype": "fp32",
     "seq_parallel_communication_data_type": "bf16",
     "sequence_parallel_size": 2,
     "checkpoint": {"load_universal": True},

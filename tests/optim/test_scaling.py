@@ -33,6 +33,11 @@ def test_hysteresis_forgives_the_first_overflows() -> None:
     assert scales("xxx", initial_scale_power=4, hysteresis=3) == [16, 16, 16, 8]
 
 
+@pytest.mark.parametrize(("is_on", "last"), [(True, 16), (False, 4)])
+def test_consecutive_hysteresis_forgives_again_after_a_good_step(is_on: bool, last: int) -> None:
+    assert scales("x.x.x.", initial_scale_power=4, hysteresis=2, consecutive_hysteresis=is_on)[-1] == last
+
+
 def test_scale_doubles_after_a_window_without_overflow() -> None:
     assert scales("..x....", initial_scale_power=4, loss_scale_window=3, hysteresis=1) == [16, 16, 16, 8, 8, 8, 16, 16]
 

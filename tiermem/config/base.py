@@ -4,7 +4,8 @@
 
 A section forbids unknown keys, is frozen once built, treats the string "auto" as if the key were absent, and refuses a
 key whose effect does not exist (`keys.py`) unless its value is the documented default. Problems of one section are
-found together. Numbers are strict about booleans (`true` is no count) and kind about whole floats (`5e8` is a count).
+found together. Numbers are strict about booleans (`true` is no count) and kind about whole floats (`5e8` is a count, and
+so is `"5e8"`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+_FLOAT = re.compile(r"\s*[+-]?\d+(\.\d*)?e[+-]?\d+\s*", re.IGNORECASE)
 _SIZE_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -103,9 +105,10 @@ def canonical_key(model: type[pydantic.BaseModel], name: str) -> str:
 
 
 def _no_bool(value: Any) -> Any:
+    """The value, unless it is a boolean; text such as "5e8", which YAML makes of 5e8, as its number."""
     if isinstance(value, bool):
         raise ValueError(f"{value!r} given; allowed is a number, not a boolean")
-    return value
+    return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value) else value
 
 
 def _parse_size(value: Any) -> Any:

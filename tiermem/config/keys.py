@@ -11,11 +11,11 @@ asks for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-__all__ = ["COMPUTED", "PLANNED", "REFUSED", "Refusal", "is_auto", "is_off"]
+__all__ = ["COMPUTED", "PLANNED", "REFUSED", "Refusal", "is_auto", "is_off", "is_recognised_only"]
 
 
 class Refusal(NamedTuple):
@@ -34,14 +34,11 @@ _OPTIM = "zero_optimization.offload_optimizer"
 REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
         # zero_optimization
-        f"{_ZERO}.load_from_fp32_weights": Refusal("masters are always loaded in full precision; remove the key"),
-        f"{_ZERO}.elastic_checkpoint": Refusal("checkpoints open on any number of ranks without it; remove the key"),
         f"{_ZERO}.legacy_stage1": Refusal("the old stage 1 does not exist here; remove the key"),
         f"{_ZERO}.zeropp_loco_param": Refusal(
             "error feedback (LoCo) would keep every gradient of the model whole on each rank, which sharding exists to avoid; "
             "remove the key"
         ),
-        f"{_ZERO}.pipeline_loading_checkpoint": Refusal("every rank loads its own part at once; remove the key"),
         f"{_ZERO}.stage3_use_all_reduce_for_fetch_params": Refusal("fetches use all-gather alone; remove the key"),
         f"{_ZERO}.log_trace_cache_warnings": Refusal("there is no trace cache to warn about; remove the key"),
         f"{_ZERO}.enable_sanity_checks": Refusal("sanity checks do not exist as a switch; remove the key"),
@@ -52,16 +49,11 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         f"{_OPTIM}.super_offload": Refusal("SuperOffload does not exist here; remove the key"),
         f"{_OPTIM}.cpuadam_cores_perc": Refusal("it belongs to SuperOffload, which does not exist; remove the key"),
         # precision
-        "fp16.auto_cast": Refusal("inputs are not cast; cast them in the data pipeline and remove the key"),
         "amp": Refusal('apex amp cannot be combined with ZeRO; use "bf16" or "fp16"'),
-        "data_types.buffer_dtype": Refusal("buffers keep the dtype that the model gave them; remove the key"),
         "seq_parallel_communication_data_type": Refusal("sequence parallelism does not exist; remove it", off="fp32"),
         # optimizer
         "optimizer.params.bias_correction": Refusal("moments are always corrected for their start; remove the key"),
         "optimizer.legacy_fusion": Refusal("there is no fused legacy optimizer; remove the key"),
-        "optimizer.params.torch_adam": Refusal(
-            "sharded states need tiermem's own Adam (the same mathematics as torch's); remove the key"
-        ),
         # the rest of the top level
         "sparse_gradients": Refusal("sparse gradients do not exist here; remove the key"),
         "disable_allgather": Refusal("updated parameters are always gathered; remove the key"),
@@ -81,13 +73,13 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "wandb": Refusal("monitors are not started for you; log from the training loop and remove the section"),
         "comet": Refusal("monitors are not started for you; log from the training loop and remove the section"),
         "csv_monitor": Refusal("monitors are not started for you; log from the training loop and remove the section"),
-        "comms_logger": Refusal("there is no log of collectives; use torch.profiler and remove the section"),
+        "comms_logger": Refusal("collectives are counted (Shards.topology.traffic) but not timed; use torch.profiler"),
         "checkpoint": Refusal(
-            "there is one way to write a checkpoint, and it opens on any number of ranks; remove the section",
+            "the engine writes no checkpoints of its own yet, so there is nothing to choose; remove the section",
             off={"tag_validation": "Warn"},
         ),
-        "load_universal_checkpoint": Refusal("every checkpoint opens on any number of ranks; remove the key"),
-        "use_node_local_storage": Refusal("a checkpoint lies in the folder you name; remove the key"),
+        "load_universal_checkpoint": Refusal("what is saved opens on any number of ranks without it; remove the key"),
+        "use_node_local_storage": Refusal("what is saved lies in the file or folder you name; remove the key"),
         "nebula": Refusal("that service is not supported; remove the section"),
         "hybrid_engine": Refusal("there is no inference engine; remove the section"),
         "tensor_parallel": Refusal("tensor parallelism does not exist here; remove the section"),
@@ -106,6 +98,8 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
 
 COMPUTED: Mapping[str, str] = MappingProxyType(
     {
+        f"{_ZERO}.elastic_checkpoint": "what is saved opens on any number of ranks, with it or without",
+        f"{_ZERO}.pipeline_loading_checkpoint": "weights are read tensor by tensor, so ranks need not take turns",
         f"{_ZERO}.use_multi_rank_bucket_allreduce": "a bucket holds every rank's part, and one reduction serves all ranks",
         f"{_ZERO}.allgather_partitions": "updated parameters are always all-gathered",
         f"{_ZERO}.allgather_bucket_size": "a unit is gathered whole, straight into its storage; the plan sizes units",
@@ -115,8 +109,10 @@ COMPUTED: Mapping[str, str] = MappingProxyType(
         f"{_ZERO}.compute_grad_norm": "the norm is computed with the check for NaN and infinity",
         f"{_ZERO}.parameter_alignment": "every parameter starts on a 64-byte boundary",
         f"{_OPTIM}.fast_init": "states on NVMe are always made in place, tile by tile",
+        "optimizer.params.torch_adam": "states are stepped by tiermem's own Adam: the same mathematics as torch's",
+        "zero_allow_untested_optimizer": "whatever is accepted is tested; another optimizer cannot step sharded states",
         "bf16.immediate_grad_update": "a gradient is reduced as soon as it is final",
-        "tiermem.measured": "what `tiermem tune` noted; nothing acts on it",
+        "tiermem.measured": "it is kept for the record, and nothing acts on it",
         "zero_force_ds_cpu_optimizer": "an optimizer whose states are sharded or offloaded is always tiermem's own",
     }
 )
@@ -152,6 +148,11 @@ PLANNED: Mapping[str, str] = MappingProxyType(
 def is_auto(value: object) -> bool:
     """Whether a raw value asks for its key to be computed, which is the same as leaving the key out."""
     return isinstance(value, str) and value == "auto"
+
+
+def is_recognised_only(path: str, fields: Container[str]) -> bool:
+    """Whether a key of the top is refused and none of the top's fields."""
+    return path in REFUSED and "." not in path and path not in fields
 
 
 def is_off(value: Any, off: Any) -> bool:

@@ -78,7 +78,8 @@ class OffloadParamConfig(_OffloadConfig):
 
 
 class OffloadOptimizerConfig(_OffloadConfig):
-    """`zero_optimization.offload_optimizer`: optimizer states that rest off the device. Needs stage 1, 2 or 3."""
+    """`zero_optimization.offload_optimizer`: optimizer states that rest off the device. Needs stage 1, 2 or 3; nvme is nvme
+    in all of them, where the reference takes it for cpu below stage 3."""
 
     section: ClassVar[str] = "zero_optimization.offload_optimizer"
 

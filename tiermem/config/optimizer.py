@@ -80,7 +80,7 @@ class AdamParams(OptimizerParams):
     bias_correction: bool = True
     """Divide the moments by 1 - beta**step; always so here."""
     torch_adam: bool = False
-    """Use torch's own Adam; does not exist for sharded states."""
+    """Use torch's own Adam; sharded states need ours."""
 
     @property
     def num_moments(self) -> int:

@@ -45,6 +45,6 @@ class OwnConfig(ConfigModel):
     engine: Literal["auto", "uring", "aio", "threads"] = "auto"
     """How files are read and written; auto takes the first that works."""
     measured: dict[str, Any] | None = None
-    """What `tiermem tune` noted beside its settings: machine, date, rates. Nothing acts on it."""
+    """What `tiermem tune` noted beside its settings: machine, date, rates."""
     timeout_s: Annotated[Number, Field(gt=0.0)] = 1800.0
     """Longest wait for another rank before the run stops with an error, in seconds."""

@@ -50,7 +50,7 @@ class Fp16Config(ConfigModel):
     enabled: bool = False
     """Compute in float16."""
     auto_cast: bool = False
-    """Cast inputs to float16; does not exist here."""
+    """Cast floating-point tensors among the model's inputs to float16."""
     loss_scale: Number = 0.0
     """Static scale; 0 is dynamic."""
     initial_scale_power: Count = 16
@@ -68,7 +68,7 @@ class Fp16Config(ConfigModel):
         validation_alias=AliasChoices("fp16_master_weights_and_grads", "fp16_master_weights_and_gradients"),
     )
     """The fp16 weight is the master, and gradients are kept in fp16; moments stay fp32. Stages 1 to 3 with
-    offload_optimizer on cpu or nvme. Also spelt fp16_master_weights_and_gradients."""
+    offload_optimizer on cpu or nvme."""
 
     @property
     def is_dynamic(self) -> bool:
@@ -99,7 +99,7 @@ class DataTypesConfig(ConfigModel):
     param_dtype: DtypeName | None = None
     """What parameters are kept in; must be what bf16 and fp16 say."""
     buffer_dtype: DtypeName | None = None
-    """What the model's buffers are cast to; they are not cast here."""
+    """What the model's floating-point buffers are cast to. Not set: they keep their dtype."""
 
 
 class PrecisionConfig(ConfigModel):

@@ -22,7 +22,7 @@ from tiermem.config.base import ConfigModel, Count, Number, PositiveCount
 from tiermem.config.batch import BatchSizes, solve_batch
 from tiermem.config.dtypes import DtypeName
 from tiermem.config.errors import ConfigError, Problem
-from tiermem.config.keys import REFUSED, is_off
+from tiermem.config.keys import REFUSED, is_off, is_recognised_only
 from tiermem.config.offload import OffloadDevice
 from tiermem.config.optimizer import OptimizerConfig
 from tiermem.config.own import OwnConfig
@@ -30,7 +30,15 @@ from tiermem.config.precision import Bf16Config, DataTypesConfig, Fp16Config
 from tiermem.config.ranks import rank_problems
 from tiermem.config.scheduler import SchedulerConfig
 from tiermem.config.states import Switches, precision_of, precision_problems
-from tiermem.config.translate import ReportRow, io_of, path_problems, paths_of, policy_of, report_of
+from tiermem.config.translate import (
+    ReportRow,
+    io_of,
+    path_problems,
+    paths_of,
+    policy_of,
+    report_of,
+    shared_by_ranks,
+)
 from tiermem.config.zero import ZeroConfig
 from tiermem.policy import OffloadPolicy
 
@@ -85,15 +93,15 @@ class TiermemConfig(ConfigModel):
     steps_per_print: Annotated[Count | None, BeforeValidator(_never_if_infinite)] = 10
     """Optimizer steps between two lines of progress; null, 0 or infinity prints none."""
     wall_clock_breakdown: bool = False
-    """Time forward, backward and step in every line of progress."""
+    """Tell in every line of progress how long forward, backward and step took, on the average since the one before."""
     dump_state: bool = False
-    """Print what became of every key when the engine starts."""
+    """Log what became of every key when the engine starts, at level INFO like progress."""
     seed: Annotated[Count, Field(le=(1 << 64) - 1)] = 0
     """Seeds the shuffling of training_data, and rounding where it is stochastic."""
     dataloader_drop_last: bool = False
     """Leave out a last batch of training_data that is not full."""
     zero_allow_untested_optimizer: bool = False
-    """Accept an optimizer from the user that was not tested with sharded states."""
+    """Accept an optimizer from the user that was not tested with sharded states; there is none such here."""
     zero_force_ds_cpu_optimizer: bool = True
     """With offload, refuse optimizers that cannot step on the CPU; always so here."""
 
@@ -150,6 +158,10 @@ class TiermemConfig(ConfigModel):
     def report(self) -> list[ReportRow]:
         """Lists every key: its value, whether it is honoured, computed or default, and a note."""
         return report_of(self, self._auto_keys, bool(paths_of(self.zero_optimization, self.tiermem)))
+
+    def shared_by_ranks(self) -> dict[str, Any]:
+        """Keys that have to be the same on every rank, with their values."""
+        return shared_by_ranks(self)
 
     def contradictions(self) -> list[tuple[str, str]]:
         found = []
@@ -271,4 +283,4 @@ _NO_ACCUMULATION = "true with gradient_accumulation_steps {}, but no gradient is
 
 def _only_recognised(key: str) -> bool:
     """Whether a top-level key is one that no field holds."""
-    return key in REFUSED and key not in TiermemConfig.model_fields
+    return is_recognised_only(key, TiermemConfig.model_fields)

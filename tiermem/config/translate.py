@@ -27,7 +27,7 @@ from tiermem.config.ranks import rank_fields
 from tiermem.config.zero import ZeroConfig
 from tiermem.policy import IoSettings, LeafRules, NvmePath, OffloadPolicy, Tier
 
-__all__ = ["ReportRow", "io_of", "path_problems", "paths_of", "policy_of", "report_of"]
+__all__ = ["ReportRow", "io_of", "path_problems", "paths_of", "policy_of", "report_of", "shared_by_ranks"]
 
 _ZERO_FIELDS = {
     "sub_group_size": "tile_numel",
@@ -40,6 +40,7 @@ _ZERO_FIELDS = {
     "contiguous_gradients": "contiguous_gradients",
     "reduce_scatter": "reduce_scatter",
     "ignore_unused_parameters": "ignore_unused",
+    "load_from_fp32_weights": "loads_masters",
 }
 _PARAM_FIELDS = {"buffer_count": "unit_buffers", "buffer_size": "unit_numel", "max_in_cpu": "host_param_numel"}
 _OWN_FIELDS = (
@@ -52,6 +53,16 @@ _OWN_FIELDS = (
     "timeout_s",
 )
 _ONLY_ON_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
+_OF_A_RANK = (
+    "nvme_path",
+    "pin_memory",
+    "paths",
+    "disk_bytes",
+    "measured",
+    "timeout_s",
+    "engine",
+)  # may differ between ranks
+_OF_A_RANK_AT_TOP = ("aio", "steps_per_print", "wall_clock_breakdown", "dump_state")
 _SWITCHED = ("bf16", "torch_autocast")  # sections of which nothing acts while they are off
 _NO_PATH = (
     'is missing, but device is nvme; set it to a folder, such as "/mnt/nvme0", or to a list, or set tiermem.paths'
@@ -69,6 +80,11 @@ class ReportRow(NamedTuple):
     """honoured: the value acts. computed: the plan or the design decides, see the note. default: not set, and acts."""
     note: str
     """What happens instead, or an empty string."""
+    is_set: bool = True
+    """Whether the config gives the key a value."""
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value!r} ({self.how}{': ' if self.note else ''}{self.note})"
 
 
 def policy_of(zero: ZeroConfig, aio: AioConfig, own: OwnConfig, overrides: Mapping[str, Any]) -> OffloadPolicy:
@@ -183,8 +199,18 @@ def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -
         if key in auto_keys:
             note = "auto: from the hidden size" if is_set else f"auto: {note or 'the default'}"
         how: Literal["honoured", "computed", "default"] = "honoured" if is_set else "default"
-        rows.append(ReportRow(key, value, "computed" if note else how, note))
+        rows.append(ReportRow(key, value, "computed" if note else how, note, is_set))
     return rows
+
+
+def shared_by_ranks(config: ConfigModel) -> dict[str, Any]:
+    """Keys that have to be the same on every rank, with their values: all but those about folders, queues and printing."""
+    leaves = {key: value for _, _, key, value in _leaves(config, "")}
+    return {
+        key: value
+        for key, value in leaves.items()
+        if key.rpartition(".")[2] not in _OF_A_RANK and key.partition(".")[0] not in _OF_A_RANK_AT_TOP
+    }
 
 
 def _leaves(model: ConfigModel, prefix: str) -> Iterator[tuple[ConfigModel, str, str, Any]]:
@@ -209,6 +235,8 @@ def _matters_elsewhere(model: ConfigModel, name: str, is_set: bool) -> str:
     device = getattr(model, "device", OffloadDevice.nvme)
     if is_set and name in _ONLY_ON_NVME and device is not OffloadDevice.nvme:
         return f"matters with device nvme; device is {device.value}"
+    if is_set and name == "cpu_offload_use_pin_memory":
+        return "matters with cpu_offload or cpu_offload_param, and neither is on"
     if is_set and model.section in _SWITCHED and name != "enabled" and not getattr(model, "enabled", True):
         return f"matters with {model.section}.enabled"
     return ""

@@ -82,9 +82,10 @@ class ZeroConfig(ConfigModel):
     overlap_comm: bool | None = None
     """Overlap reductions with backward. Not set: on in every stage, unlike the reference; false waits for each."""
     load_from_fp32_weights: bool = True
-    """Make masters from fp32 copies in a checkpoint; always so here."""
+    """Take fp32 masters from a saved optimizer's state dict, without loss; false: make them from the model's low-precision
+    weights, with that loss."""
     elastic_checkpoint: bool = False
-    """Open checkpoints on another number of ranks; always possible here."""
+    """Open what was saved on another number of ranks; always possible here."""
     offload_param: OffloadParamConfig | None = None
     """Where parameters rest; needs stage 3."""
     offload_optimizer: OffloadOptimizerConfig | None = None
@@ -148,7 +149,7 @@ class ZeroConfig(ConfigModel):
     memory_efficient_linear: bool = True
     """Replace linear layers by ones that save less; not needed here."""
     pipeline_loading_checkpoint: bool = False
-    """Load a checkpoint rank by rank; does not exist here."""
+    """Load weights rank by rank, which saves host memory; nothing to save here."""
     override_module_apply: bool = True
     """Fetch what functions given to Module.apply touch, in zero.Init and Engine.apply; false leaves it to them."""
     compute_grad_norm: bool = True
@@ -217,12 +218,12 @@ class ZeroConfig(ConfigModel):
             if getattr(self, old) is not None and self.is_set(new):
                 key = self.path_of(new).rpartition(".")[2]
                 found.append((old, f"deprecated key given together with its successor {key}; remove {old}"))
-        if self.cpu_offload_use_pin_memory is not None:
+        if self.cpu_offload_use_pin_memory is not None and (self.offload_param or self.offload_optimizer):
             found.append(
                 (
                     "cpu_offload_use_pin_memory",
-                    "deprecated key without a deprecated cpu_offload or cpu_offload_param to act on; remove it and set "
-                    "pin_memory in offload_optimizer and offload_param",
+                    "deprecated key given together with its successors offload_optimizer and offload_param; remove it and "
+                    "set pin_memory there",
                 )
             )
         return found

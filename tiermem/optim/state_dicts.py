@@ -4,8 +4,8 @@
 
 torch's optimizers load ours, and ours load torch's. Every state is fp32 and has the parameter's shape; `master` is there
 where a parameter of lower precision has one beside it (torch passes over it; a dict without it makes the master from the
-parameter). What is kept in fewer bits is found again to the bit. Parameters that were never stepped have no entry, unless
-states were put for them by hand; then `step` is 0.
+        if name in given and shards.policy.loads_masters:
+            values = shards.mine(shard, value_of(given, name, shard.shape, shard.name))
 
 Of a sharded model each state is gathered, whole, one parameter at a time: every rank makes the dict, and every rank's CPU
 memory holds all of it (12 bytes per parameter of a bf16 model under AdamW), beside one parameter's largest state.
@@ -60,7 +60,7 @@ def restore_sharded(
     for name in rule.moments if has_moments else ():
         tiles.load(shard, name, shards.mine(shard, value_of(given, name, shard.shape, shard.name)))
     for name in _masters(shards, shard):
-        if name in given:
+        if name in given and shards.policy.loads_masters:
             values = shards.mine(shard, value_of(given, name, shard.shape, shard.name))
         else:
             values = shards.local_weight(shard.param).float()[: shards.num_mine(shard)]

@@ -5,12 +5,11 @@ in errors of its neighbours. So every rank says in the rendezvous store where it
 
     1  whether another rank has named the lost one already (it posts what it found)
     2  whether a process of its own host is no longer alive
-
     3  whether a rank has never said where it runs
 
 for a few seconds, and raises with the answer. When nobody is gone it says who did not come: whoever waits in vain says so,
-and for what. torchrun's store belongs to its agent and outlives ranks; a store that was kept
-by rank 0 goes with it, which is an answer too.
+and for what. torchrun's store belongs to its agent and outlives ranks; a store that was kept by rank 0 goes with it, which
+is an answer too.
 """
 
 from __future__ import annotations

@@ -1,0 +1,186 @@
+"""Does every key of the config do what docs/keys.md says of it?
+
+    honoured, planned   changes the fields of the policy that its claim names and no other; a test sees a run change
+    computed            any value is taken, the policy stays as it is, and the report says what happens instead
+    refused             test_refused_keys.py
+    deprecated          test_config_load.py, and its successor's claim
+
+A key without a claim fails here: write the test that flips it, and name that test in key_claims.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from key_claims import AWAITED, CLAIMS
+
+from tiermem.config import TiermemConfig, load_config
+from tiermem.config.base import ConfigModel
+from tiermem.config.catalogue import Key, catalogue, every_model
+
+ROOT = Path(__file__).parents[2]
+
+COMPUTED_VALUES: dict[str, Any] = {
+    "zero_optimization.allgather_bucket_size": 7,
+    "tiermem.measured": {"date": "today"},
+    "zero_force_ds_cpu_optimizer": False,
+}  # of keys that are not switches
+BESIDE_COMPUTED: dict[str, Any] = {"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3}}
+
+
+def leaves() -> Iterator[Key]:
+    """Every key that holds a value, not a section of keys; one row for keys that several optimizers share."""
+    sections = {model.section for model in every_model()} - {"tiermem.paths", "tiermem.precision"}
+    seen = set()
+    for section in catalogue():
+        for key in section.keys:
+            is_section = key.path in sections and key.path != "scheduler.params"
+            if (
+                key.fate in ("honoured", "planned", "computed", "deprecated")
+                and not is_section
+                and key.path not in seen
+            ):
+                if section.title.startswith("scheduler.params of"):
+                    continue  # tests/test_schedule.py: every argument of every schedule
+                seen.add(key.path)
+                yield key
+
+
+KEYS = {key.path: key for key in leaves()}
+HONOURED = [path for path, key in KEYS.items() if key.fate in ("honoured", "planned")]
+
+
+def test_every_honoured_key_has_a_claim() -> None:
+    unclaimed = [path for path in HONOURED if path not in CLAIMS and path not in AWAITED]
+    assert not unclaimed, f"flip {unclaimed} in a test and name it in tests/config/key_claims.py"
+
+
+def test_what_is_awaited_is_honoured_and_not_claimed() -> None:
+    assert set(HONOURED) >= AWAITED
+    assert not AWAITED & set(CLAIMS)
+
+
+def test_no_claim_is_about_a_key_that_is_not_honoured() -> None:
+    assert set(CLAIMS) <= set(HONOURED)
+
+
+@pytest.mark.parametrize("path", CLAIMS)
+def test_a_key_changes_the_fields_of_the_policy_that_it_claims(path: str) -> None:
+    claim = CLAIMS[path]
+    if path.startswith("tiermem.paths."):
+        pytest.skip("a key of one path, not of the config: tests/config/test_config_paths.py")
+    before, after = (
+        load_config(config).policy() for config in (claim.beside, with_key(claim.beside, path, claim.value))
+    )
+    changed = {name: value for name, value in vars(after).items() if value != getattr(before, name)}
+    assert changed == dict(claim.policy)
+
+
+@pytest.mark.parametrize("path", CLAIMS)
+def test_the_test_that_sees_a_key_exists_and_speaks_of_it(path: str) -> None:
+    claim = CLAIMS[path]
+    file, _, name = claim.seen_by.partition("::")
+    assert name in names_of(file), f"{file} has no {name}"
+    words = {path.rpartition(".")[2], *KEYS[path].spellings, *claim.policy}
+    text = text_of(file)
+    assert any(word in text for word in words), f"{file} speaks of none of {sorted(words)}"
+
+
+@pytest.mark.parametrize("path", [path for path, key in KEYS.items() if key.fate == "computed"])
+def test_a_computed_key_takes_any_value_changes_nothing_and_says_what_happens(path: str) -> None:
+    value = COMPUTED_VALUES.get(path, KEYS[path].default != "true")
+    before = load_config(BESIDE_COMPUTED)
+    after = load_config(with_key(BESIDE_COMPUTED, path, value))
+    assert after.policy() == before.policy()
+    (row,) = (row for row in after.report() if row.key == path)
+    assert (row.value, row.how, row.note) == (value, "computed", KEYS[path].note)
+
+
+def test_every_deprecated_key_warns_and_names_its_successor() -> None:
+    deprecated = [path for path, key in KEYS.items() if key.fate == "deprecated"]
+    assert len(deprecated) == 4
+    for path in deprecated:
+        with pytest.warns(DeprecationWarning, match=path) as caught:
+            load_config(with_key({"zero_optimization": {"stage": 3}}, path, True))
+        assert any("use " in str(each.message) for each in caught)
+
+
+# ---- misspelt keys ---------------------------------------------------------------------------------------------------
+
+
+def misspelt(key: str) -> str:
+    """The key without a letter of its middle."""
+    middle = len(key) // 2
+    return key[:middle] + key[middle + 1 :]
+
+
+@pytest.mark.parametrize("path", [path for path in KEYS if not path.startswith("tiermem.paths.")])
+def test_a_misspelt_key_names_the_nearest_in_its_section(path: str) -> None:
+    section, _, key = path.rpartition(".")
+    beside = CLAIMS[path].beside if path in CLAIMS else BESIDE_COMPUTED
+    wrong = f"{section}.{misspelt(key)}" if section else misspelt(key)
+    if section == "scheduler" or path == "optimizer.type":
+        beside = {section: {"type": "AdamW" if section == "optimizer" else "WarmupLR"}}
+    with pytest.raises(ValueError, match="unknown key") as caught:
+        load_config(with_key(beside, wrong, 1))
+    assert f"{wrong}: " in str(caught.value)
+    assert f"did you mean {path}?" in str(caught.value)
+
+
+def with_key(config: Any, path: str, value: Any) -> dict[str, Any]:
+    """The config with one more key."""
+    made: dict[str, Any] = copy.deepcopy(dict(config))
+    *sections, key = path.split(".")
+    inner = made
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    if path in ("optimizer.type", "scheduler.type"):
+        inner.clear()
+    inner[key] = value
+    return made
+
+
+@functools.cache
+def text_of(file: str) -> str:
+    """A test file, with what it runs or imports from beside it."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    near = (ROOT / file).parent.glob("*.py")
+    beside = [each for each in near if f'"{each.name}"' in text or f"from {each.stem} import" in text]
+    return text + "".join(each.read_text(encoding="utf-8") for each in beside)
+
+
+@functools.cache
+def names_of(file: str) -> set[str]:
+    """The names of a file's test functions."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_model_of_the_config_is_in_the_catalogue() -> None:
+    """A section that somebody adds shows up on the page."""
+    shown = set(every_model())
+    reached: set[type[ConfigModel]] = set()
+    waiting: list[type[ConfigModel]] = [TiermemConfig]
+    while waiting:
+        model = waiting.pop()
+        reached.add(model)
+        waiting += [each for each in models_in(model) if each not in reached]
+    assert reached == shown
+
+
+def models_in(model: type[ConfigModel]) -> Iterator[type[ConfigModel]]:
+    for field in model.model_fields.values():
+        yield from models_of(field.annotation)
+
+
+def models_of(annotation: Any) -> Iterator[type[ConfigModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
+        yield annotation
+    for inner in getattr(annotation, "__args__", ()):
+        yield from models_of(inner)

@@ -1,0 +1,68 @@
+"""Does `tiermem check --config` say what becomes of each key, and everything that is wrong at once?"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tiermem.tools.check_config import check_config
+
+
+def checked(config: Any, folder: Path, shows_all: bool = False) -> tuple[int, str]:
+    file = folder / "ds.json"
+    file.write_text(json.dumps(config))
+    console = Console(width=200, record=True, file=io.StringIO())
+    status = check_config(file, console, shows_all)
+    return status, console.export_text()
+
+
+def row_of(text: str, key: str) -> str:
+    (row,) = (line for line in text.splitlines() if line.startswith(f"{key} "))
+    return " ".join(row.split())
+
+
+def test_keys_that_are_set_are_listed_with_what_becomes_of_them(tmp_path: Path) -> None:
+    zero = {"stage": 3, "elastic_checkpoint": True, "stage3_prefetch_bucket_size": 7}
+    status, text = checked({"zero_optimization": zero, "gradient_clipping": 0.5}, tmp_path)
+    assert status == 0
+    assert row_of(text, "gradient_clipping") == "gradient_clipping 0.5 honoured"
+    assert row_of(text, "zero_optimization.stage3_prefetch_bucket_size").endswith("7 honoured")
+    assert "True computed what is saved opens" in row_of(text, "zero_optimization.elastic_checkpoint")
+    assert "aio.block_size" not in text
+    assert "keys are not set" in text
+
+
+def test_all_lists_every_key(tmp_path: Path) -> None:
+    _, text = checked({}, tmp_path, shows_all=True)
+    assert "computed the queue's default" in row_of(text, "aio.block_size")
+    assert "keys are not set" not in text
+
+
+def test_everything_that_is_wrong_is_listed_with_its_reason(tmp_path: Path) -> None:
+    config = {
+        "zero_optimization": {"stage": 3, "legacy_stage1": True},
+        "optimiser": {},
+        "tensorboard": {"enabled": True},
+    }
+    status, text = checked(config, tmp_path)
+    assert status == 2
+    assert "the old stage 1 does not exist here" in row_of(text, "zero_optimization.legacy_stage1")
+    assert "did you mean optimizer?" in row_of(text, "optimiser")
+    assert "monitors are not started" in row_of(text, "tensorboard")
+
+
+def test_deprecated_keys_are_named(tmp_path: Path) -> None:
+    status, text = checked({"zero_optimization": {"stage": 2, "cpu_offload": True}}, tmp_path)
+    assert status == 0
+    assert "deprecated: zero_optimization.cpu_offload is deprecated; use offload_optimizer" in text
+    assert row_of(text, "zero_optimization.offload_optimizer.device").endswith("honoured")
+
+
+def test_a_file_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        check_config(tmp_path / "nowhere.json", Console())
