@@ -57,10 +57,6 @@ AWAITED: frozenset[str] = frozenset(
         ZERO + "leaf_module.names",
         ZERO + "leaf_module.name_suffixes",
         "fp32_allreduce",
-        ZERO + "zero_hpz_partition_size",
-        ZERO + "zero_quantized_weights",
-        ZERO + "zero_quantized_nontrainable_weights",
-        ZERO + "zero_quantized_gradients",
     }
 )
 """Keys whose effect has landed before the test that sees it in a run. To be empty soon."""
@@ -141,6 +137,22 @@ CLAIMS: dict[str, Claim] = {
     ZERO + "mics_hierarchical_params_gather": Claim(
         True, "tests/ranks/test_mesh_on_ranks.py::test_two_stage_gathers_cross_nodes_with_one_part_each",
         {"two_stage_gather": True}, {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
+    ),
+    ZERO + "zero_hpz_partition_size": Claim(
+        2, "tests/ranks/test_mesh_on_ranks.py::test_with_a_second_copy_no_gather_of_backward_leaves_the_node",
+        {"secondary_group_size": 2}, STAGE_3,
+    ),
+    ZERO + "zero_quantized_weights": Claim(
+        True, "tests/ranks/test_mesh_on_ranks.py::test_quantised_gathers_send_a_byte_per_element_and_a_scale_per_block",
+        {"quantised_gather": True}, STAGE_3,
+    ),
+    ZERO + "zero_quantized_nontrainable_weights": Claim(
+        True, "tests/zero/test_quantised_frozen.py::test_frozen_parameters_at_rest_take_about_half_of_bf16",
+        {"quantised_frozen": True}, STAGE_3,
+    ),
+    ZERO + "zero_quantized_gradients": Claim(
+        True, "tests/ranks/test_mesh_on_ranks.py::test_quantised_reductions_send_within_the_node_and_then_across",
+        {"quantised_reduction": True}, STAGE_3,
     ),
     ZERO + "load_from_fp32_weights": Claim(
         False, RUN + "test_masters_are_loaded_or_made_from_the_weights_as_load_from_fp32_weights_says",
