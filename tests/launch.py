@@ -1,6 +1,6 @@
 """Launch: one script in several processes that meet in torch.distributed, without an agent between.
 
-    in the test      found = launch(HERE / "train_on_ranks.py", 2, tmp_path, str(nvme))     what every rank wrote, by rank
+    in the test      found = launch(HERE / "twin_on_ranks.py", 2, tmp_path, str(nvme))     what every rank wrote, by rank
     in the script    with as_rank() as (rank, out, words): torch.save({...}, out)
 
 The first rank that fails ends the others, and its output is the error. Nothing outlives the call.

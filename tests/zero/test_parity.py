@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import math
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from master_twin import MasterTwin
 from twins import Tower, loss_of, seeded, train, train_plain
 
 import tiermem
@@ -47,7 +46,7 @@ def test_low_precision_with_fp32_master_equals_a_handwritten_twin_to_the_bit(
 ) -> None:
     model = seeded(Tower).to(dtype)
     twin = MasterTwin(copy.deepcopy(model), lr=1e-2, decay=0.01, max_norm=0.5)
-    expected = [twin.step(number) for number in range(STEPS)]
+    expected = [stepped(twin, number) for number in range(STEPS)]
     result = train(model, policy_at(home, tmp_path), STEPS, max_norm=0.5)
     assert result.losses == expected
     for name, param in twin.model.named_parameters():
@@ -56,33 +55,8 @@ def test_low_precision_with_fp32_master_equals_a_handwritten_twin_to_the_bit(
         assert torch.equal(result.states[f"{name}.exp_avg_sq"], twin.second[param].flatten()), name
 
 
-class MasterTwin:
-    """AdamW on fp32 masters of a low-precision model, in plain tensor operations."""
-
-    def __init__(self, model: nn.Module, lr: float, decay: float, max_norm: float) -> None:
-        self.model, self.lr, self.decay, self.max_norm = model, lr, decay, max_norm
-        self.masters = {p: p.detach().float() for p in model.parameters()}
-        self.first = {p: torch.zeros_like(m) for p, m in self.masters.items()}
-        self.second = {p: torch.zeros_like(m) for p, m in self.masters.items()}
-        self.num_steps = 0
-
-    @torch.no_grad()
-    def step(self, number: int, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> float:
-        with torch.enable_grad():
-            loss = loss_of(self.model, number)
-            loss.backward()
-        self.num_steps += 1
-        squares = [p.grad.double().square().sum().item() for p in self.model.parameters()]
-        clip = min(1.0, self.max_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
-        for p, master in self.masters.items():
-            grad = p.grad.float() * clip
-            first, second = self.first[p], self.second[p]
-            master *= 1.0 - self.lr * self.decay
-            first += (grad - first) * (1.0 - beta1)
-            second.copy_(second * beta2 + grad * grad * (1.0 - beta2))
-            root = second.double().sqrt().float()  # torch's own fp32 sqrt (MKL) is an ulp off in one of six
-            denominator = root * (1.0 / math.sqrt(1.0 - beta2**self.num_steps)) + eps
-            master -= (self.lr / (1.0 - beta1**self.num_steps)) * (first / denominator)
-            p.copy_(master)
-            p.grad = None
-        return loss.item()
+def stepped(twin: MasterTwin, number: int) -> float:
+    loss = loss_of(twin.model, number)
+    loss.backward()
+    twin.step()
+    return loss.item()
