@@ -326,6 +326,7 @@ def main(out: Path, nvme: Path, chosen: list[str]) -> None:
             found[name] = ""
         except Exception:
             found[name] = traceback.format_exc()
+            print(f"{name}: {found[name]}", file=sys.stderr)
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, found[name])
         if any(everywhere) and not all(everywhere):  # ranks may be at different places now
