@@ -55,7 +55,7 @@ from tiermem.zero import registry
 from tiermem.zero.agreement import agree
 from tiermem.zero.gathered import apply_gathered
 from tiermem.zero.residency import LiveUnit
-from tiermem.zero.shards import Shards, shard
+from tiermem.zero.shards import Shards, device_of, shard
 from tiermem.zero.topology import find_topology
 
 logger = logging.getLogger("tiermem")
@@ -143,10 +143,12 @@ class Engine(EngineFacts, nn.Module):
         _cast(model, _CAST_TO[config.precision])
         _cast_buffers(model, config.data_types.buffer_dtype)
         self._agree(choice)
-        policy = config.policy(num_moments=choice.num_moments) if choice else config.policy()
-        self.shards: Shards = shard(model, policy, is_trained=choice is not None)
+        device = device_of(model)
+        self._autocast_dtype = _autocast_dtype(config, device.type)
+        fields = _lowering(config, self._autocast_dtype) | ({"num_moments": choice.num_moments} if choice else {})
+        policy = config.policy(**fields)
+        self.shards: Shards = shard(model, policy, device=device, is_trained=choice is not None)
         self._times = PhaseTimes(config.wall_clock_breakdown, self.shards.device.type == "cuda")
-        self._autocast_dtype = _autocast_dtype(config, self.shards.device.type)
         self._scaler = LossScaler(config.fp16, config.fp16.enabled or self._autocast_dtype is torch.float16)
         try:
             self._set_reduced_dtypes()
@@ -468,6 +470,14 @@ def _autocast_dtype(config: TiermemConfig, device: str) -> torch.dtype | None:
         return None
     name = config.torch_autocast.dtype
     return DTYPES[name] if name is not None else torch.get_autocast_dtype(device)
+
+
+def _lowering(config: TiermemConfig, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The policy's fields for a forward under autocast: what it lowers is gathered in its dtype."""
+    if dtype is None:
+        return {}
+    name = next(name for name, each in DTYPES.items() if each is dtype)
+    return {"gather_dtype": name, "lowered_modules": config.torch_autocast.safe_classes}
 
 
 def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:

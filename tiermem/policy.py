@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from torch import nn
+
 from tiermem.precision import Precision
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths
 from tiermem.swap.settings import IoSettings
@@ -30,6 +32,8 @@ _ONLY_STAGE_3 = (
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "master_from": ("param", "init"),
     "on_nonfinite": ("skip", "raise", "apply"),
+    "gather_way": ("coalesced", "single", "all_reduce"),
+    "gather_dtype": (None, "bf16", "fp16"),
     "reduce_dtype": (None, "fp32", "bf16", "fp16"),
     "reduce_op": ("mean", "sum"),
 }
@@ -106,6 +110,14 @@ class OffloadPolicy:
     """Most elements that stay gathered because of persistence_numel, in all. None: no bound."""
     leaves: LeafRules = dataclasses.field(default_factory=LeafRules)
     """Modules that are fetched as one, beside those that are marked (zero/leaf.py)."""
+    gather_way: Literal["coalesced", "single", "all_reduce"] = "coalesced"
+    """How the ranks' parts of a unit come together (zero/gather.py): all parameters in one call; one parameter after the
+    other, with units as small as the model's modules allow and nothing fetched ahead, for the smallest peak; or added up."""
+    gather_dtype: Literal["bf16", "fp16"] | None = None
+    """The dtype of the torch.autocast that forward runs under: wider weights of `lowered_modules` are cast to it before they
+    are gathered, not after (zero/lowering.py). None: everything is gathered as it rests."""
+    lowered_modules: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    """Classes of modules whose parameters autocast lowers, exactly these."""
     reduce_bucket_numel: int = 500_000_000
     """Most elements of gradients handed to one reduction, those of all ranks' parts together (zero/buckets.py)."""
     contiguous_gradients: bool = True

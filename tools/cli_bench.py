@@ -1,4 +1,4 @@
-"""The command line of `tiermem bench`: io, adam, step and curves. See cli.py."""
+"""The command line of `tiermem bench`: io, adam, step, ranks and curves. See cli.py."""
 
 from __future__ import annotations
 
@@ -158,6 +158,33 @@ def bench_step(
         raise typer.Exit(refuse("bench step", error, debug)) from None
     except KeyboardInterrupt:
         print("tiermem bench step: stopped; nothing is left on the paths", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    raise typer.Exit(status)
+
+
+@bench.command("ranks")
+def bench_ranks(
+    ranks: Annotated[int, typer.Option(help="processes, gloo between them")] = 2,
+    loops: Annotated[int, typer.Option(help="steps of each, in turn")] = 15,
+    blocks: Annotated[int, typer.Option(help="of the model")] = 8,
+    width: Annotated[int, typer.Option(help="of a block; it holds 8 x width^2 parameters")] = 512,
+    samples: Annotated[int, typer.Option(help="rows of each rank's batch")] = 512,
+    empty: Annotated[int, typer.Option(help="units that compute next to nothing, for the overhead")] = 64,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write machine and figures here")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+) -> None:
+    """Time a step on several ranks with everything in memory beside FSDP2's, and the Python around a unit."""
+    from tiermem.tools.bench_ranks import RanksBenchOptions
+    from tiermem.tools.bench_ranks import bench_ranks as run_benchmark
+    from tiermem.tools.reports import open_console
+
+    try:
+        options = RanksBenchOptions(ranks, loops, blocks, width, samples, empty, json_file)
+        status = run_benchmark(options, open_console())
+    except (ValueError, OSError) as error:
+        raise typer.Exit(refuse("bench ranks", error, debug)) from None
+    except KeyboardInterrupt:
+        print("tiermem bench ranks: stopped; nothing was written", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     raise typer.Exit(status)
 

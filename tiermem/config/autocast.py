@@ -1,11 +1,12 @@
 """`torch_autocast`: the engine's forward runs under torch.autocast. Alone, or together with bf16 or fp16.
 
 torch decides operation by operation what is computed in the lower dtype. lower_precision_safe_modules names module classes
-whose own parameters lose nothing by it: their gradients cross ranks in the autocast dtype. Parameters are gathered in
-their own dtype all the same.
+whose own parameters lose nothing by it: their gradients cross ranks in the autocast dtype, and with stage 3 on several ranks
+fp32 weights are cast to it before they are gathered (zero/lowering.py), so that autograd keeps no copy of them.
 
-With parameters in fp32, autograd keeps the lower copy of every weight from forward to backward, 2 bytes per parameter
-that no budget counts: with offloaded parameters set bf16.enabled as well, or checkpoint activations.
+On one rank weights are read straight into place in their own dtype, and with parameters in fp32 autograd keeps the lower copy
+of every weight from forward to backward, 2 bytes per parameter that no budget counts: with offloaded parameters set
+bf16.enabled as well, or checkpoint activations.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class AutocastConfig(ConfigModel):
     dtype: DtypeName | None = None
     """bf16 or fp16. Not set: what torch takes for the device. With fp16 the loss is scaled as section fp16 says."""
     lower_precision_safe_modules: tuple[str, ...] | None = None
-    """Module classes, such as "torch.nn.Linear", whose parameters' gradients are reduced in this dtype. Not set:
-    torch.nn's Linear, Conv1d, Conv2d and Conv3d."""
+    """Module classes, such as "torch.nn.Linear", whose parameters' gradients are reduced in this dtype, and which are gathered
+    in it (those forwards then run under autocast only). Not set: torch.nn's Linear, Conv1d, Conv2d and Conv3d. []: none."""
 
     @pydantic.field_validator("dtype")
     @classmethod

@@ -39,7 +39,6 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
             "error feedback (LoCo) would keep every gradient of the model whole on each rank, which sharding exists to avoid; "
             "remove the key"
         ),
-        f"{_ZERO}.stage3_use_all_reduce_for_fetch_params": Refusal("fetches use all-gather alone; remove the key"),
         f"{_ZERO}.log_trace_cache_warnings": Refusal("there is no trace cache to warn about; remove the key"),
         f"{_ZERO}.enable_sanity_checks": Refusal("sanity checks do not exist as a switch; remove the key"),
         f"{_ZERO}.save_muon_momentum_buffer_in_memory": Refusal(
@@ -105,7 +104,6 @@ COMPUTED: Mapping[str, str] = MappingProxyType(
         f"{_ZERO}.allgather_bucket_size": "a unit is gathered whole, straight into its storage; the plan sizes units",
         f"{_ZERO}.round_robin_gradients": "every rank copies its own part of every gradient, as evenly as can be",
         f"{_ZERO}.memory_efficient_linear": "no linear layer is replaced; autograd saves views of a unit's storage",
-        f"{_ZERO}.stage3_allgather_sequential": "gathers need no list buffers: each lands in its final storage",
         f"{_ZERO}.compute_grad_norm": "the norm is computed with the check for NaN and infinity",
         f"{_ZERO}.parameter_alignment": "every parameter starts on a 64-byte boundary",
         f"{_OPTIM}.fast_init": "states on NVMe are always made in place, tile by tile",

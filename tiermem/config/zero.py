@@ -121,11 +121,11 @@ class ZeroConfig(ConfigModel):
     use_all_reduce_for_fetch_params: bool = Field(
         default=False, validation_alias="stage3_use_all_reduce_for_fetch_params"
     )
-    """Fetch by all-reduce; does not exist here."""
+    """Gather units by an all-reduce of layouts in which every rank fills its own part."""
     allgather_sequential: bool = Field(
         default=False, validation_alias=AliasChoices("stage3_allgather_sequential", "stage3_allgather_single_param")
     )
-    """Gather parameter by parameter to save buffers; here no gather needs one."""
+    """Gather parameter by parameter, in units as small as modules allow, and fetch nothing ahead: the smallest peak."""
     ignore_unused_parameters: bool = True
     """Go on when parameters got no gradient on any rank; false: a step with such parameters is an error naming them."""
     legacy_stage1: bool = False
@@ -185,7 +185,12 @@ class ZeroConfig(ConfigModel):
         return self.offload_optimizer.device if self.offload_optimizer else OffloadDevice.none
 
     def contradictions(self) -> list[tuple[str, str]]:
-        return [*self._offload_without_shards(), *self._old_beside_new(), *self._unusable_tile()]
+        two_ways = "allgather_sequential is true as well; a unit is gathered in one way: remove one of the two"
+        ways = [("stage3_use_all_reduce_for_fetch_params", two_ways)] if self._gathers_in_two_ways() else []
+        return [*self._offload_without_shards(), *self._old_beside_new(), *self._unusable_tile(), *ways]
+
+    def _gathers_in_two_ways(self) -> bool:
+        return self.use_all_reduce_for_fetch_params and self.allgather_sequential
 
     def _offload_without_shards(self) -> list[tuple[str, str]]:
         found = []

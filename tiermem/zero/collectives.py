@@ -13,7 +13,7 @@ dies, or is silent for longer than the policy's `timeout_s`, makes the wait fail
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,20 +31,21 @@ class Pending:
     Args:
         topology: names the rank that is gone when the wait fails.
         what: what is being done, for that error.
-        works: torch.distributed's handles.
+        works: torch.distributed's handles, in the order in which they are waited for; one may be started when those before
+            it have ended.
         owns: the tensors that the transfers read and write, all on one device.
     """
 
-    def __init__(self, topology: Topology, what: str, works: Sequence[Any], owns: Sequence[torch.Tensor]) -> None:
+    def __init__(self, topology: Topology, what: str, works: Iterable[Any], owns: Sequence[torch.Tensor]) -> None:
         self._topology = topology
         self._what = what
-        self._works = list(works)
-        self._owns: Sequence[torch.Tensor] = owns
+        self._works = works
+        self._owns = owns
         self._is_bounded = all(tensor.device.type == "cpu" for tensor in owns)
 
     def wait(self) -> None:
         """Blocks until all have ended (on a GPU: orders the current stream after them). Raises RankLost; safe to repeat."""
-        works, self._works = self._works, []
+        works, self._works = self._works, ()
         try:
             for work in works:
                 if self._is_bounded:

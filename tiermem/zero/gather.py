@@ -1,49 +1,204 @@
 """Gather: every rank's part of something, brought together on all of them, straight into its final place.
 
-gather_unit   every rank's shard of a unit     -> the unit's full layout, parameter by parameter, no copy between
-gather        every rank's part of one tensor  -> the whole, in the order of ranks
+    UnitGather    every rank's shard of a unit     -> the unit's full layout, which the maths sees; may run behind compute
+    gather_unit   the same, at once
+    gather        every rank's part of one tensor  -> the whole, in the order of ranks
+
+A rank puts its own part into the full layout first, in the dtype that the maths sees (so what crosses ranks is in that dtype
+as well), and the buffer that the shard was read into is free from then on. Then the parts are exchanged in place:
+
+    coalesced    all parameters of the unit as one call
+    single       one parameter after the other: nothing is buffered for more than one of them
+    all_reduce   the other ranks' parts are set to zero and the whole layout is added up, as integers: bits stay what they are
+
+Over gloo an all-gather collects into a tensor of its own, as large as all that is gathered, and copies from there; so between
+CPUs each rank's part travels as a message to each of the others, received where it belongs. NCCL gathers in place.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, Protocol
+
 import torch
 import torch.distributed as dist
 
-from tiermem.zero.collectives import Pending, call
+from tiermem.zero.collectives import Pending, call, explained
 from tiermem.zero.topology import Topology
-from tiermem.zero.unit import Unit
+from tiermem.zero.unit import Shard, Unit
+
+Way = Literal["coalesced", "single", "all_reduce"]
+"""How the parts of a unit are exchanged; see above."""
+
+_FIRST_TAG = 1 << 20  # of our messages: users' own begin at 0
+
+
+class Gather(Protocol):
+    """The gather of one unit, in two steps: `put` this rank's shard, `start` the exchange."""
+
+    @property
+    def needs_shard(self) -> bool:
+        """Whether the next gather begins at the shard; else it need not be read."""
+
+    def put(self, shard: torch.Tensor | None) -> None:
+        """Takes this rank's flat shard layout, when it is needed."""
+
+    def start(self) -> Pending:
+        """Starts the exchange. Collective; does not block."""
+
+    def outdate(self) -> None:
+        """The weights are about to change at home."""
+
+
+class UnitGather:
+    """The gather of one unit, again and again. Collective: every rank starts the same ones in the same order.
+
+    Args:
+        topology: over which ranks.
+        unit: what is gathered.
+        full: its full layout; has bytes under it whenever a gather runs.
+        way: how parts are exchanged.
+    """
+
+    def __init__(self, topology: Topology, unit: Unit, full: torch.Tensor, way: Way = "coalesced") -> None:
+        self._topology = topology
+        self._full = full
+        self._way = way
+        self._what = f"gathering {unit.name}"
+        self._parts = [part for part in unit.shards if part.numel]
+        self._pieces: list[list[torch.Tensor]] = []  # of each parameter, every rank's: views, made in the first gather
+        self._shard: torch.Tensor | None = None
+        self._mine: list[torch.Tensor] = []  # views of that
+        self._rounds = _rounds_of(topology)
+        is_cpu = full.device.type == "cpu"
+        self._is_direct = (
+            is_cpu and topology.group is not None and "cpu:gloo" in dist.get_backend_config(topology.group)
+        )
+
+    @property
+    def needs_shard(self) -> bool:
+        """Always."""
+        return True
+
+    def outdate(self) -> None:
+        """Nothing is kept that could be outdated."""
+
+    def put(self, shard: torch.Tensor | None) -> None:
+        """Copies this rank's flat shard layout into its place in the full one.
+
+        The shard is free afterwards; on a GPU when the current stream gets there.
+        """
+        assert shard is not None
+        if not self._pieces:  # a storage without bytes cannot be viewed
+            self._pieces = [self._cut(part) for part in self._parts]
+        if shard is not self._shard:  # one that rests in memory is the same every time
+            self._shard = shard
+            self._mine = [shard[part.shard_offset : part.shard_offset + part.shard_numel] for part in self._parts]
+        if self._parts:
+            own = [pieces[self._topology.shard_rank] for pieces in self._pieces]
+            torch._foreach_copy_(own, self._mine, non_blocking=True)
+
+    def start(self) -> Pending:
+        """Starts the exchange, after `put`. Does not block. Raises RankLost."""
+        if self._topology.num_shards == 1 or not self._parts:
+            return self._pending([])
+        everything = list(range(len(self._parts)))
+        try:
+            if self._way == "all_reduce":
+                return self._pending([self._add_up()])
+            calls = [[index] for index in everything] if self._way == "single" else [everything]
+            rounds = ((call, each) for call in calls for each in self._rounds)
+            first = self._exchange(*next(rounds))
+            rest = (work for call, each in rounds for work in self._exchange(call, each))  # as the wait asks for them
+            return self._pending(itertools.chain(first, rest))
+        except RuntimeError as error:
+            raise explained(self._topology, self._what, error) from error
+
+    def _cut(self, part: Shard) -> list[torch.Tensor]:
+        """The places of every rank's piece of a parameter in the full layout."""
+        count = part.shard_numel
+        starts = [part.full_offset + rank * count for rank in range(self._topology.num_shards)]
+        return [self._full[start : start + count] for start in starts]
+
+    def _pending(self, works: Iterable[Any]) -> Pending:
+        return Pending(self._topology, self._what, works, [self._full])
+
+    def _exchange(self, indices: list[int], each: _Round) -> list[Any]:
+        """Starts one round of the exchange of some parameters; returns what is to be waited for."""
+        rows = [
+            (index, row, [self._pieces[index][i] for i in places])
+            for index in indices
+            for row, places in enumerate(each.rows)
+        ]
+        num_bytes = sum(piece.nbytes for _, _, pieces in rows for piece in pieces)
+        self._topology.traffic.add("all_gather", self._what, num_bytes, each.among)
+        group = self._topology.group_of(each.among)
+        if not self._is_direct:
+            return [self._all_gather(group, each, indices)]
+        return [
+            work
+            for index, row, pieces in rows
+            for work in _send(group, each.me, pieces, (row + 1) * _FIRST_TAG + self._parts[index].index)
+        ]
+
+    def _all_gather(self, group: dist.ProcessGroup, each: _Round, indices: list[int]) -> Any:
+        """All-gathers of a round, grouped by the backend; in place where a row lies in one piece."""
+        is_whole = all(row == list(range(row[0], row[-1] + 1)) for row in each.rows)
+        with dist._coalescing_manager(group, None if is_whole else self._full.device, async_ops=True) as grouped:
+            for part, pieces in ((self._parts[index], self._pieces[index]) for index in indices):
+                for row in each.rows:
+                    mine, start = pieces[row[each.me]], part.full_offset + row[0] * part.shard_numel
+                    if is_whole:
+                        whole = self._full[start : start + len(row) * part.shard_numel]
+                        dist.all_gather_into_tensor(whole, mine, group=group, async_op=True)
+                    else:
+                        dist.all_gather([pieces[place] for place in row], mine, group=group, async_op=True)
+        return grouped
+
+    def _add_up(self) -> Any:
+        """An all-reduce of the full layout, in which the parts of others are zero."""
+        for pieces in self._pieces:
+            for rank, piece in enumerate(pieces):
+                if rank != self._topology.shard_rank:
+                    piece.zero_()
+        self._topology.traffic.add("all_reduce", self._what, self._full.nbytes, "shard")
+        return dist.all_reduce(self._full.view(torch.int32), group=self._topology.group_of("shard"), async_op=True)
+
+
+class _Round(NamedTuple):
+    """An exchange among some of the ranks: of each row of places in a parameter, every one brings its own."""
+
+    among: str
+    me: int  # this rank's place in a row
+    rows: list[list[int]]
+
+
+def _rounds_of(topology: Topology) -> list[_Round]:
+    """One round among all that share the parts; or across nodes first and then within each, where bytes cross once."""
+    if not topology.gathers_in_stages:
+        return [_Round("shard", topology.shard_rank, [list(range(topology.num_shards))])]
+    across, within = topology.across, topology.within
+    assert across is not None and within is not None
+    places = [[node * within.size + local for local in range(within.size)] for node in range(across.size)]
+    return [
+        _Round("across", across.rank, [[row[within.rank] for row in places]]),
+        _Round("within", within.rank, places),
+    ]
+
+
+def _send(group: dist.ProcessGroup, me: int, pieces: list[torch.Tensor], tag: int) -> list[Any]:
+    """Messages of every rank's piece, between every two ranks of a group."""
+    others = [(rank, piece) for rank, piece in enumerate(pieces) if rank != me]
+    receives = [group.recv([piece], rank, tag) for rank, piece in others]
+    return receives + [group.send([pieces[me]], rank, tag) for rank, _ in others]
 
 
 def gather_unit(topology: Topology, unit: Unit, shard: torch.Tensor, full: torch.Tensor) -> None:
     """Fills the full layout from every rank's flat shard layout. Blocks (in stream order on a GPU)."""
-    for part in unit.shards:
-        mine = shard[part.shard_offset : part.shard_offset + part.shard_numel]
-        whole = full[part.full_offset : part.full_offset + part.shard_numel * topology.num_shards]
-        if topology.num_shards == 1:
-            whole.copy_(mine)
-        elif part.numel:
-            gather(topology, mine, whole, f"gathering {unit.name}")
-
-
-class PlainGather:
-    """The gather of one unit from every rank's shard, in two steps: `put` the shard, `start` the exchange."""
-
-    def __init__(self, topology: Topology, unit: Unit, full: torch.Tensor) -> None:
-        self._topology = topology
-        self._unit = unit
-        self._full = full
-        self._shard: torch.Tensor | None = None
-
-    def put(self, shard: torch.Tensor | None) -> None:
-        """Takes this rank's flat shard layout, until the exchange has ended."""
-        self._shard = shard
-
-    def start(self) -> Pending:
-        """Fills the full layout. Collective; blocks (in stream order on a GPU). Raises RankLost."""
-        assert self._shard is not None
-        gather_unit(self._topology, self._unit, self._shard, self._full)
-        self._shard = None
-        return Pending(self._topology, f"gathering {self._unit.name}", [], [self._full])
+    whole = UnitGather(topology, unit, full)
+    whole.put(shard)
+    whole.start().wait()
 
 
 def gather(topology: Topology, mine: torch.Tensor, whole: torch.Tensor, what: str) -> None:

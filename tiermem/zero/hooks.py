@@ -23,6 +23,7 @@ called again in the same backward, and for every micro-batch; it is called at th
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -46,6 +47,7 @@ class Use:
         self.answered_in = 0  # the number of a backward
         self.entered = 0  # by the clock of forwards that begin and end
         self.left = 0
+        self.start_ns = time.monotonic_ns()  # of the forward, then of the backward
 
 
 class Frame:
@@ -79,6 +81,7 @@ class Hooks:
         self._root = root
         self._units = units
         self._residency = residency
+        self._recorder = residency.recorder
         self._homes = homes
         self._uses: dict[int, weakref.WeakSet[Use]] = {u.unit.index: weakref.WeakSet() for u in units}
         self._held: list[Use] = []  # asked for by the backward under way
@@ -168,6 +171,7 @@ class Hooks:
                 self._residency.release(live)
         if frame.use is not None and frame.use.units:
             frame.use.left = self._tick()
+            self._record("forward", frame.use)
             mark(made, frame.use, self._hold)
 
     def _tick(self) -> int:
@@ -321,12 +325,18 @@ class Hooks:
         if use.is_held:
             use.is_held = False
             self._held.remove(use)
+            self._record("backward", use)
             for live in use.units:
                 live.let_go()
                 self._residency.release(live)
 
     def _see_backward(self, grad: torch.Tensor) -> None:
         self._watch_backward()
+
+    def _record(self, phase: str, use: Use) -> None:
+        end_ns = time.monotonic_ns()
+        for live in use.units:
+            self._recorder.add("unit", f"{phase} {live.unit.name}", use.start_ns, end_ns)
 
     def _watch_backward(self) -> None:
         """At the first sign of a backward: clears the way for autograd's gradients and asks to be told of its end."""

@@ -51,18 +51,21 @@ class UnitMemory:
         self._out: dict[int, torch.Tensor] = {}  # parameters that hold a copy of their own (gathered.py)
         self._may_swap = may_swap and device.type == "cpu"
         self._lender: torch.UntypedStorage | None = None  # holds the slot's pointer while the unit does not
-        full = torch.empty(unit.full_numel, dtype=unit.dtype, device=device)  # never touched: no page is resident
+        full = torch.empty(unit.full_numel, dtype=unit.full_dtype, device=device)  # never touched: no page is resident
         self.full = full
         self._storage = full.untyped_storage()
         self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards]
         self._nan = torch.full((), _nothing(unit.dtype), dtype=unit.dtype, device=device)
         self._absent = [self._nan.expand(s.shape) for s in unit.shards]
         self._storage.resize_(0)
+        if unit.full_dtype != unit.dtype and unit.is_trainable:
+            for shard in unit.shards:
+                shard.param.grad_dtype = unit.dtype  # autograd adds up in it, whatever dtype forward saw
 
     def put_under(self, slot: Slot) -> None:
-        """Makes the unit present with the bytes of an arena slot (CPU). The slot belongs to the unit until it leaves.
+        """Puts an arena slot's memory under the unit (CPU). The slot belongs to the unit until it leaves.
 
-        Whatever fills the unit does so through `full` afterwards, or has filled the slot before.
+        Whatever fills the unit has filled the slot before, or does so through `full` before `show`.
         """
         if self._may_swap:
             lender = torch.from_numpy(slot.tensor[: self.unit.full_bytes].numpy()).untyped_storage()
@@ -71,11 +74,10 @@ class UnitMemory:
         else:
             self.allocate()
             self.full.view(torch.uint8).copy_(slot.tensor[: self.unit.full_bytes])
-        self._show()
 
     def hold(self, slot: Slot) -> None:
         """Makes an arena slot the unit's memory for good, content undefined (CPU, resident units)."""
-        full = slot.tensor[: self.unit.full_bytes].view(self.unit.dtype)
+        full = slot.tensor[: self.unit.full_bytes].view(self.unit.full_dtype)
         self.full = full
         self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in self.unit.shards]
 
@@ -85,26 +87,28 @@ class UnitMemory:
 
     def show(self) -> None:
         """Points the parameters at the full layout, once its bytes are (or will be, in stream order) right."""
-        self._show()
+        self._check_nothing_was_written()
+        self.is_present = True
+        self._point(self.views, ZeroParamStatus.AVAILABLE)
 
     def leave(self) -> None:
-        """Gives the bytes up; the parameters' data becomes NaN. Nothing is written anywhere."""
-        self.is_present = False
-        self._point(self._absent, ZeroParamStatus.NOT_AVAILABLE)
+        """Gives the bytes up, shown or not; the parameters' data is NaN then. Nothing is written anywhere."""
+        if self.is_present:
+            self.hide()
         if self._lender is not None:
             self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
             self._lender = None
         else:
             self._storage.resize_(0)
 
+    def hide(self) -> None:
+        """Makes the parameters' data NaN; the bytes stay."""
+        self.is_present = False
+        self._point(self._absent, ZeroParamStatus.NOT_AVAILABLE)
+
     def sees(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of this memory."""
         return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
-
-    def _show(self) -> None:
-        self._check_nothing_was_written()
-        self.is_present = True
-        self._point(self.views, ZeroParamStatus.AVAILABLE)
 
     def take_out(self, index: int, value: torch.Tensor) -> None:
         """Gives one parameter a copy of its own, which it keeps whether the unit is present or not."""

@@ -58,7 +58,7 @@ class Order:
 
     def upcoming(self) -> Iterator[int]:
         """The units expected next, nearest first; ends where the pass is expected to end."""
-        return iter(self._guess[self._place :])
+        return map(self._guess.__getitem__, range(self._place, len(self._guess)))
 
     def distance(self, unit: int) -> float:
         """How many uses lie before the unit's next; infinity when none is expected in this pass."""

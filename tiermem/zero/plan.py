@@ -27,7 +27,7 @@ from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
 
 _USUAL_TILE_NUMEL = 1 << 20
 _USUAL_TILE_BUFFERS = (8, 4)  # two reading and two writing keep a disk busy; more even out its pauses
-_USUAL_UNIT_BUFFERS = 3
+_USUAL_UNITS_AHEAD = 2
 _USUAL_GRAD_BUFFERS = 2
 _PAGE = 4096
 BOUNCE_BYTES = 4 << 20
@@ -101,7 +101,7 @@ def make_plan(division: Division, policy: OffloadPolicy, topology: Topology, is_
         if topology.num_shards == 1 and homes.get(unit.index) in in_place and not unit.is_packed:
             unit.is_resident = True
             del homes[unit.index]
-    planner = _Planner(division.units, policy, topology, is_gpu, homes)
+    planner = _Planner(division, policy, topology, is_gpu, homes)
     choices = planner.choices()
     for choice in choices:
         plan = planner.plan(*choice, resident_bytes=policy.resident_bytes or 0)
@@ -145,14 +145,15 @@ class _Planner:
     """Makes the plan of one choice; the choices, best first."""
 
     def __init__(
-        self, units: list[Unit], policy: OffloadPolicy, topology: Topology, is_gpu: bool, homes: dict[int, Tier]
+        self, division: Division, policy: OffloadPolicy, topology: Topology, is_gpu: bool, homes: dict[int, Tier]
     ) -> None:
         self._policy = policy
-        self._units = units
+        self._units = division.units
+        self._most_at_once = max(1, division.most_at_once)
         self._is_gpu = is_gpu
         self._num_shards = topology.num_shards
         self._world = topology.world
-        self._trainable = [u for u in units if u.is_trainable]
+        self._trainable = [u for u in division.units if u.is_trainable]
         self._homes = homes  # of streamed units, by index
 
     def choices(self) -> list[tuple[Tier, int, int, int]]:
@@ -161,7 +162,8 @@ class _Planner:
         homes = [policy.grads] if policy.grads else [Tier.HOST, Tier.NVME] if policy.paths else [Tier.HOST]
         if policy.step_in_backward:
             homes = [Tier.DEVICE]  # none is held
-        counts = [policy.unit_buffers] if policy.unit_buffers else [_USUAL_UNIT_BUFFERS, 2]
+        aheads = [0] if policy.gather_way == "single" else [_USUAL_UNITS_AHEAD, 1]
+        counts = [policy.unit_buffers] if policy.unit_buffers else [self._most_at_once + ahead for ahead in aheads]
         tiles = [policy.tile_numel] if policy.tile_numel else [_USUAL_TILE_NUMEL >> i for i in range(5)]
         num_off = int(not policy.pipeline_read) + int(not policy.pipeline_write)
         buffers = [policy.tile_buffers] if policy.tile_buffers else [n >> num_off for n in _USUAL_TILE_BUFFERS]

@@ -48,7 +48,7 @@ class ShardedGrad(torch.Tensor):
     def __new__(cls, shard: Shard, homes: Norms) -> ShardedGrad:
         param = shard.param
         grad: ShardedGrad = torch.Tensor._make_wrapper_subclass(
-            cls, shard.shape, dtype=param.dtype, device=param.device
+            cls, shard.shape, dtype=param.grad_dtype or param.dtype, device=param.device
         )
         grad._shard, grad._homes = weakref.ref(shard), weakref.ref(homes)
         return grad

@@ -40,9 +40,10 @@ from tiermem.zero.admission import check_model
 from tiermem.zero.agreement import agree, facts_of, facts_of_plan
 from tiermem.zero.attributes import ZeroParamStatus, absent_part, describe, undescribe
 from tiermem.zero.collectives import share
-from tiermem.zero.gather import PlainGather, gather, gather_unit
+from tiermem.zero.gather import Gather, UnitGather, gather, gather_unit
 from tiermem.zero.grads import GradientHomes
 from tiermem.zero.hooks import Hooks
+from tiermem.zero.lowering import watch_autocast
 from tiermem.zero.memory import UnitMemory, can_swap_pointers
 from tiermem.zero.mesh import arrange, ranks_of
 from tiermem.zero.nursery import Nursery
@@ -102,7 +103,7 @@ class Shards:
         ranks, policy = ranks_of(group, policy)
         self.policy = policy
         everyone = find_topology(policy.stage, ranks, policy.timeout_s)
-        self.device = torch.device(device) if device is not None else _device_of(model)
+        self.device = torch.device(device) if device is not None else device_of(model)
         agree(everyone, facts_of(model, policy, self.device))
         self.states: StateTiles | None = None  # of the optimizer that steps this model
         self.is_held = False  # all units are kept present (present.py)
@@ -429,7 +430,7 @@ class Shards:
         self._wires = Pool(arena, plan.wire_slot_bytes, plan.num_wire_slots, "wires") if plan.num_wire_slots else None
         self.units = [self._send_home(unit, may_swap, pool or stages) for unit in units]
         self.store.settle()
-        self.residency = Residency(self.units, self.store, order, self.topology, self.policy, pool, stages, self.device)
+        self.residency = Residency(self.units, self.store, order, self.policy, pool, stages, self.device)
         trainable = [u for u in units if u.is_trainable]
         self.homes = GradientHomes(
             trainable, plan.grads, self.store, self.topology, self.workers, grads, buckets, self.policy
@@ -437,6 +438,8 @@ class Shards:
         live = {module: [self.units[u.index] for u in needed] for module, needed in triggers.items()}
         self.triggers = list(live)  # modules that make units present
         self.hooks = Hooks(self.model, live, self.units, self.residency, self.homes)
+        lowered = [s.param for u in units if u.full_dtype != u.dtype for s in u.shards]
+        self._handles += watch_autocast(self.model, lowered, self.policy, self.device)
         self._gathered: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._gathered_by: Callable[[], object] = lambda: None  # the state_dict under way, held weakly
         for module in self.model.modules():
@@ -482,7 +485,7 @@ class Shards:
         if home is not Tier.NVME:
             shard = self.store.view(entry)
             self._fill(unit, shard)
-            memory.leave()
+            memory.hide()
             return LiveUnit(unit, memory, None, shard, self._gather_of(unit, memory))
         assert pool is not None
         slot = pool.take()
@@ -490,20 +493,24 @@ class Shards:
         self._fill(unit, slot.tensor[: unit.shard_bytes].view(unit.rests_as))
         self.store.write([(entry, 0, slot.tensor[: unit.shard_bytes])], entry).wait()
         pool.give_back(slot)
-        memory.leave()
+        memory.hide()
         return LiveUnit(unit, memory, entry, None, self._gather_of(unit, memory))
 
-    def _gather_of(self, unit: Unit, memory: UnitMemory) -> PackedGather | NearGather | None:
-        """How a unit is gathered, where that is not plainly."""
-        is_packed = unit.is_packed or (self.policy.quantised_gather and unit.dtype.is_floating_point)
-        packed = PackedGather(self.topology, unit, memory.full, self._wires) if is_packed else None
-        if not keeps_secondary(self.policy, self.topology.num_shards):
-            return packed
-        assert self.topology.across is not None
-        name, numel = f"secondary/{unit.index}/{unit.name}", secondary_numel(unit, self.topology.across.size)
+    def _gather_of(self, unit: Unit, memory: UnitMemory) -> Gather | None:
+        """How a unit is gathered; None: it is not, since it rests as it is present."""
+        policy, topology = self.policy, self.topology
+        if unit.is_packed or (policy.quantised_gather and unit.dtype.is_floating_point):
+            plain: Gather = PackedGather(topology, unit, memory.full, self._wires)
+        elif topology.num_shards > 1:
+            plain = UnitGather(topology, unit, memory.full, policy.gather_way)
+        else:
+            return None
+        if not keeps_secondary(policy, topology.num_shards):
+            return plain
+        assert topology.across is not None
+        name, numel = f"secondary/{unit.index}/{unit.name}", secondary_numel(unit, topology.across.size)
         self.store.reserve(name, (numel,), memory.full.dtype, Tier.HOST)
-        second = Secondary(self.topology, unit, self.store.view(name))
-        return NearGather(second, packed or PlainGather(self.topology, unit, memory.full), memory.full)
+        return NearGather(Secondary(topology, unit, self.store.view(name)), plain, memory.full)
 
     def _make_resident(self, unit: Unit, may_swap: bool) -> LiveUnit:
         memory = UnitMemory(unit, self.device, may_swap)
@@ -622,7 +629,8 @@ def initial_master(unit: Unit) -> str:
     return f"initial/{unit.index}/{unit.name}"
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
+    """Where the maths of a model runs unless it is told otherwise: where its parameters are, or the GPU for those on meta."""
     first = next(model.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
     return (

@@ -3,8 +3,8 @@
 A unit is a child of the outermost ModuleList; one that is larger than its buffer is split at its inner modules, down to
 leaf modules (leaf.py) and tiles (tiled.py). What lies outside every ModuleList becomes a unit per module that owns
 parameters. Small parameters (and, below stage 3, all of them) make *resident* units, which stay present. Parameters of
-one unit share a dtype and are all trainable or all frozen. A parameter owned by two modules (tied weights) belongs to the
-first one's unit, which both modules then trigger.
+one unit share a dtype (and the lower one that they are gathered in, lowering.py) and are all trainable or all frozen. A
+parameter owned by two modules (tied weights) belongs to the first one's unit, which both modules then trigger.
 
 Two layouts, in elements, with every parameter on a multiple of ALIGN (64 bytes or more in every dtype):
 
@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from torch import nn
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.extents import round_up
 from tiermem.zero.leaf import apply_rules, has_forward, is_routed, z3_leaf_module
+from tiermem.zero.lowering import lowered_parameters
 from tiermem.zero.quantised import packed_bytes
 from tiermem.zero.tiled import TiledLinear
 
@@ -69,13 +71,14 @@ class Unit:
     is_resident: bool  # present all the time: its full layout is never given up
     full_numel: int
     shard_numel: int
+    full_dtype: torch.dtype  # what the maths sees; other than dtype when parts are cast before they are gathered
     is_leaf: bool = False  # of a module that is fetched as one
     is_packed: bool = False  # its shard rests as 8-bit blocks (quantised.py), and is sent so
 
     @property
     def full_bytes(self) -> int:
         """Bytes of the full layout."""
-        return self.full_numel * self.dtype.itemsize
+        return self.full_numel * self.full_dtype.itemsize
 
     @property
     def packed_numel(self) -> int:
@@ -102,6 +105,7 @@ class Division:
 
     units: list[Unit]
     triggers: dict[nn.Module, list[Unit]]  # modules whose forward needs units, in the order of the model
+    most_at_once: int  # streamed units that a module needs, with those of the modules around it
 
     def order(self) -> list[Unit]:
         """The streamed units in the order in which their modules were defined: the first guess of a forward."""
@@ -119,14 +123,16 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
     apply_rules(model, policy.leaves)
     names = {param: (i, name) for i, (name, param) in enumerate(model.named_parameters())}
     persistent = _persistent(model, policy)
+    lowered = lowered_parameters(model, policy, num_shards)
     units: list[Unit] = []
     triggers: dict[nn.Module, list[Unit]] = {}
     owners: dict[nn.Parameter, Unit] = {}
     small: dict[nn.Parameter, None] = {}  # a set that keeps its order
-    for name, module, params in _groups(model, policy.unit_numel, persistent, num_shards):
+    limit = 0 if policy.gather_way == "single" else policy.unit_numel
+    for name, module, params in _groups(model, limit, persistent, num_shards):
         needed: dict[int, Unit] = {owners[p].index: owners[p] for p in params if p in owners}
         fresh = [p for p in params if p not in owners and p not in persistent]
-        for kind, alike in _by_kind(fresh, is_trained).items():
+        for kind, alike in _by_kind(fresh, is_trained, lowered).items():
             unit = _lay_out(name, len(units), alike, names, kind, policy.stage != 3, num_shards)
             unit.is_leaf = _is_leaf(module, num_shards)
             _check_size(unit, policy)
@@ -139,9 +145,22 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
                 small[p] = None
         if needed:
             triggers.setdefault(module, []).extend(needed.values())
-    for kind, alike in _by_kind(list(small), is_trained).items():
+    for kind, alike in _by_kind(list(small), is_trained, {}).items():
         units.append(_lay_out("persistent", len(units), alike, names, kind, True, num_shards))
-    return Division(units, triggers)
+    return Division(units, triggers, _most_at_once(model, triggers))
+
+
+def _most_at_once(model: nn.Module, triggers: Mapping[nn.Module, list[Unit]]) -> int:
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, held: frozenset[int]) -> int:
+        if module in seen:
+            return 0
+        seen.add(module)
+        held |= {unit.index for unit in triggers.get(module, []) if not unit.is_resident}
+        return max([len(held), *(visit(child, held) for child in module.children())])
+
+    return visit(model, frozenset())
 
 
 def _groups(
@@ -210,10 +229,21 @@ def _persistent(model: nn.Module, policy: OffloadPolicy) -> set[nn.Parameter]:
     return chosen
 
 
-def _by_kind(params: list[nn.Parameter], is_trained: bool) -> dict[tuple[torch.dtype, bool], list[nn.Parameter]]:
-    kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+class _Kind(NamedTuple):
+    """What the parameters of a unit have in common."""
+
+    dtype: torch.dtype
+    is_trainable: bool
+    full_dtype: torch.dtype
+
+
+def _by_kind(
+    params: list[nn.Parameter], is_trained: bool, lowered: Mapping[nn.Parameter, torch.dtype]
+) -> dict[_Kind, list[nn.Parameter]]:
+    kinds: dict[_Kind, list[nn.Parameter]] = {}
     for param in params:
-        alike = kinds.setdefault((param.dtype, param.requires_grad and is_trained), [])
+        kind = _Kind(param.dtype, param.requires_grad and is_trained, lowered.get(param, param.dtype))
+        alike = kinds.setdefault(kind, [])
         if all(param is not other for other in alike):
             alike.append(param)
     return kinds
@@ -224,7 +254,7 @@ def _lay_out(
     index: int,
     params: list[nn.Parameter],
     names: dict[nn.Parameter, tuple[int, str]],
-    kind: tuple[torch.dtype, bool],
+    kind: _Kind,
     is_resident: bool,
     num_shards: int,
 ) -> Unit:
@@ -236,16 +266,16 @@ def _lay_out(
         shards.append(Shard(full_name, position, param, param.shape, param.numel(), share, full, part))
         full += round_up(share * num_shards, ALIGN)
         part += round_up(share, ALIGN)
-    dtype, is_trainable = kind
     return Unit(
         name,
         index,
         shards,
-        dtype,
-        is_trainable,
+        kind.dtype,
+        kind.is_trainable,
         is_resident,
         round_up(max(full, 1), UNIT_ALIGN),
         round_up(max(part, 1), UNIT_ALIGN),
+        kind.full_dtype,
     )
 
 
