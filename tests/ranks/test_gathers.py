@@ -5,6 +5,7 @@ The tower: embed (61 x 31), four blocks of two matrices (97 x 31 each), head (61
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -46,8 +47,9 @@ def gathers(found: dict[str, Any], step: int) -> list[str]:
 
 def payloads(found: dict[str, Any], step: int) -> list[tuple[str, str, int]]:
     """(collective, unit, bytes) of every gather of a streamed unit in a step."""
-    calls = [tuple(p) for p in found["steps"][step]["payloads"] if p[1].startswith("gathering")]
-    return [(op, what.removeprefix("gathering "), n) for op, what, n in calls if "persistent" not in what]
+    calls = [(op, what.removeprefix("gathering "), n) for op, what, n, _ in found["steps"][step]["payloads"]]
+    streamed = {name for name, _, _ in found["units"]} - {"persistent"}
+    return [call for call in calls if call[1] in streamed]
 
 
 # ---- values ------------------------------------------------------------------------------------------------------------
@@ -56,7 +58,7 @@ def payloads(found: dict[str, Any], step: int) -> list[tuple[str, str, int]]:
 @pytest.mark.parametrize("case", CASES)
 def test_no_key_changes_what_is_learnt(case: str, launched: Found) -> None:
     for found in (rank[case] for rank in launched):
-        rel = 1e-6 if "autocast" not in case else 1e-2
+        rel = 1e-4 if "autocast" not in case else 1e-2  # sums of three numbers round, and Adam divides by small ones
         assert found["losses"] == pytest.approx(found["twin"], rel=rel)
     assert all(rank[case]["head"] == launched[0][case]["head"] for rank in launched)
 
@@ -104,7 +106,24 @@ def test_an_all_reduce_adds_up_the_whole_layout(launched: Found) -> None:
 
 # ---- order -------------------------------------------------------------------------------------------------------------
 
-STEPS_OF_THE_TOWER: list[str] = []
+NEXT_TO_A_BLOCK = ("forward embed", "gather head", "gather embed")
+STEPS_OF_THE_TOWER = [
+    *(
+        "gather embed",
+        "gather layers.0",
+        "gather layers.1",
+    ),  # as many as there are buffers; from step 2 on: by the step before
+    *("forward embed", "gather layers.2", "forward layers.0", "gather layers.3", "forward layers.1", "gather head"),
+    *("forward layers.2", "forward layers.3", "forward head", "backward head", "gather layers.1", "backward layers.3"),
+    *(
+        "gather layers.0",
+        "backward layers.2",
+        "gather embed",
+        "backward layers.1",
+        "backward layers.0",
+        "backward embed",
+    ),
+]
 
 
 def happenings(found: dict[str, Any], step: int) -> list[str]:
@@ -164,14 +183,19 @@ def test_without_prefetch_no_gather_is_hidden(case: str, launched: Found) -> Non
 
 def test_max_live_parameters_keeps_two_blocks_from_being_live(launched: Found) -> None:
     """A block's layout is 8192 elements, embedding's and head's 4096: 13,000 hold one block with one of those."""
-    names = gathers(launched[0]["few live"], 1)
-    assert names == [*UNITS, "layers.2", "layers.1", "layers.0", "embed"] or len(names) > len(
-        gathers(launched[0]["base"], 1)
-    )
+    for before, after in itertools.pairwise(happenings(launched[0]["few live"], 1)):
+        if before.startswith("gather layers"):  # at once needed, or the embedding's use goes on beside it
+            assert after in (
+                before.replace("gather", "forward"),
+                before.replace("gather", "backward"),
+                *NEXT_TO_A_BLOCK,
+            )
 
 
 def test_max_reuse_distance_of_zero_gives_every_unit_up_at_once(launched: Found) -> None:
-    assert gathers(launched[0]["no reuse"], 1) == [*UNITS, *UNITS[::-1]]
+    names = gathers(launched[0]["no reuse"], 1)
+    assert {name: names.count(name) for name in UNITS} == dict.fromkeys(UNITS, 2)  # for forward and for backward
+    assert len(gathers(launched[0]["base"], 1)) == 9  # the last two blocks and the head stay
 
 
 @pytest.mark.parametrize(
@@ -204,6 +228,7 @@ def test_peak_is_shards_and_live_units_and_gradients_and_states(launched: Found)
         + layout_bytes(units["persistent"])  # which are whole as well
         + 3 * max(layout_bytes(numels) for numels in units.values())  # one in use, two gathered ahead
         + shards  # gradients, until the step
+        + dict(launched[0]["base"]["rows"])["2 reduce buffers"]  # gradients on their way between ranks: two buckets
         + 2 * shards  # two moments; the fp32 parameters are their own masters
     )
     for rank in launched:

@@ -307,6 +307,7 @@ class Hooks:
         for live in use.units:
             live.hold()
             self._residency.ensure(live)
+        use.start_ns = time.monotonic_ns()
         if not self._residency.expects_reads():
             self.on_last_read()
 
