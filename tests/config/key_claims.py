@@ -67,6 +67,12 @@ def with_io(**fields: Any) -> dict[str, Any]:
 
 
 CLAIMS: dict[str, Claim] = {
+    ZERO + "stage3_use_all_reduce_for_fetch_params": Claim(
+        True, "tests/ranks/test_gathers.py::test_an_all_reduce_adds_up_the_whole_layout", {"gather_way": "all_reduce"}
+    ),
+    ZERO + "stage3_allgather_sequential": Claim(
+        True, "tests/ranks/test_gathers.py::test_single_parameters_are_gathered_one_by_one", {"gather_way": "single"}
+    ),
     # the top
     "train_batch_size": Claim(6, RUN + "test_any_two_batch_sizes_give_micro_batches_and_steps"),
     "train_micro_batch_size_per_gpu": Claim(3, RUN + "test_any_two_batch_sizes_give_micro_batches_and_steps"),
