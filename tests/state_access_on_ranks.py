@@ -16,7 +16,6 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ranks.cases import TIERS
 from twins import Tower, loss_of, seeded
 
 import tiermem
@@ -37,6 +36,8 @@ from tiermem.utils import (
     safe_update_full_grad_vectorized,
     safe_update_local_states_vectorized,
 )
+
+TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 CASES: dict[str, tuple[int, str, str]] = {  # stage, where things rest, precision of a bf16 model; "" for fp32
     "stage 0": (0, "none", "exact"),

@@ -72,7 +72,8 @@ def bench_ranks(options: RanksBenchOptions, console: Console) -> int:
 
 def measure(options: RanksBenchOptions) -> dict[str, Any]:
     """Seconds of every loop, as rank 0 saw them. Blocks; raises RuntimeError when a rank fails."""
-    import torch.multiprocessing as processes
+    from torch import multiprocessing
+    from torch.multiprocessing.spawn import start_processes
 
     from tiermem.tools.rank_steps import Job, run_rank
 
@@ -86,8 +87,8 @@ def measure(options: RanksBenchOptions) -> dict[str, Any]:
             options.num_samples,
             options.num_empty,
         )
-        answers = processes.get_context("spawn").SimpleQueue()
-        ranks = processes.spawn(run_rank, (job, answers), options.num_ranks, join=False)
+        answers = multiprocessing.get_context("spawn").SimpleQueue()
+        ranks = start_processes(run_rank, (job, answers), options.num_ranks, join=False)
         assert ranks is not None
         deadline = time.monotonic() + _PATIENCE_S
         while answers.empty():  # joining raises what a rank raised

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import init_device_mesh
 
 import tiermem
 from tiermem import OffloadPolicy
@@ -51,7 +51,8 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        moved: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return x + moved
 
 
 class Empty(nn.Module):
@@ -81,7 +82,7 @@ class Tower(nn.Module):
 def run_rank(rank: int, job: Job, answers: Any) -> None:
     """Measures on one rank; rank 0 puts the answer, a dict of lists of seconds, into the queue."""
     torch.set_num_threads(max(1, torch.get_num_threads() // job.num_ranks))
-    store = dist.FileStore(job.store_file, job.num_ranks)
+    store = torch._C._distributed_c10d.FileStore(job.store_file, job.num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks, timeout=_TIMEOUT)
     answer = {"steps": _steps(job), "overhead": _overhead(job)}
     if rank == 0:

@@ -17,6 +17,7 @@ CPUs each rank's part travels as a message to each of the others, received where
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, Protocol
@@ -135,26 +136,30 @@ class UnitGather:
         self._topology.traffic.add("all_gather", self._what, num_bytes, each.among)
         group = self._topology.group_of(each.among)
         if not self._is_direct:
-            return [self._all_gather(group, each, indices)]
+            return self._all_gather(group, each, indices)
         return [
             work
             for index, row, pieces in rows
             for work in _send(group, each.me, pieces, (row + 1) * _FIRST_TAG + self._parts[index].index)
         ]
 
-    def _all_gather(self, group: dist.ProcessGroup, each: _Round, indices: list[int]) -> Any:
-        """All-gathers of a round, grouped by the backend; in place where a row lies in one piece."""
+    def _all_gather(self, group: dist.ProcessGroup, each: _Round, indices: list[int]) -> list[Any]:
+        """All-gathers of a round, grouped by the backend where torch can; in place where a row lies in one piece."""
         is_whole = all(row == list(range(row[0], row[-1] + 1)) for row in each.rows)
-        with dist._coalescing_manager(group, None if is_whole else self._full.device, async_ops=True) as grouped:
+        grouping = getattr(dist.distributed_c10d, "_coalescing_manager", None)  # private: each is a call without it
+        device = None if is_whole else self._full.device
+        works = []
+        with grouping(group, device, async_ops=True) if grouping else contextlib.nullcontext() as grouped:
             for part, pieces in ((self._parts[index], self._pieces[index]) for index in indices):
                 for row in each.rows:
                     mine, start = pieces[row[each.me]], part.full_offset + row[0] * part.shard_numel
                     if is_whole:
                         whole = self._full[start : start + len(row) * part.shard_numel]
-                        dist.all_gather_into_tensor(whole, mine, group=group, async_op=True)
+                        works.append(dist.all_gather_into_tensor(whole, mine, group=group, async_op=True))
                     else:
-                        dist.all_gather([pieces[place] for place in row], mine, group=group, async_op=True)
-        return grouped
+                        row_pieces = [pieces[place] for place in row]
+                        works.append(dist.all_gather(row_pieces, mine, group=group, async_op=True))
+        return works if grouped is None else [grouped]
 
     def _add_up(self) -> Any:
         """An all-reduce of the full layout, in which the parts of others are zero."""
