@@ -52,11 +52,11 @@ from tiermem.precision import DTYPES
 from tiermem.saving import consolidated, save_weights
 from tiermem.schedule import build_scheduler
 from tiermem.zero import registry
-from tiermem.zero.agreement import agree
-from tiermem.zero.gathered import apply_gathered
-from tiermem.zero.residency import LiveUnit
+from tiermem.zero.ranks.agreement import agree
+from tiermem.zero.ranks.topology import find_topology
 from tiermem.zero.shards import Shards, device_of, shard
-from tiermem.zero.topology import find_topology
+from tiermem.zero.weights.gathered import apply_gathered
+from tiermem.zero.weights.residency import LiveUnit
 
 logger = logging.getLogger("tiermem")
 

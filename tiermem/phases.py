@@ -19,8 +19,8 @@ import logging
 from collections.abc import Collection, Iterable
 
 from tiermem.config.offload import OffloadDevice, OffloadState
-from tiermem.zero.residency import LiveUnit
 from tiermem.zero.shards import Shards
+from tiermem.zero.weights.residency import LiveUnit
 
 logger = logging.getLogger("tiermem")
 

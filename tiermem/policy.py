@@ -41,7 +41,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class LeafRules:
-    """Which modules are fetched as one, whatever runs inside them (zero/leaf.py)."""
+    """Which modules are fetched as one, whatever runs inside them (zero/building/leaf.py)."""
 
     classes: tuple[str, ...] = ()
     """Names of classes, bare or with their Python module."""
@@ -109,17 +109,17 @@ class OffloadPolicy:
     model_persistence_numel: int | None = None
     """Most elements that stay gathered because of persistence_numel, in all. None: no bound."""
     leaves: LeafRules = dataclasses.field(default_factory=LeafRules)
-    """Modules that are fetched as one, beside those that are marked (zero/leaf.py)."""
+    """Modules that are fetched as one, beside those that are marked (zero/building/leaf.py)."""
     gather_way: Literal["coalesced", "single", "all_reduce"] = "coalesced"
-    """How the ranks' parts of a unit come together (zero/gather.py): all parameters in one call; one parameter after the
-    other, with units as small as the model's modules allow and nothing fetched ahead, for the smallest peak; or added up."""
+    """How the ranks' parts of a unit come together (zero/weights/gather.py): all parameters in one call; one parameter after
+    the other, with units as small as the model's modules allow and nothing fetched ahead, for the smallest peak; or added."""
     gather_dtype: Literal["bf16", "fp16"] | None = None
     """The dtype of the torch.autocast that forward runs under: wider weights of `lowered_modules` are cast to it before they
-    are gathered, not after (zero/lowering.py). None: everything is gathered as it rests."""
+    are gathered, not after (zero/weights/lowering.py). None: everything is gathered as it rests."""
     lowered_modules: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     """Classes of modules whose parameters autocast lowers, exactly these."""
     reduce_bucket_numel: int = 500_000_000
-    """Most elements of gradients handed to one reduction, those of all ranks' parts together (zero/buckets.py)."""
+    """Most elements of gradients handed to one reduction, those of all ranks' parts together (zero/gradients/buckets.py)."""
     contiguous_gradients: bool = True
     """Pack a unit's gradients into one buffer for each reduction. False: each parameter by itself, from where autograd put
     it, without the buffers: less memory, more calls."""

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from tiermem.weights import dtype_code
-from tiermem.zero.collectives import exchange
+from tiermem.zero.ranks.collectives import exchange
 from tiermem.zero.shards import Shards
 
 

@@ -31,11 +31,11 @@ from tiermem.optim.layout import MASTER
 from tiermem.optim.tiles import StateTiles
 from tiermem.policy import Tier
 from tiermem.zero import registry
-from tiermem.zero.gradient_put import put_gradient
-from tiermem.zero.residency import LiveUnit
-from tiermem.zero.sharded_grad import ShardedGrad
+from tiermem.zero.gradients.gradient_put import put_gradient
+from tiermem.zero.gradients.sharded_grad import ShardedGrad
 from tiermem.zero.shards import Shards
 from tiermem.zero.unit import Shard
+from tiermem.zero.weights.residency import LiveUnit
 
 __all__ = [
     "safe_get_full_fp32_param",

@@ -111,7 +111,7 @@ def check_everything(options: AdamBenchOptions) -> None:
 def measure(options: AdamBenchOptions, console: Console) -> list[dict[str, Any]]:
     """Every chosen row."""
     from tiermem.tools.adam_contestants import Contestant, Ours, Peer, Streams, Torch
-    from tiermem.zero.topology import fair_cores, fair_threads
+    from tiermem.zero.ranks.topology import fair_cores, fair_threads
 
     threads = options.threads or fair_threads()
     with contextlib.ExitStack() as closing:

@@ -24,9 +24,9 @@ from tiermem.forecast.rates import Compute
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES
 from tiermem.tools.budget import ModelSizes, activation_terms
-from tiermem.zero.mesh import plan_layout
 from tiermem.zero.plan import Plan, make_plan
-from tiermem.zero.topology import Topology
+from tiermem.zero.ranks.mesh import plan_layout
+from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.unit import Division, Unit, divide
 
 Config = Mapping[str, Any]
@@ -34,7 +34,7 @@ Config = Mapping[str, Any]
 INTERPRETER_BYTES = (
     360 << 20
 )  # torch and transformers imported, before any model, as measured on Linux with Python 3.11
-_GPU_UNITS = 3  # present at once (zero/residency.py)
+_GPU_UNITS = 3  # present at once (zero/weights/residency.py)
 _HEAP_TERMS = ("repacked weight", "gradients before", "allocator")  # of the CPU's products and its C library
 
 

@@ -76,7 +76,7 @@ def predict(engine: Engine, job: Job, maths: Maths | str, disk: Figures | None, 
 def _forecast(engine: Engine, maths: Maths, disk: Figures | None) -> Forecast:
     """Plays a step of the model as it was divided and planned."""
     from tiermem.forecast import Rates, forecast_step, uses_of
-    from tiermem.zero.topology import ranks_per_node
+    from tiermem.zero.ranks.topology import ranks_per_node
     from tiermem.zero.unit import divide
 
     shards = engine.shards

@@ -303,7 +303,7 @@ def _import_all(job: Job) -> None:
 
     import tiermem.engine
     import tiermem.tools.dataset
-    import tiermem.zero.init  # noqa: F401
+    import tiermem.zero.building.init  # noqa: F401
 
     transformers = _transformers()
     transformers.logging.set_verbosity_error()

@@ -11,6 +11,7 @@ from twins import Tower, assert_same_tensors, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
+from tiermem.utils import safe_get_full_fp32_param
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -67,17 +68,15 @@ def test_parameters_of_no_group_keep_their_bytes_over_many_steps(dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_are_not_replaced_behind_a_master(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_master_follows_values_that_are_put_behind_a_step(dtype: torch.dtype, tmp_path: Path) -> None:
     model = seeded(Tower).to(dtype)
     policy = OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=[tmp_path], persistence_numel=0)
     with tiermem.shard(model, policy) as shards:
         optim = tiermem.AdamW(model.layers[0].parameters())
         model.layers[0](torch.ones(2, 31, dtype=dtype)).sum().backward()  # head has no gradient and is not stepped
         optim.step()
-        value = torch.full_like(shards.weight(model.head.weight), 0.25)
-        if dtype == torch.float32:  # the parameter is the master
-            shards.replace(model.head.weight, value)
-            assert torch.equal(shards.weight(model.head.weight), value)
-            return
-        with pytest.raises(RuntimeError, match=r"the model around head\.weight has been stepped: its master"):
-            shards.replace(model.head.weight, value)
+        for param in (model.head.weight, next(model.layers[0].parameters())):
+            value = torch.full_like(shards.weight(param), 0.25)
+            shards.replace(param, value)
+            assert torch.equal(shards.weight(param), value)
+            assert torch.equal(safe_get_full_fp32_param(param), value.float())

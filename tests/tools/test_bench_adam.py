@@ -16,7 +16,7 @@ pytest.importorskip("_tiermem_native")
 from tiermem.tools.adam_rows import ROWS, AdamRow
 from tiermem.tools.bench_adam import MADE_BY, AdamBenchOptions, bench_adam, row_of
 from tiermem.tools.cli import EXIT_USER, main
-from tiermem.zero.topology import fair_threads
+from tiermem.zero.ranks.topology import fair_threads
 
 NUMEL = 4096
 YARDSTICK = """

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from tiermem import OffloadPolicy
-from tiermem.zero.mesh import Layout, arrange, plan_layout
-from tiermem.zero.topology import Topology
+from tiermem.zero.ranks.mesh import Layout, arrange, plan_layout
+from tiermem.zero.ranks.topology import Topology
 
 MICS = OffloadPolicy(shard_group_size=4)
 MICS_TWO_STAGES = OffloadPolicy(shard_group_size=4, two_stage_gather=True)

@@ -2,7 +2,7 @@
 
 torch decides operation by operation what is computed in the lower dtype. lower_precision_safe_modules names module classes
 whose own parameters lose nothing by it: their gradients cross ranks in the autocast dtype, and with stage 3 on several ranks
-fp32 weights are cast to it before they are gathered (zero/lowering.py), so that autograd keeps no copy of them.
+fp32 weights are cast to it before they are gathered (zero/weights/lowering.py), so that autograd keeps no copy of them.
 
 On one rank weights are read straight into place in their own dtype, and with parameters in fp32 autograd keeps the lower copy
 of every weight from forward to backward, 2 bytes per parameter that no budget counts: with offloaded parameters set

@@ -7,7 +7,7 @@
     zero_quantized_gradients               reductions (qgZ)                               quantised_reduction
     zero_quantized_nontrainable_weights    frozen parameters at rest                      quantised_frozen
 
-Whether sizes divide the ranks is known when there are ranks: `zero/mesh.py` says so.
+Whether sizes divide the ranks is known when there are ranks: `zero/ranks/mesh.py` says so.
 """
 
 from __future__ import annotations

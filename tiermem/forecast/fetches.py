@@ -1,4 +1,4 @@
-"""Fetches: which units are read at which use, by the rules of `zero/residency.py` played without memory.
+"""Fetches: which units are read at which use, by the rules of `zero/weights/residency.py` played without memory.
 
 A pass is a sequence of uses; at each, the units it needs come if they are not present, then those expected next, as far as
 buffers allow. Who leaves is the idle unit whose next use lies farthest ahead. Since nothing depends on time, the fetches

@@ -15,7 +15,7 @@ from tiermem.forecast.timeline import Timeline, play
 from tiermem.forecast.uses import Use
 from tiermem.policy import OffloadPolicy
 from tiermem.zero.plan import Plan
-from tiermem.zero.topology import Topology
+from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.unit import Division
 
 PHASES = (FORWARD, BACKWARD, STEP)

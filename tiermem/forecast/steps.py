@@ -21,7 +21,7 @@ from tiermem.forecast.timeline import Task
 from tiermem.forecast.uses import Use
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.zero.plan import Plan
-from tiermem.zero.topology import Topology
+from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.unit import Unit
 
 NVME_TO_HOST, HOST_TO_NVME = "NVME -> HOST", "HOST -> NVME"

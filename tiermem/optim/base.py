@@ -26,10 +26,10 @@ from tiermem.optim.tiles import StateTiles
 from tiermem.precision import Precision
 from tiermem.swap.native import Workers, store_gradient
 from tiermem.zero import registry
-from tiermem.zero.residency import LiveUnit
+from tiermem.zero.ranks.topology import fair_cores, fair_threads
 from tiermem.zero.shards import Shards
-from tiermem.zero.topology import fair_cores, fair_threads
 from tiermem.zero.unit import Shard
+from tiermem.zero.weights.residency import LiveUnit
 
 if TYPE_CHECKING:
     from tiermem.optim.scaling import LossScaler

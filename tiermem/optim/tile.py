@@ -17,8 +17,8 @@ import torch
 from tiermem.optim.layout import StateLayout
 from tiermem.policy import Tier
 from tiermem.swap.extents import round_up
-from tiermem.zero.residency import LiveUnit
 from tiermem.zero.unit import UNIT_ALIGN, Shard, Unit
+from tiermem.zero.weights.residency import LiveUnit
 
 
 class Segment(NamedTuple):

@@ -35,9 +35,9 @@ from tiermem.policy import Tier
 from tiermem.swap.native import narrow_part, widen_part
 from tiermem.swap.pipeline import run_pipeline
 from tiermem.zero.plan import keeps_initial_master
-from tiermem.zero.residency import LiveUnit
 from tiermem.zero.shards import Shards, initial_master
 from tiermem.zero.unit import Shard
+from tiermem.zero.weights.residency import LiveUnit
 
 
 class StateTiles:

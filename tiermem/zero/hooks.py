@@ -32,10 +32,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tiermem.zero.grads import GradientHomes
+from tiermem.zero.gradients.grads import GradientHomes
 from tiermem.zero.marks import handed_back, handed_over, made_by, mark, tensors_in
-from tiermem.zero.residency import LiveUnit, Residency
-from tiermem.zero.resting import RestingParameter
+from tiermem.zero.weights.residency import LiveUnit, Residency
+from tiermem.zero.weights.resting import RestingParameter
 
 
 class Use:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tiermem.zero.attributes import ZeroParamStatus, ZeroParamType
-from tiermem.zero.external import register_external_parameter, unregister_external_parameter
-from tiermem.zero.gathered import GatheredParameters
-from tiermem.zero.init import DeepSpeedTensorOverride, Init, restore_init_context, shutdown_init_context
+from tiermem.zero.building.init import DeepSpeedTensorOverride, Init, restore_init_context, shutdown_init_context
+from tiermem.zero.weights.attributes import ZeroParamStatus, ZeroParamType
+from tiermem.zero.weights.external import register_external_parameter, unregister_external_parameter
+from tiermem.zero.weights.gathered import GatheredParameters
 
 __all__ = [
     "DeepSpeedTensorOverride",

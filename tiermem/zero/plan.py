@@ -18,12 +18,12 @@ from tiermem.optim.layout import FP32_BYTES, StateLayout
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES
 from tiermem.swap.extents import round_up
-from tiermem.zero.buckets import largest_bucket
-from tiermem.zero.packed import wire_bytes
-from tiermem.zero.reduce import buffer_bytes, num_under_way
-from tiermem.zero.secondary import secondary_numel
-from tiermem.zero.topology import Topology
+from tiermem.zero.gradients.buckets import largest_bucket
+from tiermem.zero.gradients.reduce import buffer_bytes, num_under_way
+from tiermem.zero.ranks.packed import wire_bytes
+from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
+from tiermem.zero.weights.secondary import secondary_numel
 
 _USUAL_TILE_NUMEL = 1 << 20
 _USUAL_TILE_BUFFERS = (8, 4)  # two reading and two writing keep a disk busy; more even out its pauses

@@ -36,25 +36,32 @@ from tiermem.swap.native import Workers, trim_heap
 from tiermem.swap.pipeline import HeadStart
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
-from tiermem.zero.admission import check_model
-from tiermem.zero.agreement import agree, facts_of, facts_of_plan
-from tiermem.zero.attributes import ZeroParamStatus, absent_part, describe, undescribe
-from tiermem.zero.collectives import share
-from tiermem.zero.gather import Gather, UnitGather, gather, gather_unit
-from tiermem.zero.grads import GradientHomes
+from tiermem.zero.building.admission import check_model
+from tiermem.zero.building.nursery import Nursery
+from tiermem.zero.gradients.grads import GradientHomes
 from tiermem.zero.hooks import Hooks
-from tiermem.zero.lowering import watch_autocast
-from tiermem.zero.memory import UnitMemory, can_swap_pointers
-from tiermem.zero.mesh import arrange, ranks_of
-from tiermem.zero.nursery import Nursery
 from tiermem.zero.order import Order
-from tiermem.zero.packed import PackedGather
 from tiermem.zero.plan import BOUNCE_BYTES, keeps_initial_master, keeps_secondary, make_plan
-from tiermem.zero.quantised import byte_ranges, pack, pack_into, unpack
-from tiermem.zero.residency import LiveUnit, Residency
-from tiermem.zero.secondary import NearGather, Secondary, secondary_numel
-from tiermem.zero.topology import Topology, fair_cores, find_topology, give_fair_threads, paths_of_rank, ranks_per_node
+from tiermem.zero.ranks.agreement import agree, facts_of, facts_of_plan
+from tiermem.zero.ranks.collectives import share
+from tiermem.zero.ranks.mesh import arrange, ranks_of
+from tiermem.zero.ranks.packed import PackedGather
+from tiermem.zero.ranks.quantised import byte_ranges, pack, pack_into, unpack
+from tiermem.zero.ranks.topology import (
+    Topology,
+    fair_cores,
+    find_topology,
+    give_fair_threads,
+    paths_of_rank,
+    ranks_per_node,
+)
 from tiermem.zero.unit import Shard, Unit, divide
+from tiermem.zero.weights.attributes import ZeroParamStatus, absent_part, describe, undescribe
+from tiermem.zero.weights.gather import Gather, UnitGather, gather, gather_unit
+from tiermem.zero.weights.lowering import watch_autocast
+from tiermem.zero.weights.memory import UnitMemory, can_swap_pointers
+from tiermem.zero.weights.residency import LiveUnit, Residency
+from tiermem.zero.weights.secondary import NearGather, Secondary, secondary_numel
 
 if TYPE_CHECKING:
     from tiermem.optim.tiles import StateTiles

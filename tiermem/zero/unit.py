@@ -28,10 +28,10 @@ from torch import nn
 
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.extents import round_up
-from tiermem.zero.leaf import apply_rules, has_forward, is_routed, z3_leaf_module
-from tiermem.zero.lowering import lowered_parameters
-from tiermem.zero.quantised import packed_bytes
-from tiermem.zero.tiled import TiledLinear
+from tiermem.zero.building.leaf import apply_rules, has_forward, is_routed, z3_leaf_module
+from tiermem.zero.building.tiled import TiledLinear
+from tiermem.zero.ranks.quantised import packed_bytes
+from tiermem.zero.weights.lowering import lowered_parameters
 
 ALIGN = 64  # elements
 UNIT_ALIGN = 4096  # elements

@@ -34,12 +34,12 @@ from tiermem.precision import DTYPES
 from tiermem.swap.arena import Pool
 from tiermem.swap.native import Workers
 from tiermem.swap.store import TensorStore
-from tiermem.zero.buckets import Bucket, cut
-from tiermem.zero.collectives import start, total
-from tiermem.zero.grad_store import Consume, GradientStore, OpenHome
-from tiermem.zero.reduce import Reducer, predivided
-from tiermem.zero.sharded_grad import ShardedGrad, forget
-from tiermem.zero.topology import Topology
+from tiermem.zero.gradients.buckets import Bucket, cut
+from tiermem.zero.gradients.grad_store import Consume, GradientStore, OpenHome
+from tiermem.zero.gradients.reduce import Reducer, predivided
+from tiermem.zero.gradients.sharded_grad import ShardedGrad, forget
+from tiermem.zero.ranks.collectives import start, total
+from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.unit import Shard, Unit
 
 logger = logging.getLogger("tiermem")

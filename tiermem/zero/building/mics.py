@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiermem.zero.init import Init
+from tiermem.zero.building.init import Init
 
 
 class MiCS_Init(Init):  # noqa: N801 (the documented name)

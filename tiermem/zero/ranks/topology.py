@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths
-from tiermem.zero.rollcall import RollCall
-from tiermem.zero.traffic import Traffic
+from tiermem.zero.ranks.rollcall import RollCall
+from tiermem.zero.ranks.traffic import Traffic
 
 
 class Peers(NamedTuple):

@@ -24,8 +24,8 @@ import torch
 from tiermem.swap.arena import Pool
 from tiermem.swap.native import NORMAL, URGENT
 from tiermem.swap.store import TensorStore
-from tiermem.zero.attributes import ZeroParamStatus
-from tiermem.zero.live import LiveUnit, UnitState
+from tiermem.zero.weights.attributes import ZeroParamStatus
+from tiermem.zero.weights.live import LiveUnit, UnitState
 
 
 class Arrival:

@@ -74,7 +74,9 @@ class TiledLinear(nn.Module):
         Both layers may be partitioned, in zero.Init or by `shard`: then it is collective and blocks, memory holds the whole
         other layer and one tile, and what rank 0 copies is seen on every rank. Raises RuntimeError for another shape.
         """
-        from tiermem.zero.gathered import GatheredParameters  # which stands on units, and those know what a tile is
+        from tiermem.zero.weights.gathered import (
+            GatheredParameters,  # which stands on units, and those know what a tile is
+        )
 
         self._check_fits(other)
         with GatheredParameters(_free(other)):

@@ -25,8 +25,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from tiermem.zero.collectives import Pending, call, explained
-from tiermem.zero.topology import Topology
+from tiermem.zero.ranks.collectives import Pending, call, explained
+from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.unit import Shard, Unit
 
 Way = Literal["coalesced", "single", "all_reduce"]

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from tiermem.swap.arena import Slot
-from tiermem.zero.attributes import ZeroParamStatus, mark
 from tiermem.zero.unit import Unit
+from tiermem.zero.weights.attributes import ZeroParamStatus, mark
 
 
 def can_swap_pointers() -> bool:

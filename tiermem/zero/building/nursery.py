@@ -23,11 +23,11 @@ from tiermem.swap.bounce import Bounce
 from tiermem.swap.native import trim_heap
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
-from tiermem.zero.agreement import agree
-from tiermem.zero.attributes import ZeroParamStatus, absent_part, describe, mark
-from tiermem.zero.collectives import share
-from tiermem.zero.gather import gather
-from tiermem.zero.topology import Topology, paths_of_rank
+from tiermem.zero.ranks.agreement import agree
+from tiermem.zero.ranks.collectives import share
+from tiermem.zero.ranks.topology import Topology, paths_of_rank
+from tiermem.zero.weights.attributes import ZeroParamStatus, absent_part, describe, mark
+from tiermem.zero.weights.gather import gather
 
 _CACHE_BYTES = 64 << 20
 _PIECE_NUMEL = 1 << 20

@@ -8,12 +8,12 @@ import torch
 
 from tiermem.swap.arena import Slot
 from tiermem.swap.move import Move
-from tiermem.zero import resting
-from tiermem.zero.attributes import ZeroParamStatus, mark
-from tiermem.zero.collectives import Pending
-from tiermem.zero.gather import Gather
-from tiermem.zero.memory import UnitMemory
+from tiermem.zero.ranks.collectives import Pending
 from tiermem.zero.unit import Unit
+from tiermem.zero.weights import resting
+from tiermem.zero.weights.attributes import ZeroParamStatus, mark
+from tiermem.zero.weights.gather import Gather
+from tiermem.zero.weights.memory import UnitMemory
 
 
 class UnitState(enum.Enum):

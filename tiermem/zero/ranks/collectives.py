@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tiermem.zero.topology import Topology
+from tiermem.zero.ranks.topology import Topology
 
 _COMPARING = "comparing what ranks were given"
 

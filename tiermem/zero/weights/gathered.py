@@ -29,11 +29,11 @@ import torch
 from torch import nn
 
 from tiermem.zero import registry
-from tiermem.zero.collectives import share, total
-from tiermem.zero.external import register_external_parameter
-from tiermem.zero.nursery import Nursery
+from tiermem.zero.building.nursery import Nursery
+from tiermem.zero.ranks.collectives import share, total
+from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.shards import Shards
-from tiermem.zero.topology import Topology
+from tiermem.zero.weights.external import register_external_parameter
 
 _Keeper = Nursery | Shards
 

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from tiermem.zero import registry
-from tiermem.zero.collectives import exchange
-from tiermem.zero.residency import LiveUnit, UnitState
+from tiermem.zero.ranks.collectives import exchange
+from tiermem.zero.ranks.topology import ranks_per_node
 from tiermem.zero.shards import Shards
-from tiermem.zero.topology import ranks_per_node
+from tiermem.zero.weights.residency import LiveUnit, UnitState
 
 logger = logging.getLogger("tiermem")
 

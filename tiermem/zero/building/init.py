@@ -41,10 +41,10 @@ from torch.utils.hooks import RemovableHandle
 
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.zero import registry
-from tiermem.zero.collectives import exchange
-from tiermem.zero.nursery import Nursery
-from tiermem.zero.topology import Topology, find_topology
-from tiermem.zero.touch import needs_values, parameters_in, writes_in_place
+from tiermem.zero.building.nursery import Nursery
+from tiermem.zero.ranks.collectives import exchange
+from tiermem.zero.ranks.topology import Topology, find_topology
+from tiermem.zero.weights.touch import needs_values, parameters_in, writes_in_place
 
 AnyConfig = Mapping[str, Any] | str | os.PathLike[str]
 
@@ -72,7 +72,7 @@ class Init:
     Args:
         module: convert a finished module instead of building one inside the context.
         data_parallel_group: ranks that share the parameters; default: what mpu says, else the world.
-        mem_efficient_linear: nothing to switch: linear layers keep no copy of a weight (zero/memory.py).
+        mem_efficient_linear: nothing to switch: linear layers keep no copy of a weight (zero/weights/memory.py).
         remote_device: where parameters rest until they are sharded, "none", "cpu" or "nvme"; default: what the config says.
         pin_memory: page-lock what rests in memory, where there is a GPU.
         config_dict_or_path: a DeepSpeed-style config, dict or JSON file.

@@ -30,10 +30,10 @@ import torch.distributed as dist
 
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.arena import Pool, Slot
-from tiermem.zero.buckets import Bucket, put_in
-from tiermem.zero.collectives import Pending, call, start
-from tiermem.zero.packed import PackedReduction
-from tiermem.zero.topology import Topology
+from tiermem.zero.gradients.buckets import Bucket, put_in
+from tiermem.zero.ranks.collectives import Pending, call, start
+from tiermem.zero.ranks.packed import PackedReduction
+from tiermem.zero.ranks.topology import Topology
 
 
 @dataclasses.dataclass(eq=False)

@@ -24,9 +24,9 @@ import torch
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.store import TensorStore
-from tiermem.zero.arrival import Arrival
-from tiermem.zero.live import LiveUnit, UnitState
 from tiermem.zero.order import Order
+from tiermem.zero.weights.arrival import Arrival
+from tiermem.zero.weights.live import LiveUnit, UnitState
 
 __all__ = ["LiveUnit", "Residency", "UnitState"]
 

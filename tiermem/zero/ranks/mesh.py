@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tiermem.policy import OffloadPolicy
-from tiermem.zero.topology import Peers, Topology, bound_waits
+from tiermem.zero.ranks.topology import Peers, Topology, bound_waits
 
 # Parts of a group by their ranks. torch finds the members of a group by a name made of their ranks, under which the keys of a
 # destroyed one are still in the store: a group is made once for every list of ranks, whoever asks.

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from tiermem.swap.extents import round_up
-from tiermem.zero.collectives import Pending, start
-from tiermem.zero.topology import Topology
+from tiermem.zero.ranks.collectives import Pending, start
+from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Unit
 
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from tiermem.swap.arena import Pool
-from tiermem.zero.collectives import Pending, start
-from tiermem.zero.quantised import pack_into, packed_bytes, unpack
-from tiermem.zero.topology import Topology
+from tiermem.zero.ranks.collectives import Pending, start
+from tiermem.zero.ranks.quantised import pack_into, packed_bytes, unpack
+from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.unit import Unit
 
 

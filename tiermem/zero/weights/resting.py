@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from tiermem.zero import registry
-from tiermem.zero.touch import needs_values, parameters_in, writes_in_place
+from tiermem.zero.weights.touch import needs_values, parameters_in, writes_in_place
 
 
 class Lender(Protocol):

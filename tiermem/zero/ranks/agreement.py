@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from tiermem.policy import OffloadPolicy
-from tiermem.zero.collectives import exchange, exchange_digests
 from tiermem.zero.plan import Plan
-from tiermem.zero.topology import Topology, ranks_per_node
+from tiermem.zero.ranks.collectives import exchange, exchange_digests
+from tiermem.zero.ranks.topology import Topology, ranks_per_node
 from tiermem.zero.unit import Unit
 
 _OWN = {"paths", "disk_bytes", "pin_memory", "io", "timeout_s"}  # fields of a policy that may differ between ranks

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 from tiermem.swap.native import store_gradient
-from tiermem.zero.residency import LiveUnit
 from tiermem.zero.shards import Shards
 from tiermem.zero.unit import Shard
+from tiermem.zero.weights.residency import LiveUnit
 
 
 def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tensor) -> None:
