@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tiermem.choice import KINDS
 from tiermem.config import ConfigError, OptimizerConfig, load_config
+from tiermem.engine.choice import KINDS
 
 
 def problems(section: dict[str, Any]) -> dict[str, str]:

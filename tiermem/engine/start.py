@@ -1,0 +1,84 @@
+"""Start: `initialize`, from a config to an engine.
+
+config -> torchrun's ranks join, unless a process group is there -> Engine -> a loader of micro-batches, if asked for
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from tiermem.config import TiermemConfig, load_config
+from tiermem.data import build_loader
+from tiermem.engine.choice import OptimizerFactory, Parameters
+from tiermem.engine.engine import Engine, SchedulerFactory
+from tiermem.optim.base import NativeOptimizer
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: LRScheduler | SchedulerFactory | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> tuple[Engine, NativeOptimizer | None, DataLoader[Any] | None, LRScheduler | None]:
+    """Shards a model by a config and returns (engine, optimizer, loader, scheduler).
+
+    Args:
+        args: a namespace whose `deepspeed_config` names the config file, when `config` is not given.
+        model: built plainly or under `tiermem.zero.Init`.
+        optimizer: one of ours, or torch's of the same name, or a function of the parameters; its groups and settings are
+            kept, the step becomes ours. Default: what the config says; with neither, the engine is for inference.
+        model_parameters: what the optimizer steps, parameters or groups; default: all that require gradients.
+        training_data: a dataset, for which a loader of micro-batches (each rank its own) is returned.
+        lr_scheduler: a scheduler or a function of the optimizer; default: what the config says.
+        config: a DeepSpeed-style dict or the path of a JSON file; `config_params` is its older name.
+
+    Collective and blocking. Raises ConfigError (a ValueError) for a config that is wrong, ValueError when the plan does not
+    fit, OSError when a path is missing, not writable or too full; all before any weight is moved.
+    """
+    if model is None:
+        raise ValueError("initialize needs a model")
+    given = config if config is not None else config_params
+    if given is None:
+        given = getattr(args, "deepspeed_config", None)
+    if given is None:
+        raise ValueError("initialize needs a config: a dict or the path of a JSON file")
+    loaded = load_config(given)
+    _join_ranks(loaded)
+    engine = Engine(model, loaded, optimizer, model_parameters, lr_scheduler)
+    loader = None
+    if training_data is not None:
+        topology = engine.shards.topology
+        loader = build_loader(
+            training_data,
+            engine.train_micro_batch_size_per_gpu(),
+            topology.rank,
+            topology.world,
+            collate_fn,
+            loaded.seed,
+            loaded.dataloader_drop_last,
+        )
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _join_ranks(config: TiermemConfig) -> None:
+    """Under torchrun, makes the process group if nobody has."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or dist.is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend, timeout=timedelta(seconds=config.policy().timeout_s))
