@@ -21,11 +21,14 @@ CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake -G Ninja
 demo: .venv/.installed
 	$(DEMO)
 
+# Two processes with one thread of maths each: with two each they would wait in OpenMP's spinning barrier for one another.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
 test: .venv/.installed
-	@$(BIN)/python -m pytest -q
+	@$(PYTEST)
 
 test-all: .venv/.installed
-	@$(BIN)/python -m pytest -q -m "not soak"
+	@$(PYTEST) -m "not soak"
 
 soak: .venv/.installed
 	@$(BIN)/python -m pytest -q -m soak --timeout=0

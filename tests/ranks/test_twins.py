@@ -1,9 +1,10 @@
 """Does every stage, wherever things rest, train as its twins do, on 1, 2 and 4 ranks?
 
-One launch per number of ranks trains all cases (twin_on_ranks.py); the tests look at what it found. On one and two ranks a
-sum has one order, so everything equals the hand-written twin to the bit. On four ranks the order of a sum is the
-collective's own, and what may differ is the rounding of a sum in the gradients' dtype. fp32 is also held against
-DistributedDataParallel with torch's AdamW, to one in a million.
+One launch per number of ranks trains all cases (twin_on_ranks.py); the tests look at what it found. Gradients are added up in
+the order of ranks, so everything equals the hand-written twin to the bit. Stage 0 alone leaves the order to the backend's
+all-reduce, which on four ranks is another: sums differ by their rounding, of which Adam makes steps of any size up to the
+rate where a gradient is next to nothing. fp32 is also held against DistributedDataParallel with torch's AdamW, to one in
+a million.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from twin_on_ranks import train_all
 
 HERE = Path(__file__).parent
 ROUNDING = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
+OTHER_ORDER = 1e-2  # most distance of weights after three steps from sums in another order
 
 Found = dict[str, dict[str, Run]]
 SELECTED = [(num_ranks, case) for num_ranks in NUM_RANKS for case in selection(num_ranks)]
@@ -90,13 +92,14 @@ def assert_equals_twins(num_ranks: int, case: Case, found: list[Found]) -> None:
         ours, twin = of_rank[str(case)]["ours"], of_rank[str(case)]["twin"]
         assert different(ours, found[0][str(case)]["ours"]) == []  # on every rank the same
         assert (ours.read_bytes > 0) == case.uses_nvme
-        assert ours.norms == pytest.approx(twin.norms, rel=1e-6 + 4 * ROUNDING[case.precision] * (num_ranks > 2))
-        if num_ranks <= 2:
+        is_another_order = case.stage == 0 and num_ranks > 2
+        assert ours.norms == pytest.approx(twin.norms, rel=1e-6 + 4 * ROUNDING[case.precision] * is_another_order)
+        if not is_another_order:
             assert ours.losses == twin.losses
             assert different(ours, twin) == []
         else:
             assert ours.losses == pytest.approx(twin.losses, rel=2 * ROUNDING[case.precision])
-            assert distance(ours, twin) <= 2 * ROUNDING[case.precision]
+            assert distance(ours, twin) <= OTHER_ORDER
         if case.precision == "fp32":
             ddp = of_rank[str(case)]["ddp"]
             assert ours.losses == pytest.approx(ddp.losses, rel=1e-6)

@@ -12,6 +12,7 @@ Twins have the same weights, batches and settings, and keep everything in memory
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,11 @@ def train_ddp(accumulation: int) -> Run:
 
 
 def _add_up(grad: torch.Tensor) -> None:
+    """Adds a gradient up over ranks, in its own dtype and in the order of ranks."""
     if dist.is_initialized():
-        dist.all_reduce(grad)
+        every = [torch.empty_like(grad) for _ in range(_world())]
+        dist.all_gather(every, grad.contiguous())
+        grad.copy_(functools.reduce(torch.add, every))
 
 
 def _sample(micro: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 pytest.importorskip("_tiermem_native")
@@ -19,6 +20,17 @@ from tiermem.tools.cli import EXIT_USER, main
 from tiermem.zero.ranks.topology import fair_threads
 
 NUMEL = 4096
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_threads() -> None:
+    """torch keeps the threads that it has once started."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(fair_threads())
+    torch.ones(1 << 20).mul_(2.0)
+    torch.set_num_threads(before)
+
+
 YARDSTICK = """
 for line in sys.stdin:
     if line == "quit\\n":

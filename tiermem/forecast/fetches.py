@@ -90,33 +90,37 @@ class Fetching:
     def _look_ahead(self, current: int | None) -> list[int]:
         begun: list[int] = []
         seen = set() if current is None else {current}
-        ahead, live = 0, sum(self._numels[unit] for unit in self._present)
+        ahead = 0
         for unit in self._sequence[self._place :]:
             if unit in seen:
                 continue
             seen.add(unit)
             ahead += self._numels[unit]
-            if ahead > (self._buffers.max_ahead_numel or math.inf):
+            if ahead > (self._buffers.max_ahead_numel or math.inf) or len(seen) > self._MOST_AHEAD:
                 break
             if unit not in self._present:
-                live += self._numels[unit]
-                if live > (self._buffers.max_live_numel or math.inf) or not self._take(unit, is_urgent=False):
+                if not self._take(unit, is_urgent=False):
                     break
                 begun.append(unit)
-            if len(seen) > min(len(self._numels), self._MOST_AHEAD):
-                break
         return begun
 
     def _take(self, unit: int, is_urgent: bool) -> bool:
-        if len(self._present) >= self._buffers.num_slots:
-            mine = -1.0 if is_urgent else self._distance(unit)
+        """Finds a unit room, if need be that of others whose next use lies farther ahead."""
+        mine = -1.0 if is_urgent else self._distance(unit)
+        while not self._has_room(unit):
             idle = sorted(self._present - self._users)
             farthest = max(idle, key=self._distance, default=None)
             if farthest is None or self._distance(farthest) <= mine:
+                if is_urgent and len(self._present) < self._buffers.num_slots:
+                    break  # more elements than allowed, but all are in use
                 return False
             self._present.discard(farthest)
         self._present.add(unit)
         return True
+
+    def _has_room(self, unit: int) -> bool:
+        live = sum(self._numels[each] for each in self._present) + self._numels[unit]
+        return len(self._present) < self._buffers.num_slots and live <= (self._buffers.max_live_numel or math.inf)
 
     def _distance(self, unit: int) -> float:
         try:
