@@ -86,7 +86,7 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "sequence_parallel_size": Refusal("sequence parallelism does not exist here; set 1 or remove it", off=1),
         "pipeline": Refusal("pipeline parallelism does not exist here; remove the section"),
         "use_data_before_expert_parallel_parallelism": Refusal("expert parallelism does not exist; remove the key"),
-        "compile": Refusal("call torch.compile on the model yourself; remove the section"),
+        "compile": Refusal("call engine.compile() after initialize; remove the section"),
         "graph_harvesting": Refusal("CUDA graphs are not captured for you; remove the key"),
         "eigenvalue": Refusal("eigenvalues are not computed; remove the section"),
         "progressive_layer_drop": Refusal("layers are not dropped for you; remove the section"),
