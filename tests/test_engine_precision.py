@@ -121,6 +121,29 @@ def test_fp32_moments_beside_a_bf16_master_stay_fp32(offload: str, tmp_path: Pat
     engine.close()
 
 
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_states_are_kept_in_what_the_switches_say(half: str, tmp_path: Path) -> None:
+    """Bytes of states written per parameter and step: a master of 4, of 2 that is the weight itself, and moments of 2."""
+    written, dtype = [], {"bf16": torch.bfloat16, "fp16": torch.float16}[half]
+    for has_master, is_fp32 in ((False, True), (True, True), (True, False)):
+        section = {"enabled": True} | ({f"{half}_master_weights_and_grads": True} if has_master else {})
+        section |= {"initial_scale_power": 4} if half == "fp16" else {}
+        optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "fp32_optimizer_states": is_fp32}}
+        engine = start(zoo.Tower, config("nvme", tmp_path, **{half: section}, optimizer=optimizer))
+        step(engine, 0)
+        engine.shards.store.settle()
+        before = engine.shards.store.stats().nvme_written_bytes
+        step(engine, 1)
+        engine.shards.store.settle()
+        written.append(engine.shards.store.stats().nvme_written_bytes - before)
+        moments = [value for name, value in everything(engine).items() if name.startswith("exp_avg ")]
+        is_rounded = all(torch.equal(value.float(), value.to(dtype).float()) for value in moments)
+        assert is_rounded != is_fp32
+        assert engine.skipped_steps == 0
+        engine.close()
+    assert written[0] > written[1] > written[2], written
+
+
 @pytest.mark.parametrize(
     ("betas", "is_stalling"), [([0.9, 0.999], True), ([0.9, 0.98], False)], ids=["beta2 0.999", "beta2 0.98"]
 )

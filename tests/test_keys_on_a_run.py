@@ -418,8 +418,9 @@ def test_grads_says_where_gradients_rest(home: str, is_written: bool, tmp_path: 
         assert any(event.lane == "write" and event.name.startswith("grad") for event in events) == is_written
 
 
-def test_engine_says_who_moves_the_blocks(tmp_path: Path) -> None:
-    with engine_of(tmp_path, offloaded(tmp_path), tiermem={"engine": "threads"}, aio={"num_threads": 2}) as engine:
+@pytest.mark.parametrize("key", ["intra_op_parallelism", "thread_count", "num_threads"])
+def test_engine_says_who_moves_the_blocks(key: str, tmp_path: Path) -> None:
+    with engine_of(tmp_path, offloaded(tmp_path), tiermem={"engine": "threads"}, aio={key: 2}) as engine:
         train(engine)
         stats = engine.shards.store.stats()
         assert (stats.engine, stats.nvme_read_bytes > 0) == ("threads", True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tiermem import Precision, Tier
-from tiermem.policy import IoSettings, NvmePath
+from tiermem.policy import IoSettings, LeafRules, NvmePath
 
 
 class Claim(NamedTuple):
@@ -34,6 +34,8 @@ SWITCHES = "tests/config/test_precision_switches.py::"
 OPTIMIZER = "tests/config/test_config_optimizer.py::"
 
 GRADS = "tests/ranks/test_grads_on_ranks.py::"
+GATHERS = "tests/ranks/test_gathers.py::"
+LEAVES = "tests/zero/test_leaf_modules.py::"
 
 ZERO = "zero_optimization."
 PARAM = ZERO + "offload_param."
@@ -49,30 +51,11 @@ AUTOCAST = {"torch_autocast": {"enabled": True}}
 ADAM = {"optimizer": {"type": "Adam"}}
 
 
-AWAITED: frozenset[str] = frozenset(
-    {
-        ZERO + "stage3_module_granularity_threshold",
-        ZERO + "override_module_apply",
-        ZERO + "leaf_module.classes",
-        ZERO + "leaf_module.names",
-        ZERO + "leaf_module.name_suffixes",
-        "fp32_allreduce",
-    }
-)
-"""Keys whose effect has landed before the test that sees it in a run. To be empty soon."""
-
-
 def with_io(**fields: Any) -> dict[str, Any]:
     return {"io": IoSettings(**fields)}
 
 
 CLAIMS: dict[str, Claim] = {
-    ZERO + "stage3_use_all_reduce_for_fetch_params": Claim(
-        True, "tests/ranks/test_gathers.py::test_an_all_reduce_adds_up_the_whole_layout", {"gather_way": "all_reduce"}
-    ),
-    ZERO + "stage3_allgather_sequential": Claim(
-        True, "tests/ranks/test_gathers.py::test_single_parameters_are_gathered_one_by_one", {"gather_way": "single"}
-    ),
     # the top
     "train_batch_size": Claim(6, RUN + "test_any_two_batch_sizes_give_micro_batches_and_steps"),
     "train_micro_batch_size_per_gpu": Claim(3, RUN + "test_any_two_batch_sizes_give_micro_batches_and_steps"),
@@ -80,6 +63,9 @@ CLAIMS: dict[str, Claim] = {
     "gradient_clipping": Claim(0.0, RUN + "test_gradient_clipping_bounds_the_step"),
     "communication_data_type": Claim(
         "fp32", "tests/ranks/test_reduced_dtypes.py::test_gradients_add_up_in_what_is_asked", {"reduce_dtype": "fp32"}
+    ),
+    "fp32_allreduce": Claim(
+        True, "tests/ranks/test_reduced_dtypes.py::test_gradients_add_up_in_what_is_asked", {"reduce_dtype": "fp32"}
     ),
     "steps_per_print": Claim(2, RUN + "test_steps_per_print_spaces_the_lines_of_progress"),
     "wall_clock_breakdown": Claim(True, RUN + "test_wall_clock_breakdown_adds_the_phases_to_a_line_of_progress"),
@@ -124,18 +110,43 @@ CLAIMS: dict[str, Claim] = {
     ZERO + "stage3_gather_16bit_weights_on_model_save": Claim(
         True, "tests/test_engine_weights.py::test_partitioned_weights_are_not_saved_unless_asked", {}, STAGE_3
     ),
-    **{
-        f"{ZERO}stage3_{name}": Claim(
-            12345, "tests/config/test_config_policy.py::test_size_that_is_set_goes_through", {field: 12345}, STAGE_3
-        )
-        for name, field in (
-            ("prefetch_bucket_size", "prefetch_numel"),
-            ("max_live_parameters", "max_live_numel"),
-            ("max_reuse_distance", "max_reuse_numel"),
-            ("param_persistence_threshold", "persistence_numel"),
-            ("model_persistence_threshold", "model_persistence_numel"),
-        )
-    },
+    ZERO + "stage3_prefetch_bucket_size": Claim(
+        0, GATHERS + "test_prefetch_bucket_size_says_how_much_is_gathered_before_forward", {"prefetch_numel": 0}, STAGE_3
+    ),
+    ZERO + "stage3_max_live_parameters": Claim(
+        13_000, GATHERS + "test_max_live_parameters_keeps_two_blocks_from_being_live",
+        {"max_live_numel": 13_000}, STAGE_3,
+    ),
+    ZERO + "stage3_max_reuse_distance": Claim(
+        0, GATHERS + "test_max_reuse_distance_of_zero_gives_every_unit_up_at_once", {"max_reuse_numel": 0}, STAGE_3
+    ),
+    ZERO + "stage3_param_persistence_threshold": Claim(
+        0, GATHERS + "test_persistence_thresholds_say_what_is_never_gathered", {"persistence_numel": 0}, STAGE_3
+    ),
+    ZERO + "stage3_model_persistence_threshold": Claim(
+        300, GATHERS + "test_persistence_thresholds_say_what_is_never_gathered", {"model_persistence_numel": 300}, STAGE_3
+    ),
+    ZERO + "stage3_use_all_reduce_for_fetch_params": Claim(
+        True, GATHERS + "test_an_all_reduce_adds_up_the_whole_layout", {"gather_way": "all_reduce"}
+    ),
+    ZERO + "stage3_allgather_sequential": Claim(
+        True, GATHERS + "test_single_parameters_are_gathered_one_by_one", {"gather_way": "single"}
+    ),
+    ZERO + "stage3_module_granularity_threshold": Claim(
+        2000, LEAVES + "test_the_config_names_leaves", {"leaves": LeafRules(granularity_numel=2000)}, STAGE_3
+    ),
+    ZERO + "leaf_module.classes": Claim(
+        "SparseBlock", LEAVES + "test_the_config_names_leaves", {"leaves": LeafRules(classes=("SparseBlock",))}, STAGE_3
+    ),
+    ZERO + "leaf_module.names": Claim(
+        ["layers.0"], LEAVES + "test_the_config_names_leaves", {"leaves": LeafRules(names=("layers.0",))}, STAGE_3
+    ),
+    ZERO + "leaf_module.name_suffixes": Claim(
+        [".0"], LEAVES + "test_the_config_names_leaves", {"leaves": LeafRules(name_suffixes=(".0",))}, STAGE_3
+    ),
+    ZERO + "override_module_apply": Claim(
+        False, "tests/zero/test_init_arguments.py::test_apply_of_an_engine_gathers_unless_told_not_to", {}, STAGE_3
+    ),
     ZERO + "mics_shard_size": Claim(
         2, "tests/ranks/test_mesh_on_ranks.py::test_states_are_divided_among_as_many_ranks_as_asked",
         {"shard_group_size": 2}, STAGE_3,
@@ -236,7 +247,7 @@ CLAIMS: dict[str, Claim] = {
     ),
     "fp16.min_loss_scale": Claim(4, "tests/optim/test_scaling.py::test_scale_never_falls_below_its_minimum", {}, FP16),
     "fp16.fp16_master_weights_and_grads": Claim(
-        True, SWITCHES + "test_fp16_master_needs_stage_and_offload",
+        True, PRECISION + "test_states_are_kept_in_what_the_switches_say",
         {"precision": Precision(master="fp16", grads="fp16", rounding="nearest")}, FP16 | CPU_OPTIM,
     ),
     # data_types
@@ -262,7 +273,7 @@ CLAIMS: dict[str, Claim] = {
         2, RUN + "test_engine_says_who_moves_the_blocks", with_io(depth=IoSettings().depth, threads=2)
     ),
     "aio.thread_count": Claim(
-        2, "tests/config/test_config_aio.py::test_thread_count_has_three_spellings",
+        2, RUN + "test_engine_says_who_moves_the_blocks",
         with_io(depth=IoSettings().depth, threads=2),
     ),
     "aio.num_threads": Claim(
@@ -278,7 +289,7 @@ CLAIMS: dict[str, Claim] = {
     # optimizer
     "optimizer.type": Claim("Lion", PRECISION + "test_every_optimizer_trains_as_on_ordinary_parameters", {"num_moments": 1}),
     "optimizer.params.fp32_optimizer_states": Claim(
-        False, SWITCHES + "test_optimizer_states_below_fp32_follow_the_master",
+        False, PRECISION + "test_states_are_kept_in_what_the_switches_say",
         {"precision": Precision(master="bf16", moments="bf16", grads="bf16", rounding="nearest")},
         {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, **CPU_OPTIM, **ADAM},
     ),
@@ -316,7 +327,9 @@ CLAIMS: dict[str, Claim] = {
     "tiermem.paths": Claim(
         ["/a"], "tests/zero/test_paths_of_ranks.py::test_states_within_the_caps_are_dealt_over_both_paths", {}, NVME_OPTIM
     ),
-    "tiermem.paths.path": Claim("/a", "tests/config/test_config_paths.py::test_every_form_is_taken_in_every_place"),
+    "tiermem.paths.path": Claim(
+        "/a", "tests/zero/test_paths_of_ranks.py::test_states_within_the_caps_are_dealt_over_both_paths"
+    ),
     "tiermem.paths.max_bytes": Claim(
         1, "tests/zero/test_paths_of_ranks.py::test_caps_below_the_plan_are_refused_before_any_weight_moves"
     ),

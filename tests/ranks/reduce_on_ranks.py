@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
         "torch_autocast": {**AUTOCAST, "lower_precision_safe_modules": ["torch.nn.LayerNorm"]},
     },
     "autocast, communication fp32": {"torch_autocast": AUTOCAST, "communication_data_type": "fp32"},
+    "autocast, fp32_allreduce": {"torch_autocast": AUTOCAST, "fp32_allreduce": True},
 }
 STAGES = (0, 1, 3)
 

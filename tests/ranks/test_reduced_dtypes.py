@@ -1,4 +1,4 @@
-"""Are gradients reduced in the dtype that communication_data_type and torch_autocast ask for? Two ranks, one launch."""
+"""Are gradients reduced in the dtype that the config asks for? Two ranks, one launch."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Found:
         ("autocast", "bfloat16", "float32"),
         ("autocast, safe norms", "float32", "bfloat16"),
         ("autocast, communication fp32", "float32", "float32"),
+        ("autocast, fp32_allreduce", "float32", "float32"),
     ],
 )
 def test_gradients_add_up_in_what_is_asked(case: str, linear: str, norm: str, stage: int, launched: Found) -> None:
