@@ -6,12 +6,17 @@ back after the cap pushed them out. That is why reads are allowed SLACK_BYTES on
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import time
+from typing import TYPE_CHECKING, NamedTuple
 
 from tiermem.tools.byte_size import format_bytes
 
+if TYPE_CHECKING:
+    from tiermem.swap.store import TensorStore
+
 TOLERANCE = 0.02
 SLACK_BYTES = 32 << 20
+_ARRIVAL_S = 0.2
 
 
 class IoCounts(NamedTuple):
@@ -30,6 +35,27 @@ def kernel_counts() -> IoCounts:
     with open("/proc/self/io", encoding="ascii") as table:
         counts = dict(line.split(": ") for line in table.read().splitlines())
     return IoCounts(int(counts["read_bytes"]), int(counts["write_bytes"]))
+
+
+def store_counts(store: TensorStore) -> IoCounts:
+    """Bytes that the store has moved so far."""
+    stats = store.stats()
+    return IoCounts(stats.nvme_read_bytes, stats.nvme_written_bytes)
+
+
+def written_by_path(store: TensorStore) -> dict[str, int]:
+    """Bytes written to each path since the store was made."""
+    return {str(each.path): each.written_bytes for each in store.stats().paths}
+
+
+def counts_at_rest(store: TensorStore) -> IoCounts:
+    """Counts with nothing under way: writes are waited for, reads ahead of a step that never comes arrive by themselves."""
+    store.settle()
+    before, counts = IoCounts(-1, -1), store_counts(store)
+    while counts != before:
+        time.sleep(_ARRIVAL_S)
+        before, counts = counts, store_counts(store)
+    return counts
 
 
 def disagreements(ours: IoCounts, kernel: IoCounts) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +43,31 @@ def measure_disk(folder: Path, seconds: float, file_bytes: int = 256 << 20) -> D
             return DiskRate(read, write, passes.queue.engine, passes.queue.why, is_direct)
     finally:
         os.close(fd)
+
+
+def measure_disks(folders: Sequence[Path], seconds: float, file_bytes: int = 256 << 20) -> DiskRate:
+    """The rates of several folders together: the sum of one folder of each file system, measured one after the other.
+
+    Two folders of one file system share its disk, so that the second adds nothing. What file systems share below (a disk, a
+    bus) is not looked up. What measured is the first folder's; it is direct where all are. Blocks for about `seconds` for
+    each file system; raises OSError, and ValueError without folders.
+    """
+    if not folders:
+        raise ValueError("there is no folder to measure: give at least one")
+    first_of: dict[int, Path] = {}
+    for folder in folders:
+        first_of.setdefault(device_of(folder), folder)
+    rates = [measure_disk(folder, seconds, file_bytes) for folder in first_of.values()]
+    return rates[0]._replace(
+        read_bytes_s=sum(rate.read_bytes_s for rate in rates),
+        write_bytes_s=sum(rate.write_bytes_s for rate in rates),
+        is_direct=all(rate.is_direct for rate in rates),
+    )
+
+
+def device_of(folder: Path) -> int:
+    """The number of the file system that a folder lies on. Raises OSError."""
+    return os.stat(folder).st_dev
 
 
 def _rate(passes: Passes, mode: str, seconds: float) -> float:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
-from tiermem.tools.disk_rate import measure_disk
+from tiermem.tools.disk_rate import measure_disks
 from tiermem.tools.outputs import check_outputs
 from tiermem.tools.presets import ModelShape, preset, read_shape
 from tiermem.tools.run_record import save_json
@@ -182,8 +182,8 @@ def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> DiskSpeed:
         return tuned_speed(options.rates)
     folders = [Path(folder) for folder in nvme_folders(config)]
     if folders and all(folder.is_dir() for folder in folders):
-        measured = [measure_disk(folder, _PROBE_S) for folder in folders]
-        read, write = sum(each.read_bytes_s for each in measured), sum(each.write_bytes_s for each in measured)
+        measured = measure_disks(folders, _PROBE_S)
+        read, write = measured.read_bytes_s, measured.write_bytes_s
         source = (
             f"disk: {read / 1e9:.1f} GB/s read, {write / 1e9:.1f} written, measured in {', '.join(map(str, folders))}"
         )

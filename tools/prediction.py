@@ -2,7 +2,7 @@
 
     maths     two small copies of the model, timed in the trainer's own process before the model is built (calibrate.py),
               where the cap leaves room for them
-    disk      the rates measured at the start, summed over the devices that the paths lie on
+    disk      the rates measured at the start, summed over the file systems that the paths lie on (disk_rate.py)
     bytes     the plan and the forecast: nothing is measured
     memory    resident after the imports (measured) + the store (planned) + activations (budget.py's arithmetic)
 

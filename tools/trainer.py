@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import ctypes
-import importlib
 import json
 import platform
 import signal
@@ -29,11 +27,12 @@ from typing import TYPE_CHECKING, Any
 from tiermem.tools.budget import Budget, plan_budget, state_bytes
 from tiermem.tools.channel import Channel
 from tiermem.tools.corpus import Corpus
-from tiermem.tools.counts import IoCounts, kernel_counts
+from tiermem.tools.counts import IoCounts, counts_at_rest, kernel_counts, store_counts, written_by_path
 from tiermem.tools.job import Job
 from tiermem.tools.prediction import measure_maths, predict
 from tiermem.tools.process_tree import own_resident
 from tiermem.tools.train_config import Config, precision_of, with_host_bytes
+from tiermem.tools.trained_model import build_model, give_back_free_memory, hf_config, transformers
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
 EXIT_FAILED, EXIT_USER = 1, 2
 _CEILING_S = 0.4
-_ARRIVAL_S = 0.2
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -104,7 +102,7 @@ class Trainer:
                 self._load(model, Path(job.checkpoint))
             give_back_free_memory()
             self._announce(engine, num_params, ceiling, predict(engine, job, maths, ceiling, resident_bytes))
-            before = _counts(engine), kernel_counts(), _written_by_path(engine)
+            before = store_counts(engine.shards.store), kernel_counts(), written_by_path(engine.shards.store)
             self._stop.may_unwind = False
             self._train(engine)
         except BaseException:
@@ -130,16 +128,17 @@ class Trainer:
         return with_host_bytes(job.config, self._budget.host_bytes)
 
     def _measure_ceiling(self) -> dict[str, Any] | None:
-        """The disk's rates, in its own short-lived memory: far below what training takes."""
+        """The rates of the paths' disks, in their own short-lived memory: far below what training takes."""
         if not self._job.nvme_paths:
             return None
         from tiermem.swap.probe import probe_path
-        from tiermem.tools.disk_rate import measure_disk
+        from tiermem.tools.disk_rate import measure_disks
 
         self._channel.phase("measuring the disk")
-        path = Path(self._job.nvme_paths[0])
-        probe_path(path)
-        return measure_disk(path, _CEILING_S)._asdict()
+        folders = [Path(path) for path in self._job.nvme_paths]
+        for folder in folders:
+            probe_path(folder)
+        return measure_disks(folders, _CEILING_S)._asdict()
 
     def _initialize(self, model: nn.Module, config: Config) -> Engine:
         import tiermem
@@ -176,7 +175,7 @@ class Trainer:
             ceiling=ceiling,
             predicted=predicted,
             versions=_versions(),
-            **_counts(engine)._asdict(),
+            **store_counts(engine.shards.store)._asdict(),
         )
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -249,9 +248,9 @@ class Trainer:
     def _finish(self, engine: Engine, ours: IoCounts, kernel: IoCounts, written: dict[str, int]) -> None:
         """Lets what is under way arrive, takes both counts, closes; only then writes a file."""
         self._channel.phase("close")
-        moved, moved_by_kernel = _counts_at_rest(engine).since(ours), kernel_counts().since(kernel)
+        moved, moved_by_kernel = counts_at_rest(engine.shards.store).since(ours), kernel_counts().since(kernel)
         host_peak_bytes = engine.shards.store.stats().host_peak_bytes
-        since_made = _written_by_path(engine)
+        since_made = written_by_path(engine.shards.store)
         engine.close()
         self._channel.send(
             "done",
@@ -270,32 +269,6 @@ class Trainer:
                     file.write(json.dumps(list(event)) + "\n")
 
 
-def build_model(job: Job, config: Config) -> nn.Module:
-    """The job's model with weights from its seed, built under `zero.Init`: each module goes to its home as it stands."""
-    import torch
-
-    import tiermem
-
-    torch.manual_seed(job.seed)
-    with tiermem.zero.Init(config_dict_or_path=config):
-        model: nn.Module = _transformers().AutoModelForCausalLM.from_config(hf_config(job.shape))
-    model.train()
-    if job.is_checkpointing:
-        enable_checkpointing(model)
-    return model
-
-
-def hf_config(shape: dict[str, Any]) -> Any:
-    """The transformers config of a shape. Raises ValueError for a model type that transformers does not know."""
-    return _transformers().AutoConfig.for_model(**shape)
-
-
-def enable_checkpointing(model: Any) -> None:
-    """Activation checkpointing of a Hugging Face model, by the name its version has for it."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
-
-
 def _import_all(job: Job) -> None:
     """Imports everything training needs, so that what is resident after it is the interpreter's part."""
     warnings.filterwarnings("ignore", module="torch.*")
@@ -305,24 +278,11 @@ def _import_all(job: Job) -> None:
     import tiermem.tools.dataset
     import tiermem.zero.building.init  # noqa: F401
 
-    transformers = _transformers()
-    transformers.logging.set_verbosity_error()
+    transformers().logging.set_verbosity_error()
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     with torch.device("meta"):  # loads the model's own modules; takes no memory for weights
-        transformers.AutoModelForCausalLM.from_config(hf_config(job.shape))
-
-
-def give_back_free_memory() -> None:
-    """Hands the heap's free pages back to the kernel: what building left must not sit beside what training takes."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
-    if trim is not None:
-        trim(0)
-
-
-def _transformers() -> Any:
-    """transformers as Any: it is typed in parts only."""
-    return importlib.import_module("transformers")
+        transformers().AutoModelForCausalLM.from_config(hf_config(job.shape))
 
 
 def _device() -> torch.device:
@@ -337,26 +297,6 @@ def _synchronize() -> None:
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _counts(engine: Engine) -> IoCounts:
-    stats = engine.shards.store.stats()
-    return IoCounts(stats.nvme_read_bytes, stats.nvme_written_bytes)
-
-
-def _written_by_path(engine: Engine) -> dict[str, int]:
-    """Bytes written to each path since the store was made."""
-    return {str(each.path): each.written_bytes for each in engine.shards.store.stats().paths}
-
-
-def _counts_at_rest(engine: Engine) -> IoCounts:
-    """Counts with nothing under way: writes are waited for, reads ahead of a step that never comes arrive by themselves."""
-    engine.shards.store.settle()
-    before, counts = IoCounts(-1, -1), _counts(engine)
-    while counts != before:
-        time.sleep(_ARRIVAL_S)
-        before, counts = counts, _counts(engine)
-    return counts
 
 
 def _waits_since(engine: Engine, start_ns: int) -> dict[str, float]:
@@ -378,7 +318,7 @@ def _versions() -> dict[str, str]:
     return {
         "tiermem": tiermem.__version__,
         "torch": torch.__version__,
-        "transformers": _transformers().__version__,
+        "transformers": transformers().__version__,
         "python": platform.python_version(),
     }
 

@@ -9,8 +9,9 @@ import pytest
 pytest.importorskip("_tiermem_native")
 
 from tiermem.swap.direct import open_unnamed
+from tiermem.tools import disk_rate
 from tiermem.tools.check import direct_alignment
-from tiermem.tools.disk_rate import measure_disk
+from tiermem.tools.disk_rate import DiskRate, measure_disk, measure_disks
 
 
 def test_rates_are_positive_and_nothing_is_left(tmp_path: Path) -> None:
@@ -34,6 +35,26 @@ def test_the_file_has_no_name(tmp_path: Path) -> None:
 
 def test_alignment_is_one_of_those_tried(tmp_path: Path) -> None:
     assert direct_alignment(tmp_path) in (0, 512, 1024, 2048, 4096)
+
+
+def test_folders_of_one_file_system_are_one_disk_and_several_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {"a": DiskRate(3.0, 5.0, "uring", "works", True), "b": DiskRate(30.0, 50.0, "aio", "works", False)}
+    seen, devices = [], {"a": 1, "again": 1, "b": 2}
+    folders = [tmp_path / name for name in devices]
+
+    def measured(folder: Path, seconds: float, file_bytes: int) -> DiskRate:
+        seen.append(folder.name)
+        return rates[folder.name]
+
+    monkeypatch.setattr(disk_rate, "measure_disk", measured)
+    monkeypatch.setattr(disk_rate, "device_of", lambda folder: devices[folder.name])
+    assert measure_disks(folders, 0.1) == DiskRate(33.0, 55.0, "uring", "works", False)
+    assert seen == ["a", "b"]
+    assert measure_disks(folders[:2], 0.1) == rates["a"]
+    with pytest.raises(ValueError, match="no folder to measure"):
+        measure_disks([], 0.1)
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
