@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tiermem.zero.gradients.grads import GradientHomes
 from tiermem.zero.marks import handed_back, handed_over, made_by, mark, tensors_in
+from tiermem.zero.outside_graphs import outside_graphs
 from tiermem.zero.weights.residency import LiveUnit, Residency
 from tiermem.zero.weights.resting import RestingParameter
 
@@ -90,6 +91,7 @@ class Hooks:
         self._returned: list[LiveUnit] = []  # of parameters that the root has returned; held until backward has ended
         self._is_training_pass = False  # the root's forward is under way and began with gradients
         self._is_backward = False  # its end is being watched
+        self._watched = -1  # torch's number of the backward whose end is being watched
         self._num_backwards = 0  # begun
         self._clock = 0  # counts forwards that begin and end
         self.may_receive: Callable[[], bool] = lambda: True  # False: autograd goes on adding to p.grad
@@ -155,7 +157,9 @@ class Hooks:
         use.entered = self._tick()
         for live in frame.needed:
             self._uses[live.unit.index].add(use)
-        mark(handed_over(args, kwargs), use, self._computed)
+        given = handed_over(args, kwargs)
+        mark([tensor for tensor in given if tensor.grad_fn is not None], use, self._computed)
+        mark([tensor for tensor in given if tensor.grad_fn is None], use, self._computed_to_a_leaf)
         return frame
 
     def leave(self, frame: Frame, made: list[torch.Tensor]) -> None:
@@ -178,6 +182,7 @@ class Hooks:
         self._clock += 1
         return self._clock
 
+    @outside_graphs
     def _begin_pass(self, module: nn.Module, args: Any) -> None:
         if _in_backward():
             return
@@ -190,6 +195,7 @@ class Hooks:
         has_backward = torch.is_grad_enabled() and module.training
         self._residency.order.begin((has_backward, module.training), has_backward)
 
+    @outside_graphs
     def _end_pass(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         made = handed_back(module, args, kwargs, output)
         if not _in_backward():
@@ -318,6 +324,16 @@ class Hooks:
         if grad.requires_grad:  # a backward through this one begins here
             mark([grad], use, self._hold)
 
+    def _computed_to_a_leaf(self, use: Use, grad: torch.Tensor) -> None:
+        """The gradient of a leaf has come, in no order with those of the parameters used beside it.
+
+        Reentrant checkpointing makes its inputs leaves of a backward of their own; at its end all are there.
+        """
+        if torch._C._current_graph_task_id() == self._watched:
+            self._computed(use, grad)
+        else:
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._computed(use, grad))
+
     def _come_back(self, use: Use, grad: torch.Tensor) -> None:
         """A backward through a backward has left the forward's operations."""
         self._let_go(use)
@@ -344,6 +360,7 @@ class Hooks:
         if self._is_backward:
             return
         self._is_backward = True
+        self._watched = torch._C._current_graph_task_id()
         self._num_backwards += 1
         with torch._C.DisableTorchFunctionSubclass():
             self._homes.begin()
@@ -367,10 +384,12 @@ class _ModuleHooks:
         self._needed = needed
         self._frames: list[Frame | None] = []  # of forwards under way (a module may call itself)
 
+    @outside_graphs
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._frames.append(None)
         self._frames[-1] = self._hooks.enter(self._needed, args, kwargs)
 
+    @outside_graphs
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         frame = self._frames.pop() if self._frames else None
         if frame is not None:

@@ -1,0 +1,34 @@
+"""Launched by test_everyday_models_on_ranks.py: runs programs on all ranks, plain and sharded, and says what differs.
+
+run_on_ranks.py FOLDER NVME NAME...     every rank writes {(program, home): what differs}
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import compiled_programs
+from faces import Plain, Sharded, compare, run
+from launch import as_rank
+from program_list import HOMES, PROGRAMS, policy_of
+
+
+def main() -> None:
+    programs = PROGRAMS | compiled_programs.PROGRAMS
+    with as_rank() as (_, out, (nvme, *names)):
+        found: dict[tuple[str, str], list[str]] = {}
+        for name in names:
+            print("running", name, flush=True)  # seen when a rank fails
+            expected = run(programs[name], Plain())
+            for home in HOMES:
+                found[name, home] = compare(run(programs[name], Sharded(policy_of(home, Path(nvme)))), expected)
+        torch.save(found, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Does torch.compile, used as in plain PyTorch, train sharded models to the same bits, with as many graphs?
+
+Hooks stay outside of graphs (tiermem/zero/outside_graphs.py). engine.compile() is asked in tests/test_engine_compile.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiled_programs import PROGRAMS, train_compiled
+from faces import Plain, Sharded, compare, run
+from program_list import HOMES, policy_of
+
+
+def test_compiled_blocks_share_one_graph_and_train_as_in_plain_pytorch(tmp_path: Path) -> None:
+    graphs: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph
+
+    def program(face: Plain | Sharded) -> dict[str, Any]:
+        return train_compiled(face, "by call", False, counting)
+
+    expected = run(program, Plain())
+    of_plain = list(graphs)
+    graphs.clear()
+    assert compare(run(program, Sharded(policy_of("nvme", tmp_path))), expected) == []
+    assert graphs == of_plain  # one for training, one without gradients: ten blocks share them, whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_compiled_program_does_what_it_does_in_plain_pytorch(name: str, home: str, tmp_path: Path) -> None:
+    expected = run(PROGRAMS[name], Plain())
+    assert compare(run(PROGRAMS[name], Sharded(policy_of(home, tmp_path))), expected) == []
