@@ -249,7 +249,7 @@ def _fp32_part(place: _Place) -> torch.Tensor:
     if tiles is not None and place.live.unit.is_trainable:
         return tiles.state(place.shard, MASTER)
     weight = place.shards.local_weight(place.shard.param)
-    return weight[: place.shards.num_mine(place.shard)].float()
+    return weight[: place.shards.values.num_mine(place.shard)].float()
 
 
 def _put_fp32(place: _Place, mine: torch.Tensor) -> None:
@@ -314,7 +314,7 @@ def _has_gradient(shard: Shard) -> bool:
 
 
 def _assemble(place: _Place, mine: torch.Tensor) -> torch.Tensor:
-    return place.shards.assemble(place.shard, mine).view(place.shard.shape)
+    return place.shards.values.assemble(place.shard, mine).view(place.shard.shape)
 
 
 def _whole_part(place: _Place, value: torch.Tensor) -> torch.Tensor:
@@ -323,7 +323,7 @@ def _whole_part(place: _Place, value: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"{place.shard.name} has shape {tuple(place.shard.shape)}; the value that was given has {tuple(value.shape)}"
         )
-    return place.shards.mine(place.shard, value.detach()).to("cpu", torch.float32)
+    return place.shards.values.mine(place.shard, value.detach()).to("cpu", torch.float32)
 
 
 def _local_part(place: _Place, value: torch.Tensor) -> torch.Tensor:
@@ -333,7 +333,7 @@ def _local_part(place: _Place, value: torch.Tensor) -> torch.Tensor:
             f"this rank's part of {place.shard.name} has shape ({place.shard.shard_numel},), padding included; the value "
             f"that was given has {tuple(value.shape)}"
         )
-    return value.detach()[: place.shards.num_mine(place.shard)].to("cpu", torch.float32)
+    return value.detach()[: place.shards.values.num_mine(place.shard)].to("cpu", torch.float32)
 
 
 def _padded(place: _Place, mine: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,8 @@ from tiermem.engine.saving import consolidated, save_weights
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.scaling import LossScaler
 from tiermem.schedule import build_scheduler
-from tiermem.zero.shards import Shards, device_of, shard
+from tiermem.zero.device import device_of
+from tiermem.zero.shards import Shards, shard
 from tiermem.zero.weights.gathered import apply_gathered
 from tiermem.zero.weights.residency import LiveUnit
 

@@ -65,5 +65,5 @@ def bring_back(shards: Shards, away: Iterable[LiveUnit]) -> None:
     for live in away:
         assert live.shard is not None
         live.memory.allocate()
-        shards.regather(live.unit, live.shard, live.memory)
+        shards.values.regather(live.unit, live.shard, live.memory)
         live.memory.show()

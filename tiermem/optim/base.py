@@ -337,7 +337,7 @@ class NativeOptimizer(torch.optim.Optimizer):
     def _regather(self, shards: Shards, trainable: list[LiveUnit]) -> None:
         for live in trainable:
             if live.unit.is_resident and live.shard is not None and live.shard is not live.memory.full:
-                shards.regather(live.unit, live.shard, live.memory)
+                shards.values.regather(live.unit, live.shard, live.memory)
 
     # ---- ordinary ----------------------------------------------------------------------------------------------------------
 

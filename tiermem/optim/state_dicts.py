@@ -5,7 +5,7 @@
 torch's optimizers load ours, and ours load torch's. Every state is fp32 and has the parameter's shape; `master` is there
 where a parameter of lower precision has one beside it (torch passes over it; a dict without it makes the master from the
         if name in given and shards.policy.loads_masters:
-            values = shards.mine(shard, value_of(given, name, shard.shape, shard.name))
+            values = shards.values.mine(shard, value_of(given, name, shard.shape, shard.name))
 
 Of a sharded model each state is gathered, whole, one parameter at a time: every rank makes the dict, and every rank's CPU
 memory holds all of it (12 bytes per parameter of a bf16 model under AdamW), beside one parameter's largest state.
@@ -43,7 +43,7 @@ def export_sharded(shards: Shards, tiles: StateTiles, shard: Shard, rule: Rule) 
     found: State = {STEP: torch.tensor(float(shard.num_steps))}
     moments = rule.moments if shard.num_steps or shard.has_moments else ()
     for name in (*moments, *_masters(shards, shard)):
-        found[name] = shards.assemble(shard, tiles.state(shard, name)).view(shard.shape)
+        found[name] = shards.values.assemble(shard, tiles.state(shard, name)).view(shard.shape)
     return found
 
 
@@ -58,12 +58,12 @@ def restore_sharded(
     shard.num_steps = num_steps_of(given, rule)
     has_moments = shard.num_steps > 0 or any(given.get(name) is not None for name in rule.moments)
     for name in rule.moments if has_moments else ():
-        tiles.load(shard, name, shards.mine(shard, value_of(given, name, shard.shape, shard.name)))
+        tiles.load(shard, name, shards.values.mine(shard, value_of(given, name, shard.shape, shard.name)))
     for name in _masters(shards, shard):
         if name in given and shards.policy.loads_masters:
-            values = shards.mine(shard, value_of(given, name, shard.shape, shard.name))
+            values = shards.values.mine(shard, value_of(given, name, shard.shape, shard.name))
         else:
-            values = shards.local_weight(shard.param).float()[: shards.num_mine(shard)]
+            values = shards.local_weight(shard.param).float()[: shards.values.num_mine(shard)]
         tiles.load(shard, name, values)
     shard.has_moments, shard.has_master = has_moments, MASTER in given
 

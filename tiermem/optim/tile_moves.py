@@ -23,8 +23,9 @@ from tiermem.policy import Tier
 from tiermem.swap.arena import Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import BACKGROUND, narrow_part
-from tiermem.zero.shards import Shards, initial_master
+from tiermem.zero.shards import Shards
 from tiermem.zero.unit import Shard
+from tiermem.zero.weights.values import initial_master
 
 MomentsOf = Callable[[Shard], Sequence[str]]
 """The names of a parameter's moments, as torch names them, in the order of swap.parts.MOMENTS."""

@@ -35,9 +35,10 @@ from tiermem.policy import Tier
 from tiermem.swap.native import narrow_part, widen_part
 from tiermem.swap.pipeline import run_pipeline
 from tiermem.zero.plan import keeps_initial_master
-from tiermem.zero.shards import Shards, initial_master
+from tiermem.zero.shards import Shards
 from tiermem.zero.unit import Shard
 from tiermem.zero.weights.residency import LiveUnit
+from tiermem.zero.weights.values import initial_master
 
 
 class StateTiles:
@@ -215,7 +216,7 @@ class StateTiles:
             for each, piece in zip(ranges, data.split([each.num_bytes for each in ranges]), strict=True):
                 self._write_bytes(tile, each.offset, piece)
         if name == MASTER:
-            self._shards.put_elements(tile.live, tile.start + segment.start, weight)
+            self._shards.values.put_elements(tile.live, tile.start + segment.start, weight)
 
     def _part_of(self, tile: Tile, shard: Shard, name: str) -> StatePart | None:
         """Where a state lies; None: it is the parameter itself. Raises ValueError for a state that is not kept."""
@@ -234,21 +235,21 @@ class StateTiles:
         if initial not in self._store:
             return self._weight(tile, segment).float()
         if self._store.home_of(initial) is Tier.NVME:
-            return self._shards.read_part(initial, torch.float32, slice(start, start + segment.numel))
+            return self._shards.values.read_part(initial, torch.float32, slice(start, start + segment.numel))
         return self._store.view(initial)[start : start + segment.numel].clone()
 
     def _weight(self, tile: Tile, segment: Segment) -> torch.Tensor:
         start = tile.start + segment.start
-        return self._shards.local_elements(tile.live, slice(start, start + segment.numel))
+        return self._shards.values.elements(tile.live, slice(start, start + segment.numel))
 
     def _read_bytes(self, tile: Tile, offset: int, num_bytes: int) -> torch.Tensor:
         if tile.home is Tier.NVME:
-            return self._shards.read_part(tile.entry, torch.uint8, slice(offset, offset + num_bytes))
+            return self._shards.values.read_part(tile.entry, torch.uint8, slice(offset, offset + num_bytes))
         return self._store.view(tile.entry)[offset : offset + num_bytes]
 
     def _write_bytes(self, tile: Tile, offset: int, data: torch.Tensor) -> None:
         if tile.home is Tier.NVME:
-            self._shards.write_part(tile.entry, offset, data)
+            self._shards.values.write_part(tile.entry, offset, data)
         else:
             self._store.view(tile.entry)[offset : offset + data.numel()].copy_(data)
 

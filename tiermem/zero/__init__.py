@@ -5,12 +5,14 @@ Rooms, and the files outside them, in the order in which to read (imports go the
     unit         parameters fetched together, and their two layouts
     order        the learnt sequence of uses            registry     Parameter -> who looks after it
     ranks/       who shares what, and what they call together
+    device       where the maths runs
     plan         bytes of every tier, beforehand        estimate     needs of an imagined model
     weights/     a unit's values, at rest and present
     gradients/   from autograd to where they rest until the step
     marks        where backward is                      hooks        forward and backward call the rest
-    shards       a sharded model
     building/    a model that may not fit: zero.Init, tiles, leaf modules
+    pools        the arena, carved as planned           settling     weights go home
+    shards       a sharded model
     partition_parameters   names for migration
 """
 

@@ -4,9 +4,10 @@
         optim = tiermem.AdamW(model.parameters(), lr=3e-4)
         loss = model(x); loss.backward(); optim.step(); optim.zero_grad()
 
-    divide     the model into units                 unit.py        present    units when their modules run   residency.py
-    plan       the memory of every tier             plan.py        watch      forward and backward           hooks.py
-    move       every parameter's part to its home   here           receive    gradients                      grads.py
+    divide   the model into units                 unit.py       present   units when their modules run   residency.py
+    plan     the memory of every tier             plan.py       watch     forward and backward           hooks.py
+    settle   every parameter's part at its home   settling.py   receive   gradients                      grads.py
+    values   at home, read and written            values.py     show      whole weights to torch         state_dict.py
 
 Reading a weight or a gradient from outside forward and backward gathers it: `weight`, `gradient`, and `state_dict`, which are
 collective (every rank calls them). Nothing is patched: closing the shards takes the hooks off and leaves the module behind,
@@ -18,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -29,24 +30,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.optim.layout import MASTER
-from tiermem.policy import OffloadPolicy, Tier
-from tiermem.swap.arena import Pool
+from tiermem.policy import OffloadPolicy
 from tiermem.swap.bounce import Bounce
 from tiermem.swap.native import Workers, trim_heap
 from tiermem.swap.pipeline import HeadStart
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
 from tiermem.zero.building.admission import check_model
-from tiermem.zero.building.nursery import Nursery
+from tiermem.zero.device import check_device, device_of
 from tiermem.zero.gradients.grads import GradientHomes
 from tiermem.zero.hooks import Hooks
 from tiermem.zero.order import Order
-from tiermem.zero.plan import BOUNCE_BYTES, keeps_initial_master, keeps_secondary, make_plan
+from tiermem.zero.plan import BOUNCE_BYTES, make_plan
+from tiermem.zero.pools import carve
 from tiermem.zero.ranks.agreement import agree, facts_of, facts_of_plan
-from tiermem.zero.ranks.collectives import share
 from tiermem.zero.ranks.mesh import arrange, ranks_of
-from tiermem.zero.ranks.packed import PackedGather
-from tiermem.zero.ranks.quantised import byte_ranges, pack, pack_into, unpack
 from tiermem.zero.ranks.topology import (
     Topology,
     fair_cores,
@@ -55,13 +53,13 @@ from tiermem.zero.ranks.topology import (
     paths_of_rank,
     ranks_per_node,
 )
+from tiermem.zero.settling import release, settle, show_parts
 from tiermem.zero.unit import Shard, Unit, divide
-from tiermem.zero.weights.attributes import ZeroParamStatus, absent_part, describe, undescribe
-from tiermem.zero.weights.gather import Gather, UnitGather, gather, gather_unit
+from tiermem.zero.weights.live import LiveUnit
 from tiermem.zero.weights.lowering import watch_autocast
-from tiermem.zero.weights.memory import UnitMemory, can_swap_pointers
-from tiermem.zero.weights.residency import LiveUnit, Residency
-from tiermem.zero.weights.secondary import NearGather, Secondary, secondary_numel
+from tiermem.zero.weights.residency import Residency
+from tiermem.zero.weights.state_dict import StateDicts
+from tiermem.zero.weights.values import Values, initial_master
 
 if TYPE_CHECKING:
     from tiermem.optim.tiles import StateTiles
@@ -117,7 +115,7 @@ class Shards:
         self.topology: Topology = arrange(everyone, policy, ranks_per_node(), self.device.type)
         self._is_closed = False
         self._handles: list[RemovableHandle] = []
-        _check_device(policy, self.device, is_trained)
+        check_device(policy, self.device, is_trained)
         division = divide(model, policy, self.topology.num_shards, is_trained)
         is_gpu = self.device.type == "cuda"
         self.plan = make_plan(division, policy, self.topology, is_gpu, ranks_per_node())
@@ -154,37 +152,12 @@ class Shards:
         if live.unit.is_resident:
             index = live.unit.shards.index(shard)
             return live.memory.views[index].detach().to("cpu", copy=True)
-        return self.assemble(shard, self.local_weight(param)).view(shard.shape)
+        return self.values.assemble(shard, self.local_weight(param)).view(shard.shape)
 
     def local_weight(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of this rank's part of a parameter: flat, on the CPU, shard_numel elements. Blocks."""
         live, shard = self.find(param)
-        return self.local_elements(live, slice(shard.shard_offset, shard.shard_offset + shard.shard_numel))
-
-    def local_elements(self, live: LiveUnit, part: slice) -> torch.Tensor:
-        """A copy of elements of a unit's shard layout, this rank's parameters. Blocks; raises OSError.
-
-        Of a unit that rests packed the first element is a multiple of BLOCK, as every parameter's is.
-        """
-        if live.unit.is_packed:
-            return self._unpacked_elements(live, part)
-        if live.shard is not None:
-            return live.shard[part].clone()
-        assert live.entry is not None
-        return self.read_part(live.entry, live.unit.dtype, part)
-
-    def put_elements(self, live: LiveUnit, start: int, values: torch.Tensor) -> None:
-        """Overwrites elements of a unit's shard layout from `start` on, in its dtype. Blocks; raises OSError.
-
-        Nothing that shows the parameters follows yet: `drop_head_start` before, and `refresh` once all are there.
-        """
-        if live.unit.is_packed:
-            self._pack_elements(live, start, values)
-        elif live.shard is not None:
-            live.shard[start : start + values.numel()].copy_(values)
-        else:
-            assert live.entry is not None
-            self.write_part(live.entry, start * live.unit.dtype.itemsize, values.contiguous().view(torch.uint8))
+        return self.values.elements(live, slice(shard.shard_offset, shard.shard_offset + shard.shard_numel))
 
     def refresh(self, param: nn.Parameter) -> None:
         """Lets a parameter's unit show what was put where it rests, unless a module holds it. Collective; blocks."""
@@ -195,13 +168,15 @@ class Shards:
             if not live.num_users:
                 self.residency.outdate(live)
         elif live.shard is not None and live.shard is not live.memory.full:
-            self.regather(live.unit, live.shard, live.memory)
+            self.values.regather(live.unit, live.shard, live.memory)
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """A copy of a parameter's reduced gradient (the mean over ranks), or None. Between backward and step. Collective."""
         live, shard = self.find(param)
         local = self.local_gradient(param)
-        return None if local is None else self.assemble(shard, local.to(self.homes.dtype(live.unit))).view(shard.shape)
+        if local is None:
+            return None
+        return self.values.assemble(shard, local.to(self.homes.dtype(live.unit))).view(shard.shape)
 
     def local_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """This rank's part of a reduced gradient, without padding, in fp32: flat, on the CPU; or None. Blocks."""
@@ -209,36 +184,17 @@ class Shards:
         if not shard.has_gradient or param.grad is None:
             return None
         self.homes.settle()
-        part = slice(shard.shard_offset, shard.shard_offset + self.num_mine(shard))
+        part = slice(shard.shard_offset, shard.shard_offset + self.values.num_mine(shard))
         flat, dtype = self.homes.flat(live.unit), self.homes.dtype(live.unit)
-        local = self.read_part(self.homes.entry(live.unit), dtype, part) if flat is None else flat[part]
+        local = self.values.read_part(self.homes.entry(live.unit), dtype, part) if flat is None else flat[part]
         return local.float() * (shard.grad_factor / self.homes.divisor)
-
-    def assemble(self, shard: Shard, local: torch.Tensor) -> torch.Tensor:
-        """A parameter's elements out of every rank's part of them: flat, on the CPU. Collective; blocks.
-
-        local: this rank's part, flat, with or without its padding.
-        """
-        if self.topology.num_shards == 1 or not shard.numel:
-            return local[: shard.numel]
-        mine = torch.zeros(shard.shard_numel, dtype=local.dtype, device=self.device)
-        mine[: local.numel()].copy_(local)
-        whole = torch.empty(shard.shard_numel * self.topology.num_shards, dtype=local.dtype, device=self.device)
-        gather(self.topology, mine, whole, f"gathering {shard.name}")
-        return whole[: shard.numel].cpu()
-
-    def mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a parameter's elements, flat and without padding: a view where that is possible."""
-        first = shard.shard_numel * self.topology.shard_rank
-        return whole.reshape(-1)[first : first + shard.shard_numel]
-
-    def num_mine(self, shard: Shard) -> int:
-        """Elements of this rank's part of a parameter, without its padding."""
-        return min(shard.shard_numel, max(0, shard.numel - shard.shard_numel * self.topology.shard_rank))
 
     def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
         """A parameter's unit and its part there. Raises ValueError for one of another model."""
-        return self._find(param)
+        try:
+            return self._by_param[id(param)]
+        except KeyError:
+            raise ValueError("this parameter is not one of the sharded model's") from None
 
     @property
     def adds_at_home(self) -> bool:
@@ -271,18 +227,6 @@ class Shards:
             if live.unit.is_trainable:
                 self.homes.show(live.unit)
 
-    def read_part(self, entry: str, dtype: torch.dtype, part: slice) -> torch.Tensor:
-        """A copy of elements of an entry that rests on NVME, through a small bounce buffer. Blocks; raises OSError."""
-        out = torch.empty(part.stop - part.start, dtype=dtype)
-        assert self._bounce is not None
-        self._bounce.read(entry, part.start * dtype.itemsize, part.stop * dtype.itemsize, out.view(torch.uint8))
-        return out
-
-    def write_part(self, entry: str, offset: int, data: torch.Tensor) -> None:
-        """Writes bytes of an entry that rests on NVME, from byte `offset` on; as `read_part`. Blocks; raises OSError."""
-        assert self._bounce is not None
-        self._bounce.write(entry, offset, data)
-
     def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Puts other values in a parameter's place; every rank gives the whole. Collective; blocks; raises OSError.
 
@@ -291,9 +235,9 @@ class Shards:
         live, shard = self.find(param)
         stepped = any(other.num_steps for _, other in self.parameters())  # which has made the masters
         if live.unit.is_trainable and self.states is not None and stepped:
-            self.states.load(shard, MASTER, self.mine(shard, value.detach()).cpu().float())
+            self.states.load(shard, MASTER, self.values.mine(shard, value.detach()).cpu().float())
         else:
-            self.replace_mine(live, shard, self.mine(shard, value.detach()).cpu())
+            self.replace_mine(live, shard, self.values.mine(shard, value.detach()).cpu())
         if live.num_users and not live.unit.is_resident:
             live.memory.views[live.unit.shards.index(shard)].copy_(value.view(shard.shape))
 
@@ -301,8 +245,8 @@ class Shards:
         """Puts other values in place of this rank's part of a parameter that has no master yet; every rank its own. Blocks."""
         self.drop_head_start()
         if initial_master(live.unit) in self.store:
-            self._write_initial_master(live.unit, shard, mine)
-        self.put_elements(live, shard.shard_offset, mine.to(live.unit.dtype))
+            self.values.put_initial_master(live.unit, shard, mine)
+        self.values.put_elements(live, shard.shard_offset, mine.to(live.unit.dtype))
         self.refresh(shard.param)
 
     def check_may_change(self) -> None:
@@ -330,26 +274,6 @@ class Shards:
         """Ends a `take_out`: the parameter is what its unit is. What was written in the copy is gone, unless `replace`d."""
         live, shard = self.find(param)
         live.put_back(live.unit.shards.index(shard))
-
-    def _unpacked_elements(self, live: LiveUnit, part: slice) -> torch.Tensor:
-        numel, out = live.unit.packed_numel, torch.empty(part.stop - part.start, dtype=live.unit.dtype)
-        if live.shard is not None:
-            return unpack(live.shard, numel, out, part.start)
-        assert live.entry is not None
-        codes, scales = byte_ranges(numel, part.start, part.stop)
-        packed = [self.read_part(live.entry, torch.uint8, each) for each in (codes, scales)]
-        return unpack(torch.cat(packed), out.numel(), out)
-
-    def _pack_elements(self, live: LiveUnit, start: int, values: torch.Tensor) -> None:
-        if live.shard is not None:
-            pack_into(live.shard, live.unit.packed_numel, values, start)
-            return
-        assert live.entry is not None
-        packed = pack(values)
-        codes, scales = byte_ranges(live.unit.packed_numel, start, start + values.numel())
-        num_codes = codes.stop - codes.start
-        self.write_part(live.entry, codes.start, packed[:num_codes])
-        self.write_part(live.entry, scales.start, packed[num_codes:])
 
     def drop_head_start(self) -> None:
         """Forgets what has been read ahead for the next step, because it is about to change at home. Blocks shortly."""
@@ -408,14 +332,7 @@ class Shards:
             self.hooks.remove()
             for handle in self._handles:
                 handle.remove()
-            for each in self.units:
-                each.part_with()
-            for live, shard in self.parameters():
-                shard.param.grad = None
-                if not materialize and live.unit.is_resident:
-                    shard.param.data = shard.param.data.clone()
-                registry.dismiss(shard.param)
-                undescribe(shard.param)
+            release(self.units, keeps_residents=not materialize)
             self.workers.close()
             self.store.close()
         for param, value in weights:
@@ -424,194 +341,38 @@ class Shards:
     # ---- building ------------------------------------------------------------------------------------------------------
 
     def _build(self, triggers: dict[nn.Module, list[Unit]], units: list[Unit], order: Order) -> None:
-        plan, arena = self.plan, self.store.arena
-        may_swap = can_swap_pointers()
-        self._bounce = Bounce(self.store, BOUNCE_BYTES // 4) if self.policy.paths else None
-        pool = Pool(arena, plan.unit_slot_bytes, plan.num_unit_slots, "units") if plan.num_unit_slots else None
-        stages = Pool(arena, plan.stage_slot_bytes, plan.num_stage_slots, "shards") if plan.num_stage_slots else None
-        grads = Pool(arena, plan.grad_slot_bytes, plan.num_grad_slots, "gradients") if plan.num_grad_slots else None
-        buckets = Pool(arena, plan.reduce_slot_bytes, plan.num_reduce_slots, "sums") if plan.num_reduce_slots else None
-        tiles = Pool(arena, plan.tile_slot_bytes, plan.num_tile_slots, "tiles") if plan.num_tile_slots else None
-        self.tile_pool = tiles
-        self.head_start: HeadStart[Any] | None = HeadStart(tiles) if tiles is not None else None  # of the next step
-        self._wires = Pool(arena, plan.wire_slot_bytes, plan.num_wire_slots, "wires") if plan.num_wire_slots else None
-        self.units = [self._send_home(unit, may_swap, pool or stages) for unit in units]
+        bounce = Bounce(self.store, BOUNCE_BYTES // 4) if self.policy.paths else None
+        self.values = Values(self.store, self.topology, self.device, bounce)
+        pools = carve(self.store.arena, self.plan)
+        self.tile_pool = pools.tiles
+        self.head_start: HeadStart[Any] | None = HeadStart(pools.tiles) if pools.tiles is not None else None
+        self.units = settle(units, self.plan, self.policy, self.values, pools)
         self.store.settle()
-        self.residency = Residency(self.units, self.store, order, self.policy, pool, stages, self.device)
+        self.residency = Residency(self.units, self.store, order, self.policy, pools.units, pools.shards, self.device)
         trainable = [u for u in units if u.is_trainable]
-        self.homes = GradientHomes(
-            trainable, plan.grads, self.store, self.topology, self.workers, grads, buckets, self.policy
-        )
+        plan, grads, sums = self.plan.grads, pools.gradients, pools.sums
+        self.homes = GradientHomes(trainable, plan, self.store, self.topology, self.workers, grads, sums, self.policy)
         live = {module: [self.units[u.index] for u in needed] for module, needed in triggers.items()}
         self.triggers = list(live)  # modules that make units present
         self.hooks = Hooks(self.model, live, self.units, self.residency, self.homes)
         lowered = [s.param for u in units if u.full_dtype != u.dtype for s in u.shards]
         self._handles += watch_autocast(self.model, lowered, self.policy, self.device)
-        self._gathered: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-        self._gathered_by: Callable[[], object] = lambda: None  # the state_dict under way, held weakly
-        for module in self.model.modules():
-            if module._parameters:
-                # torch marks the functions it is given, so each module gets one of its own
-                fill, put = self._fill_state_dict, self._take_state_dict
-                self._handles.append(module.register_state_dict_post_hook(lambda *args, fill=fill: fill(*args)))
-                self._handles.append(module.register_load_state_dict_pre_hook(lambda *args, put=put: put(*args)))
+        self._handles += StateDicts(self.weight, self.replace).watch(self.model)
+        self._take_charge()
+
+    def _take_charge(self) -> None:
+        """The parameters are found, shown and needed as partitioned ones from here on; none is present."""
         self._by_param = {id(s.param): (u, s) for u, s in self.parameters()}
         for _, part in self.parameters():
             registry.enrol(part.param, self)
-        self._describe()
+        if self.policy.stage == 3:
+            show_parts(self.units)
         self._added: list[tuple[nn.Module, LiveUnit]] = []  # needs of parameters of other modules, as registered
         for module in self.model.modules():
             for param in registry.externals_of(module):
                 self.add_need(module, param)
         for each in self.units:
             each.let_all_go()
-
-    def _describe(self) -> None:
-        """Gives the parameters the documented attributes, where they are partitioned."""
-        if self.policy.stage != 3:
-            return
-        for live, shard in self.parameters():
-            part = absent_part(shard.shard_numel, live.unit.dtype)
-            if live.shard is not None:
-                part = live.shard[shard.shard_offset : shard.shard_offset + shard.shard_numel]
-            is_there = live.unit.is_resident
-            status = ZeroParamStatus.AVAILABLE if is_there else ZeroParamStatus.NOT_AVAILABLE
-            describe(shard.param, shard.index, shard.shape, part, status)
-
-    def _send_home(self, unit: Unit, may_swap: bool, pool: Pool | None) -> LiveUnit:
-        """Moves a unit's weights to where they rest, one parameter at a time."""
-        if unit.is_resident:
-            return self._make_resident(unit, may_swap)
-        home, entry = self.plan.unit_homes[unit.index], f"param/{unit.index}/{unit.name}"
-        if home is not Tier.NVME and self.topology.num_shards == 1 and self.device.type == "cpu" and not unit.is_packed:
-            unit.is_resident = True  # one of `host_param_numel`: it is present where it rests
-            return self._make_resident(unit, may_swap)
-        numel = unit.shard_bytes // unit.rests_as.itemsize
-        self.store.reserve(entry, (numel,), unit.rests_as, Tier.NVME if home is Tier.NVME else Tier.HOST)
-        memory = UnitMemory(unit, self.device, may_swap)
-        if home is not Tier.NVME:
-            shard = self.store.view(entry)
-            self._fill(unit, shard)
-            memory.hide()
-            return LiveUnit(unit, memory, None, shard, self._gather_of(unit, memory))
-        assert pool is not None
-        slot = pool.take()
-        assert slot is not None
-        self._fill(unit, slot.tensor[: unit.shard_bytes].view(unit.rests_as))
-        self.store.write([(entry, 0, slot.tensor[: unit.shard_bytes])], entry).wait()
-        pool.give_back(slot)
-        memory.hide()
-        return LiveUnit(unit, memory, entry, None, self._gather_of(unit, memory))
-
-    def _gather_of(self, unit: Unit, memory: UnitMemory) -> Gather | None:
-        """How a unit is gathered; None: it is not, since it rests as it is present."""
-        policy, topology = self.policy, self.topology
-        if unit.is_packed or (policy.quantised_gather and unit.dtype.is_floating_point):
-            plain: Gather = PackedGather(topology, unit, memory.full, self._wires)
-        elif topology.num_shards > 1:
-            plain = UnitGather(topology, unit, memory.full, policy.gather_way)
-        else:
-            return None
-        if not keeps_secondary(policy, topology.num_shards):
-            return plain
-        assert topology.across is not None
-        name, numel = f"secondary/{unit.index}/{unit.name}", secondary_numel(unit, topology.across.size)
-        self.store.reserve(name, (numel,), memory.full.dtype, Tier.HOST)
-        return NearGather(Secondary(topology, unit, self.store.view(name)), plain, memory.full)
-
-    def _make_resident(self, unit: Unit, may_swap: bool) -> LiveUnit:
-        memory = UnitMemory(unit, self.device, may_swap)
-        if self.device.type == "cpu":
-            memory.hold(self.store.arena.take(unit.full_bytes, f"resident unit {unit.name!r}"))
-        else:
-            memory.allocate()
-        shard = memory.full
-        if self.topology.num_shards > 1 or self.device.type == "cuda":
-            self.store.reserve(f"param/{unit.index}/{unit.name}", (unit.shard_numel,), unit.dtype, Tier.HOST)
-            shard = self.store.view(f"param/{unit.index}/{unit.name}")
-        self._fill(unit, shard)
-        if shard is not memory.full:
-            self.regather(unit, shard, memory)
-        memory.show()
-        return LiveUnit(unit, memory, None, shard)
-
-    def regather(self, unit: Unit, shard: torch.Tensor, memory: UnitMemory) -> None:
-        """Refreshes a resident unit's full layout from every rank's shard. Collective."""
-        gather_unit(self.topology, unit, shard.to(self.device), memory.full)
-
-    def _fill(self, unit: Unit, shard: torch.Tensor) -> None:
-        """Writes this rank's part of every parameter of a unit into its shard layout; rank 0's values win."""
-        shard.zero_()
-        if keeps_initial_master(unit, self.policy):
-            home = Tier.NVME if self.policy.optim is Tier.NVME else Tier.HOST
-            self.store.reserve(initial_master(unit), (unit.shard_numel,), torch.float32, home)
-        for part in unit.shards:
-            if unit.is_packed:
-                plain = torch.zeros(part.shard_numel, dtype=unit.dtype)
-                self._fill_part(part, plain)
-                pack_into(shard, unit.packed_numel, plain, part.shard_offset)
-                _forget_values(part, self.device)
-                continue
-            piece = shard[part.shard_offset : part.shard_offset + part.shard_numel]
-            if initial_master(unit) in self.store:
-                values = torch.zeros(part.shard_numel)
-                self._fill_part(part, values)
-                self._write_initial_master(unit, part, values)
-                piece.copy_(values)
-            else:
-                self._fill_part(part, piece)
-            _forget_values(part, self.device)
-
-    def _write_initial_master(self, unit: Unit, part: Shard, values: torch.Tensor) -> None:
-        """Keeps a parameter's values in fp32 until its first step."""
-        entry = initial_master(unit)
-        if self.store.home_of(entry) is Tier.HOST:
-            self.store.view(entry)[part.shard_offset : part.shard_offset + values.numel()].copy_(values)
-        else:
-            self.write_part(entry, part.shard_offset * 4, values.float().contiguous().view(torch.uint8))
-
-    def _fill_part(self, part: Shard, out: torch.Tensor) -> None:
-        """Writes this rank's part of a parameter that has not been sharded yet; the padding is left."""
-        keeper = registry.keeper_of(part.param)
-        if isinstance(keeper, Nursery) and keeper.topology == self.topology:
-            keeper.move_part(part.param, out)
-            return
-        if isinstance(keeper, Nursery):
-            value = keeper.whole(part.param)
-            keeper.move_part(part.param, None)
-        else:
-            value = part.param.detach().contiguous()
-            if self.topology.group is not None and part.numel:
-                share(self.topology, value, f"sharing {part.name}")
-        first = part.shard_numel * self.topology.shard_rank
-        mine = value.view(-1)[first : first + part.shard_numel]
-        out[: mine.numel()].copy_(mine)
-
-    def _find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
-        try:
-            return self._by_param[id(param)]
-        except KeyError:
-            raise ValueError("this parameter is not one of the sharded model's") from None
-
-    def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Replaces a module's own parameters in a state dict by gathered copies, in ordinary memory; tied ones by one."""
-        if self._gathered_by() is not state:
-            self._gathered_by = weakref.ref(state)
-            self._gathered.clear()
-        for name, param in module._parameters.items():
-            if param is not None and prefix + name in state:
-                copy = self._gathered.get(id(param))
-                if copy is None:
-                    copy = self._gathered[id(param)] = self.weight(param)
-                state[prefix + name] = copy
-
-    def _take_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Before torch loads a module's own parameters: puts the values where the parameters rest."""
-        for name, param in module._parameters.items():
-            value = state.get(prefix + name)
-            if param is not None and isinstance(value, torch.Tensor) and value.shape == param.shape:
-                self.replace(param, value)
-                state[prefix + name] = param  # torch copies it to itself, which does nothing
 
     def _log_start(self) -> None:
         stats = self.store.stats()
@@ -622,34 +383,4 @@ class Shards:
             self.plan.host_bytes / 2**20,
             self.plan.disk_bytes / 2**20,
             engine,
-        )
-
-
-def _forget_values(part: Shard, device: torch.device) -> None:
-    """Lets go of what a parameter held before it was sharded."""
-    part.param.grad = None
-    part.param.data = torch.empty(0, dtype=part.param.dtype, device=device)
-
-
-def initial_master(unit: Unit) -> str:
-    """The name in the store of a unit's fp32 values before its first step, kept for `master_from="init"`."""
-    return f"initial/{unit.index}/{unit.name}"
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the maths of a model runs unless it is told otherwise: where its parameters are, or the GPU for those on meta."""
-    first = next(model.parameters(), None)
-    device = first.device if first is not None else torch.device("cpu")
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if device.type == "meta" and torch.cuda.is_available()
-        else device
-    )
-
-
-def _check_device(policy: OffloadPolicy, device: torch.device, is_trained: bool) -> None:
-    if device.type == "cuda" and policy.optim is Tier.DEVICE and is_trained:
-        raise ValueError(
-            "optim=DEVICE on a GPU: optimizer states step on the CPU here. Set optim=Tier.HOST or Tier.NVME (in a config: "
-            'offload_optimizer: {"device": "cpu"})'
         )

@@ -30,6 +30,6 @@ def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tenso
     else:
         sums = store_gradient(workers, None, values, first)
         offset = shard.shard_offset * values.element_size()
-        shards.write_part(homes.entry(live.unit), offset, values.view(torch.uint8))
+        shards.values.write_part(homes.entry(live.unit), offset, values.view(torch.uint8))
     shard.block_sums, shard.grad_factor, shard.has_gradient = sums, homes.divisor, True
     homes.show(live.unit)

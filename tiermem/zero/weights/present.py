@@ -88,9 +88,9 @@ def _room(shards: Shards) -> tuple[int | None, str]:
 def _bring(shards: Shards, live: LiveUnit) -> None:
     shards.residency.outdate(live)
     whole = slice(0, live.unit.shard_numel)
-    shard = live.shard if live.shard is not None else shards.local_elements(live, whole)
+    shard = live.shard if live.shard is not None else shards.values.elements(live, whole)
     live.memory.allocate()
-    shards.regather(live.unit, shard, live.memory)
+    shards.values.regather(live.unit, shard, live.memory)
     live.memory.show()
     live.state, live.unit.is_resident = UnitState.PRESENT, True
 

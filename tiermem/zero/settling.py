@@ -1,0 +1,195 @@
+"""Settling: what a model's parameters hold goes to where their units rest, one parameter at a time.
+
+    a parameter's whole value                    this rank's part, in the unit's shard layout
+      rank 0's, shared with all     ----------->   resident   the unit's storage for life (and, for a gather, its shard)
+      a nursery's (zero.Init)                      HOST       an entry of the store
+                                                   NVME       through a buffer, then an entry of the store
+                                                   packed     int8 codes and scales, on HOST or NVME
+
+Beside it go the fp32 values that a first step starts from (`master_from="init"`). A parameter gives up what it held as soon
+as its part is home, so that a model needs room for itself once. What happens to units afterwards is weights/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.arena import Pool
+from tiermem.zero import registry
+from tiermem.zero.building.nursery import Nursery
+from tiermem.zero.plan import Plan, keeps_initial_master, keeps_secondary
+from tiermem.zero.pools import Pools
+from tiermem.zero.ranks.collectives import share
+from tiermem.zero.ranks.packed import PackedGather
+from tiermem.zero.ranks.quantised import pack_into
+from tiermem.zero.unit import Shard, Unit
+from tiermem.zero.weights.attributes import ZeroParamStatus, absent_part, describe, undescribe
+from tiermem.zero.weights.gather import Gather, UnitGather
+from tiermem.zero.weights.live import LiveUnit
+from tiermem.zero.weights.memory import UnitMemory, can_swap_pointers
+from tiermem.zero.weights.secondary import NearGather, Secondary, secondary_numel
+from tiermem.zero.weights.values import Values, initial_master
+
+
+def settle(units: Iterable[Unit], plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools) -> list[LiveUnit]:
+    """Sends every unit's weights home; what they rest in is the store's. Collective; blocks; raises OSError.
+
+    Registering the memory that is taken here is left to `TensorStore.settle`.
+    """
+    settler = _Settler(plan, policy, values, pools)
+    return [settler.send_home(unit) for unit in units]
+
+
+def show_parts(units: Iterable[LiveUnit]) -> None:
+    """Gives the parameters of partitioned units the documented attributes (attributes.py)."""
+    for live in units:
+        for shard in live.unit.shards:
+            part = absent_part(shard.shard_numel, live.unit.dtype)
+            if live.shard is not None:
+                part = live.shard[shard.shard_offset : shard.shard_offset + shard.shard_numel]
+            is_there = live.unit.is_resident
+            status = ZeroParamStatus.AVAILABLE if is_there else ZeroParamStatus.NOT_AVAILABLE
+            describe(shard.param, shard.index, shard.shape, part, status)
+
+
+def release(units: Iterable[LiveUnit], keeps_residents: bool) -> None:
+    """The opposite: parameters are ordinary ones for good, without gradients, and no longer enrolled.
+
+    keeps_residents: those that are always present take copies of their values, since their storage is the store's.
+    """
+    units = list(units)
+    for live in units:
+        live.part_with()
+    for live in units:
+        for shard in live.unit.shards:
+            shard.param.grad = None
+            if keeps_residents and live.unit.is_resident:
+                shard.param.data = shard.param.data.clone()
+            registry.dismiss(shard.param)
+            undescribe(shard.param)
+
+
+class _Settler:
+    """Lives while units go home."""
+
+    def __init__(self, plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools) -> None:
+        self._plan = plan
+        self._policy = policy
+        self._values = values
+        self._store = values.store
+        self._topology = values.topology
+        self._device = values.device
+        self._pool: Pool | None = pools.units or pools.shards  # what a unit that rests on NVMe is filled in
+        self._wires = pools.wires
+        self._may_swap = can_swap_pointers()
+
+    def send_home(self, unit: Unit) -> LiveUnit:
+        """Moves a unit's weights to where they rest, one parameter at a time."""
+        if unit.is_resident:
+            return self._make_resident(unit)
+        home, entry = self._plan.unit_homes[unit.index], f"param/{unit.index}/{unit.name}"
+        if (
+            home is not Tier.NVME
+            and self._topology.num_shards == 1
+            and self._device.type == "cpu"
+            and not unit.is_packed
+        ):
+            unit.is_resident = True  # one of `host_param_numel`: it is present where it rests
+            return self._make_resident(unit)
+        numel = unit.shard_bytes // unit.rests_as.itemsize
+        self._store.reserve(entry, (numel,), unit.rests_as, Tier.NVME if home is Tier.NVME else Tier.HOST)
+        memory = UnitMemory(unit, self._device, self._may_swap)
+        if home is not Tier.NVME:
+            shard = self._store.view(entry)
+            self._fill(unit, shard)
+            memory.hide()
+            return LiveUnit(unit, memory, None, shard, self._gather_of(unit, memory))
+        assert self._pool is not None
+        slot = self._pool.take()
+        assert slot is not None
+        self._fill(unit, slot.tensor[: unit.shard_bytes].view(unit.rests_as))
+        self._store.write([(entry, 0, slot.tensor[: unit.shard_bytes])], entry).wait()
+        self._pool.give_back(slot)
+        memory.hide()
+        return LiveUnit(unit, memory, entry, None, self._gather_of(unit, memory))
+
+    def _gather_of(self, unit: Unit, memory: UnitMemory) -> Gather | None:
+        """How a unit is gathered; None: it is not, since it rests as it is present."""
+        policy, topology = self._policy, self._topology
+        if unit.is_packed or (policy.quantised_gather and unit.dtype.is_floating_point):
+            plain: Gather = PackedGather(topology, unit, memory.full, self._wires)
+        elif topology.num_shards > 1:
+            plain = UnitGather(topology, unit, memory.full, policy.gather_way)
+        else:
+            return None
+        if not keeps_secondary(policy, topology.num_shards):
+            return plain
+        assert topology.across is not None
+        name, numel = f"secondary/{unit.index}/{unit.name}", secondary_numel(unit, topology.across.size)
+        self._store.reserve(name, (numel,), memory.full.dtype, Tier.HOST)
+        return NearGather(Secondary(topology, unit, self._store.view(name)), plain, memory.full)
+
+    def _make_resident(self, unit: Unit) -> LiveUnit:
+        memory = UnitMemory(unit, self._device, self._may_swap)
+        if self._device.type == "cpu":
+            memory.hold(self._store.arena.take(unit.full_bytes, f"resident unit {unit.name!r}"))
+        else:
+            memory.allocate()
+        shard = memory.full
+        if self._topology.num_shards > 1 or self._device.type == "cuda":
+            self._store.reserve(f"param/{unit.index}/{unit.name}", (unit.shard_numel,), unit.dtype, Tier.HOST)
+            shard = self._store.view(f"param/{unit.index}/{unit.name}")
+        self._fill(unit, shard)
+        if shard is not memory.full:
+            self._values.regather(unit, shard, memory)
+        memory.show()
+        return LiveUnit(unit, memory, None, shard)
+
+    def _fill(self, unit: Unit, shard: torch.Tensor) -> None:
+        """Writes this rank's part of every parameter of a unit into its shard layout; rank 0's values win."""
+        shard.zero_()
+        if keeps_initial_master(unit, self._policy):
+            home = Tier.NVME if self._policy.optim is Tier.NVME else Tier.HOST
+            self._store.reserve(initial_master(unit), (unit.shard_numel,), torch.float32, home)
+        for part in unit.shards:
+            if unit.is_packed:
+                plain = torch.zeros(part.shard_numel, dtype=unit.dtype)
+                self._fill_part(part, plain)
+                pack_into(shard, unit.packed_numel, plain, part.shard_offset)
+                _forget_values(part, self._device)
+                continue
+            piece = shard[part.shard_offset : part.shard_offset + part.shard_numel]
+            if initial_master(unit) in self._store:
+                values = torch.zeros(part.shard_numel)
+                self._fill_part(part, values)
+                self._values.put_initial_master(unit, part, values)
+                piece.copy_(values)
+            else:
+                self._fill_part(part, piece)
+            _forget_values(part, self._device)
+
+    def _fill_part(self, part: Shard, out: torch.Tensor) -> None:
+        """Writes this rank's part of a parameter that has not been sharded yet; the padding is left."""
+        keeper = registry.keeper_of(part.param)
+        if isinstance(keeper, Nursery) and keeper.topology == self._topology:
+            keeper.move_part(part.param, out)
+            return
+        if isinstance(keeper, Nursery):
+            value = keeper.whole(part.param)
+            keeper.move_part(part.param, None)
+        else:
+            value = part.param.detach().contiguous()
+            if self._topology.group is not None and part.numel:
+                share(self._topology, value, f"sharing {part.name}")
+        first = part.shard_numel * self._topology.shard_rank
+        mine = value.view(-1)[first : first + part.shard_numel]
+        out[: mine.numel()].copy_(mine)
+
+
+def _forget_values(part: Shard, device: torch.device) -> None:
+    """Lets go of what a parameter held before it was sharded."""
+    part.param.grad = None
+    part.param.data = torch.empty(0, dtype=part.param.dtype, device=device)

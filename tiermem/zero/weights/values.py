@@ -1,0 +1,137 @@
+"""Values: a unit's weights where they rest, read and written by element; and parameters made whole out of every rank's part.
+
+    memory   the shard itself                      NVMe   through a small bounce buffer, a piece at a time
+    packed   int8 codes and their scales (Packed)  initial master   fp32 values kept until the first step
+
+A unit rests in its shard layout (unit.py): every parameter's part of this rank, padding included. What is done here is not
+seen by anybody who holds the unit's full layout: that a unit is present, and shows what changed at home, is residency's.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tiermem.policy import Tier
+from tiermem.swap.bounce import Bounce
+from tiermem.swap.store import TensorStore
+from tiermem.zero.ranks.quantised import byte_ranges, pack, pack_into, unpack
+from tiermem.zero.ranks.topology import Topology
+from tiermem.zero.unit import Shard, Unit
+from tiermem.zero.weights.gather import gather, gather_unit
+from tiermem.zero.weights.live import LiveUnit
+from tiermem.zero.weights.memory import UnitMemory
+
+
+def initial_master(unit: Unit) -> str:
+    """The name in the store of a unit's fp32 values before its first step, kept for `master_from="init"`."""
+    return f"initial/{unit.index}/{unit.name}"
+
+
+class Values:
+    """Units' values in a store. Lives as long as the store does.
+
+    bounce: moves pieces of what rests on NVMe; None: nothing does.
+    """
+
+    def __init__(self, store: TensorStore, topology: Topology, device: torch.device, bounce: Bounce | None) -> None:
+        self.store = store
+        self.topology = topology
+        self.device = device
+        self._bounce = bounce
+
+    # ---- by element -----------------------------------------------------------------------------------------------------
+
+    def elements(self, live: LiveUnit, part: slice) -> torch.Tensor:
+        """A copy of elements of a unit's shard layout, this rank's parameters. Blocks; raises OSError.
+
+        Of a unit that rests packed the first element is a multiple of BLOCK, as every parameter's is.
+        """
+        if live.unit.is_packed:
+            return self._unpacked_elements(live, part)
+        if live.shard is not None:
+            return live.shard[part].clone()
+        assert live.entry is not None
+        return self.read_part(live.entry, live.unit.dtype, part)
+
+    def put_elements(self, live: LiveUnit, start: int, values: torch.Tensor) -> None:
+        """Overwrites elements of a unit's shard layout from `start` on, in its dtype. Blocks; raises OSError.
+
+        Nothing that shows the parameters follows yet: `drop_head_start` before, and `refresh` once all are there.
+        """
+        if live.unit.is_packed:
+            self._pack_elements(live, start, values)
+        elif live.shard is not None:
+            live.shard[start : start + values.numel()].copy_(values)
+        else:
+            assert live.entry is not None
+            self.write_part(live.entry, start * live.unit.dtype.itemsize, values.contiguous().view(torch.uint8))
+
+    def read_part(self, entry: str, dtype: torch.dtype, part: slice) -> torch.Tensor:
+        """A copy of elements of an entry that rests on NVME, through a small bounce buffer. Blocks; raises OSError."""
+        out = torch.empty(part.stop - part.start, dtype=dtype)
+        assert self._bounce is not None
+        self._bounce.read(entry, part.start * dtype.itemsize, part.stop * dtype.itemsize, out.view(torch.uint8))
+        return out
+
+    def write_part(self, entry: str, offset: int, data: torch.Tensor) -> None:
+        """Writes bytes of an entry that rests on NVME, from byte `offset` on; as `read_part`. Blocks; raises OSError."""
+        assert self._bounce is not None
+        self._bounce.write(entry, offset, data)
+
+    def put_initial_master(self, unit: Unit, part: Shard, values: torch.Tensor) -> None:
+        """Keeps a parameter's values in fp32 until its first step."""
+        entry = initial_master(unit)
+        if self.store.home_of(entry) is Tier.HOST:
+            self.store.view(entry)[part.shard_offset : part.shard_offset + values.numel()].copy_(values)
+        else:
+            self.write_part(entry, part.shard_offset * 4, values.float().contiguous().view(torch.uint8))
+
+    # ---- by parameter, over ranks ---------------------------------------------------------------------------------------
+
+    def assemble(self, shard: Shard, local: torch.Tensor) -> torch.Tensor:
+        """A parameter's elements out of every rank's part of them: flat, on the CPU. Collective; blocks.
+
+        local: this rank's part, flat, with or without its padding.
+        """
+        if self.topology.num_shards == 1 or not shard.numel:
+            return local[: shard.numel]
+        mine = torch.zeros(shard.shard_numel, dtype=local.dtype, device=self.device)
+        mine[: local.numel()].copy_(local)
+        whole = torch.empty(shard.shard_numel * self.topology.num_shards, dtype=local.dtype, device=self.device)
+        gather(self.topology, mine, whole, f"gathering {shard.name}")
+        return whole[: shard.numel].cpu()
+
+    def mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a parameter's elements, flat and without padding: a view where that is possible."""
+        first = shard.shard_numel * self.topology.shard_rank
+        return whole.reshape(-1)[first : first + shard.shard_numel]
+
+    def num_mine(self, shard: Shard) -> int:
+        """Elements of this rank's part of a parameter, without its padding."""
+        return min(shard.shard_numel, max(0, shard.numel - shard.shard_numel * self.topology.shard_rank))
+
+    def regather(self, unit: Unit, shard: torch.Tensor, memory: UnitMemory) -> None:
+        """Refreshes a resident unit's full layout from every rank's shard. Collective."""
+        gather_unit(self.topology, unit, shard.to(self.device), memory.full)
+
+    # ---- packed ---------------------------------------------------------------------------------------------------------
+
+    def _unpacked_elements(self, live: LiveUnit, part: slice) -> torch.Tensor:
+        numel, out = live.unit.packed_numel, torch.empty(part.stop - part.start, dtype=live.unit.dtype)
+        if live.shard is not None:
+            return unpack(live.shard, numel, out, part.start)
+        assert live.entry is not None
+        codes, scales = byte_ranges(numel, part.start, part.stop)
+        packed = [self.read_part(live.entry, torch.uint8, each) for each in (codes, scales)]
+        return unpack(torch.cat(packed), out.numel(), out)
+
+    def _pack_elements(self, live: LiveUnit, start: int, values: torch.Tensor) -> None:
+        if live.shard is not None:
+            pack_into(live.shard, live.unit.packed_numel, values, start)
+            return
+        assert live.entry is not None
+        packed = pack(values)
+        codes, scales = byte_ranges(live.unit.packed_numel, start, start + values.numel())
+        num_codes = codes.stop - codes.start
+        self.write_part(live.entry, codes.start, packed[:num_codes])
+        self.write_part(live.entry, scales.start, packed[num_codes:])
