@@ -4,6 +4,7 @@ adam adagrad lion sgd muon    what users build: torch's arguments, groups, check
 base                          what they share: one torch optimizer over sharded and ordinary parameters
 rules, stepping               what each keeps and the scalars of a step; one step of one parameter
 ordinary, state_dicts         states of ordinary parameters; torch's own format, of both kinds
+sharded                       a sharded model's step as a whole
 tiles, tile, tile_step        the states of sharded parameters, cut into tiles: read, stepped, written
 layout                        where the parts of a tile's states lie
 scaling                       the loss scale of fp16
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
     from tiermem.optim.adam import Adam as Adam
     from tiermem.optim.adam import AdamW as AdamW
     from tiermem.optim.base import NativeOptimizer as NativeOptimizer
-    from tiermem.optim.base import NonFiniteGradients as NonFiniteGradients
     from tiermem.optim.lion import Lion as Lion
     from tiermem.optim.muon import Muon as Muon
     from tiermem.optim.sgd import SGD as SGD
+    from tiermem.optim.sharded import NonFiniteGradients as NonFiniteGradients
 
 _HOMES = {
     "SGD": "sgd",
@@ -34,7 +35,7 @@ _HOMES = {
     "Lion": "lion",
     "Muon": "muon",
     "NativeOptimizer": "base",
-    "NonFiniteGradients": "base",
+    "NonFiniteGradients": "sharded",
 }
 
 __all__ = [*_HOMES]

@@ -9,8 +9,9 @@ from torch import nn
 
 from tiermem.optim import rules
 from tiermem.optim.arguments import check_betas, check_range
-from tiermem.optim.base import NativeOptimizer, NonFiniteGradients, Params
+from tiermem.optim.base import NativeOptimizer, Params
 from tiermem.optim.rules import Group, Rule
+from tiermem.optim.sharded import NonFiniteGradients
 from tiermem.precision import Precision
 
 __all__ = ["Adam", "AdamW", "NonFiniteGradients"]

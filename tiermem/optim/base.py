@@ -1,6 +1,6 @@
 """NativeOptimizer: what every optimizer here shares: a torch optimizer for sharded and ordinary parameters alike.
 
-    sharded    states rest where the model's policy says, in its precision, and are stepped tile by tile (tiles.py)
+    sharded    states rest where the model's policy says, in its precision, and are stepped tile by tile (sharded.py)
     ordinary   states are tensors in `optimizer.state`, under torch's own keys (ordinary.py)
 
 Both run the same native kernels: one pass over memory for unscaling, clipping, the step and the low-precision copy.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,25 +21,19 @@ from torch import nn
 from tiermem.optim import ordinary, state_dicts
 from tiermem.optim.arguments import IMPLEMENTATION, check_implementation
 from tiermem.optim.rules import Group, Rule
-from tiermem.optim.stepping import AnyStep
+from tiermem.optim.sharded import NonFiniteGradients, ShardedModel, check_room, clip_factor
 from tiermem.optim.tiles import StateTiles
 from tiermem.precision import Precision
 from tiermem.swap.native import Workers, store_gradient
 from tiermem.zero import registry
 from tiermem.zero.ranks.topology import fair_cores, fair_threads
 from tiermem.zero.shards import Shards
-from tiermem.zero.unit import Shard
-from tiermem.zero.weights.residency import LiveUnit
 
 if TYPE_CHECKING:
     from tiermem.optim.scaling import LossScaler
 
 Params = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
 """Parameters, named parameters or groups, as torch's optimizers take them."""
-
-
-class NonFiniteGradients(RuntimeError):
-    """The gradients hold NaN or infinity and the policy says that this is an error. No state was touched."""
 
 
 class NativeOptimizer(torch.optim.Optimizer):
@@ -68,7 +62,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._precision = precision  # of ordinary parameters; None: not asked for
         self._is_built = False  # all groups that it was made with are there
         self._groups: dict[int, dict[str, Any]] = {}
-        self._tiles: dict[Shards, StateTiles] = {}
+        self._sharded: dict[Shards, ShardedModel] = {}
         self._workers: Workers | None = None  # for ordinary parameters
 
     def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
@@ -109,7 +103,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def tiles_of(self, shards: Shards) -> StateTiles:
         """The states of a sharded model."""
-        return self._tiles[shards]
+        return self._sharded[shards].tiles
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: float = 1.0, max_norm: float = 0.0) -> Any:
@@ -132,8 +126,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
         self._check_keepers()
         self.was_skipped = False
-        for shards, tiles in self._tiles.items():
-            self._step_sharded(shards, tiles, scale, max_norm)
+        for shards in self._sharded:
+            self._step_sharded(shards, scale, max_norm)
         if not self.was_skipped:
             self._step_ordinary(scale, max_norm)
         return loss
@@ -161,7 +155,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             opening.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._tiles:
+        if self._sharded:
             raise RuntimeError("this optimizer steps a sharded model, whose states rest in its store: use state_dict()")
         return {**super().__getstate__(), "precision": self._precision}
 
@@ -175,14 +169,14 @@ class NativeOptimizer(torch.optim.Optimizer):
     def _export(self, numbers: list[list[int]]) -> dict[int, ordinary.State]:
         """The entries of every parameter that has been stepped, by its number in the dict."""
         found: dict[int, ordinary.State] = {}
-        homes = {id(shard.param): (shards, shard) for shards in self._tiles for _, shard in shards.parameters()}
+        homes = {id(shard.param): (shards, shard) for shards in self._sharded for _, shard in shards.parameters()}
         for group, own in zip(self.param_groups, numbers, strict=True):
             for number, param in zip(own, group["params"], strict=True):
                 rule = self.rule_of(group, param)
                 if id(param) in homes:
                     shards, shard = homes[id(param)]
                     if shard.num_steps or shard.has_moments or shard.has_master:
-                        found[number] = state_dicts.export_sharded(shards, self._tiles[shards], shard, rule)
+                        found[number] = state_dicts.export_sharded(shards, self._sharded[shards].tiles, shard, rule)
                 elif self.state.get(param):
                     found[number] = ordinary.export_state(self._threads(), param, self.state[param], rule)
         return found
@@ -197,7 +191,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         sealed = dict(self.state)
         self.state.clear()
         homes = {
-            id(shard.param): (shards, live, shard) for shards in self._tiles for live, shard in shards.parameters()
+            id(shard.param): (shards, live, shard) for shards in self._sharded for live, shard in shards.parameters()
         }
         for name, param in self._named():
             rule = self.rule_of(self._groups[id(param)], param)
@@ -205,7 +199,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             if id(param) in homes:
                 shards, live, shard = homes[id(param)]
                 if live.unit.is_trainable:
-                    state_dicts.restore_sharded(shards, self._tiles[shards], shard, given, rule)
+                    state_dicts.restore_sharded(shards, self._sharded[shards].tiles, shard, given, rule)
             elif given:
                 precision = self._ordinary_precision
                 self.state[param] = ordinary.restore_state(self._threads(), param, given, rule, precision, name)
@@ -214,9 +208,9 @@ class NativeOptimizer(torch.optim.Optimizer):
         """Raises rather than pass over parameters that would never be stepped."""
         for _, param in self._named():
             keeper = registry.keeper_of(param)
-            if isinstance(keeper, Shards) and keeper not in self._tiles:
+            if isinstance(keeper, Shards) and keeper not in self._sharded:
                 raise RuntimeError("the model was sharded after this optimizer was built: build it after")
-        for shards in self._tiles:
+        for shards in self._sharded:
             for live, shard in shards.parameters():
                 if not live.unit.is_trainable and shard.param.grad is not None:
                     raise RuntimeError(
@@ -240,8 +234,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         for _, param in self._named():
             keeper = registry.keeper_of(param)
             if isinstance(keeper, Shards):
-                self._check_room(keeper, self.rule_of(self._groups[id(param)], param))
-                if keeper not in self._tiles:
+                check_room(keeper, self.rule_of(self._groups[id(param)], param), type(self).__name__)
+                if keeper not in self._sharded:
                     self._attach(keeper)
 
     def _attach(self, shards: Shards) -> None:
@@ -250,94 +244,24 @@ class NativeOptimizer(torch.optim.Optimizer):
                 f"precision is {self._precision} and the sharded model's policy says {shards.policy.precision}; its states "
                 "are planned when it is sharded: set OffloadPolicy(precision=...) and leave this one out"
             )
-        tiles = self._tiles[shards] = shards.states = StateTiles(shards, self._moments_of, self._is_whole)
-        if shards.policy.step_in_backward:
-            shards.homes.step_with(lambda unit, grads: self._step_unit(shards, tiles, shards.units[unit.index], grads))
-        else:
-            shards.hooks.on_last_read = tiles.begin
+        self._sharded[shards] = ShardedModel(shards, self._find_rule)
 
-    def _check_room(self, shards: Shards, rule: Rule) -> None:
-        if rule.is_matrix and shards.topology.num_shards > 1:
-            raise ValueError(
-                f"{type(self).__name__} steps whole matrices, and this model's are cut into "
-                f"{shards.topology.num_shards} shards, one per rank: no rank has a whole one. Use stage 0 or one rank, or "
-                "groups with use_muon=False"
-            )
-        planned, needed = shards.policy.num_moments, len(rule.moments)
-        if needed > planned:
-            numel = sum(live.unit.shard_numel for live in shards.units if live.unit.is_trainable)
-            raise ValueError(
-                f"{type(self).__name__} keeps {needed} moments for a parameter ({', '.join(rule.moments)}) and the plan made "
-                f"room for num_moments={planned} of each of {numel} elements: {needed} x {numel} = {needed * numel} numbers "
-                f"where {planned * numel} have a place. Shard with OffloadPolicy(num_moments={needed})"
-            )
+    def _find_rule(self, param: nn.Parameter) -> tuple[Group, Rule] | None:
+        group = self._groups.get(id(param))
+        return None if group is None else (group, self.rule_of(group, param))
 
-    def _step_sharded(self, shards: Shards, tiles: StateTiles, scale: float, max_norm: float) -> None:
-        shards.check_may_change()
-        trainable = [live for live in shards.units if live.unit.is_trainable]
-        with shards.store.recorder.span("step", "step"):
-            shards.receive_gradients()
-            shards.homes.check_all_used()
-            if shards.policy.step_in_backward:
-                shards.homes.begin_step()
-                self._regather(shards, trainable)
-                return
-            shards.residency.empty()
-            shards.homes.settle()
-            self.grad_norm = shards.homes.norm() / scale
-            if not math.isfinite(self.grad_norm) and shards.policy.on_nonfinite != "apply":
-                self._refuse(shards)
-                return
-            factor = _clip(self.grad_norm, max_norm) / scale / shards.homes.divisor
-            for live in trainable:
-                self._count_steps(live)
-            tiles.step(lambda shard: self._step_of(shard, factor))
-            self._regather(shards, trainable)
-            shards.residency.prefetch_first()
-
-    def _step_unit(self, shards: Shards, tiles: StateTiles, live: LiveUnit, grads: torch.Tensor) -> None:
-        """Inside backward: steps a unit with gradients that are not kept."""
-        sums = shards.homes.sums_of_squares(live.unit.shards)
-        if not all(math.isfinite(s) for s in sums) and shards.policy.on_nonfinite != "apply":
-            raise NonFiniteGradients(f"the gradients of unit {live.unit.name!r} hold NaN or infinity")
-        self._count_steps(live)
-        shards.residency.outdate(live)
-        tiles.step_unit(live, grads, lambda shard: self._step_of(shard, 1.0 / shards.homes.divisor))
-        for shard in live.unit.shards:
-            shard.has_gradient = False
-
-    def _count_steps(self, live: LiveUnit) -> None:
-        """Counts the step at hand for every parameter that takes part in it."""
-        for shard in live.unit.shards:
-            shard.num_steps += int(shard.has_gradient and id(shard.param) in self._groups)
-
-    def _step_of(self, shard: Shard, factor: float) -> AnyStep | None:
-        group = self._groups.get(id(shard.param))
-        if group is None or not shard.has_gradient:
-            return None
-        rule = self.rule_of(group, shard.param)
-        return rule.scalars(group, shard.num_steps, factor * shard.grad_factor, shard.shape)
-
-    def _moments_of(self, shard: Shard) -> Sequence[str]:
-        group = self._groups.get(id(shard.param))
-        return () if group is None else self.rule_of(group, shard.param).moments
-
-    def _is_whole(self, shard: Shard) -> bool:
-        group = self._groups.get(id(shard.param))
-        return group is not None and self.rule_of(group, shard.param).is_matrix
-
-    def _refuse(self, shards: Shards) -> None:
+    def _step_sharded(self, shards: Shards, scale: float, max_norm: float) -> None:
+        outcome = self._sharded[shards].step(scale, max_norm)
+        if outcome.grad_norm is not None:
+            self.grad_norm = outcome.grad_norm
+        if not outcome.was_refused:
+            return
         if shards.policy.on_nonfinite == "raise":
             raise NonFiniteGradients(
                 f"the global norm of the gradients is {self.grad_norm}: they hold NaN or infinity. No state was touched; "
                 'set on_nonfinite="skip" to go on without such steps'
             )
         self.was_skipped = True
-
-    def _regather(self, shards: Shards, trainable: list[LiveUnit]) -> None:
-        for live in trainable:
-            if live.unit.is_resident and live.shard is not None and live.shard is not live.memory.full:
-                shards.values.regather(live.unit, live.shard, live.memory)
 
     # ---- ordinary ----------------------------------------------------------------------------------------------------------
 
@@ -368,12 +292,12 @@ class NativeOptimizer(torch.optim.Optimizer):
         factor = 1.0 / scale
         if due and (scale != 1.0 or max_norm):
             norm = self._ordinary_norm([param for _, param in due]) / scale
-            if not self._tiles:
+            if not self._sharded:
                 self.grad_norm = norm
             if not math.isfinite(norm):
                 self.was_skipped = True
                 return
-            factor *= _clip(norm, max_norm)
+            factor *= clip_factor(norm, max_norm)
         for name, param in due:
             self._step_parameter(name, param, factor)
 
@@ -406,7 +330,3 @@ def _fill_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any
 def _open_state_dict(optimizer: torch.optim.Optimizer) -> None:
     assert isinstance(optimizer, NativeOptimizer)
     optimizer._restore()
-
-
-def _clip(norm: float, max_norm: float) -> float:
-    return min(1.0, max_norm / (norm + 1e-6)) if max_norm and math.isfinite(norm) else 1.0

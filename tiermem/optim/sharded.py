@@ -1,0 +1,144 @@
+"""A sharded model as its optimizer steps it: its states are made, its gradients come together, every tile is stepped.
+
+    gradients of all ranks -> their norm -> finite? -> every tile, with one factor -> resident weights gathered again
+                                            no: nothing is touched, and the policy says what that means
+
+With `step_in_backward` a unit is stepped inside backward, as soon as its gradients are there, and nothing is left for `step`
+but the count. Which rule a parameter follows is the optimizer's to say (base.py); what happens in a tile is tiles.py's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from tiermem.optim.rules import Group, Rule
+from tiermem.optim.stepping import AnyStep
+from tiermem.optim.tiles import StateTiles
+from tiermem.zero.shards import Shards
+from tiermem.zero.unit import Shard
+from tiermem.zero.weights.live import LiveUnit
+
+FindRule = Callable[[nn.Parameter], tuple[Group, Rule] | None]
+"""A parameter's group and the rule that it follows, or None when the optimizer has not been given it."""
+
+
+class NonFiniteGradients(RuntimeError):
+    """The gradients hold NaN or infinity and the policy says that this is an error. No state was touched."""
+
+
+class Outcome(NamedTuple):
+    """Of one step."""
+
+    grad_norm: float | None  # before clipping, of all gradients together; None: they were used up in backward
+    was_refused: bool  # gradients are not finite, and the policy does not apply such
+
+
+class ShardedModel:
+    """A sharded model and its states, which rest in its store and live as long as that does."""
+
+    def __init__(self, shards: Shards, find_rule: FindRule) -> None:
+        self._shards = shards
+        self._find_rule = find_rule
+        self.tiles = shards.states = StateTiles(shards, self._moments_of, self._is_whole)
+        if shards.policy.step_in_backward:
+            shards.homes.step_with(lambda unit, grads: self._step_unit(shards.units[unit.index], grads))
+        else:
+            shards.hooks.on_last_read = self.tiles.begin
+
+    def step(self, scale: float, max_norm: float) -> Outcome:
+        """Steps every parameter that has a gradient. Collective; blocks; raises OSError when a transfer failed.
+
+        Args:
+            scale: the loss scale, by which gradients are divided.
+            max_norm: what their global norm is clipped to; 0: it is not.
+        """
+        shards = self._shards
+        shards.check_may_change()
+        trainable = [live for live in shards.units if live.unit.is_trainable]
+        with shards.store.recorder.span("step", "step"):
+            shards.receive_gradients()
+            shards.homes.check_all_used()
+            if shards.policy.step_in_backward:
+                shards.homes.begin_step()
+                self._regather(trainable)
+                return Outcome(None, was_refused=False)
+            shards.residency.empty()
+            shards.homes.settle()
+            norm = shards.homes.norm() / scale
+            if not math.isfinite(norm) and shards.policy.on_nonfinite != "apply":
+                return Outcome(norm, was_refused=True)
+            factor = clip_factor(norm, max_norm) / scale / shards.homes.divisor
+            for live in trainable:
+                self._count_steps(live)
+            self.tiles.step(lambda shard: self._step_of(shard, factor))
+            self._regather(trainable)
+            shards.residency.prefetch_first()
+        return Outcome(norm, was_refused=False)
+
+    def _step_unit(self, live: LiveUnit, grads: torch.Tensor) -> None:
+        """Inside backward: steps a unit with gradients that are not kept."""
+        shards = self._shards
+        sums = shards.homes.sums_of_squares(live.unit.shards)
+        if not all(math.isfinite(s) for s in sums) and shards.policy.on_nonfinite != "apply":
+            raise NonFiniteGradients(f"the gradients of unit {live.unit.name!r} hold NaN or infinity")
+        self._count_steps(live)
+        shards.residency.outdate(live)
+        self.tiles.step_unit(live, grads, lambda shard: self._step_of(shard, 1.0 / shards.homes.divisor))
+        for shard in live.unit.shards:
+            shard.has_gradient = False
+
+    def _count_steps(self, live: LiveUnit) -> None:
+        """Counts the step at hand for every parameter that takes part in it."""
+        for shard in live.unit.shards:
+            shard.num_steps += int(shard.has_gradient and self._find_rule(shard.param) is not None)
+
+    def _step_of(self, shard: Shard, factor: float) -> AnyStep | None:
+        found = self._find_rule(shard.param)
+        if found is None or not shard.has_gradient:
+            return None
+        group, rule = found
+        return rule.scalars(group, shard.num_steps, factor * shard.grad_factor, shard.shape)
+
+    def _moments_of(self, shard: Shard) -> Sequence[str]:
+        found = self._find_rule(shard.param)
+        return () if found is None else found[1].moments
+
+    def _is_whole(self, shard: Shard) -> bool:
+        found = self._find_rule(shard.param)
+        return found is not None and found[1].is_matrix
+
+    def _regather(self, trainable: list[LiveUnit]) -> None:
+        for live in trainable:
+            if live.unit.is_resident and live.shard is not None and live.shard is not live.memory.full:
+                self._shards.values.regather(live.unit, live.shard, live.memory)
+
+
+def check_room(shards: Shards, rule: Rule, optimizer: str) -> None:
+    """Raises ValueError when a model was not planned for what a rule keeps, or is cut where it needs the whole.
+
+    optimizer: its name, for the error.
+    """
+    if rule.is_matrix and shards.topology.num_shards > 1:
+        raise ValueError(
+            f"{optimizer} steps whole matrices, and this model's are cut into "
+            f"{shards.topology.num_shards} shards, one per rank: no rank has a whole one. Use stage 0 or one rank, or "
+            "groups with use_muon=False"
+        )
+    planned, needed = shards.policy.num_moments, len(rule.moments)
+    if needed > planned:
+        numel = sum(live.unit.shard_numel for live in shards.units if live.unit.is_trainable)
+        raise ValueError(
+            f"{optimizer} keeps {needed} moments for a parameter ({', '.join(rule.moments)}) and the plan made "
+            f"room for num_moments={planned} of each of {numel} elements: {needed} x {numel} = {needed * numel} numbers "
+            f"where {planned * numel} have a place. Shard with OffloadPolicy(num_moments={needed})"
+        )
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What gradients of a norm are multiplied by, to have at most another; 1 for max_norm=0 and norms that are not finite."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm and math.isfinite(norm) else 1.0
