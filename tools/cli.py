@@ -16,7 +16,7 @@ import typer
 from tiermem.tools.byte_size import parse_bytes, parse_flops
 from tiermem.tools.cli_bench import bench
 from tiermem.tools.endurance import parse_tbw
-from tiermem.tools.refusal import EXIT_INTERRUPTED, EXIT_USER, refuse
+from tiermem.tools.refusal import EXIT_INTERRUPTED, EXIT_USER, refusing
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_USER", "app", "main", "spread_lists"]
 
@@ -102,7 +102,7 @@ def train(
     from tiermem.tools.train import TrainOptions, UserError
     from tiermem.tools.train import train as run_training
 
-    try:
+    with refusing("train", debug, errors=(UserError, ValueError, OSError)):
         options = TrainOptions(
             preset=preset,
             config=config,
@@ -133,8 +133,6 @@ def train(
             command=["tiermem", *sys.argv[1:]],
         )
         status = run_training(options, open_console())
-    except (UserError, ValueError, OSError) as error:
-        raise typer.Exit(refuse("train", error, debug)) from None
     raise typer.Exit(status)
 
 
@@ -170,7 +168,7 @@ def plan(
     from tiermem.tools.plan import plan as run_planning
     from tiermem.tools.reports import open_console
 
-    try:
+    with refusing("plan", debug, "stopped by Ctrl-C; nothing was written"):
         options = PlanOptions(
             config=config,
             preset=preset,
@@ -191,11 +189,6 @@ def plan(
             json_file=json_file,
         )
         status = run_planning(options, open_console())
-    except (ValueError, OSError) as error:
-        raise typer.Exit(refuse("plan", error, debug)) from None
-    except KeyboardInterrupt:
-        print("tiermem plan: stopped by Ctrl-C; nothing was written", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
     raise typer.Exit(status)
 
 
@@ -212,13 +205,11 @@ def check(
     from tiermem.tools.check_config import check_config
     from tiermem.tools.reports import open_console
 
-    try:
+    with refusing("check", debug):
         if config is not None:
             status = check_config(config, open_console(), shows_all)
         else:
             status = check_machine(path or [Path()], seconds, open_console())
-    except (ValueError, OSError) as error:
-        raise typer.Exit(refuse("check", error, debug)) from None
     raise typer.Exit(status)
 
 
@@ -243,14 +234,9 @@ def tune(
     from tiermem.tools.tune import TuneOptions
     from tiermem.tools.tune import tune as run_tuning
 
-    try:
+    with refusing("tune", debug, "stopped by Ctrl-C; nothing was written"):
         options = TuneOptions(path, out, seconds, parse_bytes(size), tuple(engine.split(",")))
         status = run_tuning(options, open_console())
-    except (ValueError, OSError) as error:
-        raise typer.Exit(refuse("tune", error, debug)) from None
-    except KeyboardInterrupt:
-        print("tiermem tune: stopped by Ctrl-C; nothing was written", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
     raise typer.Exit(status)
 
 

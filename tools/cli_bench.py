@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 from tiermem.tools.byte_size import parse_bytes, parse_count
 from tiermem.tools.endurance import parse_tbw
-from tiermem.tools.refusal import EXIT_INTERRUPTED, refuse
+from tiermem.tools.refusal import refusing
 
 bench = typer.Typer(help="Measure what this machine reaches.", no_args_is_help=True)
 
@@ -45,7 +44,7 @@ def bench_io(
     from tiermem.tools.bench_io import bench_io as run_benchmark
     from tiermem.tools.reports import open_console
 
-    try:
+    with refusing("bench io", debug, "stopped; nothing is left on the paths"):
         options = IoBenchOptions(
             paths=path,
             size_bytes=parse_bytes(size),
@@ -68,11 +67,6 @@ def bench_io(
             peer_python=peer_python,
         )
         status = run_benchmark(options, open_console())
-    except (ValueError, OSError) as error:
-        raise typer.Exit(refuse("bench io", error, debug)) from None
-    except KeyboardInterrupt:
-        print("tiermem bench io: stopped; nothing is left on the paths", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
     raise typer.Exit(status)
 
 
@@ -92,7 +86,7 @@ def bench_adam(
     from tiermem.tools.bench_adam import bench_adam as run_benchmark
     from tiermem.tools.reports import open_console
 
-    try:
+    with refusing("bench adam", debug, "stopped; nothing was written"):
         options = AdamBenchOptions(
             num_params=parse_count(params),
             loops=loops,
@@ -103,11 +97,6 @@ def bench_adam(
             peer_python=peer_python,
         )
         status = run_benchmark(options, open_console())
-    except (ValueError, OSError) as error:
-        raise typer.Exit(refuse("bench adam", error, debug)) from None
-    except KeyboardInterrupt:
-        print("tiermem bench adam: stopped; nothing was written", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
     raise typer.Exit(status)
 
 
@@ -136,7 +125,7 @@ def bench_step(
     from tiermem.tools.bench_step import bench_step as run_benchmark
     from tiermem.tools.reports import open_console
 
-    try:
+    with refusing("bench step", debug, "stopped; nothing is left on the paths"):
         options = StepBenchOptions(
             paths=path,
             num_params=parse_count(params),
@@ -154,11 +143,6 @@ def bench_step(
             plot_file=plot_file,
         )
         status = run_benchmark(options, open_console())
-    except (ValueError, OSError) as error:
-        raise typer.Exit(refuse("bench step", error, debug)) from None
-    except KeyboardInterrupt:
-        print("tiermem bench step: stopped; nothing is left on the paths", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
     raise typer.Exit(status)
 
 
@@ -178,14 +162,9 @@ def bench_ranks(
     from tiermem.tools.bench_ranks import bench_ranks as run_benchmark
     from tiermem.tools.reports import open_console
 
-    try:
+    with refusing("bench ranks", debug, "stopped; nothing was written"):
         options = RanksBenchOptions(ranks, loops, blocks, width, samples, empty, json_file)
         status = run_benchmark(options, open_console())
-    except (ValueError, OSError) as error:
-        raise typer.Exit(refuse("bench ranks", error, debug)) from None
-    except KeyboardInterrupt:
-        print("tiermem bench ranks: stopped; nothing was written", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
     raise typer.Exit(status)
 
 
@@ -207,12 +186,7 @@ def bench_curves(
     from tiermem.tools.curves import bench_curves as run_benchmark
     from tiermem.tools.reports import open_console
 
-    try:
+    with refusing("bench curves", debug, "stopped by Ctrl-C; nothing was written"):
         options = CurvesOptions(steps, presets.split(","), tuple(data or ()), seed, repeats, json_file, plot_file)
         status = run_benchmark(options, open_console())
-    except (ValueError, OSError) as error:
-        raise typer.Exit(refuse("bench curves", error, debug)) from None
-    except KeyboardInterrupt:
-        print("tiermem bench curves: stopped by Ctrl-C; nothing was written", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
     raise typer.Exit(status)

@@ -5,10 +5,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
+from collections.abc import Iterator
+
+import typer
 
 EXIT_USER, EXIT_INTERRUPTED = 2, 130
+
+
+@contextlib.contextmanager
+def refusing(
+    command: str,
+    is_debug: bool,
+    stopped: str | None = None,
+    errors: tuple[type[Exception], ...] = (ValueError, OSError),
+) -> Iterator[None]:
+    """Turns what a command's user must change into one line and EXIT_USER, and Ctrl-C into `stopped`, where that is given."""
+    try:
+        yield
+    except errors as error:
+        raise typer.Exit(refuse(command, error, is_debug)) from None
+    except KeyboardInterrupt:
+        if stopped is None:
+            raise
+        print(f"tiermem {command}: {stopped}", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 def refuse(command: str, error: Exception, is_debug: bool) -> int:
