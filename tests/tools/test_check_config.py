@@ -27,10 +27,17 @@ def row_of(text: str, key: str) -> str:
 
 
 def test_keys_that_are_set_are_listed_with_what_becomes_of_them(tmp_path: Path) -> None:
-    zero = {"stage": 3, "elastic_checkpoint": True, "stage3_prefetch_bucket_size": 7}
+    zero = {
+        "stage": 3,
+        "offload_param": {"device": "cpu"},
+        "elastic_checkpoint": True,
+        "stage3_prefetch_bucket_size": 7,
+    }
     status, text = checked({"zero_optimization": zero, "gradient_clipping": 0.5}, tmp_path)
     assert status == 0
     assert row_of(text, "gradient_clipping") == "gradient_clipping 0.5 honoured"
+    device = "zero_optimization.offload_param.device"
+    assert row_of(text, device) == f"{device} cpu honoured"  # as it is written in a file
     assert row_of(text, "zero_optimization.stage3_prefetch_bucket_size").endswith("7 honoured")
     assert "True computed what is saved opens" in row_of(text, "zero_optimization.elastic_checkpoint")
     assert "aio.block_size" not in text

@@ -13,6 +13,7 @@ default. Where the reference counts differently the count is converted here, and
 
 from __future__ import annotations
 
+import enum
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -226,7 +227,9 @@ def _leaves(model: ConfigModel, prefix: str) -> Iterator[tuple[ConfigModel, str,
 
 
 def _written(value: Any) -> Any:
-    """Paths as a person would write them; everything else as it is."""
+    """Paths and choices as a person would write them; everything else as it is."""
+    if isinstance(value, enum.Enum):
+        return value.value
     if isinstance(value, tuple) and value and isinstance(value[0], PathConfig):
         return [each.written for each in value]
     return value
