@@ -47,7 +47,7 @@ native-test: .venv/.tools
 	$(BIN)/ctest --test-dir build/asan --output-on-failure
 	$(CMAKE) -S native -B build/tsan -DTIERMEM_STRICT=ON -DTIERMEM_TESTS=ON -DTIERMEM_SANITIZE=thread
 	$(BIN)/cmake --build build/tsan
-	$(BIN)/ctest --test-dir build/tsan --output-on-failure -R "queue|latency|faults|gradient"
+	$(BIN)/ctest --test-dir build/tsan --output-on-failure -R "queue|latency|faults|gradient|checksum"
 
 # The programs of tests/native that measure, as fast as they can be.
 yardsticks: .venv/.tools

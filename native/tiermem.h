@@ -9,6 +9,7 @@
  *   queue    tm_queue_open · _submit · _wait · _promote · _cancel · _counters · _latencies · _close
  *   workers  tm_workers_open · _pin · _close            threads that the kernels share
  *   kernels  tm_optimizer_step · tm_part_widen · tm_part_narrow · tm_gradient_store · tm_isa_choose
+ *   checksum tm_crc32c · tm_crc32c_combine
  *
  * The Python binding is generated from the part between the two BINDING lines; it holds plain
  * declarations only.
@@ -339,6 +340,18 @@ enum tm_norm { TM_NORM_BLOCK = 65536 };
  * is. `sums` may be NULL. src and dst may be the same memory when their dtypes are equal. */
 int tm_gradient_store(tm_workers *workers, uint64_t n, void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
                       int32_t accumulate, uint64_t first_element, double *sums);
+
+/* ---- checksum: CRC-32C -------------------------------------------------------------------------- */
+
+/* crcs[i] = the CRC-32C (iSCSI, RFC 3720: Castagnoli's polynomial, inverted before and behind) of bytes[i] bytes at
+ * pieces[i]; 0 for a piece of no bytes, whose address is not looked at. Any alignment. The pieces are shared among the
+ * threads, a large one in parts. By the processor's own instructions where it has any (x86: AVX-512 with VPCLMULQDQ,
+ * SSE4.2; ARMv8: CRC), else by tables; tm_isa_choose does not change that, and all give the same. -EINVAL: a missing
+ * pointer; -ENOMEM. Blocks. */
+int tm_crc32c(tm_workers *workers, uint64_t n, const void *const *pieces, const uint64_t *bytes, uint32_t *crcs);
+
+/* The CRC-32C of A and B behind it, from those of A and of B, which is b_bytes long. Takes about a microsecond. */
+uint32_t tm_crc32c_combine(uint32_t a, uint32_t b, uint64_t b_bytes);
 
 /* BINDING ENDS */
 

@@ -1,6 +1,7 @@
 """Floor 1: tensors at rest and on the move.
 
     native        the binding to floor 0: map, queue, workers, kernels
+    checksum      CRC-32C of bytes in memory
     extents       which bytes of a line of bytes nobody holds
     arena         one allocation of HOST memory, slots and pools
     tier          a place bytes can rest

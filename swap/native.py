@@ -50,6 +50,7 @@ _VERBS = {READ: "reading", WRITE: "writing", SYNC: "syncing"}
 _RULES = {"adamw": lib.TM_ADAMW, "adam": lib.TM_ADAM, "adagrad": lib.TM_ADAGRAD, "lion": lib.TM_LION, "sgd": lib.TM_SGD}
 _SCALARS = tuple(name for name, _ in ffi.typeof("tm_step_scalars").fields)  # fields of StepRule by the same names
 _DTYPES = {None: lib.TM_NONE, torch.float32: lib.TM_F32, torch.bfloat16: lib.TM_BF16, torch.float16: lib.TM_F16}
+_CRC_ROWS = ("const void *const *", "const uint64_t *", "uint32_t *")
 _ADVICE = {
     errno.ENOSPC: "the file system is full: free some space or add a path",
     errno.ENODATA: "the file is shorter than what was written to it: something truncated it",
@@ -473,6 +474,27 @@ def store_gradient(
     )
     check(code, "storing a gradient")
     return list(sums)
+
+
+def crc32c_of(
+    addresses: npt.NDArray[np.uint64], num_bytes: npt.NDArray[np.uint64], workers: Workers | None = None
+) -> npt.NDArray[np.uint32]:
+    """The CRC-32C of num_bytes[i] bytes at addresses[i], which the caller keeps alive. Flat arrays. Blocks; GIL free."""
+    if addresses.ndim != 1 or addresses.shape != num_bytes.shape:
+        raise ValueError(
+            f"addresses and lengths are two rows of one length; given {addresses.shape}, {num_bytes.shape}"
+        )
+    addresses, num_bytes = np.ascontiguousarray(addresses, np.uint64), np.ascontiguousarray(num_bytes, np.uint64)
+    crcs = np.empty(len(addresses), np.uint32)
+    rows = [ffi.cast(kind, row.ctypes.data) for kind, row in zip(_CRC_ROWS, (addresses, num_bytes, crcs), strict=True)]
+    code = lib.tm_crc32c(ffi.NULL if workers is None else workers.handle, len(addresses), *rows)
+    check(code, f"checksums of {len(addresses)} pieces")
+    return crcs
+
+
+def crc32c_combine(a: int, b: int, b_bytes: int) -> int:
+    """The CRC-32C of two messages as one, from theirs and the length of the second."""
+    return int(lib.tm_crc32c_combine(a, b, b_bytes))
 
 
 def file_alignment(fd: int) -> tuple[int, int] | None:
