@@ -31,7 +31,7 @@ MomentsOf = Callable[[Shard], Sequence[str]]
 """The names of a parameter's moments, as torch names them, in the order of swap.parts.MOMENTS."""
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Bytes of an entry of the store and their place in a tile's buffer."""
 
     entry: str
@@ -130,26 +130,26 @@ class TileMoves:
 
     # ---- where things are ------------------------------------------------------------------------------------------------
 
-    def _lasting_parts(self, tile: Tile) -> list[_Part]:
+    def _lasting_parts(self, tile: Tile) -> list[Part]:
         """States, fp32 initial values and parameters, as far as they are read from NVMe."""
         parts = []
         if tile.is_started and tile.home is Tier.NVME:
-            parts.append(_Part(tile.entry, 0, 0, tile.state_bytes))
+            parts.append(Part(tile.entry, 0, 0, tile.state_bytes))
         initial = self._initial_of(tile)
         if initial is not None and self._store.home_of(initial) is Tier.NVME:
             place = tile.layout.initial_offset_bytes(tile.numel)
-            parts.append(_Part(initial, tile.start * FP32_BYTES, place, tile.numel * FP32_BYTES))
+            parts.append(Part(initial, tile.start * FP32_BYTES, place, tile.numel * FP32_BYTES))
         is_weight_read = self._reads_weights or tile.layout.reads_weight or not tile.is_started
         if tile.live.entry is not None and is_weight_read:
-            parts.append(_Part(tile.live.entry, self._params_offset(tile), tile.room_bytes, tile.slice_bytes))
+            parts.append(Part(tile.live.entry, self._params_offset(tile), tile.room_bytes, tile.slice_bytes))
         return parts
 
-    def _gradient_parts(self, tile: Tile) -> list[_Part]:
+    def _gradient_parts(self, tile: Tile) -> list[Part]:
         """Gradients, when they rest on NVME."""
         if not self._reads_gradients:
             return []
         entry, offset = self._shards.homes.entry(tile.live.unit), tile.start * tile.grad_dtype.itemsize
-        return [_Part(entry, offset, tile.room_bytes + tile.slice_bytes, tile.grad_bytes)]
+        return [Part(entry, offset, tile.room_bytes + tile.slice_bytes, tile.grad_bytes)]
 
     def _params_offset(self, tile: Tile) -> int:
         return tile.start * tile.dtype.itemsize
@@ -180,6 +180,6 @@ def fp32_master(views: StateViews) -> torch.Tensor:
     return views.master
 
 
-def _into(slot: Slot, parts: Sequence[_Part]) -> list[tuple[str, int, torch.Tensor]]:
+def _into(slot: Slot, parts: Sequence[Part]) -> list[tuple[str, int, torch.Tensor]]:
     """What the store is asked for: each part with its place in the buffer."""
     return [(part.entry, part.offset, slot.tensor[part.place : part.place + part.num_bytes]) for part in parts]

@@ -2,7 +2,7 @@
 
     tile.py         a tile and what it holds              tile_moves.py   reading and writing one
     layout.py       where its states lie, in bytes        tile_step.py    stepping one       tile_visit.py   changing one
-                                                          here            all of them: homes, steps, looking and putting
+    tile_fill.py    filling one from elsewhere            here            all of them: homes, steps, looking and putting
 
 Before its first step a tile has no states on disk: masters are made from the parameters (or from the fp32 values that
 zero.Init saw, when those were kept), moments are zero.
@@ -28,6 +28,7 @@ import torch
 
 from tiermem.optim.layout import EXP_AVG, EXP_AVG_SQ, MASTER, StateLayout, StatePart, is_positive
 from tiermem.optim.tile import Segment, Tile, cut, rests_on_host
+from tiermem.optim.tile_fill import Filler, TileFill
 from tiermem.optim.tile_moves import MomentsOf, TileMoves
 from tiermem.optim.tile_step import RuleOf, TileStart, TileStep, too_many_moments
 from tiermem.optim.tile_visit import TileVisit, Visitor
@@ -146,13 +147,23 @@ class StateTiles:
         for shard in chosen:
             shard.has_master |= shard.num_steps == 0 and self._has_master(shard)
 
+    def fill(self, filler: Filler, keeps: bool = False) -> None:
+        """Lets a function put states and weights from elsewhere in place, each tile once: see tile_fill.
+
+        keeps: whether what it leaves alone stays as it was; else that becomes the state before the first step. Not collective:
+        every rank calls `Shards.refresh` for every unit after, and sets `num_steps`, `has_moments` and `has_master` of every
+        parameter. Blocks; raises OSError, and what the filler raises: then some tiles hold the one, some the other.
+        """
+        self._shards.drop_head_start()
+        self._run(self.tiles, TileFill(self._shards, self._moments_of, filler, keeps))
+
     def names(self, shard: Shard) -> tuple[str, ...]:
         """What is kept of a parameter beside its master, under torch's names."""
         return tuple(self._moments_of(shard))
 
     # ---- stepping --------------------------------------------------------------------------------------------------------
 
-    def _run(self, tiles: Sequence[Tile], work: TileStep | TileStart | TileVisit) -> None:
+    def _run(self, tiles: Sequence[Tile], work: TileStep | TileStart | TileVisit | TileFill) -> None:
         policy, pool = self._shards.policy, self._shards.tile_pool
         if pool is not None:
             start = self._shards.head_start

@@ -1,0 +1,97 @@
+"""Do tiles that are filled from elsewhere hold what was given, and go on as what it was taken from?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from twins import Tower, assert_same_tensors, loss_of, seeded, states_of
+
+import tiermem
+from tiermem import OffloadPolicy, Shards, Tier
+from tiermem.optim.layout import is_positive
+from tiermem.optim.tile_fill import Places
+from tiermem.precision import Precision
+from tiermem.swap.native import narrow_part
+
+
+def started(folder: Path, preset: str, home: Tier, tile_numel: int) -> tuple[Shards, tiermem.AdamW]:
+    model = seeded(Tower).bfloat16()
+    fields = {"params": home, "optim": home, "paths": [folder], "persistence_numel": 100, "tile_numel": tile_numel}
+    shards = tiermem.shard(model, OffloadPolicy(precision=Precision.preset(preset), **fields))
+    return shards, tiermem.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(shards: Shards, optim: tiermem.AdamW, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = loss_of(shards.model, step)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def count_steps(shards: Shards, num_steps: int) -> None:
+    for live in shards.units:
+        shards.refresh(live.unit.shards[0].param)
+        for shard in live.unit.shards:
+            shard.num_steps = num_steps
+
+
+def put_from(shards: Shards, states: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], places: Places) -> None:
+    name, part = places.shard.name, slice(places.first, places.first + places.numel)
+    places.weight.copy_(weights[name].view(-1)[part])
+    if places.master is not None:
+        is_split = places.master.dtype == torch.int16
+        narrow_part(shards.workers, states[f"{name}.master"][part], places.master, places.weight if is_split else None)
+    for moment, place in places.moments.items():
+        narrow_part(shards.workers, states[f"{name}.{moment}"][part], place, is_positive=is_positive(moment))
+
+
+@pytest.mark.parametrize("preset", ["exact", "compact", "bf16", "tiny"])
+@pytest.mark.parametrize(("home", "tile_numel"), [(Tier.HOST, 1 << 20), (Tier.NVME, 4096), (Tier.NVME, 12288)])
+def test_filled_tiles_train_on_as_those_they_were_filled_from(
+    home: Tier, tile_numel: int, preset: str, tmp_path: Path
+) -> None:
+    source, first = started(tmp_path, preset, Tier.NVME, 8192)
+    other, second = started(tmp_path, preset, home, tile_numel)
+    with source, other:
+        train(source, first, range(3))
+        train(other, second, range(5, 6))
+        states, weights = states_of(source, first), dict(source.model.state_dict())
+        second.tiles_of(other).fill(lambda places: put_from(other, states, weights, places))
+        count_steps(other, 3)
+        assert_same_tensors(states_of(other, second), states)
+        assert_same_tensors(dict(other.model.state_dict()), weights)
+        assert train(other, second, range(3, 5)) == train(source, first, range(3, 5))
+        assert_same_tensors(states_of(other, second), states_of(source, first))
+
+
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+def test_what_the_filler_leaves_alone_is_the_state_before_the_first_step(home: Tier, tmp_path: Path) -> None:
+    shards, optim = started(tmp_path, "exact", home, 4096)
+    with shards:
+        train(shards, optim, range(2))
+        optim.tiles_of(shards).fill(lambda places: None)
+        count_steps(shards, 0)
+        assert not any(values.any() for values in states_of(shards, optim).values())
+
+
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
+def test_what_is_kept_stays_as_it_was(home: Tier, tmp_path: Path) -> None:
+    def double(places: Places) -> None:
+        if places.shard.name == "head.weight":
+            moment = places.moments["exp_avg"]
+            assert isinstance(moment, torch.Tensor)
+            moment.mul_(2)
+
+    shards, optim = started(tmp_path, "exact", home, 4096)
+    with shards:
+        train(shards, optim, range(2))
+        before = states_of(shards, optim)
+        optim.tiles_of(shards).fill(double, keeps=True)
+        before["head.weight.exp_avg"].mul_(2)
+        assert_same_tensors(states_of(shards, optim), before)
