@@ -1,0 +1,181 @@
+"""Is a manifest read back as it was written, and is everything that is wrong with one an error that says what?"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from manifests import manifest, parts, piece, pointer
+
+from tiermem.checkpoint.cover import cover
+from tiermem.checkpoint.crc import combine, crc32c
+from tiermem.checkpoint.fields import seal
+from tiermem.checkpoint.manifest import ManifestError, parse_manifest, parse_part, parse_pointer
+
+
+def changed(data: bytes, change: Any) -> bytes:
+    """The same file with its content changed and its crc right again."""
+    content = json.loads(data)
+    del content["crc32c"]
+    change(content)
+    return seal(content)
+
+
+def put(*path: Any) -> Any:
+    """A change: the last of `path` in the place that the others name."""
+    *places, name, value = path
+
+    def change(content: Any) -> None:
+        for place in places:
+            content = content[place]
+        content[name] = value
+
+    return change
+
+
+def test_crc_is_that_of_the_standard_and_combines() -> None:
+    assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
+    assert crc32c(bytes(range(32))) == 0x46DD794E
+    data = bytes(i * 7 % 251 for i in range(5001))
+    for cut in (0, 1, 4096, 5001):
+        assert combine(crc32c(data[:cut]), crc32c(data[cut:]), 5001 - cut) == crc32c(data)
+
+
+def test_what_is_written_is_read_back() -> None:
+    assert parse_manifest(manifest().dump(), "m") == manifest()
+    assert [parse_part(part.dump(), "p") for part in parts()] == parts()
+    assert parse_pointer(pointer().dump(), "t") == pointer()
+    found = cover(manifest(), parts(), "m")
+    assert [rank for rank, _ in found["w", "weight"]] == [0, 1]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 20, 300, -1, -2, -20])
+def test_a_truncated_file_is_refused(cut: int) -> None:
+    with pytest.raises(ManifestError, match=r"m\.json"):
+        parse_manifest(manifest().dump()[:cut], "m.json")
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    data = pointer().dump()
+    for place in range(len(data) - 1):
+        flipped = data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]
+        with pytest.raises(ManifestError):
+            parse_pointer(flipped, "t")
+
+
+WRONG = [
+    (put("format", "other"), "format"),
+    (put("version", 2), "newer"),
+    (put("version", True), "version"),
+    (put("run_id", ""), "run_id"),
+    (put("commit", -1), "commit"),
+    (put("commit", 1 << 63), "commit"),
+    (put("commit", 1.0), "commit"),
+    (put("tag", 5), "tag"),
+    (put("step", None), "step"),
+    (put("world", 0), "world"),
+    (put("world", 1 << 40), "world"),
+    (put("world", 4), "parts: 2 are listed"),
+    (put("world", 3), "divisor of world=3"),
+    (put("num_shards", 3), "num_shards"),
+    (put("parts", {}), "parts"),
+    (put("parts", 1, "rank", 0), "parts"),
+    (put("parts", 1, "bytes", "9"), r"parts\[1\]: bytes"),
+    (put("parts", 1, "crc32c", "zz"), "crc32c"),
+    (put("parts", 1, "folder", "a\0b"), "folder"),
+    (put("parts", 1, "folder", "."), None),
+    (put("optimizer", {"$": "eval", "value": "1"}), "optimizer"),
+    (put("client_state", {"$": "tensor", "dtype": "float32", "shape": [1 << 40], "value": ""}), "client_state"),
+    (put("client_state", {"$": "tensor", "dtype": "fp32", "shape": [1 << 40], "value": ""}), "bytes, in base64"),
+    (put("parameters", 0, "shape", [-1]), "shape"),
+    (put("parameters", 0, "shape", [1 << 40, 1 << 40]), "shape"),
+    (put("parameters", 0, "shape", [1] * 65), "shape"),
+    (put("parameters", 0, "shape", [0, 1 << 62, 1 << 62]), "shape"),
+    (put("parameters", 0, "dtype", "pickle"), "dtype"),
+    (put("parameters", 0, "role", "x"), "role"),
+    (put("parameters", 0, "trainable", 1), "trainable"),
+    (put("parameters", 0, "num_steps", -3), "num_steps"),
+    (put("parameters", 0, "group", "0"), "group"),
+    (put("parameters", 0, "name", "b"), "listed twice"),
+    (put("parameters", 0, "aliases", ["b"]), "listed twice"),
+    (put("parameters", 0, "aliases", ["x", "x"]), "listed twice"),
+    (put("parameters", 0, "other", 1), "no such field"),
+    (put("excluded", ["w"]), "excluded"),
+    (put("checksums", {"v": {}}), "none of the parameters"),
+    (put("checksums", "w", "weight", [1 << 32]), "weight"),
+    (put("checksums", "w", "weight", [True]), "weight"),
+    (put("surplus", 1), "no such field"),
+    (lambda content: content.pop("step"), "step is missing"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG)
+def test_each_wrong_field_of_a_manifest_is_named(change: Any, said: str | None) -> None:
+    data = changed(manifest().dump(), change)
+    if said is None:
+        parse_manifest(data, "m")
+        return
+    with pytest.raises(ManifestError, match=said):
+        parse_manifest(data, "m")
+
+
+WRONG_PARTS = [
+    (put("files", ["segment.bin", "segment.bin"]), "listed twice"),
+    (put("files", "segment.bin"), "files"),
+    (put("pieces", 0, "kind", "pickle"), "kind"),
+    (put("pieces", 0, "file", 2), "file"),
+    (put("pieces", 0, "bytes", 199), "bytes is 199; 200"),
+    (put("pieces", 0, "numel", 0), "numel"),
+    (put("pieces", 0, "start", (1 << 63) - 1), "beyond"),
+    (put("pieces", 0, "offset", (1 << 63) - 1), "beyond"),
+    (put("rank", "0"), "rank"),
+    (put("rng", {"$": "object"}), "rng"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG_PARTS)
+def test_each_wrong_field_of_a_part_is_named(change: Any, said: str) -> None:
+    with pytest.raises(ManifestError, match=said):
+        parse_part(changed(parts()[0].dump(), change), "p")
+
+
+def test_pieces_that_overlap_leave_holes_or_belong_to_nobody_are_refused() -> None:
+    both = parts()
+
+    def with_piece(index: int, **fields: Any) -> list[Any]:
+        pieces = list(both[1].pieces)
+        pieces[index] = pieces[index]._replace(**fields)
+        return [both[0], type(both[1])(**{**vars(both[1]), "pieces": tuple(pieces)})]
+
+    for fields, said in [
+        ({"start": 99}, "there twice"),
+        ({"start": 101}, "missing"),
+        ({"numel": 64, "num_bytes": 128}, "hold 164 elements"),
+        ({"param": "v"}, "none of the parameters"),
+        ({"kind": "fp16"}, "mixes"),
+        ({"offset": 8193}, "overlaps"),
+        ({"state": "master"}, "hold 100 elements"),
+    ]:
+        with pytest.raises(ManifestError, match=said):
+            cover(manifest(), with_piece(0, **fields), "m")
+    lone = type(both[0])(**{**vars(both[0]), "pieces": both[0].pieces[:-1]})
+    with pytest.raises(ManifestError, match="has no weight"):
+        cover(manifest(), [lone, both[1]], "m")
+    with pytest.raises(ManifestError, match="of run"):
+        cover(manifest(), [type(both[0])(**{**vars(both[0]), "commit": 2}), both[1]], "m")
+    assert piece("w", "weight", "bf16", 0, 3, 0).num_bytes == 6
+
+
+def test_deep_nesting_and_strange_json_are_refused() -> None:
+    for body in (
+        b'{"a":' + b"[" * 100_000,
+        b'{"a":NaN',
+        b'{"a":1e999',
+        b'{"a":1,"a":2',
+        b'{"a":"\xff"',
+        b'{"a":' + b"9" * 10_000,
+    ):
+        sealed = body + b',"crc32c":"%08x"}\n' % crc32c(body)
+        with pytest.raises(ManifestError, match="m"):
+            parse_manifest(sealed, "m")
