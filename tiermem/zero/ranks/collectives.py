@@ -13,6 +13,7 @@ dies, or is silent for longer than the policy's `timeout_s`, makes the wait fail
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -31,31 +32,53 @@ class Pending:
     Args:
         topology: names the rank that is gone when the wait fails.
         what: what is being done, for that error.
-        works: torch.distributed's handles, in the order in which they are waited for; one may be started when those before
+        rounds: torch.distributed's handles, those of each round started together; a round may be started when those before
             it have ended.
         owns: the tensors that the transfers read and write, all on one device.
     """
 
-    def __init__(self, topology: Topology, what: str, works: Iterable[Any], owns: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, topology: Topology, what: str, rounds: Iterable[Sequence[Any]], owns: Sequence[torch.Tensor]
+    ) -> None:
         self._topology = topology
         self._what = what
-        self._works = works
+        self._rounds = rounds
         self._owns = owns
         self._is_bounded = all(tensor.device.type == "cpu" for tensor in owns)
 
     def wait(self) -> None:
         """Blocks until all have ended (on a GPU: orders the current stream after them). Raises RankLost; safe to repeat."""
-        works, self._works = self._works, ()
         try:
-            for work in works:
+            self._wait()
+        except RuntimeError as error:
+            raise explained(self._topology, self._what, error) from error
+
+    def end(self) -> None:
+        """Waits until nothing touches the tensors any more, and says nothing of what failed: for use after a failure."""
+        with contextlib.suppress(RuntimeError):
+            self._wait()
+
+    def _wait(self) -> None:
+        rounds, self._rounds = self._rounds, ()
+        try:
+            for works in rounds:
+                self._wait_for(works)
+        finally:
+            self._owns = ()
+
+    def _wait_for(self, works: Sequence[Any]) -> None:
+        """Waits for all of a round before the first failure is raised: they read and write what is owned here."""
+        failures = []
+        for work in works:
+            try:
                 if self._is_bounded:
                     work.wait(timedelta(seconds=self._topology.timeout_s))
                 else:
                     work.wait()  # orders the stream; the backend's own watch keeps the time
-        except RuntimeError as error:
-            raise explained(self._topology, self._what, error) from error
-        finally:
-            self._owns = ()
+            except RuntimeError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
 
 def start(topology: Topology, what: str, collective: Callable[..., Any], *args: Any, among: str = "world") -> Pending:
@@ -69,7 +92,7 @@ def start(topology: Topology, what: str, collective: Callable[..., Any], *args: 
         raise explained(topology, what, error) from error
     tensors = [each for each in args if isinstance(each, torch.Tensor)]
     topology.traffic.add(collective.__name__, what, max(tensor.nbytes for tensor in tensors), among)
-    return Pending(topology, what, [work], tensors)
+    return Pending(topology, what, [[work]], tensors)
 
 
 def call(topology: Topology, what: str, collective: Callable[..., Any], *args: Any, among: str = "world") -> None:

@@ -1,7 +1,7 @@
 """Gather: every rank's part of something, brought together on all of them, straight into its final place.
 
     UnitGather    every rank's shard of a unit     -> the unit's full layout, which the maths sees; may run behind compute
-    gather_unit   the same, at once
+    gather_unit   the same, at once, or a span of the shard layout after the other
     gather        every rank's part of one tensor  -> the whole, in the order of ranks
 
 A rank puts its own part into the full layout first, in the dtype that the maths sees (so what crosses ranks is in that dtype
@@ -60,14 +60,18 @@ class UnitGather:
         unit: what is gathered.
         full: its full layout; has bytes under it whenever a gather runs.
         way: how parts are exchanged.
+        span: elements of the shard layout that are gathered; default: all of it.
     """
 
-    def __init__(self, topology: Topology, unit: Unit, full: torch.Tensor, way: Way = "coalesced") -> None:
+    def __init__(
+        self, topology: Topology, unit: Unit, full: torch.Tensor, way: Way = "coalesced", span: slice | None = None
+    ) -> None:
         self._topology = topology
         self._full = full
         self._way = way
         self._what = f"gathering {unit.name}"
-        self._parts = [part for part in unit.shards if part.numel]
+        self._first = span.start if span is not None else 0
+        self._parts = cut_span(unit, span)
         self._pieces: list[list[torch.Tensor]] = []  # of each parameter, every rank's: views, made in the first gather
         self._shard: torch.Tensor | None = None
         self._mine: list[torch.Tensor] = []  # views of that
@@ -86,7 +90,7 @@ class UnitGather:
         """Nothing is kept that could be outdated."""
 
     def put(self, shard: torch.Tensor | None) -> None:
-        """Copies this rank's flat shard layout into its place in the full one.
+        """Copies this rank's flat shard layout, or what the span holds of it, into its place in the full one.
 
         The shard is free afterwards; on a GPU when the current stream gets there.
         """
@@ -95,7 +99,8 @@ class UnitGather:
             self._pieces = [self._cut(part) for part in self._parts]
         if shard is not self._shard:  # one that rests in memory is the same every time
             self._shard = shard
-            self._mine = [shard[part.shard_offset : part.shard_offset + part.shard_numel] for part in self._parts]
+            places = [(part.shard_offset - self._first, part.numel) for part in self._parts]
+            self._mine = [shard[place : place + numel] for place, numel in places]
         if self._parts:
             own = [pieces[self._topology.shard_rank] for pieces in self._pieces]
             torch._foreach_copy_(own, self._mine, non_blocking=True)
@@ -107,23 +112,21 @@ class UnitGather:
         everything = list(range(len(self._parts)))
         try:
             if self._way == "all_reduce":
-                return self._pending([self._add_up()])
+                return self._pending([[self._add_up()]])
             calls = [[index] for index in everything] if self._way == "single" else [everything]
             rounds = ((call, each) for call in calls for each in self._rounds)
             first = self._exchange(*next(rounds))
-            rest = (work for call, each in rounds for work in self._exchange(call, each))  # as the wait asks for them
-            return self._pending(itertools.chain(first, rest))
+            rest = (self._exchange(call, each) for call, each in rounds)  # as the wait asks for them
+            return self._pending(itertools.chain([first], rest))
         except RuntimeError as error:
             raise explained(self._topology, self._what, error) from error
 
-    def _cut(self, part: Shard) -> list[torch.Tensor]:
+    def _cut(self, part: Part) -> list[torch.Tensor]:
         """The places of every rank's piece of a parameter in the full layout."""
-        count = part.shard_numel
-        starts = [part.full_offset + rank * count for rank in range(self._topology.num_shards)]
-        return [self._full[start : start + count] for start in starts]
+        return [self._full[part.place_of(rank)] for rank in range(self._topology.num_shards)]
 
-    def _pending(self, works: Iterable[Any]) -> Pending:
-        return Pending(self._topology, self._what, works, [self._full])
+    def _pending(self, rounds: Iterable[list[Any]]) -> Pending:
+        return Pending(self._topology, self._what, rounds, [self._full])
 
     def _exchange(self, indices: list[int], each: _Round) -> list[Any]:
         """Starts one round of the exchange of some parameters; returns what is to be waited for."""
@@ -140,21 +143,23 @@ class UnitGather:
         return [
             work
             for index, row, pieces in rows
-            for work in _send(group, each.me, pieces, (row + 1) * _FIRST_TAG + self._parts[index].index)
+            for work in _send(group, each.me, pieces, (row + 1) * _FIRST_TAG + self._parts[index].shard.index)
         ]
 
     def _all_gather(self, group: dist.ProcessGroup, each: _Round, indices: list[int]) -> list[Any]:
         """All-gathers of a round, grouped by the backend where torch can; in place where a row lies in one piece."""
-        is_whole = all(row == list(range(row[0], row[-1] + 1)) for row in each.rows)
+        is_whole = all(row == list(range(row[0], row[-1] + 1)) for row in each.rows) and all(
+            self._parts[index].is_whole for index in indices
+        )
         grouping = getattr(dist.distributed_c10d, "_coalescing_manager", None)  # private: each is a call without it
         device = None if is_whole else self._full.device
         works = []
         with grouping(group, device, async_ops=True) if grouping else contextlib.nullcontext() as grouped:
             for part, pieces in ((self._parts[index], self._pieces[index]) for index in indices):
                 for row in each.rows:
-                    mine, start = pieces[row[each.me]], part.full_offset + row[0] * part.shard_numel
+                    mine, start = pieces[row[each.me]], part.place_of(row[0]).start
                     if is_whole:
-                        whole = self._full[start : start + len(row) * part.shard_numel]
+                        whole = self._full[start : start + len(row) * part.numel]
                         works.append(dist.all_gather_into_tensor(whole, mine, group=group, async_op=True))
                     else:
                         row_pieces = [pieces[place] for place in row]
@@ -199,9 +204,55 @@ def _send(group: dist.ProcessGroup, me: int, pieces: list[torch.Tensor], tag: in
     return receives + [group.send([pieces[me]], rank, tag) for rank, _ in others]
 
 
-def gather_unit(topology: Topology, unit: Unit, shard: torch.Tensor, full: torch.Tensor) -> None:
-    """Fills the full layout from every rank's flat shard layout. Blocks (in stream order on a GPU)."""
-    whole = UnitGather(topology, unit, full)
+class Part(NamedTuple):
+    """What a span of the shard layout holds of every rank's share of a parameter."""
+
+    shard: Shard
+    start: int  # in the share
+    numel: int
+
+    @property
+    def shard_offset(self) -> int:
+        """Where the part begins in the shard layout."""
+        return self.shard.shard_offset + self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the share, so that those of all ranks lie one after the other in the full layout."""
+        return self.numel == self.shard.shard_numel
+
+    def place_of(self, rank: int) -> slice:
+        """Where a rank's part lies in the full layout."""
+        first = self.shard.full_offset + rank * self.shard.shard_numel + self.start
+        return slice(first, first + self.numel)
+
+
+def cut_span(unit: Unit, span: slice | None) -> list[Part]:
+    """The parts of a unit's parameters that a span of its shard layout holds; None: all of each."""
+    if span is None:
+        return [Part(shard, 0, shard.shard_numel) for shard in unit.shards if shard.numel]
+    bounds = [
+        (s, max(0, span.start - s.shard_offset), min(s.shard_numel, span.stop - s.shard_offset)) for s in unit.shards
+    ]
+    return [Part(shard, start, stop - start) for shard, start, stop in bounds if start < stop]
+
+
+def spans_of(unit: Unit, num_shards: int, limit_numel: int) -> list[slice]:
+    """Cuts a unit's shard layout into spans of at most `limit_numel` elements, those of all ranks together; one at least."""
+    room = max(1, limit_numel // num_shards)
+    last = unit.shards[-1]
+    end = last.shard_offset + last.shard_numel
+    return [slice(start, min(start + room, end)) for start in range(0, end, room)]
+
+
+def gather_unit(
+    topology: Topology, unit: Unit, shard: torch.Tensor, full: torch.Tensor, span: slice | None = None
+) -> None:
+    """Fills the full layout, or a span's part of it, from every rank's. Blocks (in stream order on a GPU).
+
+    shard: this rank's flat shard layout, or what the span holds of it.
+    """
+    whole = UnitGather(topology, unit, full, span=span)
     whole.put(shard)
     whole.start().wait()
 
