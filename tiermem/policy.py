@@ -125,6 +125,14 @@ class OffloadPolicy:
     it, without the buffers: less memory, more calls."""
     reduce_scatter: bool = True
     """Each rank gets the sum of its own part alone (stages 1 to 3). False: of everything, of which it keeps its part."""
+    multi_rank_buckets: bool = True
+    """One reduction of a bucket serves all ranks. False: one for each rank, of what it owns (stages 1 to 3)."""
+    round_robin_gradients: bool = False
+    """With one reduction for each rank: every bucket begins with another rank's, so that copies home are spread over ranks."""
+    allgather_partitions: bool = True
+    """Weights that stay present come from the ranks that stepped them by all-gathers. False: by broadcasts from each."""
+    allgather_bucket_numel: int = 500_000_000
+    """Most elements of such weights that come at once, those of all ranks' parts together (zero/weights/updating.py)."""
     overlap_reduce: bool = True
     """Backward goes on while two reductions are under way. False: each is waited for at once; one buffer instead of two."""
     reduce_op: Literal["mean", "sum"] = "mean"
@@ -216,7 +224,7 @@ class OffloadPolicy:
             raise ValueError(f'predivide_factor is {factor!r}; allowed are finite numbers more than 0, and "ranks"')
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s is {self.timeout_s}; it must be more than 0")
-        for name in ("resident_bytes", "persistence_numel", "reduce_bucket_numel"):
+        for name in ("resident_bytes", "persistence_numel", "reduce_bucket_numel", "allgather_bucket_numel"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
 
@@ -240,6 +248,11 @@ class OffloadPolicy:
         if self.quantised_reduction and not self.reduce_scatter:
             raise ValueError(
                 "quantised_reduction without reduce_scatter: it sends every rank its own part. Set reduce_scatter=True"
+            )
+        if self.quantised_reduction and not self.multi_rank_buckets:
+            raise ValueError(
+                "quantised_reduction without multi_rank_buckets: it sends all ranks their parts in one exchange. Set "
+                "multi_rank_buckets=True"
             )
         if self.two_stage_gather and self.shard_group_size is None:
             raise ValueError(

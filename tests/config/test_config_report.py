@@ -25,10 +25,10 @@ def test_key_that_is_not_set_is_its_default() -> None:
 
 
 def test_key_that_is_always_on_is_computed_whatever_its_value() -> None:
-    key = "zero_optimization.round_robin_gradients"
-    row = rows_of(load_config({"zero_optimization": {"round_robin_gradients": True}}))[key]
+    key = "zero_optimization.parameter_alignment"
+    row = rows_of(load_config({"zero_optimization": {"parameter_alignment": True}}))[key]
     assert (row.value, row.how) == (True, "computed")
-    assert "its own part" in row.note
+    assert "64-byte boundary" in row.note
 
 
 def test_planned_key_is_computed_until_it_is_set() -> None:

@@ -27,7 +27,6 @@ from tiermem.config.catalogue import Key, catalogue, every_model
 ROOT = Path(__file__).parents[2]
 
 COMPUTED_VALUES: dict[str, Any] = {
-    "zero_optimization.allgather_bucket_size": 7,
     "tiermem.measured": {"date": "today"},
     "zero_force_ds_cpu_optimizer": False,
 }  # of keys that are not switches

@@ -123,13 +123,21 @@ def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
         except RuntimeError as error:
             found["error"] = str(error)
         found["payloads"] = [list(each[:3]) for each in traffic if each.what.startswith("reducing")]
+        found["updates"] = [list(each[:3]) for each in traffic if each.what.startswith("gathering")]
+        found["rows"] = {row.what: row.num_bytes for row in shards.plan.rows}
         found["events"] = [list(each) for each in events if each.lane == "reduce"]
         found["norm"] = optim.grad_norm
         found["buffers"] = [shards.plan.num_reduce_slots, shards.plan.reduce_slot_bytes]
         found["steps"] = {shard.name: shard.num_steps for _, shard in shards.parameters()}
         found["units"] = [[live.unit.name, sum(s.shard_numel for s in live.unit.shards)] for live in shards.units]
+        found["ends"] = {live.unit.name: end_of(live.unit.shards) for live in shards.units}
         del optim
         return found | {"losses": losses, "weights": weights_of(model)}
+
+
+def end_of(shards: list[Any]) -> int:
+    """Elements of a unit's shard layout up to the end of its last parameter."""
+    return max(shard.shard_offset + shard.shard_numel for shard in shards)
 
 
 def run_step(case: dict[str, Any], shards: tiermem.Shards, model: nn.Module, step: int) -> list[float]:

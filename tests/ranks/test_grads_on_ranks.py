@@ -119,6 +119,88 @@ def test_buffers_are_as_large_as_the_largest_bucket(case: str, num_buffers: int,
     assert found[0][case]["buffers"] == [num_buffers, num_sides * largest]
 
 
+# ---- a reduce for each owner ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_without_multi_rank_buckets_every_owner_has_a_reduce_of_its_part(stage: int, found: Found) -> None:
+    """`use_multi_rank_bucket_allreduce`: the same bytes in as many calls as ranks, and no second buffer."""
+    case, whole = f"owner by owner, stage {stage}", f"stage {stage}"
+    sent = payloads(found, case)
+    assert {op for op, _, _ in sent} == {"reduce"}
+    for _, unit, size in payloads(found, whole):
+        mine = [[name, part] for _, name, part in sent if name.split(" to ")[0] == unit]
+        assert mine == [[f"{unit} to {owner}", size // len(found)] for owner in range(len(found))]
+    assert found[0][case]["buffers"] == [2, found[0][whole]["buffers"][1] // 2]
+
+
+def test_reduces_of_owners_are_cut_and_left_in_place_as_buckets_are(found: Found) -> None:
+    cut = [size for _, _, size in payloads(found, "owner by owner, buckets of 1000")]
+    assert max(cut) == 1000 // len(found) * 4
+    assert sum(cut) == sum(size for _, _, size in payloads(found, "stage 2"))
+    single = payloads(found, "owner by owner, not contiguous")
+    assert len(single) == len(found) * len(found[0]["stage 2"]["steps"])
+
+
+def test_round_robin_gradients_let_every_bucket_begin_with_another_owner(found: Found) -> None:
+    def firsts(case: str) -> list[int]:
+        owners = [int(name.rpartition(" to ")[2]) for _, name, _ in payloads(found, case)]
+        rows = [owners[i : i + len(found)] for i in range(0, len(owners), len(found))]
+        assert all(row == [(row[0] + i) % len(found) for i in range(len(found))] for row in rows)
+        return [row[0] for row in rows]
+
+    plain, spread = firsts("owner by owner, stage 2"), firsts("owner by owner, round robin")
+    assert set(plain) == {0}
+    assert spread == [(spread[0] + i) % len(found) for i in range(len(plain))]
+    assert len(set(spread)) == len(found)
+
+
+# ---- weights after the step ------------------------------------------------------------------------------------------
+
+
+def updates(found: Found, case: str) -> list[list[Any]]:
+    """(collective, unit, bytes) of what brought the last step's weights to all ranks, where all weights stay present."""
+    for rank in found:
+        assert rank[case]["updates"] == found[0][case]["updates"]
+    return [[op, what.removeprefix("gathering "), size] for op, what, size in found[0][case]["updates"]]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_without_allgather_partitions_weights_are_broadcast_by_their_owners(stage: int, found: Found) -> None:
+    gathered, broadcast = updates(found, f"stage {stage}"), updates(found, f"broadcasts, stage {stage}")
+    assert gathered == [
+        ["all_gather", unit, len(found) * share * 4] for unit, share in shares(found, f"stage {stage}").items()
+    ]
+    ends = found[0][f"stage {stage}"]["ends"]
+    assert broadcast == [["broadcast", unit, ends[unit] * 4] for unit in ends for _ in found]
+
+
+def test_persistent_weights_of_stage_3_are_broadcast_as_well(found: Found) -> None:
+    ops = {op for op, unit, _ in updates(found, "broadcasts, stage 3") if unit == "persistent"}
+    assert ops == {"broadcast"}
+    assert {op for op, unit, _ in updates(found, "broadcasts, stage 3") if unit != "persistent"} == {"all_gather"}
+
+
+@pytest.mark.parametrize(("case", "stage"), [("updates of 1000, stage 1", 1), ("updates of 70, stage 2", 2)])
+def test_allgather_bucket_size_bounds_what_comes_in_one_call(case: str, stage: int, found: Found) -> None:
+    room = int(case.split()[2].rstrip(",")) // len(found) * len(found) * 4
+    sent = updates(found, case)
+    assert max(size for _, _, size in sent) == room
+    assert sum(size for _, _, size in sent) == sum(size for _, _, size in updates(found, f"stage {stage}"))
+    for unit, end in found[0][case]["ends"].items():
+        spans = -(-end * 4 * len(found) // room)
+        assert len([size for _, name, size in sent if name == unit]) <= spans  # what holds padding alone is not sent
+        assert len([size for _, name, size in sent if name == unit]) > spans // 2
+
+
+def test_allgather_bucket_size_bounds_the_buffer_of_broadcasts(found: Found) -> None:
+    ends, room = found[0]["broadcasts, stage 1"]["ends"], 1000 // len(found)
+    assert max(size for _, _, size in updates(found, "broadcasts of 1000, stage 1")) == room * 4
+    rows = [found[0][case]["rows"] for case in ("stage 1", "broadcasts, stage 1", "broadcasts of 1000, stage 1")]
+    pages = [-(-row.get("1 update buffers", 0) // 4096) for row in rows]
+    assert pages == [0, -(-max(ends.values()) * 4 // 4096), 1]
+
+
 # ---- order and overlap -----------------------------------------------------------------------------------------------
 
 

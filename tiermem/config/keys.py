@@ -99,10 +99,6 @@ COMPUTED: Mapping[str, str] = MappingProxyType(
     {
         f"{_ZERO}.elastic_checkpoint": "what is saved opens on any number of ranks, with it or without",
         f"{_ZERO}.pipeline_loading_checkpoint": "weights are read tensor by tensor, so ranks need not take turns",
-        f"{_ZERO}.use_multi_rank_bucket_allreduce": "a bucket holds every rank's part, and one reduction serves all ranks",
-        f"{_ZERO}.allgather_partitions": "updated parameters are always all-gathered",
-        f"{_ZERO}.allgather_bucket_size": "a unit is gathered whole, straight into its storage; the plan sizes units",
-        f"{_ZERO}.round_robin_gradients": "every rank copies its own part of every gradient, as evenly as can be",
         f"{_ZERO}.memory_efficient_linear": "no linear layer is replaced; autograd saves views of a unit's storage",
         f"{_ZERO}.compute_grad_norm": "the norm is computed with the check for NaN and infinity",
         f"{_ZERO}.parameter_alignment": "every parameter starts on a 64-byte boundary",

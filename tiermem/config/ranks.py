@@ -64,6 +64,13 @@ def rank_problems(zero: ZeroConfig, has_autocast: bool) -> list[tuple[str, str]]
         found.append(
             ("zero_quantized_gradients", "true with reduce_scatter false, but it is a reduce-scatter; remove one")
         )
+    if zero.zero_quantized_gradients and not zero.use_multi_rank_bucket_allreduce:
+        found.append(
+            (
+                "zero_quantized_gradients",
+                "true with use_multi_rank_bucket_allreduce false, but it sends all ranks their parts at once; remove one",
+            )
+        )
     if zero.zero_quantized_weights and has_autocast:
         found.append(
             ("zero_quantized_weights", "true with torch_autocast, which decides what weights are sent as; remove one")

@@ -74,11 +74,12 @@ class ZeroConfig(ConfigModel):
     reduce_bucket_size: Count = 500_000_000
     """Most elements of gradients handed to one reduction."""
     use_multi_rank_bucket_allreduce: bool = True
-    """Combine the buckets of several ranks in one reduction; always so here."""
+    """Reduce a bucket for all ranks in one call; false: one reduce for each rank, of the part it owns, in half the memory."""
     allgather_partitions: bool = True
-    """All-gather updated parameters rather than broadcast them; always so here."""
+    """All-gather updated parameters that stay gathered (all of them in stages 1 and 2); false: broadcast them, one rank's
+    after the other."""
     allgather_bucket_size: Count = 500_000_000
-    """Elements gathered at a time; here a unit is."""
+    """Most elements of updated parameters that come together in one call, or in one broadcast from each rank."""
     overlap_comm: bool | None = None
     """Overlap reductions with backward. Not set: on in every stage, unlike the reference; false waits for each."""
     load_from_fp32_weights: bool = True
@@ -131,7 +132,8 @@ class ZeroConfig(ConfigModel):
     legacy_stage1: bool = False
     """Old implementation of stage 1; does not exist here."""
     round_robin_gradients: bool = False
-    """Spread the copying of gradients to the CPU over ranks; each rank copies its own shard here."""
+    """Begin every bucket with another rank's part, so that copies home are spread over ranks; acts with
+    use_multi_rank_bucket_allreduce false, since one call for all ranks lets them all copy at once."""
     zero_hpz_partition_size: Count = 1
     """Ranks that keep a second copy of gathered parameters among them, from which backward gathers (hpZ). 0 and 1: none."""
     zero_quantized_weights: bool = False

@@ -24,6 +24,7 @@ from tiermem.zero.ranks.packed import wire_bytes
 from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
 from tiermem.zero.weights.secondary import secondary_numel
+from tiermem.zero.weights.updating import span_bytes
 
 _USUAL_TILE_NUMEL = 1 << 20
 _USUAL_TILE_BUFFERS = (8, 4)  # two reading and two writing keep a disk busy; more even out its pauses
@@ -63,6 +64,8 @@ class Plan:
     num_grad_slots: int
     reduce_slot_bytes: int
     num_reduce_slots: int
+    update_slot_bytes: int  # of broadcasts of weights that stay present
+    num_update_slots: int
     tile_numel: int
     num_tile_slots: int
     tile_slot_bytes: int
@@ -185,6 +188,7 @@ class _Planner:
         wire_slot, num_wires = self._add_wires(sheet, streamed, num_units)
         grad_slot, num_grads = self._add_gradients(sheet, grads)
         reduce_slot, num_reduces = self._add_reductions(sheet)
+        update_slot, num_updates = self._add_updates(sheet)
         resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         streams = Tier.NVME in (policy.optim, grads, *self._homes.values())
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
@@ -210,6 +214,8 @@ class _Planner:
             num_grad_slots=num_grads,
             reduce_slot_bytes=reduce_slot,
             num_reduce_slots=num_reduces,
+            update_slot_bytes=update_slot,
+            num_update_slots=num_updates,
             tile_numel=tile_numel,
             num_tile_slots=num_tiles,
             tile_slot_bytes=tile_slot,
@@ -256,6 +262,12 @@ class _Planner:
             return 0, 0
         sizes = [self._reduce_bytes(unit) for unit in self._trainable]
         return sheet.buffers("reduce", num_under_way(policy), sizes, "gradients on their way between ranks")
+
+    def _add_updates(self, sheet: _Sheet) -> tuple[int, int]:
+        """Adds the buffer in which a CPU receives new weights that are broadcast; returns its bytes and number."""
+        present = [] if self._is_gpu else [unit for unit in self._units if unit.is_resident]
+        sizes = [span_bytes(unit, self._num_shards, self._policy) for unit in present]
+        return sheet.buffers("update", 1, sizes, "new weights on their way from their owner")
 
     def _reduce_bytes(self, unit: Unit) -> int:
         policy, num_shards = self._policy, self._num_shards

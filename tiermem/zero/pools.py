@@ -1,4 +1,4 @@
-"""Pools: the arena's buffers for units, shards, gradients, sums, tiles and wires, carved once and as the plan counted them."""
+"""Pools: the arena's buffers for whatever moves, carved once and as the plan counted them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class Pools(NamedTuple):
     sums: Pool | None  # what gradients are reduced in
     tiles: Pool | None  # of optimizer states
     wires: Pool | None  # what packed gathers send and receive
+    updates: Pool | None  # broadcast weights on their way to their places
 
 
 def carve(arena: Arena, plan: Plan) -> Pools:
@@ -28,6 +29,7 @@ def carve(arena: Arena, plan: Plan) -> Pools:
         sums=_carve(arena, plan.reduce_slot_bytes, plan.num_reduce_slots, "sums"),
         tiles=_carve(arena, plan.tile_slot_bytes, plan.num_tile_slots, "tiles"),
         wires=_carve(arena, plan.wire_slot_bytes, plan.num_wire_slots, "wires"),
+        updates=_carve(arena, plan.update_slot_bytes, plan.num_update_slots, "updates"),
     )
 
 

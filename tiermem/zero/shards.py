@@ -59,6 +59,7 @@ from tiermem.zero.weights.live import LiveUnit
 from tiermem.zero.weights.lowering import watch_autocast
 from tiermem.zero.weights.residency import Residency
 from tiermem.zero.weights.state_dict import StateDicts
+from tiermem.zero.weights.updating import Updating
 from tiermem.zero.weights.values import Values, initial_master
 
 if TYPE_CHECKING:
@@ -342,8 +343,9 @@ class Shards:
 
     def _build(self, triggers: dict[nn.Module, list[Unit]], units: list[Unit], order: Order) -> None:
         bounce = Bounce(self.store, BOUNCE_BYTES // 4) if self.policy.paths else None
-        self.values = Values(self.store, self.topology, self.device, bounce)
         pools = carve(self.store.arena, self.plan)
+        updating = Updating(self.topology, self.policy, pools.updates)
+        self.values = Values(self.store, self.topology, self.device, bounce, updating)
         self.tile_pool = pools.tiles
         self.head_start: HeadStart[Any] | None = HeadStart(pools.tiles) if pools.tiles is not None else None
         self.units = settle(units, self.plan, self.policy, self.values, pools)

@@ -7,10 +7,12 @@
     stage 0                  all-reduce: every rank gets the sum of the one column
     copies of parts (MiCS)   the column is then all-reduced among the ranks that hold copies of it
     reduce_scatter=False     all-reduce of all columns, of which a rank keeps its own: twice the bytes on the wire
+    multi_rank_buckets=False a reduce of each column to its owner, one call for each rank; round_robin_gradients lets every
+                             bucket begin with another owner, so that in turn each rank has its part to copy home first
 
 Between CPUs a reduce-scatter is an all-to-all, after which every rank adds up what it was sent in the order of ranks (gloo
 would all-reduce the whole bucket instead, in an order that depends on an element's place in it). So there the bits of a sum
-depend on the gradients and the number of ranks alone: on no bucket's size, no tier, no overlap. An all-reduce, and NCCL,
+depend on the gradients and the number of ranks alone: on no bucket's size, no tier, no overlap. All-reduces, reduces and NCCL
 add in an order of their own; with two ranks the bits are the same all the same.
 
 At most two reductions are under way (one without overlap): whoever starts a third finishes the first. What is under way owns
@@ -48,6 +50,7 @@ class Reduction:
     slot: Slot | None
     start_ns: int
     packed: PackedReduction | None = None  # sends 8-bit blocks of `filled`, and adds up what comes
+    others: Sequence[Pending] = ()  # reduces of columns of `filled` to other owners
 
 
 class Reducer:
@@ -61,6 +64,9 @@ class Reducer:
         self._topology = topology
         self._pool = pool
         self._scatters = scatters(topology.num_shards, policy)
+        self._is_together = policy.multi_rank_buckets
+        self._is_round_robin = policy.round_robin_gradients
+        self._num_started = 0
         self._most = num_under_way(policy)
         self._under_way: collections.deque[Reduction] = collections.deque()
         self._factor = 1.0 / predivided(topology.world, policy)
@@ -94,6 +100,10 @@ class Reducer:
             packed = PackedReduction(self._topology, filled, f"reducing {what}")
             self._under_way.append(Reduction(what, bucket, packed.pending, filled, None, slot, start_ns, packed))
             return
+        if self._scatters and not self._is_together:
+            mine, others = self._reduce_to_owners(f"reducing {what}", bucket, filled)
+            self._under_way.append(Reduction(what, bucket, mine, filled, None, slot, start_ns, others=others))
+            return
         received, pending = self._send(f"reducing {what}", slot, bucket, filled)
         self._under_way.append(Reduction(what, bucket, pending, filled, received, slot, start_ns))
 
@@ -104,11 +114,21 @@ class Reducer:
             done.pending.wait()
             return done, self._own_column(done)
         except BaseException:
-            self.release(done)
+            for pending in done.others:
+                pending.end()
+            self._give_back(done)
             raise
 
     def release(self, done: Reduction) -> None:
-        """Takes a reduction's buffers back."""
+        """Takes a reduction's buffers back. Blocks until all owners have their columns; raises RankLost."""
+        others, done.others = done.others, ()
+        try:
+            for pending in others:
+                pending.wait()
+        finally:
+            self._give_back(done)
+
+    def _give_back(self, done: Reduction) -> None:
         if done.slot is not None:
             assert self._pool is not None
             self._pool.give_back(done.slot)
@@ -119,7 +139,8 @@ class Reducer:
             return self._add_copies(done, done.packed.finish().to(done.bucket.dtype))
         if done.received is None:
             columns = done.filled.view(done.bucket.num_columns, done.bucket.column_numel)
-            return columns[self._topology.shard_rank]
+            mine = columns[self._topology.shard_rank]
+            return mine if not done.others else self._add_copies(done, mine)
         parts = done.received.view(-1, done.bucket.column_numel)
         for part in parts[1:]:
             parts[0].add_(part)
@@ -138,6 +159,19 @@ class Reducer:
         if not fits or grad is None or grad.dtype != bucket.dtype or not grad.is_contiguous() or self._factor != 1.0:
             return None
         return grad.view(-1)
+
+    def _reduce_to_owners(self, what: str, bucket: Bucket, filled: torch.Tensor) -> tuple[Pending, list[Pending]]:
+        """Starts a reduce of every column to the rank that it belongs to; returns this rank's, and the others."""
+        columns, group = filled.view(bucket.num_columns, bucket.column_numel), self._topology.group_of("shard")
+        first = self._num_started if self._is_round_robin else 0
+        self._num_started += 1
+        begun = {}
+        for owner in ((first + i) % bucket.num_columns for i in range(bucket.num_columns)):
+            target = dist.get_global_rank(group, owner)
+            begun[owner] = start(
+                self._topology, f"{what} to {owner}", dist.reduce, columns[owner], target, among="shard"
+            )
+        return begun.pop(self._topology.shard_rank), list(begun.values())
 
     def _send(
         self, what: str, slot: Slot | None, bucket: Bucket, filled: torch.Tensor
@@ -174,5 +208,8 @@ def num_under_way(policy: OffloadPolicy) -> int:
 
 
 def buffer_bytes(bucket_bytes: int, num_shards: int, policy: OffloadPolicy) -> int:
-    """Bytes of memory that a bucket needs between CPUs: itself, and as much again for what other ranks send."""
-    return bucket_bytes * (2 if scatters(num_shards, policy) else 1)
+    """Bytes of memory that a bucket needs between CPUs: itself, and as much again for what other ranks send.
+
+    What is added up by the backend takes no second one.
+    """
+    return bucket_bytes * (2 if scatters(num_shards, policy) and policy.multi_rank_buckets else 1)

@@ -7,5 +7,5 @@ values       by element, where they rest            state_dict   whole in, whole
 residency    present, on its way, or home           resting      a parameter that nobody holds says so
 touch        calls that need values                 external     used outside their own module
 gathered     whole values, for a while              present      all units at once, for generation
-attributes   what a partitioned parameter shows
+attributes   what a partitioned parameter shows          updating     of units that stay, after a step
 """

@@ -20,6 +20,7 @@ from tiermem.zero.unit import Shard, Unit
 from tiermem.zero.weights.gather import gather, gather_unit
 from tiermem.zero.weights.live import LiveUnit
 from tiermem.zero.weights.memory import UnitMemory
+from tiermem.zero.weights.updating import Updating
 
 
 def initial_master(unit: Unit) -> str:
@@ -31,13 +32,22 @@ class Values:
     """Units' values in a store. Lives as long as the store does.
 
     bounce: moves pieces of what rests on NVMe; None: nothing does.
+    updating: how units that stay present come together.
     """
 
-    def __init__(self, store: TensorStore, topology: Topology, device: torch.device, bounce: Bounce | None) -> None:
+    def __init__(
+        self,
+        store: TensorStore,
+        topology: Topology,
+        device: torch.device,
+        bounce: Bounce | None,
+        updating: Updating,
+    ) -> None:
         self.store = store
         self.topology = topology
         self.device = device
         self._bounce = bounce
+        self._updating = updating
 
     # ---- by element -----------------------------------------------------------------------------------------------------
 
@@ -111,8 +121,11 @@ class Values:
         return min(shard.shard_numel, max(0, shard.numel - shard.shard_numel * self.topology.shard_rank))
 
     def regather(self, unit: Unit, shard: torch.Tensor, memory: UnitMemory) -> None:
-        """Refreshes a resident unit's full layout from every rank's shard. Collective."""
-        gather_unit(self.topology, unit, shard.to(self.device), memory.full)
+        """Refreshes a present unit's full layout from every rank's shard. Collective."""
+        if unit.is_resident:
+            self._updating.spread(unit, shard, memory.full)
+        else:
+            gather_unit(self.topology, unit, shard.to(self.device), memory.full)
 
     # ---- packed ---------------------------------------------------------------------------------------------------------
 
