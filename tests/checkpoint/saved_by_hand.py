@@ -1,0 +1,103 @@
+"""A checkpoint made by hand: states given as tensors, dealt over ranks, cut into pieces and strewn over files.
+
+`write` makes what save_checkpoint(copy=True) would: DIR/latest, DIR/<tag>/ with a manifest, parts and data files.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiermem.checkpoint import kinds
+from tiermem.checkpoint.crc import crc32c as crc32c_of_text
+from tiermem.checkpoint.manifest import (
+    CHECKSUM_BYTES,
+    Manifest,
+    Parameter,
+    Part,
+    PartFile,
+    Piece,
+    manifest_name,
+    part_name,
+)
+from tiermem.swap.checksum import crc32c
+
+States = Mapping[str, Mapping[str, torch.Tensor]]
+"""By parameter and state; a split master is int16."""
+
+
+def write(
+    where: Path,
+    states: States,
+    tag: str = "step1",
+    world: int = 1,
+    most_numel: int = 10**9,
+    commit: int = 1,
+    **fields: Any,
+) -> Path:
+    """Writes a checkpoint of so many ranks in pieces of at most `most_numel` elements; returns the tag's folder."""
+    folder = where / tag
+    folder.mkdir(parents=True)
+    files = [_Files(folder, rank) for rank in range(world)]
+    sums: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in states}
+    for param, own in states.items():
+        for state, values in own.items():
+            kind = kinds.SPLIT if state == "master" and values.dtype == torch.int16 else kinds.name_of(values.dtype)
+            flat = values.reshape(-1)
+            sums[param][state] = tuple(crc32c(flat.view(torch.uint8).split(CHECKSUM_BYTES)))
+            share = max(1, math.ceil(flat.numel() / world))
+            for rank in range(world):
+                for start in range(rank * share, min((rank + 1) * share, flat.numel()), most_numel):
+                    stop = min(start + most_numel, (rank + 1) * share, flat.numel())
+                    files[rank].add(param, state, kind, start, flat[start:stop])
+    parts = [each.close(commit) for each in files]
+    parameters = tuple(
+        Parameter(name, (), "parameter", tuple(own["weight"].shape), kinds.name_of(own["weight"].dtype), True, 1, 0)
+        for name, own in states.items()
+    )
+    values = {
+        "optimizer": None,
+        "scheduler": None,
+        "loss_scaler": None,
+        "engine": None,
+        "client_state": {},
+        "config": {},
+    }
+    manifest = Manifest(
+        "byhand", commit, tag, fields.pop("step", commit), world, world, tuple(parts), **(values | fields),
+        parameters=parameters, excluded=(), checksums=sums,
+    )  # fmt: skip
+    (folder / manifest_name(commit)).write_bytes(manifest.dump())
+    (where / "latest").write_text(tag)
+    return folder
+
+
+class _Files:
+    """The two data files of one rank: pieces go to either, with holes between."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self._names = (f"data-{rank}.bin", f"more-{rank}.bin")
+        self._data = (bytearray(), bytearray())
+        self._pieces: list[Piece] = []
+        self._random = random.Random(rank)
+
+    def add(self, param: str, state: str, kind: str, start: int, values: torch.Tensor) -> None:
+        number = self._random.randrange(2)
+        data = self._data[number]
+        data += bytes(self._random.randrange(100))
+        self._pieces.append(Piece(param, state, kind, start, values.numel(), number, len(data), values.nbytes))
+        data += values.contiguous().view(torch.uint8).numpy().tobytes()
+
+    def close(self, commit: int) -> PartFile:
+        for name, data in zip(self._names, self._data, strict=True):
+            (self._folder / name).write_bytes(data)
+        text = Part("byhand", commit, self._rank, None, None, self._names, tuple(self._pieces)).dump()
+        name = part_name(commit, self._rank)
+        (self._folder / name).write_bytes(text)
+        return PartFile(self._rank, ".", name, len(text), crc32c_of_text(text))

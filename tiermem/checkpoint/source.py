@@ -1,0 +1,303 @@
+"""Source: an opened durable step: what it holds, and its states, read and verified wherever their bytes lie.
+
+    Source.open(DIR, tag)  ->  manifest, parts, cover: all of it valid, every file there and long enough
+    read, fp32             ->  elements of one state, by number in the whole parameter
+
+A read takes whole blocks of 1 MiB, compares each one's CRC-32C with the manifest's, and hands out what was asked for; edges
+are kept for the neighbour that asks next. So nothing that was not saved is ever handed out, and a tile or a rank may be of
+any size. Memory: a chunk of 16 blocks, the reader's buffers, and the edges.
+
+A store that another live process works in is not read: its slots change. Neither is anything here written.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiermem.checkpoint import kinds
+from tiermem.checkpoint.cover import cover
+from tiermem.checkpoint.damage import DamagedState
+from tiermem.checkpoint.finding import Found, Opened, find, read_manifest, read_parts
+from tiermem.checkpoint.manifest import CHECKSUM_BYTES, MASTER, WEIGHT, Manifest, ManifestError, Parameter, Part
+from tiermem.checkpoint.streams import Span, Stream
+from tiermem.optim.layout import is_positive
+from tiermem.swap.checksum import crc32c
+from tiermem.swap.native import Workers, widen_part
+from tiermem.swap.parts import Quantised
+from tiermem.swap.reader import FileReader
+from tiermem.zero.ranks.quantised import BLOCK, unpack
+from tiermem.zero.ranks.topology import fair_cores, fair_threads
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_CHUNK_BLOCKS = 16
+_NUM_EDGES = 8  # blocks
+_NUM_READERS = 4
+CHUNK_NUMEL = 4 << 20
+"""Elements that whoever takes a huge state should ask for at a time."""
+
+
+class Source:
+    """An opened durable step, for one thread at a time. Use it in a `with` block.
+
+    Args:
+        opened: its manifest.
+        others: further durable steps of the same place, which errors name.
+
+    Raises ManifestError when manifest and parts do not describe a whole step; OSError when a file is missing or cut.
+    """
+
+    def __init__(self, opened: Opened, others: Sequence[Found] = ()) -> None:
+        self.file = opened.file
+        self.manifest: Manifest = opened.manifest
+        self._others = others
+        parts = read_parts(opened)
+        self.parts: tuple[Part, ...] = tuple(part for _, part in parts)
+        covered = cover(self.manifest, self.parts, str(self.file))
+        self.parameters: Mapping[str, Parameter] = {each.name: each for each in self.manifest.parameters}
+        self._aliases = {alias: each.name for each in self.manifest.parameters for alias in each.aliases}
+        self._states: dict[str, tuple[str, ...]] = dict.fromkeys(self.parameters, ())
+        self._streams: dict[tuple[str, str], Stream] = {}
+        for (param, state), pieces in covered.items():
+            placed = [(parts[rank][0] / self.parts[rank].files[piece.file], piece) for rank, piece in pieces]
+            self._streams[param, state] = Stream(param, state, placed)
+            self._states[param] += (state,)
+        self._check_files()
+        self._readers: collections.OrderedDict[Path, tuple[FileReader, contextlib.ExitStack]] = (
+            collections.OrderedDict()
+        )
+        self._edges: collections.OrderedDict[tuple[str, str, int], torch.Tensor] = collections.OrderedDict()
+        self._workers: Workers | None = None
+
+    @classmethod
+    def open(cls, where: Path | str, tag: str | None = None, allow_older: bool = False) -> Self:
+        """Opens a durable step: of a folder of checkpoints its tag, else the newest; see finding.
+
+        allow_older: take the next older one when the newest is not whole. Otherwise the error says which one is. Raises
+        NothingSaved (a FileNotFoundError), ManifestError, OSError.
+        """
+        found = find(Path(where), tag)
+        for number, each in enumerate(found):
+            try:
+                return cls(read_manifest(each), found[number + 1 :])
+            except (ManifestError, OSError) as error:
+                if not allow_older:
+                    raise _with_advice(error, found[number + 1 :]) from error
+                if number == len(found) - 1:
+                    raise
+        raise AssertionError("find returns something, or raises")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files; calling it twice does nothing."""
+        for _, closing in self._readers.values():
+            closing.close()
+        self._readers.clear()
+        self._edges.clear()
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    # ---- what there is -------------------------------------------------------------------------------------------------
+
+    def find(self, name: str) -> Parameter | None:
+        """A parameter by its name, or one of its other names; None: it was not saved."""
+        return self.parameters.get(self._aliases.get(name, name))
+
+    def states(self, param: str) -> tuple[str, ...]:
+        """The states that a parameter was saved with; one that is not among them is that before the first step."""
+        return self._states[param]
+
+    def kind(self, param: str, state: str) -> str | None:
+        """How a state's elements are stored (kinds.py); None: it is that before the first step."""
+        stream = self._streams.get((param, state))
+        return None if stream is None else stream.kind
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all states."""
+        return sum(stream.num_bytes for stream in self._streams.values())
+
+    # ---- reading -------------------------------------------------------------------------------------------------------
+
+    def read(self, param: str, state: str, start: int, numel: int) -> torch.Tensor:
+        """Elements [start, start + numel) as they are stored: flat, of the kind's dtype (int16 of a split master).
+
+        Blocks. Raises DamagedState, OSError; KeyError for a state that is not there; ValueError for one in 8 bits, whose codes
+        mean nothing without their scales: see `fp32`.
+        """
+        out = torch.empty(numel, dtype=self._dtype(self._streams[param, state]))
+        self.read_into(param, state, start, out)
+        return out
+
+    def read_into(self, param: str, state: str, start: int, out: torch.Tensor) -> None:
+        """`read` into a flat contiguous CPU tensor of the kind's dtype; takes no memory for the whole of it. Blocks."""
+        stream = self._streams[param, state]
+        dtype = self._dtype(stream)
+        if out.dtype != dtype:
+            raise ValueError(f"{state} of {param} is stored as {dtype}; it cannot be read into {out.dtype}")
+        first = start * dtype.itemsize
+        self._copy(stream, first, out.contiguous().view(torch.uint8))
+
+    def fp32(self, param: str, state: str, start: int, numel: int) -> torch.Tensor:
+        """Elements [start, start + numel) in fp32, exactly: a new flat tensor. Blocks; raises as `read`.
+
+        A master that was not kept beside its weight is the weight; a moment without pieces is zero.
+        """
+        if state == MASTER and (param, state) not in self._streams:
+            state = WEIGHT
+        stream = self._streams.get((param, state))
+        if stream is None:
+            return torch.zeros(numel)
+        if stream.kind in (kinds.CODES, kinds.PACKED):
+            return self._scaled(stream, start, numel)
+        values = self.read(param, state, start, numel)
+        if stream.kind == kinds.SPLIT:
+            return widen_part(self._threads(), values, self.read(param, WEIGHT, start, numel))
+        return values.float()
+
+    # ---- inside --------------------------------------------------------------------------------------------------------
+
+    def _check_files(self) -> None:
+        """Every file is there, and as long as its pieces say."""
+        sizes: dict[Path, int] = {}
+        for stream in self._streams.values():
+            for path, end in stream.ends().items():
+                size = sizes.get(path)
+                if size is None:
+                    size = sizes[path] = path.stat().st_size  # raises with its name
+                if end > size:
+                    raise ManifestError(
+                        f"{path}: has {size} bytes and {stream.state} of {stream.param} ends at byte {end}: it was cut, or "
+                        "is another's"
+                    )
+
+    def _dtype(self, stream: Stream) -> torch.dtype:
+        if stream.kind == kinds.SPLIT:
+            return torch.int16
+        if stream.kind not in kinds.DTYPES:
+            raise ValueError(
+                f"{stream.state} of {stream.param} is stored in 8 bits ({stream.kind}): ask for it in fp32"
+            )
+        return kinds.dtype_of(stream.kind)
+
+    def _scaled(self, stream: Stream, start: int, numel: int) -> torch.Tensor:
+        scales = self._streams[stream.param, stream.state + kinds.SCALES]
+        parts = []
+        for span in stream.spans(start, numel):
+            of_span = list(scales.spans(span.start, span.numel))
+            if len(of_span) != 1 or of_span[0].start != span.start:
+                raise ManifestError(f"{self.file}: {stream.state} of {stream.param}: its scales are cut elsewhere")
+            values = self._unscaled(stream, self._bytes(stream, span), self._bytes(scales, of_span[0]))
+            parts.append(values[max(0, start - span.start) :])
+        return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+    def _unscaled(self, stream: Stream, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        if stream.kind == kinds.CODES:
+            positive = is_positive(stream.state.partition(".")[0])
+            return widen_part(self._threads(), Quantised(codes, scales), is_positive=positive)
+        numel = codes.numel()
+        filled = torch.nn.functional.pad(codes, (0, -numel % BLOCK))
+        return unpack(torch.cat([filled, scales]), numel, torch.empty(numel))
+
+    def _bytes(self, stream: Stream, span: Span) -> torch.Tensor:
+        out = torch.empty(span.num_bytes, dtype=torch.uint8)
+        self._copy(stream, span.first_byte, out)
+        return out
+
+    def _copy(self, stream: Stream, first_byte: int, out: torch.Tensor) -> None:
+        """Fills `out` with verified bytes of a stream."""
+        done, stop = 0, first_byte + out.numel()
+        while done < out.numel():
+            at = first_byte + done
+            block = at // CHECKSUM_BYTES
+            data = self._edges.get((stream.param, stream.state, block))
+            if data is None:
+                last = min(-(-stop // CHECKSUM_BYTES), block + _CHUNK_BLOCKS)
+                data = self._verified(stream, block, last)
+                self._keep_edges(stream, block, data, at, stop)
+            skipped = at - block * CHECKSUM_BYTES
+            taken = data[skipped : skipped + out.numel() - done]
+            out[done : done + taken.numel()] = taken
+            done += taken.numel()
+
+    def _keep_edges(self, stream: Stream, block: int, data: torch.Tensor, at: int, stop: int) -> None:
+        """Remembers the blocks at the ends of what was read that are not used up."""
+        begin, end = block * CHECKSUM_BYTES, block * CHECKSUM_BYTES + data.numel()
+        if at > begin:
+            self._keep(stream, block, data[:CHECKSUM_BYTES])
+        if stop < end:
+            last = (end - 1) // CHECKSUM_BYTES
+            self._keep(stream, last, data[last * CHECKSUM_BYTES - begin :])
+
+    def _keep(self, stream: Stream, block: int, data: torch.Tensor) -> None:
+        self._edges[stream.param, stream.state, block] = data.clone()
+        while len(self._edges) > _NUM_EDGES:
+            self._edges.popitem(last=False)
+
+    def _verified(self, stream: Stream, first_block: int, last_block: int) -> torch.Tensor:
+        """Whole blocks of a stream. Raises DamagedState."""
+        begin = first_block * CHECKSUM_BYTES
+        end = min(last_block * CHECKSUM_BYTES, stream.num_bytes)
+        pieces = [self._reader(each.path).read(each.offset, each.num_bytes) for each in stream.ranges(begin, end)]
+        data = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        found = crc32c(data.split(CHECKSUM_BYTES), self._threads())
+        due = self.manifest.checksums[stream.param][stream.state][first_block:last_block]
+        for number, (seen, saved) in enumerate(zip(found, due, strict=True)):
+            if seen != saved:
+                self._refuse(stream, begin + number * CHECKSUM_BYTES, end)
+        return data
+
+    def _refuse(self, stream: Stream, begin: int, end: int) -> None:
+        stop = min(begin + CHECKSUM_BYTES, end)
+        start, behind = stream.elements_of(begin, stop)
+        places, step = list(stream.ranges(begin, stop)), self.manifest.step
+        raise DamagedState(places, stream.param, stream.state, start, behind, step, advice(self._others))
+
+    def _reader(self, path: Path) -> FileReader:
+        if path not in self._readers:
+            if len(self._readers) == _NUM_READERS:
+                self._readers.popitem(last=False)[1][1].close()
+            closing = contextlib.ExitStack()
+            self._readers[path] = (closing.enter_context(FileReader(path)), closing)
+        self._readers.move_to_end(path)
+        return self._readers[path][0]
+
+    def _threads(self) -> Workers:
+        if self._workers is None:
+            self._workers = Workers(fair_threads(), fair_cores())
+        return self._workers
+
+
+def advice(others: Sequence[Found]) -> str:
+    """What to do instead of opening what is not whole: which of the others is."""
+    for each in others:
+        try:
+            with Source(read_manifest(each)) as source:
+                step = source.manifest.step
+        except (ManifestError, OSError):
+            continue
+        what = f"tag={each.tag!r}" if each.tag is not None else f"{each.file}"
+        return f"The durable step that is whole before it is step {step}: open it with {what} or allow_older=True"
+    return "There is no other durable step that is whole here"
+
+
+def _with_advice(error: ManifestError | OSError, others: Sequence[Found]) -> Exception:
+    if isinstance(error, ManifestError):
+        return ManifestError(f"{error}. {advice(others)}")
+    return OSError(error.errno, f"{error.strerror or error}. {advice(others)}", error.filename)
