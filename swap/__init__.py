@@ -19,6 +19,9 @@
     record        what happened when
     move          bytes on their way, as a value
     entry         one named tensor and the states it goes through
+    pieces        parts of an entry that have a checksum each
+    corruption    the error for bytes that are not those that were written
+    sums          checksums taken when entries are written, compared when they are read
     ranges        parts of an entry as transfers, checked
     under_way     moves that have not ended
     held          memory, files and queues of a store, and their end

@@ -53,8 +53,12 @@ class Bounce:
 
         What shares a 4096-byte block with the range is kept.
         """
+        _check_range(start, start + data.numel(), data)
+        with self._store.sums.patching(entry, start, data):
+            self._write(entry, start, data)
+
+    def _write(self, entry: str, start: int, data: torch.Tensor) -> None:
         stop = start + data.numel()
-        _check_range(start, stop, data)
         moves: collections.deque[Move] = collections.deque()
         try:
             for offset, piece in self._cut(start, stop):

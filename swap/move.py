@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tiermem.swap.corruption import CorruptionError
 from tiermem.swap.native import NORMAL, READ, URGENT, Answer
 from tiermem.swap.queues import Blocks, Queues, Transfers
 from tiermem.swap.record import Recorder
@@ -54,6 +55,8 @@ class Move:
         priority: urgent, normal or background.
         after: a move that must end first.
         on_end: called once, when the bytes have arrived or not (True: arrived), before anybody's `wait` returns.
+        check: called once, before that, when the bytes have arrived and nobody has cancelled; an error that it returns
+            makes them as good as not arrived.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Move:
         priority: int = NORMAL,
         after: Move | None = None,
         on_end: Callable[[bool], None] | None = None,
+        check: Callable[[], CorruptionError | None] | None = None,
     ) -> None:
         self.name = name
         self._queue = queue
@@ -76,6 +80,7 @@ class Move:
         self._priority = priority
         self._after = after  # until this is submitted
         self._on_end = on_end
+        self._check = check
         self._tag: int | None = None
         self._is_done = False
         self._failure: Callable[[], OSError] | None = None  # makes the error anew: a kept one would keep its frames
@@ -97,9 +102,9 @@ class Move:
         return self._result
 
     def is_done(self) -> bool:
-        """Whether `wait` would return (or raise) at once; False while another thread waits. Never blocks.
+        """Whether `wait` would return (or raise) at once; False while another thread waits. Never blocks for the disk.
 
-        Starts a move whose predecessor has ended.
+        Starts a move whose predecessor has ended, and checks bytes that have come.
         """
         if self._is_done:
             return True
@@ -144,6 +149,7 @@ class Move:
             return
         self._drop()  # also when another thread holds the lock, waiting
         with self._lock:
+            self._check = None
             if self._is_done:
                 return
             if self._tag is None:
@@ -216,7 +222,7 @@ class Move:
     def _finish(self, answer: Answer) -> None:
         if answer.started_ns:
             self._recorder.add(self._lane, self.name, answer.started_ns, answer.finished_ns, answer.num_bytes)
-        error = self._queue.error_of(answer)
+        error = self._queue.error_of(answer) or (self._check() if self._check is not None else None)
         if error is not None:
             self._failure, self._was_cancelled = error.anew, error.errno == errno.ECANCELED
         self._end()
@@ -227,7 +233,7 @@ class Move:
         self._end()
 
     def _end(self) -> None:
-        self._ops, self._owns, self._after = (), None, None
+        self._ops, self._owns, self._after, self._check = (), None, None, None
         on_end, self._on_end = self._on_end, None
         if on_end:
             on_end(self._failure is None)

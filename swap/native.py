@@ -486,7 +486,8 @@ def crc32c_of(
         )
     addresses, num_bytes = np.ascontiguousarray(addresses, np.uint64), np.ascontiguousarray(num_bytes, np.uint64)
     crcs = np.empty(len(addresses), np.uint32)
-    rows = [ffi.cast(kind, row.ctypes.data) for kind, row in zip(_CRC_ROWS, (addresses, num_bytes, crcs), strict=True)]
+    pointers = (addresses.ctypes.data, num_bytes.ctypes.data, crcs.ctypes.data)
+    rows = [ffi.cast(kind, pointer) for kind, pointer in zip(_CRC_ROWS, pointers, strict=True)]
     code = lib.tm_crc32c(ffi.NULL if workers is None else workers.handle, len(addresses), *rows)
     check(code, f"checksums of {len(addresses)} pieces")
     return crcs

@@ -44,6 +44,7 @@ from tiermem.swap.ranges import blocks_of, extent_of, range_of
 from tiermem.swap.record import Recorder
 from tiermem.swap.settings import IoSettings
 from tiermem.swap.stats import PathStats, StoreStats
+from tiermem.swap.sums import Check, Sums
 from tiermem.swap.tier import Tier
 from tiermem.swap.under_way import UnderWay
 
@@ -80,6 +81,7 @@ class TensorStore:
         faults: Sequence[Fault] = (),
     ) -> None:
         self.recorder = Recorder()
+        self.sums = Sums()
         self._entries: dict[str, Entry] = {}
         self._under_way = UnderWay()  # and writes that failed, until settle() or close() raises why
         self._lock = threading.RLock()  # guards the entries and everything above
@@ -212,6 +214,7 @@ class TensorStore:
         self._check_usable()
         with self._lock:
             entry = self._entries.pop(name)
+            self.sums.forget(name)
             touching = self._under_way.touching(entry)
         for move in touching:
             if move in (entry.coming, entry.leaving):
@@ -367,7 +370,10 @@ class TensorStore:
         try:
             ops = self._ops(READ, entry, 0, slot.tensor[: entry.padded_bytes])
             tensor = entry.tensor(slot)
-            move = Move(queues, ops, tensor, entry.name, self.recorder, priority, entry.leaving, came)
+            check = self.sums.check_of(
+                [(entry.name, 0, slot.tensor[: entry.padded_bytes])], ops, self._files.by_descriptor
+            )
+            move = Move(queues, ops, tensor, entry.name, self.recorder, priority, entry.leaving, came, check)
         except BaseException:
             if owns:
                 self.arena.give_back(slot)
@@ -386,7 +392,9 @@ class TensorStore:
                 if owns:
                     self.arena.give_back(slot)
 
-        ops = self._ops(WRITE, entry, 0, slot.tensor[: entry.padded_bytes])
+        data = slot.tensor[: entry.padded_bytes]
+        ops = self._ops(WRITE, entry, 0, data)
+        self.sums.keep(self.sums.of_write([(entry.name, 0, data)]))
         move = Move(self.queues, ops, slot, entry.name, self.recorder, BACKGROUND, on_end=left)
         entry.leave(move)
         self._under_way.add(move, (entry,), is_write=True)
@@ -394,19 +402,30 @@ class TensorStore:
 
     def _transfer(self, kind: int, ranges: Sequence[tuple[str, int, torch.Tensor]], name: str, priority: int) -> Move:
         self._check_usable()
+        written = self.sums.of_write(ranges) if kind == WRITE else []
         with self._lock:
             entries = tuple(self._entries[entry_name] for entry_name, _, _ in ranges)
             ops: list[Op] = []
             for entry, (_, offset, buffer) in zip(entries, ranges, strict=True):
                 ops += self._ops(kind, entry, offset, buffer)
-            return self._start(ops, [buffer for _, _, buffer in ranges], entries, kind == WRITE, name, priority)
+            self.sums.keep(written)
+            check = self.sums.check_of(ranges, ops, self._files.by_descriptor) if kind == READ else None
+            buffers = [buffer for _, _, buffer in ranges]
+            return self._start(ops, buffers, entries, kind == WRITE, name, priority, check)
 
     def _start(
-        self, ops: Transfers, buffers: object, entries: tuple[Entry, ...], is_write: bool, name: str, priority: int
+        self,
+        ops: Transfers,
+        buffers: object,
+        entries: tuple[Entry, ...],
+        is_write: bool,
+        name: str,
+        priority: int,
+        check: Check | None = None,
     ) -> Move:
         if not ops:
             return self._nothing_to_move(buffers, name)
-        move = Move(self.queues, ops, buffers, name, self.recorder, priority)
+        move = Move(self.queues, ops, buffers, name, self.recorder, priority, check=check)
         self._under_way.add(move, entries, is_write)
         return move
 

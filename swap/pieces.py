@@ -1,0 +1,105 @@
+"""Pieces: the byte ranges of an entry that have a checksum each, and the table of those checksums as last written.
+
+    entry     [ piece 0 | piece 1 |  gap  | piece 2 | ... ]       ranges in order, that do not overlap; gaps have none
+
+    a write of           a piece's checksum
+    the whole piece      is known: that of the bytes that are written
+    a part of it         is unknown, until the whole piece is written or somebody reads it and tells (`put`)
+    a write that failed  stays that of what should have been written: what lies there is not taken for it
+
+A piece is whatever its owner checks as one; the table knows it by number, and asks the owner for its name when something has
+to be said about it. Nothing is done piece by piece in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Offsets = npt.NDArray[np.int64]
+Crcs = npt.NDArray[np.uint32]
+
+ROTATION = 16  # with verify="sample" one read of so many is checked
+
+
+class Pieces(NamedTuple):
+    """Ranges [starts[i], stops[i]) of an entry's bytes: flat, ascending, none empty."""
+
+    starts: Offsets
+    stops: Offsets
+    name: Callable[[int], object] = "piece {}".format
+    """What piece i is, in its owner's words; its str() goes into errors."""
+
+
+class PieceTable:
+    """The pieces of one entry with their checksums; unknown at first. Its owner's lock guards it.
+
+    serial: tells entries apart, so that of many that are read in turn another sixteenth is checked each time.
+
+    Raises ValueError for pieces that are empty, out of order or overlap.
+    """
+
+    def __init__(self, pieces: Pieces, serial: int = 0) -> None:
+        starts, stops = pieces.starts, pieces.stops
+        if (
+            starts.shape != stops.shape
+            or starts.ndim != 1
+            or (stops <= starts).any()
+            or (starts[1:] < stops[:-1]).any()
+        ):
+            raise ValueError("pieces are ranges in order, none empty, that do not overlap")
+        self.pieces = pieces
+        self.crcs: Crcs = np.zeros(len(starts), np.uint32)
+        self.is_known: npt.NDArray[np.bool_] = np.zeros(len(starts), np.bool_)
+        self._serial = serial
+        self._num_reads = np.zeros(len(starts), np.int64)
+
+    def inside(self, offset: int, num_bytes: int) -> slice:
+        """The pieces that lie in a range of the entry whole."""
+        first = int(np.searchsorted(self.pieces.starts, offset, "left"))
+        last = int(np.searchsorted(self.pieces.stops, offset + num_bytes, "right"))
+        return slice(first, max(first, last))
+
+    def touching(self, offset: int, num_bytes: int) -> slice:
+        """The pieces of which a range of the entry has at least a byte."""
+        first = int(np.searchsorted(self.pieces.stops, offset, "right"))
+        last = int(np.searchsorted(self.pieces.starts, offset + num_bytes, "left"))
+        return slice(first, max(first, last))
+
+    def put(self, which: slice | Offsets, crcs: Crcs) -> None:
+        """These pieces are known to have these checksums."""
+        self.crcs[which], self.is_known[which] = crcs, True
+
+    def overwrite(self, offset: int, num_bytes: int, crcs: Crcs) -> None:
+        """A range is written: these are the checksums of what lies in it whole, what it cuts is unknown from now on."""
+        self.is_known[self.touching(offset, num_bytes)] = False
+        self.put(self.inside(offset, num_bytes), crcs)
+
+    def due(self, offset: int, num_bytes: int, rotates: bool) -> Offsets:
+        """The numbers of those pieces inside a range that are known and to be checked when it is read now.
+
+        rotates: a read of the range in ROTATION, another one for each entry.
+        """
+        inside = self.inside(offset, num_bytes)
+        chosen = self.is_known[inside].copy()
+        if rotates:
+            self._num_reads[inside] += 1
+            chosen &= (self._num_reads[inside] + self._serial) % ROTATION == 0
+        numbers: Offsets = inside.start + np.flatnonzero(chosen)
+        return numbers
+
+    def unknown(self) -> Offsets:
+        """The numbers of the pieces whose checksum is not known."""
+        return np.flatnonzero(~self.is_known)
+
+    def take_over(self, other: PieceTable) -> None:
+        """Keeps what another table of this entry knows about pieces that both have."""
+        if not len(other.pieces.starts):
+            return
+        at = np.searchsorted(other.pieces.starts, self.pieces.starts).clip(max=len(other.pieces.starts) - 1)
+        same = (other.pieces.starts[at] == self.pieces.starts) & (other.pieces.stops[at] == self.pieces.stops)
+        self.crcs = np.where(same, other.crcs[at], 0).astype(np.uint32)
+        self.is_known = same & other.is_known[at]

@@ -1,0 +1,264 @@
+"""Are bytes that a file gives back wrong found before anybody sees them, and named?"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tiermem.swap.bounce import Bounce
+from tiermem.swap.checksum import crc32c
+from tiermem.swap.corruption import CorruptionError
+from tiermem.swap.native import Fault, Workers
+from tiermem.swap.pieces import ROTATION, Pieces
+from tiermem.swap.store import TensorStore
+from tiermem.swap.tier import Tier
+
+MakeStore = Callable[..., TensorStore]
+Pattern = Callable[..., torch.Tensor]
+PAGE = 4096
+NUM_BYTES = 5 * PAGE
+CUTS = [(3, 700), (700, PAGE), (PAGE, 2 * PAGE + 5), (3 * PAGE, 5 * PAGE - 100)]  # gaps before, between and behind
+
+
+def _pieces(cuts: list[tuple[int, int]] = CUTS) -> Pieces:
+    starts, stops = (np.array(each, np.int64) for each in zip(*cuts, strict=True))
+    return Pieces(starts, stops, lambda number: f"part {number} of x")
+
+
+def _protected(store: TensorStore, data: torch.Tensor, name: str = "x") -> None:
+    """An entry with pieces, all of them known."""
+    store.reserve(name, data.shape, data.dtype, Tier.NVME)
+    store.sums.protect(name, _pieces())
+    slot = store.arena.take(data.numel(), "a test")
+    slot.tensor.copy_(data)
+    store.write([(name, 0, slot.tensor)], name).wait()
+    store.arena.give_back(slot)
+
+
+def _flip(folder: Path, data: torch.Tensor, at: int) -> int:
+    """Flips a bit of byte `at` of an entry on disk; returns its place in the file."""
+    (file,) = folder.glob("tiermem-*/segment.bin")
+    place = file.read_bytes().index(data.numpy().tobytes()) + at
+    with file.open("r+b") as opened:
+        opened.seek(place)
+        byte = opened.read(1)[0]
+        opened.seek(place)
+        opened.write(bytes([byte ^ 16]))
+        opened.flush()
+        os.fsync(opened.fileno())
+    return place
+
+
+def test_what_was_written_comes_back_and_its_sums_are_those_of_the_bytes(store: TensorStore, pattern: Pattern) -> None:
+    data = pattern(NUM_BYTES)
+    _protected(store, data)
+    table = store.sums.of("x")
+    assert table is not None and table.is_known.all()
+    assert table.crcs.tolist() == crc32c([data[start:stop] for start, stop in CUTS])
+    assert torch.equal(store.fetch("x").wait(), data)
+
+
+@pytest.mark.parametrize(("at", "piece"), [(3, 0), (699, 0), (700, 1), (2 * PAGE, 2), (5 * PAGE - 101, 3)])
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_a_flipped_bit_is_named_before_the_bytes_are_seen(
+    make_store: MakeStore, pattern: Pattern, tmp_path: Path, at: int, piece: int, num_threads: int
+) -> None:
+    store, data = make_store(), pattern(NUM_BYTES)
+    workers = Workers(num_threads) if num_threads else None
+    store.sums.use(workers, "always")
+    _protected(store, data)
+    _flip(tmp_path, data, at)
+    with pytest.raises(CorruptionError, match=f"part {piece} of x: .*are not those that were written") as caught:
+        store.fetch("x").wait()
+    error, (start, stop) = caught.value, CUTS[piece]
+    assert error.errno == errno.EIO and str(error.filename).endswith("segment.bin")
+    assert (error.entry, error.entry_offset, error.length) == ("x", start, stop - start)
+    assert Path(error.filename).read_bytes()[error.offset :][: stop - start] != data[start:stop].numpy().tobytes()
+    assert error.written == crc32c([data[start:stop]])[0] != error.seen
+    with pytest.raises(CorruptionError):
+        store.fetch("x").wait()  # it did not become present
+    if workers is not None:
+        store.sums.use(None, "always")
+        workers.close()
+
+
+def test_a_flipped_bit_between_pieces_is_nobodys(make_store: MakeStore, pattern: Pattern, tmp_path: Path) -> None:
+    store, data = make_store(), pattern(NUM_BYTES)
+    _protected(store, data)
+    _flip(tmp_path, data, 2 * PAGE + 5)
+    assert not torch.equal(store.fetch("x").wait(), data)
+
+
+def test_ranges_are_checked_where_they_hold_a_piece_whole(
+    make_store: MakeStore, pattern: Pattern, tmp_path: Path
+) -> None:
+    store, data = make_store(), pattern(NUM_BYTES)
+    _protected(store, data)
+    _flip(tmp_path, data, 4 * PAGE)
+    slot = store.arena.take(NUM_BYTES, "a test").tensor
+    store.read([("x", 0, slot[: 3 * PAGE])], "whole pieces").wait()
+    store.read([("x", 3 * PAGE, slot[:PAGE]), ("x", 4 * PAGE, slot[PAGE : 2 * PAGE])], "halves of one").wait()
+    with pytest.raises(CorruptionError, match="part 3 of x"):
+        store.read([("x", 0, slot[: 2 * PAGE]), ("x", 3 * PAGE, slot[2 * PAGE : 4 * PAGE])], "both").wait()
+
+
+def test_a_cancelled_read_is_not_checked_and_a_later_one_is(
+    make_store: MakeStore, pattern: Pattern, tmp_path: Path
+) -> None:
+    store, data = make_store(), pattern(NUM_BYTES)
+    _protected(store, data)
+    _flip(tmp_path, data, 5)
+    move = store.fetch("x")
+    move.cancel()
+    assert move.was_cancelled or not move.has_failed
+    if store.is_present("x"):
+        store.release("x")
+    with pytest.raises(CorruptionError):
+        store.fetch("x").wait()
+
+
+def test_a_part_that_is_overwritten_is_unknown_until_completed(store: TensorStore, pattern: Pattern) -> None:
+    data, fresh = pattern(NUM_BYTES), pattern(2 * PAGE, seed=1)
+    _protected(store, data)
+    slot = store.arena.take(NUM_BYTES, "a test").tensor
+    slot[: 2 * PAGE].copy_(fresh)
+    store.write([("x", PAGE, slot[: 2 * PAGE])], "x").wait()  # piece 2 whole
+    store.write([("x", 4 * PAGE, slot[PAGE : 2 * PAGE])], "x").wait()  # cuts piece 3
+    table = store.sums.of("x")
+    assert table is not None and table.is_known.tolist() == [True, True, True, False]
+    data[PAGE : 3 * PAGE], data[4 * PAGE :] = fresh, fresh[PAGE:]
+    assert torch.equal(store.fetch("x").wait(), data)
+    bounce = Bounce(store, PAGE, 2)
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        out = torch.empty(stop - start, dtype=torch.uint8)
+        bounce.read("x", start, stop, out)
+        return out
+
+    assert store.sums.complete("x", read) is table and table.is_known.all()
+    assert table.crcs.tolist() == crc32c([data[start:stop] for start, stop in CUTS])
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "known"),
+    [(3, 700, [1, 1, 1, 1]), (3, 701, [1, 0, 1, 1]), (100, 5000, [0, 1, 0, 1]), (0, 5 * PAGE, [1, 1, 1, 1])],
+)
+def test_bytes_at_odd_offsets_make_known_what_they_hold_whole(
+    store: TensorStore, pattern: Pattern, start: int, stop: int, known: list[int]
+) -> None:
+    data, fresh = pattern(NUM_BYTES), pattern(stop - start, seed=2)
+    _protected(store, data)
+    Bounce(store, PAGE, 2).write("x", start, fresh)
+    data[start:stop] = fresh
+    table = store.sums.of("x")
+    assert table is not None and table.is_known.tolist() == [bool(each) for each in known]
+    due = crc32c([data[first:last] for first, last in CUTS])
+    assert [crc for crc, is_known in zip(table.crcs.tolist(), known, strict=True) if is_known] == [
+        crc for crc, is_known in zip(due, known, strict=True) if is_known
+    ]
+    assert torch.equal(store.fetch("x").wait(), data)
+
+
+def test_what_shares_a_block_with_odd_bytes_keeps_its_sum_and_not_that_of_what_was_read(
+    make_store: MakeStore, pattern: Pattern, tmp_path: Path
+) -> None:
+    store, data = make_store(), pattern(NUM_BYTES)
+    _protected(store, data)
+    _flip(tmp_path, data, 10)
+    store.sums.use(None, "resume")
+    Bounce(store, PAGE, 2).write("x", 700, pattern(PAGE - 700, seed=3))  # reads the block, the wrong byte with it
+    store.sums.use(None, "always")
+    with pytest.raises(CorruptionError, match="part 0 of x"):
+        store.fetch("x").wait()
+
+
+def test_a_write_that_failed_is_not_taken_for_what_was_written(
+    make_store: MakeStore, pattern: Pattern, engine: str
+) -> None:
+    store = make_store(engine=engine, faults=(Fault(1, "error", errno.EIO),))
+    store.reserve("x", (NUM_BYTES,), torch.uint8, Tier.NVME)
+    store.sums.protect("x", _pieces())
+    slot = store.arena.take(NUM_BYTES, "a test").tensor
+    slot.copy_(pattern(NUM_BYTES))
+    store.write([("x", 0, slot)], "x").wait()
+    slot.copy_(pattern(NUM_BYTES, seed=1))
+    with pytest.raises(OSError, match="failed"):
+        store.write([("x", 0, slot)], "x").wait()
+    with pytest.raises(CorruptionError):
+        store.read([("x", 0, slot)], "x").wait()
+    with pytest.raises(OSError, match="writing"):
+        store.settle()
+
+
+@pytest.mark.parametrize("num_entries", [1, 5])
+def test_sampling_checks_every_entry_once_in_sixteen_reads(
+    make_store: MakeStore, pattern: Pattern, tmp_path: Path, num_entries: int
+) -> None:
+    store = make_store()
+    store.sums.use(None, "sample")
+    names = [f"x{i}" for i in range(num_entries)]
+    for i, name in enumerate(names):
+        _protected(store, pattern(NUM_BYTES, seed=i), name)
+        _flip(tmp_path, pattern(NUM_BYTES, seed=i), 2 * PAGE)
+    slot = store.arena.take(NUM_BYTES, "a test").tensor
+    seen = []
+    for turn in range(2 * ROTATION):
+        for name in names:
+            try:
+                store.read([(name, 0, slot)], name).wait()
+            except CorruptionError:
+                seen.append((turn, name))
+    assert len(seen) == 2 * num_entries
+    assert len({turn for turn, _ in seen}) == 2 * num_entries  # another entry each time
+    assert {name for turn, name in seen if turn < ROTATION} == set(names)
+
+
+def test_with_verify_resume_sums_are_taken_and_nothing_is_compared(
+    make_store: MakeStore, pattern: Pattern, tmp_path: Path
+) -> None:
+    store, data = make_store(), pattern(NUM_BYTES)
+    store.sums.use(None, "resume")
+    _protected(store, data)
+    _flip(tmp_path, data, 5)
+    store.fetch("x").wait()
+    table = store.sums.of("x")
+    assert table is not None and table.crcs.tolist() == crc32c([data[start:stop] for start, stop in CUTS])
+
+
+def test_put_and_write_back_are_summed_as_well(make_store: MakeStore, pattern: Pattern, tmp_path: Path) -> None:
+    store, data = make_store(), pattern(NUM_BYTES, seed=4)
+    store.reserve("x", data.shape, data.dtype, Tier.NVME)
+    store.sums.protect("x", _pieces())
+    store.fetch("x").wait().copy_(data)  # undefined, and of unknown sums
+    move = store.release("x", dirty=True)
+    assert move is not None
+    assert torch.equal(store.fetch("x").wait(), data)
+    store.release("x")
+    _flip(tmp_path, data, 700)
+    with pytest.raises(CorruptionError, match="part 1 of x"):
+        store.fetch("x").wait()
+
+
+def test_other_pieces_of_an_entry_keep_what_both_have(store: TensorStore, pattern: Pattern) -> None:
+    data = pattern(NUM_BYTES)
+    _protected(store, data)
+    store.sums.protect("x", _pieces([(3, 700), (700, 800), (PAGE, 2 * PAGE + 5), (4 * PAGE, 5 * PAGE)]))
+    table = store.sums.of("x")
+    assert table is not None and table.is_known.tolist() == [True, False, True, False]
+    assert table.crcs[[0, 2]].tolist() == crc32c([data[3:700], data[PAGE : 2 * PAGE + 5]])
+    store.drop("x")
+    assert store.sums.of("x") is None
+
+
+def test_pieces_and_words_that_make_no_sense_are_refused(store: TensorStore) -> None:
+    for cuts in ([(5, 5)], [(0, 9), (8, 12)], [(9, 12), (0, 4)]):
+        with pytest.raises(ValueError, match="ranges in order"):
+            store.sums.protect("x", _pieces(cuts))
+    with pytest.raises(ValueError, match="'always', 'sample', 'resume'"):
+        store.sums.use(None, "never")  # type: ignore[arg-type]
