@@ -91,14 +91,29 @@ def find_files(path: Path) -> list[Path]:
 
 def read_header(file: Path) -> list[_Stored]:
     """Every tensor of a file, in the order of their bytes. Raises ValueError for a header that does not describe the file."""
+    header, base = _header_of(file)
+    header.pop("__metadata__", None)
+    return sorted(_entries(file, header, base, file.stat().st_size), key=lambda stored: stored.start)
+
+
+def read_ties(file: Path) -> dict[str, str]:
+    """Other names of a file's tensors, with the name in the file: what its metadata says. Raises ValueError as read_header."""
+    header, _ = _header_of(file)
+    said = header.get("__metadata__")
+    said = said if isinstance(said, dict) else {}
+    return {
+        alias: name for alias, name in said.items() if isinstance(name, str) and name in header and alias not in header
+    }
+
+
+def _header_of(file: Path) -> tuple[dict[str, Any], int]:
+    """A file's header, and where the bytes behind it begin."""
     size = file.stat().st_size
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"{file}: not a safetensors file: {size} bytes, header of {length}")
-        header = _parse(file, stream.read(length))
-    header.pop("__metadata__", None)
-    return sorted(_entries(file, header, 8 + length, size), key=lambda stored: stored.start)
+        return _parse(file, stream.read(length)), 8 + length
 
 
 def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> Iterator[_Stored]:

@@ -1,0 +1,228 @@
+"""Are state dicts, safetensors and torch optimizers' states read, matched by name or order, and refused when unclear?"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint.test_deepspeed_import import values_of
+from torch import nn
+
+from tiermem.checkpoint.interchange.foreign import Foreign
+from tiermem.checkpoint.interchange.from_torch import read_torch
+from tiermem.checkpoint.interchange.torch_files import load_torch
+
+
+class Net(nn.Module):
+    def __init__(self, has_twins: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.hidden = nn.Linear(7, 11)
+        self.back = nn.Linear(11, 7, bias=False)
+        self.head = nn.Linear(7, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.twin = nn.Linear(11, 7, bias=False) if has_twins else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.hidden(self.norm(self.embed(x))))
+        return self.head(self.back(hidden) + (self.twin(hidden) if isinstance(self.twin, nn.Linear) else 0))
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 3) -> None:
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        x = torch.randint(0, 13, (5,))
+        nn.functional.cross_entropy(net(x), x).backward()
+        optimizer.step()
+
+
+def check(found: Foreign, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Every weight, buffer and moment is there, to the bit."""
+    read = {p.name: p for p in found.parameters}
+    names = {alias: p.name for p in found.parameters for alias in (p.name, *p.aliases)}
+    assert set(names) == set(net.state_dict())
+    for name, value in net.state_dict().items():
+        assert torch.equal(values_of(read[names[name]])["weight"], value), name
+    for name, param in net.named_parameters():
+        states = values_of(read[name])
+        kept = optimizer.state.get(param, {})
+        assert set(states) == {"weight", *(k for k in kept if k != "step")}
+        assert all(torch.equal(states[k], kept[k]) for k in kept if k != "step"), name
+        assert read[name].num_steps == (int(kept["step"]) if kept else 0)
+        assert not read[name].is_buffer
+
+
+def plain(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def two_groups(net: nn.Module) -> torch.optim.Optimizer:
+    """Weight decay for matrices alone: torch numbers the parameters in another order than the model's."""
+    flat, wide = [p for p in net.parameters() if p.dim() == 1], [p for p in net.parameters() if p.dim() > 1]
+    return torch.optim.Adam(
+        [{"params": flat, "weight_decay": 0.0}, {"params": wide, "weight_decay": 0.1}], amsgrad=True
+    )
+
+
+def by_name(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(net.named_parameters())[::-1], lr=1e-2)
+
+
+@pytest.mark.parametrize("make", [plain, two_groups, by_name])
+@pytest.mark.parametrize(
+    "keys", [("model", "optimizer"), ("model_state_dict", "optimizer_state_dict"), ("module", "optim")]
+)
+def test_a_file_of_both_is_read(
+    tmp_path: Path, make: Callable[[nn.Module], torch.optim.Optimizer], keys: tuple[str, str]
+) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = make(net)
+    train(net, optimizer)
+    torch.save({keys[0]: net.state_dict(), keys[1]: optimizer.state_dict(), "epoch": 4}, tmp_path / "a.pt")
+    found = read_torch(tmp_path / "a.pt")
+    check(found, net, optimizer)
+    assert [group["lr"] for group in found.groups] == [group["lr"] for group in optimizer.param_groups]
+    assert found.global_steps == 3
+    assert found.left_behind == ["'epoch' of the file"]
+
+
+def test_an_optimizers_file_of_its_own_is_read(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = plain(net)
+    train(net, optimizer)
+    torch.save(net.state_dict(), tmp_path / "model.pth")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    check(read_torch(tmp_path / "model.pth", tmp_path / "optimizer.pt"), net, optimizer)
+
+
+def test_a_bare_state_dict_is_weights_alone(tmp_path: Path) -> None:
+    net = Net()
+    torch.save(net.state_dict(), tmp_path / "model.pt")
+    found = read_torch(tmp_path / "model.pt")
+    check(found, net, plain(net))
+    assert found.groups == []
+
+
+def test_states_by_name_are_read(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = plain(net)
+    train(net, optimizer)
+    names = [name for name, _ in net.named_parameters()]
+    kept = optimizer.state_dict()
+    named = {
+        "state": {names[i]: entry for i, entry in kept["state"].items()},
+        "param_groups": [{"lr": 1e-2, "params": names}],
+    }
+    torch.save({"model": net.state_dict(), "optim": named}, tmp_path / "a.pt")
+    check(read_torch(tmp_path / "a.pt"), net, optimizer)
+
+
+def test_frozen_parameters_are_passed_over(tmp_path: Path) -> None:
+    net = Net()
+    net.hidden.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
+    train(net, optimizer)
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    found = read_torch(tmp_path / "a.pt")
+    check(found, net, optimizer)
+    assert [p.name for p in found.parameters if not p.is_trainable and not p.is_buffer] == [
+        "hidden.weight",
+        "hidden.bias",
+    ]
+
+
+def test_states_that_could_go_two_ways_are_refused(tmp_path: Path) -> None:
+    net = Net(has_twins=True)
+    net.back.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
+    train(net, optimizer)
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"in more than one way; make the optimizer with model.named_parameters\(\)"):
+        read_torch(tmp_path / "a.pt")
+
+
+def test_states_in_another_order_are_refused(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(list(net.parameters())[::-1])
+    train(net, optimizer)
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="do not follow the model's parameters in order and shape"):
+        read_torch(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_safetensors_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    from safetensors.torch import save_file
+
+    net = Net().to(dtype)
+    state = {name: value for name, value in net.state_dict().items() if name != "head.weight"}
+    first = dict(list(state.items())[:4])
+    save_file(first, tmp_path / "a.safetensors", {"format": "pt", "head.weight": "embed.weight"})
+    save_file({name: value for name, value in state.items() if name not in first}, tmp_path / "b.safetensors")
+    check(read_torch(tmp_path), net, plain(net))
+
+
+def test_shards_of_pickles_are_read(tmp_path: Path) -> None:
+    net = Net()
+    state = list(net.state_dict().items())
+    for number, part in enumerate((dict(state[:5]), dict(state[5:])), 1):
+        torch.save(part, tmp_path / f"pytorch_model-{number}.bin")
+    place = {name: f"pytorch_model-{1 if i < 5 else 2}.bin" for i, (name, _) in enumerate(state)}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": place}))
+    found = read_torch(tmp_path)
+    assert {p.name for p in found.parameters} == set(net.state_dict())  # ties across files are not seen
+
+
+@pytest.mark.parametrize("what", ["model.pt", "optimizer.pt", "pytorch_model.bin"])
+def test_a_hostile_pickle_is_never_run(tmp_path: Path, what: str) -> None:
+    class Runs:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "pwned"),)
+
+    torch.save(Net().state_dict(), tmp_path / "good.pt")
+    torch.save({"weight": Runs()}, tmp_path / what)
+    optimizer = tmp_path / what if what == "optimizer.pt" else None
+    path = {"model.pt": tmp_path / what, "optimizer.pt": tmp_path / "good.pt"}.get(what, tmp_path)
+    with pytest.raises(ValueError, match=rf"{what}: it holds posix.mkdir"):
+        read_torch(path, optimizer)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_few_bytes_do_not_say_that_they_are_terabytes(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(1).expand(1 << 40)}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="stands on 4 bytes, not on 4398046511104"):
+        load_torch(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "not a file that torch.save wrote"),
+        (b"hello world", "not a file that torch.save wrote"),
+        (b"PK\x03\x04 and so on", "the end is missing"),
+        (b"\x80\x02]q\x01.", "not a file that torch.save wrote|does more"),
+        (b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00trueR.", "it holds os.system|does more"),
+    ],
+)
+def test_what_is_no_checkpoint_is_one_line(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=reason) as caught:
+        read_torch(tmp_path / "a.pt")
+    assert str(tmp_path / "a.pt") in str(caught.value)
+
+
+def test_values_that_are_no_tensors_are_named(tmp_path: Path) -> None:
+    torch.save({"weight": [1.0, 2.0]}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="'weight' is list; a state dict of weights holds tensors"):
+        read_torch(tmp_path / "a.pt")
+
+
+def test_a_folder_without_a_checkpoint_says_what_is_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no checkpoint that is known"):
+        read_torch(tmp_path)

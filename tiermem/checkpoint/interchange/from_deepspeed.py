@@ -1,0 +1,309 @@
+"""A DeepSpeed ZeRO-3 checkpoint as a Foreign: weights, masters, moments and scalars of any number of ranks, without DeepSpeed.
+
+    DIR/latest                                             the tag
+    DIR/<tag>/zero_pp_rank_R_mp_rank_00_model_states.pt    shapes, buffers, frozen parts, scheduler, counters
+    DIR/<tag>/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt
+        sub-group i:   fp32_flat_groups[i]   = this rank's part of each of its parameters, one behind the other
+                       state[i]["exp_avg"]   the same for a moment
+
+A part is ceil(numel / ranks) elements of the flat parameter; of the last one, the rest is padding. The files are mapped and
+opened weights-only: its loss scaler and its enumeration are looked at, never made. Weights of 16 bits are not in the file; they
+are the masters, rounded, as DeepSpeed's own loading makes them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tiermem.checkpoint.interchange.foreign import (
+    STATES,
+    STEP,
+    WEIGHT,
+    Foreign,
+    ForeignParameter,
+    ForeignState,
+    LossScale,
+    check_state,
+    of_tensor,
+    steps_in,
+    tie,
+)
+from tiermem.checkpoint.interchange.torch_files import Attributes, load_torch
+from tiermem.optim.layout import MASTER
+
+_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
+_SCALER = "deepspeed.runtime.fp16.loss_scaler."
+_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
+_CLASSES = (f"{_SCALER}LossScaler", f"{_SCALER}DynamicLossScaler", f"{_SCALER}LossScalerBase", _STAGE)
+_MAX_LATEST_BYTES = 4096
+_OURS = frozenset(
+    (
+        "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+        "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+        "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "num_experts", "ds_config",
+        "ds_version", "checkpoint_parallel_dimensions", "autoep_layers", "universal_checkpoint_info",
+    )
+)  # fmt: skip
+"""What DeepSpeed puts beside the client's own state, in one dict with it."""
+
+
+def is_deepspeed(path: Path) -> bool:
+    """Whether a folder, or the one that its `latest` names, holds files of a ZeRO checkpoint."""
+    try:
+        folder = _tag_folder(path, None)
+    except (ValueError, OSError):
+        return False
+    return any(folder.glob("*_optim_states.pt"))
+
+
+def read_deepspeed(path: Path, tag: str | None = None) -> Foreign:
+    """Opens a checkpoint folder, or the folder of one tag; reads shapes and scalars, no values yet.
+
+    Raises ValueError when it is not whole, not ZeRO-3 or holds something executable, OSError when it cannot be read.
+    """
+    folder = _tag_folder(path, tag)
+    models, optims = _find_ranks(folder, "model"), _find_ranks(folder, "optim")
+    if len(models) != len(optims):
+        raise ValueError(f"{folder}: model states of {len(models)} ranks and optimizer states of {len(optims)}")
+    with_models = [_model_file(file) for file in models]
+    with_optims = [_optim_file(file, len(optims)) for file in optims]
+    return _Reader(folder, with_models, with_optims).foreign()
+
+
+class _Optim(NamedTuple):
+    """One rank's optimizer file."""
+
+    flat_groups: Sequence[torch.Tensor]
+    states: Mapping[int, Mapping[str, Any]]
+    groups: Sequence[Mapping[str, Any]]
+    scaler: Any
+
+
+class _Reader:
+    """The files of all ranks, open."""
+
+    def __init__(self, folder: Path, models: Sequence[Mapping[str, Any]], optims: Sequence[_Optim]) -> None:
+        self._folder = folder
+        self._models, self._optims = models, optims
+        self._first = models[0]
+        self._left_behind: set[str] = set()
+
+    def foreign(self) -> Foreign:
+        first = self._first
+        found = {p.name: p for p in (*self._trainable(), *self._frozen(), *self._buffers())}
+        order = [*first["module"], *found]
+        parameters = tie([found.pop(name) for name in order if name in found], first.get("shared_params") or {})
+        moments = sum(len(p.states) > 1 + (MASTER in p.states) for p in parameters)
+        if not moments:
+            self._left_behind.add("no moments are in it: the optimizer begins anew")
+        return Foreign(
+            kind=f"DeepSpeed {first.get('ds_version') or ''} ZeRO-3, {len(self._models)} ranks".replace("  ", " "),
+            parameters=parameters,
+            groups=[{k: v for k, v in group.items() if k != "params"} for group in self._optims[0].groups],
+            global_steps=_count(first, "global_steps"),
+            global_samples=_count(first, "global_samples"),
+            skipped_steps=_count(first, "skipped_steps"),
+            loss_scale=_loss_scale(self._optims[0].scaler),
+            scheduler=first.get("lr_scheduler") if isinstance(first.get("lr_scheduler"), dict) else None,
+            client_state={key: value for key, value in first.items() if key not in _OURS},
+            left_behind=sorted(self._left_behind),
+        )
+
+    def _trainable(self) -> Iterator[ForeignParameter]:
+        group_of = {i: g for g, group in enumerate(self._optims[0].groups) for i in group.get("params", ())}
+        for sub_group, shapes in enumerate(self._first["param_shapes"]):
+            self._check_sub_group(sub_group, shapes)
+            start = 0
+            for name, shape in shapes.items():
+                part = -(-math.prod(shape) // len(self._models))
+                yield self._parameter(name, tuple(shape), sub_group, start, group_of.get(sub_group))
+                start += part
+
+    def _check_sub_group(self, sub_group: int, shapes: Mapping[str, Any]) -> None:
+        due = sum(-(-math.prod(shape) // len(self._models)) for shape in shapes.values())
+        for rank, optim in enumerate(self._optims):
+            there = optim.flat_groups[sub_group].numel() if sub_group < len(optim.flat_groups) else 0
+            if there == 0 and due:
+                raise ValueError(
+                    f"{self._folder}: the masters of sub-group {sub_group} of rank {rank} are not in the file: they were on "
+                    "NVMe. Save from a run with the optimizer on the CPU, or import weights from save_16bit_model"
+                )
+            if there != due:
+                raise ValueError(
+                    f"{self._folder}: sub-group {sub_group} of rank {rank} has {there} elements, not {due}"
+                )
+
+    def _parameter(
+        self, name: str, shape: tuple[int, ...], sub_group: int, start: int, group: int | None
+    ) -> ForeignParameter:
+        numel = math.prod(shape)
+        flats = [optim.flat_groups[sub_group] for optim in self._optims]
+        dtype = _dtype_of(self._first["module"].get(name), flats[0].dtype)
+        master = _joined(flats, start, numel)
+        states = {WEIGHT: ForeignState(dtype, lambda: (piece.to(dtype) for piece in master.pieces()))}
+        if dtype != torch.float32:
+            states[MASTER] = master
+        kept = [optim.states.get(sub_group, {}) for optim in self._optims]
+        for state in kept[0]:
+            if state not in STATES:
+                if state != STEP:
+                    self._left_behind.add(f"state {state!r} of the optimizer")
+                continue
+            moments = [rank.get(state) for rank in kept]
+            for moment, flat in zip(moments, flats, strict=True):
+                check_state(f"{self._folder}: sub-group {sub_group}", state, moment, flat.numel())
+            states[state] = _joined([m.reshape(-1) for m in moments if m is not None], start, numel)
+        num_steps = steps_in(kept[0].get(STEP, 0), f"{self._folder}: sub-group {sub_group}")
+        return ForeignParameter(name, shape, states, num_steps=num_steps, group=group)
+
+    def _frozen(self) -> Iterator[ForeignParameter]:
+        for name, shape in (self._first.get("frozen_param_shapes") or {}).items():
+            numel = math.prod(shape)
+            fragments = [(model.get("frozen_param_fragments") or {}).get(name) for model in self._models]
+            parts = [f for f in fragments if isinstance(f, torch.Tensor)]
+            if len(parts) < len(fragments) or sum(part.numel() for part in parts) < numel:
+                raise ValueError(f"{self._folder}: frozen {name} has not all of its {numel} elements")
+            weight = _joined([part.reshape(-1) for part in parts], 0, numel)
+            yield ForeignParameter(name, tuple(shape), {WEIGHT: weight}, is_trainable=False)
+
+    def _buffers(self) -> Iterator[ForeignParameter]:
+        for name in self._first["buffer_names"]:
+            value = self._first["module"].get(name)
+            if isinstance(value, torch.Tensor):
+                yield ForeignParameter(name, tuple(value.shape), {WEIGHT: of_tensor(value)}, is_buffer=True)
+
+
+def _joined(flats: Sequence[torch.Tensor], start: int, numel: int) -> ForeignState:
+    """A parameter from every rank's part of it, which begins at `start` of what that rank keeps; padding is left out."""
+
+    def pieces() -> Iterator[torch.Tensor]:
+        part = -(-numel // len(flats))
+        for rank, flat in enumerate(flats):
+            mine = max(0, min(part, numel - rank * part))
+            if mine:
+                yield flat[start : start + mine]
+
+    return ForeignState(flats[0].dtype, pieces)
+
+
+def _dtype_of(placeholder: Any, flat: torch.dtype) -> torch.dtype:
+    """What the model is trained in: DeepSpeed keeps an empty tensor of it in place of each parameter."""
+    return placeholder.dtype if isinstance(placeholder, torch.Tensor) and placeholder.is_floating_point() else flat
+
+
+def _loss_scale(scaler: Any) -> LossScale | None:
+    if not isinstance(scaler, Attributes):
+        return None
+    kept = vars(scaler)
+    scale = kept.get("cur_scale")
+    is_dynamic = bool(kept.get("dynamic"))
+    if not isinstance(scale, int | float) or (not is_dynamic and scale == 1):
+        return None
+    good = kept.get("cur_iter", 0) - kept.get("last_overflow_iter", -1) - 1
+    return LossScale(float(scale), is_dynamic, max(0, good), kept.get("cur_hysteresis"))
+
+
+def _model_file(file: Path) -> Mapping[str, Any]:
+    found = load_torch(file, _CLASSES)
+    needs = {"module": dict, "param_shapes": list, "buffer_names": list}
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), kind) for key, kind in needs.items()):
+        raise ValueError(f"{file}: no model states of ZeRO: {', '.join(needs)} are due")
+    if found.get("mp_world_size", 1) != 1:
+        raise ValueError(
+            f"{file}: the model was cut over {found['mp_world_size']} tensor-parallel ranks; only ZeRO-3 alone is read"
+        )
+    for shapes in (*found["param_shapes"], found.get("frozen_param_shapes") or {}):
+        _check_shapes(file, shapes)
+    return found
+
+
+def _check_shapes(file: Path, shapes: Any) -> None:
+    is_map = isinstance(shapes, dict) and all(isinstance(name, str) for name in shapes)
+    if not is_map or not all(
+        isinstance(shape, tuple | list) and all(type(n) is int and n >= 0 for n in shape) for shape in shapes.values()
+    ):
+        raise ValueError(f"{file}: param_shapes must map names to shapes")
+
+
+def _optim_file(file: Path, num_ranks: int) -> _Optim:
+    found = load_torch(file, _CLASSES)
+    kept = found.get("optimizer_state_dict") if isinstance(found, dict) else None
+    if not isinstance(kept, dict):
+        raise ValueError(f"{file}: no optimizer states of ZeRO: optimizer_state_dict is missing")
+    stage = kept.get("zero_stage")
+    stage = stage.arguments[0] if isinstance(stage, Attributes) and stage.arguments else stage
+    if stage != 3:
+        raise ValueError(
+            f"{file}: ZeRO stage {stage}; stage 3 is read. DeepSpeed's own zero_to_fp32.py makes a pytorch_model.bin of "
+            "others, which is read as well (weights alone)"
+        )
+    if kept.get("partition_count") != num_ranks:
+        raise ValueError(
+            f"{file}: written by {kept.get('partition_count')} ranks, files of {num_ranks} are here: some are missing, or left "
+            "of an older save"
+        )
+    flat, inner = kept.get("fp32_flat_groups"), kept.get("optimizer_state_dict")
+    if not isinstance(flat, list) or not all(isinstance(group, torch.Tensor) for group in flat):
+        raise ValueError(f"{file}: fp32_flat_groups must be a list of tensors")
+    states, groups = _optimizer_of(file, inner)
+    return _Optim([group.reshape(-1) for group in flat], states, groups, kept.get("loss_scaler"))
+
+
+def _optimizer_of(file: Path, inner: Any) -> tuple[Mapping[int, Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    """The states by sub-group and the groups of a torch optimizer's state dict; none where it keeps none."""
+    inner = inner or {}
+    states, groups = (
+        (inner.get("state", {}), inner.get("param_groups", [])) if isinstance(inner, dict) else (None, None)
+    )
+    if not isinstance(states, dict) or not isinstance(groups, list):
+        raise ValueError(f"{file}: the optimizer's state dict has no state and param_groups")
+    if not all(isinstance(entry, dict) for entry in (*states.values(), *groups)):
+        raise ValueError(f"{file}: the optimizer's states and groups must be dicts")
+    return states, groups
+
+
+def _find_ranks(folder: Path, kind: str) -> list[Path]:
+    """The files of all ranks, by rank. Raises ValueError naming what is missing."""
+    ranks: dict[int, Path] = {}
+    for file in sorted(folder.glob(f"*_{kind}_states.pt")):
+        match = _FILE.fullmatch(file.name)
+        if match is None:
+            raise ValueError(
+                f"{file}: its name is not one of ZeRO-3 (zero_pp_rank_R_mp_rank_00_{kind}_states.pt): pipeline stages, experts "
+                "and ZeRO 1 and 2 are not read"
+            )
+        if int(match[2]) != 0:
+            raise ValueError(f"{file}: a tensor-parallel part; only ZeRO-3 alone is read")
+        if ranks.setdefault(int(match[1]), file) != file:
+            raise ValueError(f"{file} and {ranks[int(match[1])]} are of one rank; one of them is of another save")
+    missing = [rank for rank in range(max(ranks, default=0) + 1) if rank not in ranks]
+    if missing:
+        raise ValueError(f"{folder}: no {kind} states of rank {', '.join(map(str, missing))}")
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def _tag_folder(path: Path, tag: str | None) -> Path:
+    if tag is None and not any(path.glob("*_model_states.pt")):
+        latest = path / "latest"
+        if not latest.is_file():
+            raise FileNotFoundError(2, "no *_model_states.pt and no file `latest` that names a tag", str(path))
+        with open(latest, "rb") as file:
+            tag = file.read(_MAX_LATEST_BYTES).decode(errors="replace").strip()
+    if tag is None:
+        return path
+    if Path(tag).name != tag or tag in ("", ".", ".."):
+        raise ValueError(f"{path}: the tag is {tag!r}; a tag names one folder")
+    if not (path / tag).is_dir():
+        raise FileNotFoundError(2, "no such folder", str(path / tag))
+    return path / tag
+
+
+def _count(found: Mapping[str, Any], name: str) -> int:
+    value = found.get(name, 0)
+    return value if type(value) is int and value >= 0 else 0

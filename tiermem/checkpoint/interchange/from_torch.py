@@ -1,0 +1,287 @@
+"""Plain torch state dicts and safetensors as a Foreign: weights, and an optimizer's states where they are there.
+
+    model.safetensors · a folder of them with an index · pytorch_model.bin, with or without an index · model.pt
+    {"model": {...}, "optimizer": {...}, "step": 7}      also module, state_dict, model_state_dict; optim, optimizer_state_dict
+
+torch numbers the parameters of an optimizer group by group and says no names, unless it was given `named_parameters()`. They
+are found by order and shape, and only where these leave no choice:
+
+    optimizer   0: [13, 7]   1: [7]           2: [11, 7]
+    model       embed.weight norm.weight      hidden.weight       every group in the order of the model
+
+Whatever goes another way is refused, with what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiermem.checkpoint.interchange.foreign import (
+    STATES,
+    STEP,
+    WEIGHT,
+    Foreign,
+    ForeignParameter,
+    ForeignState,
+    check_state,
+    of_tensor,
+    steps_in,
+)
+from tiermem.checkpoint.interchange.torch_files import load_torch
+from tiermem.swap.reader import FileReader
+from tiermem.weights import INDEX_NAME, find_files, read_header, read_ties
+
+MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict")
+OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
+STEP_KEYS = ("global_step", "global_steps", "step")
+BIN_NAME, BIN_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_READ_BYTES = 16 << 20
+_MAX_INDEX_BYTES = 100 << 20
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of torch's norms; other buffers are found by dtype
+
+State = Mapping[str, Any]
+
+
+def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
+    """Opens a file or a folder of weights, and an optimizer's state dict from the same file or another one.
+
+    Raises ValueError when something is not understood, does not fit or would execute something, OSError when it cannot be read.
+    """
+    rest: dict[str, Any] = {}
+    if path.suffix == ".safetensors" or (path.is_dir() and _has_safetensors(path)):
+        kind, parameters = "safetensors", _safetensors(path)
+    else:
+        files = _bin_files(path)
+        kind = "torch state dict"
+        weights, rest = _split(files[0], load_torch(files[0]))
+        for file in files[1:]:
+            weights = {**weights, **_split(file, load_torch(file))[0]}
+        parameters = _tensors(path, weights)
+    kept = _optimizer_in(rest) if optimizer is None else _optimizer_file(optimizer)
+    groups, left_behind = [], [f"{key!r} of the file" for key in _strangers(rest)]
+    if kept is not None:
+        names = _names_of(parameters, kept, str(optimizer or path))
+        parameters, more = _with_states(parameters, kept, names)
+        groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in kept["param_groups"]]
+        left_behind += more
+    steps = [rest[key] for key in STEP_KEYS if key in rest]
+    most = max((p.num_steps for p in parameters), default=0)
+    global_steps = steps_in(steps[0], f"{path}: {STEP_KEYS}") if steps else most
+    return Foreign(kind, parameters, groups, global_steps, left_behind=left_behind)
+
+
+def named_states(
+    parameters: Sequence[ForeignParameter], kept: State, what: str
+) -> tuple[list[ForeignParameter], list[str]]:
+    """The parameters with the states of an optimizer's state dict, and what is left behind. Raises ValueError."""
+    return _with_states(parameters, kept, _names_of(parameters, kept, what))
+
+
+def _safetensors(path: Path) -> list[ForeignParameter]:
+    found = []
+    for file in find_files(path):
+        ties = read_ties(file)
+        for stored in read_header(file):
+            state = ForeignState(stored.dtype, _range_of(file, stored.start, stored.num_bytes, stored.dtype))
+            aliases = tuple(alias for alias, name in ties.items() if name == stored.name)
+            is_buffer = not stored.dtype.is_floating_point
+            found.append(ForeignParameter(stored.name, stored.shape, {WEIGHT: state}, aliases, is_buffer))
+    return found
+
+
+def _range_of(file: Path, start: int, num_bytes: int, dtype: torch.dtype) -> Any:
+    def pieces() -> Iterator[torch.Tensor]:
+        with FileReader(file) as reader:
+            for offset in range(0, num_bytes, _READ_BYTES):
+                yield reader.read(start + offset, min(_READ_BYTES, num_bytes - offset)).view(dtype)
+
+    return pieces
+
+
+def _has_safetensors(path: Path) -> bool:
+    return (path / INDEX_NAME).is_file() or any(path.glob("*.safetensors"))
+
+
+def _bin_files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    index = path / BIN_INDEX_NAME
+    if index.is_file():
+        return [path / name for name in _names_in(index)]
+    if (path / BIN_NAME).is_file():
+        return [path / BIN_NAME]
+    raise FileNotFoundError(
+        2, "no checkpoint that is known: no tiermem.json, manifest, *_optim_states.pt, .metadata, *.safetensors, "
+        f"{BIN_NAME}", str(path)
+    )  # fmt: skip
+
+
+def _names_in(index: Path) -> list[str]:
+    if index.stat().st_size > _MAX_INDEX_BYTES:
+        raise ValueError(f"{index}: {index.stat().st_size} bytes are too many for an index")
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        names = [""]
+    if not names or not all(isinstance(name, str) and name == Path(name).name != "" for name in names):
+        raise ValueError(f"{index}: weight_map must be a map from tensor names to names of files in the same folder")
+    return names
+
+
+def _split(file: Path, found: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights in a loaded file, and what lies beside them."""
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{file}: holds {type(found).__name__}; a state dict is due, or a dict with one under {MODEL_KEYS}"
+        )
+    for key in MODEL_KEYS:
+        if isinstance(found.get(key), dict):
+            return found[key], {other: value for other, value in found.items() if other != key}
+    return found, {}
+
+
+def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
+    """The tensors of a state dict, tied ones under their first name."""
+    first: dict[tuple[Any, ...], str] = {}
+    found: dict[str, ForeignParameter] = {}
+    for name, value in weights.items():
+        if not isinstance(value, torch.Tensor):
+            shown = f"{name!r} is {type(value).__name__}"
+            raise ValueError(f"{path}: {shown}; a state dict of weights holds tensors, under {MODEL_KEYS} or alone")
+        place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() and place in first:
+            owner = found[first[place]]
+            found[owner.name] = dataclasses.replace(owner, aliases=(*owner.aliases, name))
+            continue
+        first[place] = name
+        is_buffer = not value.is_floating_point() or name.rpartition(".")[2] in _BUFFERS
+        found[name] = ForeignParameter(name, tuple(value.shape), {WEIGHT: of_tensor(value)}, is_buffer=is_buffer)
+    return list(found.values())
+
+
+def _optimizer_in(rest: Mapping[str, Any]) -> State | None:
+    for key in OPTIMIZER_KEYS:
+        if rest.get(key) is not None:
+            return _checked(rest[key], key)
+    return None
+
+
+def _optimizer_file(file: Path) -> State:
+    found = load_torch(file)
+    kept = _optimizer_in(found) if isinstance(found, dict) else None
+    return kept if kept is not None else _checked(found, str(file))
+
+
+def _checked(kept: Any, what: str) -> State:
+    if not isinstance(kept, dict) or not isinstance(kept.get("state"), dict):
+        raise ValueError(f"{what}: not an optimizer's state dict: a dict with state and param_groups is due")
+    groups = kept.get("param_groups")
+    is_list = isinstance(groups, list) and all(
+        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
+    )
+    if not is_list or not all(isinstance(entry, dict) for entry in kept["state"].values()):
+        raise ValueError(
+            f"{what}: an optimizer's state dict holds param_groups, each with params, and a dict for each state"
+        )
+    return kept
+
+
+def _strangers(rest: Mapping[str, Any]) -> list[str]:
+    return [str(key) for key in rest if key not in (*OPTIMIZER_KEYS, *STEP_KEYS)]
+
+
+def _names_of(parameters: Sequence[ForeignParameter], kept: State, what: str) -> dict[Any, str]:
+    """The name of everything in the groups' `params`."""
+    known = {name for p in parameters for name in (p.name, *p.aliases)}
+    names: dict[Any, str] = {}
+    for group in kept["param_groups"]:
+        keys, said = group["params"], group.get("param_names")
+        if all(isinstance(key, str) for key in keys):
+            names |= {key: key for key in keys}
+        elif isinstance(said, list) and len(said) == len(keys):
+            names |= dict(zip(keys, said, strict=True))
+        else:
+            names |= _match(parameters, keys, kept["state"], what)
+    unknown = [name for name in names.values() if name not in known]
+    if unknown:
+        raise ValueError(
+            f"{what}: the optimizer has states of {', '.join(map(str, unknown[:5]))}, which the weights lack"
+        )
+    if len(set(names.values())) < len(names):
+        raise ValueError(f"{what}: two states of the optimizer are of one parameter; {_ADVICE}")
+    return names
+
+
+_ADVICE = (
+    "make the optimizer with model.named_parameters() (torch 2.6 and newer then saves names), or save with "
+    "torch.distributed.checkpoint"
+)
+
+
+def _match(parameters: Sequence[ForeignParameter], keys: Sequence[Any], states: State, what: str) -> dict[Any, str]:
+    """A group's numbers to names, by order and shape, where there is one way alone."""
+    names = [p.name for p in parameters if not p.is_buffer]
+    shapes = [p.shape for p in parameters if not p.is_buffer]
+    wanted = [_shape_of(states.get(key)) for key in keys]
+    early = _earliest(wanted, shapes)
+    late = _earliest(wanted[::-1], shapes[::-1])
+    if early is None or late is None:
+        raise ValueError(
+            f"{what}: the optimizer's states do not follow the model's parameters in order and shape; {_ADVICE}"
+        )
+    if early != [len(shapes) - 1 - place for place in reversed(late)]:
+        raise ValueError(
+            f"{what}: the optimizer's states go with the model's parameters in more than one way; {_ADVICE}"
+        )
+    return {key: names[place] for key, place in zip(keys, early, strict=True)}
+
+
+def _shape_of(entry: State | None) -> tuple[int, ...] | None:
+    """The parameter's shape, which its states have; None where it has none."""
+    shapes = [tuple(v.shape) for k, v in (entry or {}).items() if k in STATES and isinstance(v, torch.Tensor)]
+    return shapes[0] if shapes else None
+
+
+def _earliest(wanted: Sequence[tuple[int, ...] | None], shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
+    """For every shape the first place behind the one before; None where there is none."""
+    found, place = [], 0
+    for shape in wanted:
+        while place < len(shapes) and shape is not None and shapes[place] != shape:
+            place += 1
+        if place == len(shapes):
+            return None
+        found.append(place)
+        place += 1
+    return found
+
+
+def _with_states(
+    parameters: Sequence[ForeignParameter], kept: State, names: Mapping[Any, str]
+) -> tuple[list[ForeignParameter], list[str]]:
+    key_of = {name: key for key, name in names.items()}
+    group_of = {key: number for number, group in enumerate(kept["param_groups"]) for key in group["params"]}
+    left_behind: set[str] = set()
+    found = []
+    for p in parameters:
+        key = next((key_of[name] for name in (p.name, *p.aliases) if name in key_of), None)
+        if key is None:
+            found.append(dataclasses.replace(p, is_trainable=p.is_trainable and not kept["param_groups"]))
+            continue
+        states = dict(p.states)
+        entry = kept["state"].get(key, {})
+        for name, value in entry.items():
+            if name in STATES and value is not None:
+                check_state(p.name, name, value, math.prod(p.shape))
+                states[name] = of_tensor(value)
+            elif name not in (*STATES, STEP):
+                left_behind.add(f"state {name!r} of the optimizer")
+        steps = steps_in(entry.get(STEP, 0), p.name)
+        found.append(dataclasses.replace(p, states=states, num_steps=steps, group=group_of[key], is_buffer=False))
+    return found, sorted(left_behind)
