@@ -258,8 +258,19 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
     _check_names(parameters, excluded, source)
     checksums = _checksums(fields.any("checksums"), {p.name for p in parameters}, source)
     fields.done()
-    lists = (parameters, excluded, checksums)
-    return Manifest(run_id, commit, tag, step, world, num_shards, parts, *(values[name] for name in _VALUES), *lists)
+    return Manifest(
+        run_id=run_id,
+        commit=commit,
+        tag=tag,
+        step=step,
+        world=world,
+        num_shards=num_shards,
+        parts=parts,
+        parameters=parameters,
+        excluded=excluded,
+        checksums=checksums,
+        **values,
+    )
 
 
 _VALUES = ("optimizer", "scheduler", "loss_scaler", "engine", "client_state", "config")

@@ -193,7 +193,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         homes = {
             id(shard.param): (shards, live, shard) for shards in self._sharded for live, shard in shards.parameters()
         }
-        for name, param in self._named():
+        for name, param in self.named():
             rule = self.rule_of(self._groups[id(param)], param)
             given = sealed[param].entry if param in sealed else None
             if id(param) in homes:
@@ -206,7 +206,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def _check_keepers(self) -> None:
         """Raises rather than pass over parameters that would never be stepped."""
-        for _, param in self._named():
+        for _, param in self.named():
             keeper = registry.keeper_of(param)
             if isinstance(keeper, Shards) and keeper not in self._sharded:
                 raise RuntimeError("the model was sharded after this optimizer was built: build it after")
@@ -218,7 +218,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                         "states: set requires_grad before sharding"
                     )
 
-    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter with its name where torch was told it, else its number in state dicts."""
         number = 0
         for group in self.param_groups:
@@ -231,7 +231,7 @@ class NativeOptimizer(torch.optim.Optimizer):
     def _attach_all(self) -> None:
         """Makes the states of models whose parameters are here; raises ValueError when they have no room for a rule's."""
         self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        for _, param in self._named():
+        for _, param in self.named():
             keeper = registry.keeper_of(param)
             if isinstance(keeper, Shards):
                 check_room(keeper, self.rule_of(self._groups[id(param)], param), type(self).__name__)
@@ -266,7 +266,7 @@ class NativeOptimizer(torch.optim.Optimizer):
     # ---- ordinary ----------------------------------------------------------------------------------------------------------
 
     def _check_ordinary(self, group: Group) -> None:
-        names = {id(param): name for name, param in self._named()}
+        names = {id(param): name for name, param in self.named()}
         for param in group["params"]:
             if not isinstance(registry.keeper_of(param), Shards) and param.requires_grad:
                 ordinary.check_parameter(param, self._ordinary_precision, names[id(param)])
@@ -284,7 +284,7 @@ class NativeOptimizer(torch.optim.Optimizer):
     def _step_ordinary(self, scale: float, max_norm: float) -> None:
         due = [
             (name, param)
-            for name, param in self._named()
+            for name, param in self.named()
             if param.grad is not None and not isinstance(registry.keeper_of(param), Shards)
         ]
         for name, param in due:

@@ -157,6 +157,14 @@ class StateTiles:
         self._shards.drop_head_start()
         self._run(self.tiles, TileFill(self._shards, self._moments_of, filler, keeps))
 
+    def pieces(self, shard: Shard) -> list[tuple[Tile, Segment]]:
+        """What each tile holds of a parameter, in the order of its elements."""
+        return list(self._pieces.get(shard, ()))
+
+    def piece(self, tile: Tile, segment: Segment, name: str) -> torch.Tensor:
+        """A copy of what a tile holds of one state of a parameter, in fp32; before its first step what it will be. Blocks."""
+        return self._read_piece(tile, segment, name)
+
     def names(self, shard: Shard) -> tuple[str, ...]:
         """What is kept of a parameter beside its master, under torch's names."""
         return tuple(self._moments_of(shard))

@@ -1,0 +1,49 @@
+"""Stretch: elements of one state that lie in one range of bytes of this rank's, on NVMe or in memory.
+
+A stretch on NVMe is what the store's entry holds when it is frozen; nothing of it is copied. One in memory is read in bounded
+pieces while it is written to a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from tiermem.checkpoint import kinds
+
+Read = Callable[[int, int], torch.Tensor]
+"""(offset, bytes) -> those bytes: uint8, contiguous, on the CPU; valid until the next call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """Elements `start` to `start + numel` of one state of a parameter.
+
+    Attributes:
+        first_byte: of them in the bytes of the whole state.
+        entry, offset: where on NVMe; entry None: in memory.
+        read: how they are read.
+    """
+
+    param: str
+    state: str
+    kind: str
+    start: int
+    numel: int
+    first_byte: int
+    read: Read
+    entry: str | None = None
+    offset: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of these elements."""
+        return kinds.bytes_of(self.kind, self.numel)
+
+
+def in_memory(data: torch.Tensor) -> Read:
+    """Reads a flat tensor on any device."""
+    flat = data.detach().reshape(-1).view(torch.uint8)
+    return lambda offset, num_bytes: flat[offset : offset + num_bytes].cpu()
