@@ -9,7 +9,7 @@
     memory_limit   a cap that the kernel holds, or a watch            process_tree resident memory of a process and its children
     launcher       one process under a cap, to the reason of its end  channel      what it says meanwhile: lines over a pipe
     trainer        the training loop, inside the capped process       counts       our bytes beside the kernel's
-    trained_model  the model that it trains, built at home            calibrate    a model's maths, from two small copies
+    trained_model  the model that it trains, built at home            calibrate    a model's maths, from a few of its blocks
     prediction     what a training is expected to take
     disk_rate      the disk's ceiling, measured now                   progress     what a person sees while it runs
     run_record     what a run told, kept as runs/<id>/run.json        reports      tables

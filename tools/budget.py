@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MARGIN_BYTES = 32 << 20  # thread stacks, page tables, the queue, Python objects of a step
 MARGIN_PART = 0.03
 HEAP_PART = 0.30  # measured at 24 and 48 layers of 1024: 9.5 MB of heap for 7.35 MB saved, glibc 2.36
-_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 class Term(NamedTuple):
@@ -131,7 +131,7 @@ def plan_budget(
 
 def activation_terms(sizes: ModelSizes, num_tokens: int, precision: str, is_checkpointing: bool) -> tuple[Term, ...]:
     """What a forward and backward of so many tokens takes beside the store, at its peak."""
-    element = _ELEMENT_BYTES[precision]
+    element = ELEMENT_BYTES[precision]
     saved = saved_bytes_per_token(sizes, precision)
     block = num_tokens * saved
     if is_checkpointing:
@@ -164,7 +164,7 @@ def saved_bytes_per_token(sizes: ModelSizes, precision: str) -> int:
     inputs are saved at two more places instead of their casts.
     """
     hidden_places, float_places = (8, 0) if precision == "fp32" else (6, 2)
-    element = _ELEMENT_BYTES[precision]
+    element = ELEMENT_BYTES[precision]
     in_precision = hidden_places * sizes.hidden + 2 * sizes.key_value + 4 * sizes.intermediate
     return in_precision * element + (float_places * sizes.hidden + sizes.num_heads + 2) * 4
 
@@ -178,7 +178,7 @@ def state_bytes(num_params: int, precision: str, states: Precision | None = None
     from tiermem.precision import DTYPES, Precision
 
     layout = StateLayout(DTYPES[precision], states or Precision(), num_moments=2)
-    return num_params * _ELEMENT_BYTES[precision] + sum(part.num_bytes(num_params) for part in layout.parts)
+    return num_params * ELEMENT_BYTES[precision] + sum(part.num_bytes(num_params) for part in layout.parts)
 
 
 def _key(shape: Mapping[str, Any], *names: str) -> int:

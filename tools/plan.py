@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 
 from tiermem.tools.disk_rate import measure_disks
+from tiermem.tools.machine import available_bytes
 from tiermem.tools.outputs import check_outputs
 from tiermem.tools.presets import ModelShape, preset, read_shape
 from tiermem.tools.run_record import save_json
 from tiermem.tools.train_config import nvme_folders, precision_of, read_config
 
 if TYPE_CHECKING:
+    from tiermem.tools.calibrate import Maths
     from tiermem.tools.planned import Speed
 
 MADE_BY = "tiermem plan"
@@ -139,24 +141,21 @@ def tuned_speed(file: Path) -> DiskSpeed:
 def _speed(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> tuple[Speed, list[str]]:
     """Every rate, and a line for each on where it is from."""
     from tiermem.forecast.rates import Rates
-    from tiermem.tools.calibrate import measure_compute, measure_kernels
+    from tiermem.tools.calibrate import measure_kernels
     from tiermem.tools.planned import Speed
 
     disk = _disk_speed(options, config)
-    sources, compute, kernels = [disk.source], None, _ASSUMED_KERNELS
+    sources, maths, kernels = [disk.source], None, _ASSUMED_KERNELS
     if options.flops is not None:
         sources.append(f"computing: {options.flops:.3g} operations a second a rank, given by --flops")
         sources.append(f"CPU kernels: {_ASSUMED_KERNELS / 1e9:.0f} GB/s of memory traffic, assumed")
     else:
-        batch = config.get("train_micro_batch_size_per_gpu", 1)
-        micro = batch if isinstance(batch, int) else 1
-        compute = measure_compute(shape, precision_of(config), micro, options.seq, options.is_checkpointing)
-        kernels = measure_kernels()
+        maths, kernels = _measured(options, shape, config), measure_kernels()
         if options.ranks > 1:
-            compute = compute.shared_by(options.ranks)
+            maths = maths.shared_by(options.ranks)
             kernels /= options.ranks
         shared = f", shared by {options.ranks} ranks" if options.ranks > 1 else ""
-        sources.append(f"computing: two small copies of the model, measured on this machine{shared}")
+        sources.append(f"computing: a few of the model's blocks, trained for a moment on this machine{shared}")
         sources.append(f"CPU kernels: {kernels / 1e9:.0f} GB/s of memory traffic, measured{shared}")
     if options.ranks * options.nodes > 1:
         sources.append(f"between ranks: {options.network_bytes_s / 1e9:g} GB/s a rank, by --network")
@@ -170,7 +169,28 @@ def _speed(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -
         kernel_bytes_s=kernels,
         is_disk_duplex=disk.is_duplex,
     )
-    return Speed(rates, options.flops, compute), sources
+    if maths is None:
+        return Speed(rates, options.flops), sources
+    rates = dataclasses.replace(rates, gradient_bytes_s=maths.gradient_bytes_s, use_s=maths.use_s)
+    return Speed(rates, None, maths.compute), sources
+
+
+def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths:
+    """The maths of a micro-batch here. Raises ValueError when a small copy does not fit this machine's free memory."""
+    from tiermem.tools.calibrate import copy_bytes, measure_maths
+
+    batch = config.get("train_micro_batch_size_per_gpu", 1)
+    folders = [Path(folder) for folder in nvme_folders(config)]
+    folders = folders if all(folder.is_dir() for folder in folders) else []
+    precision, num_bytes = precision_of(config), available_bytes()
+    copy = copy_bytes(shape, precision, bool(folders))
+    if copy > num_bytes:
+        raise ValueError(
+            f"a small copy of the model, to measure how fast this machine computes, takes {copy} bytes and {num_bytes} are "
+            "free: give --flops, the operations a second that a rank reaches"
+        )
+    micro = batch if isinstance(batch, int) else 1
+    return measure_maths(shape, precision, micro, options.seq, options.is_checkpointing, folders)
 
 
 def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> DiskSpeed:

@@ -1,7 +1,7 @@
 """Prediction: what a training is expected to take, said before its first step; reports.py holds it against what it took.
 
-    maths     two small copies of the model, timed in the trainer's own process before the model is built (calibrate.py),
-              where the cap leaves room for them
+    maths     a small copy of the model, trained for a moment in the trainer's own process before the model is built
+              (calibrate.py), where the cap leaves room for it
     disk      the rates measured at the start, summed over the file systems that the paths lie on (disk_rate.py)
     bytes     the plan and the forecast: nothing is measured
     memory    resident after the imports (measured) + the store (planned) + activations (budget.py's arithmetic)
@@ -11,50 +11,52 @@ The trainer sends it as JSON; a prediction that cannot be made says why in `not_
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiermem.tools.budget import ModelSizes, activation_terms
-from tiermem.tools.calibrate import MOST_KERNEL_NUMEL, MOST_LAYERS, measure_compute, measure_kernels
+from tiermem.tools.calibrate import MOST_KERNEL_NUMEL, Maths, copy_bytes, measure_kernels, measure_maths
 from tiermem.tools.job import Job
 
 if TYPE_CHECKING:
     from tiermem.engine import Engine
-    from tiermem.forecast import Forecast
-    from tiermem.forecast.rates import Compute
+    from tiermem.forecast import Forecast, Rates
 
 _KERNEL_ROOM_BYTES = 16  # per parameter that is stepped to measure
 _LEAST_KERNEL_NUMEL = 1 << 20
-_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _NO_DISK = 1e12  # bytes a second: nothing is read or written
 
 Figures = dict[str, Any]
 
 
-class Maths(NamedTuple):
+class Measured(NamedTuple):
     """What this machine takes for the model's maths, and its rate of the optimizer's."""
 
-    compute: Compute
+    maths: Maths
     kernel_bytes_s: float
 
 
-def measure_maths(job: Job, room_bytes: int | None) -> Maths | str:
+def measure(job: Job, room_bytes: int | None) -> Measured | str:
     """Times the maths within `room_bytes` of memory (None: no limit); returns why not, where it cannot. Blocks."""
+    folders = [Path(path) for path in job.nvme_paths]
     try:
-        copies = _copy_bytes(job)
-        if room_bytes is not None and copies > room_bytes:
-            return f"two small copies of the model take {copies} bytes and the cap leaves {room_bytes}"
-        compute = measure_compute(job.shape, job.precision, job.batch, job.seq, job.is_checkpointing)
+        copy = copy_bytes(job.shape, job.precision, bool(folders))
+        if room_bytes is not None and copy > room_bytes:
+            return f"a small copy of the model takes {copy} bytes and the cap leaves {room_bytes}"
+        maths = measure_maths(job.shape, job.precision, job.batch, job.seq, job.is_checkpointing, folders)
     except ValueError as error:
         return str(error)
     numel = MOST_KERNEL_NUMEL if room_bytes is None else min(MOST_KERNEL_NUMEL, room_bytes // (2 * _KERNEL_ROOM_BYTES))
-    return Maths(compute, measure_kernels(max(_LEAST_KERNEL_NUMEL, numel)))
+    return Measured(maths, measure_kernels(max(_LEAST_KERNEL_NUMEL, numel)))
 
 
-def predict(engine: Engine, job: Job, maths: Maths | str, disk: Figures | None, resident_bytes: int) -> Figures:
+def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | None, resident_bytes: int) -> Figures:
     """The figures of a step and of memory, as JSON takes them; `disk` holds rates in bytes per second."""
-    if isinstance(maths, str):
-        return {"not_made": maths}
-    forecast = _forecast(engine, maths, disk)
+    if isinstance(measured, str):
+        return {"not_made": measured}
+    rates = _rates(measured, disk)
+    forecast = _forecast(engine, measured.maths, rates)
     plan = engine.shards.plan
     terms = activation_terms(ModelSizes.of(job.shape), job.batch * job.seq, job.precision, job.is_checkpointing)
     activations = sum(term.num_bytes for term in terms)
@@ -69,13 +71,13 @@ def predict(engine: Engine, job: Job, maths: Maths | str, disk: Figures | None, 
         "disk_bytes": plan.disk_bytes,
         "peak_bytes": None if is_gpu else resident_bytes + plan.host_bytes + activations,
         "busy_s": {lane: dict(by) for lane, by in forecast.busy_s.items()},
-        "rates": {"compute": maths.compute._asdict(), "kernel_bytes_s": maths.kernel_bytes_s, "disk": disk},
+        "rates": {"compute": measured.maths.compute._asdict(), **dataclasses.asdict(rates), "disk": disk},
     }
 
 
-def _forecast(engine: Engine, maths: Maths, disk: Figures | None) -> Forecast:
+def _forecast(engine: Engine, maths: Maths, rates: Rates) -> Forecast:
     """Plays a step of the model as it was divided and planned."""
-    from tiermem.forecast import Rates, forecast_step, uses_of
+    from tiermem.forecast import forecast_step, uses_of
     from tiermem.zero.ranks.topology import ranks_per_node
     from tiermem.zero.unit import divide
 
@@ -83,11 +85,6 @@ def _forecast(engine: Engine, maths: Maths, disk: Figures | None) -> Forecast:
     division = divide(engine.module, shards.policy, shards.topology.num_shards)
     for unit, live in zip(division.units, shards.units, strict=True):
         unit.is_resident = live.unit.is_resident
-    rates = Rates(
-        disk_read_bytes_s=disk["read_bytes_s"] if disk else _NO_DISK,
-        disk_write_bytes_s=disk["write_bytes_s"] if disk else _NO_DISK,
-        kernel_bytes_s=maths.kernel_bytes_s,
-    )
     return forecast_step(
         division,
         shards.plan,
@@ -101,9 +98,13 @@ def _forecast(engine: Engine, maths: Maths, disk: Figures | None) -> Forecast:
     )
 
 
-def _copy_bytes(job: Job) -> int:
-    """Memory of the larger copy, with its gradients and activations. Raises ValueError for a shape without sizes."""
-    sizes = ModelSizes.of(job.shape)
-    numel = MOST_LAYERS * sizes.block_numel + 2 * sizes.vocabulary * sizes.hidden
-    terms = activation_terms(sizes._replace(num_layers=MOST_LAYERS), job.batch * job.seq, job.precision, False)
-    return numel * _ELEMENT_BYTES[job.precision] + sum(term.num_bytes for term in terms)
+def _rates(measured: Measured, disk: Figures | None) -> Rates:
+    from tiermem.forecast import Rates
+
+    return Rates(
+        disk_read_bytes_s=disk["read_bytes_s"] if disk else _NO_DISK,
+        disk_write_bytes_s=disk["write_bytes_s"] if disk else _NO_DISK,
+        kernel_bytes_s=measured.kernel_bytes_s,
+        gradient_bytes_s=measured.maths.gradient_bytes_s,
+        use_s=measured.maths.use_s,
+    )

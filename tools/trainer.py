@@ -29,7 +29,7 @@ from tiermem.tools.channel import Channel
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.counts import IoCounts, counts_at_rest, kernel_counts, store_counts, written_by_path
 from tiermem.tools.job import Job
-from tiermem.tools.prediction import measure_maths, predict
+from tiermem.tools.prediction import measure, predict
 from tiermem.tools.process_tree import own_resident
 from tiermem.tools.train_config import Config, precision_of, with_host_bytes
 from tiermem.tools.trained_model import build_model, give_back_free_memory, hf_config, transformers
@@ -90,7 +90,7 @@ class Trainer:
         config = self._config_within_cap(resident_bytes)
         ceiling = self._measure_ceiling()
         self._channel.phase("measuring the maths")
-        maths = measure_maths(job, self._budget.host_bytes if self._budget is not None else None)
+        measured = measure(job, self._budget.host_bytes if self._budget is not None else None)
         give_back_free_memory()
         self._channel.phase("building the model")
         model = build_model(job, config)
@@ -101,7 +101,7 @@ class Trainer:
             if job.checkpoint is not None:
                 self._load(model, Path(job.checkpoint))
             give_back_free_memory()
-            self._announce(engine, num_params, ceiling, predict(engine, job, maths, ceiling, resident_bytes))
+            self._announce(engine, num_params, ceiling, predict(engine, job, measured, ceiling, resident_bytes))
             before = store_counts(engine.shards.store), kernel_counts(), written_by_path(engine.shards.store)
             self._stop.may_unwind = False
             self._train(engine)

@@ -210,7 +210,7 @@ def test_too_small_is_exit_1_with_what_to_change(files: Path) -> None:
 def test_this_machine_is_measured_when_no_speed_is_given(files: Path) -> None:
     status, said = run(files, flops=None)
     assert status == EXIT_FITS
-    assert "computing: two small copies of the model, measured on this machine" in said
+    assert "computing: a few of the model's blocks, trained for a moment on this machine" in said
 
 
 @pytest.mark.parametrize(

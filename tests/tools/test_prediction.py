@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from rich.console import Console
 
 pytest.importorskip("transformers")
 
-from tiermem.tools.calibrate import measure_compute, measure_kernels
+from tiermem.swap.record import Event
+from tiermem.tools.calibrate import maths_of, measure_kernels, measure_maths
 from tiermem.tools.job import Job
-from tiermem.tools.prediction import measure_maths
+from tiermem.tools.prediction import measure
 from tiermem.tools.presets import preset
 from tiermem.tools.reports import predicted_table
 
@@ -25,22 +27,77 @@ def job(shape: dict[str, Any]) -> Job:
     return Job("tiny", shape, None, {}, [], 1, 16, 1, 0, 1e-3, "bf16", False, None, None, [], None)
 
 
-def test_a_copy_is_timed_block_by_block_and_for_the_rest() -> None:
-    compute = measure_compute(TINY, "fp32", 2, 16, False)
-    assert compute.forward_s > 0 and compute.backward_s > 0
+@pytest.mark.parametrize("is_on_disk", [False, True])
+@pytest.mark.parametrize("is_checkpointing", [False, True])
+def test_a_copy_is_timed_block_by_block_and_for_the_rest(
+    is_on_disk: bool, is_checkpointing: bool, tmp_path: Path
+) -> None:
+    folders = [tmp_path] if is_on_disk else []
+    maths = measure_maths(TINY, "bf16", 2, 16, is_checkpointing, folders)
+    compute = maths.compute
+    assert compute.forward_s > 0 and compute.backward_s > 0 and maths.use_s > 0
     assert compute.rest_forward_s is not None and compute.rest_forward_s >= 0
+    assert maths.gradient_bytes_s is not None and maths.gradient_bytes_s > 0
+    half = maths.shared_by(2)
+    assert half.compute.forward_s == 2 * compute.forward_s
+    assert half.gradient_bytes_s == maths.gradient_bytes_s / 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_kernels_have_a_rate() -> None:
     assert measure_kernels(1 << 16) > 0
-    half = compute.shared_by(2)
-    assert half.forward_s == 2 * compute.forward_s
+
+
+MS = 1_000_000
+
+
+def events_of(*spans: tuple[str, str, int, int]) -> list[Event]:
+    return [Event(lane, name, start * MS, end * MS, 500) for lane, name, start, end in spans]
+
+
+def test_a_pass_is_taken_apart_to_the_millisecond() -> None:
+    events = events_of(
+        ("wait", "param/1/layers.0", 2, 5),
+        ("unit", "forward layers.0", 6, 16),
+        ("wait", "param/2/layers.1", 17, 20),
+        ("unit", "forward layers.1", 20, 30),
+        ("unit", "forward head", 31, 35),
+        ("unit", "backward head", 101, 105),
+        ("reduce", "head", 105, 107),
+        ("unit", "backward layers.1", 108, 128),
+        ("reduce", "layers.1", 128, 133),
+        ("unit", "backward layers.0", 134, 154),
+        ("wait", "grad layers.1", 155, 158),
+        ("reduce", "layers.0", 154, 162),  # five of its own
+    )
+    maths = maths_of(events, [((0, 40 * MS), (100 * MS, 165 * MS))], ("layers.",), 1000)
+    compute = maths.compute
+    assert compute.forward_s * 1000 == pytest.approx(0.020)
+    assert compute.backward_s * 1000 == pytest.approx(0.040)
+    assert maths.use_s == pytest.approx(0.001)  # 16 to 17, and 133 to 134
+    assert compute.rest_forward_s == pytest.approx(0.040 - 0.020 - 0.006 - 3 * 0.001)
+    assert compute.rest_backward_s == pytest.approx(0.065 - 0.040 - 0.015 - 3 * 0.001)
+    assert maths.gradient_bytes_s == pytest.approx(2 * 2 * 500 / 0.010)
+
+
+def test_what_is_recomputed_counts_once() -> None:
+    events = events_of(
+        ("unit", "forward layers.0", 0, 10),
+        ("unit", "forward layers.0", 22, 32),
+        ("unit", "backward layers.0", 20, 50),  # around its second forward
+    )
+    maths = maths_of(events, [((0, 10 * MS), (20 * MS, 50 * MS))], ("layers.",), 1)
+    assert maths.compute.backward_s == pytest.approx(0.030)
+    assert maths.gradient_bytes_s is None
 
 
 def test_no_copy_is_made_where_the_cap_leaves_no_room() -> None:
-    assert measure_maths(job(TINY), 1000).startswith("two small copies of the model take ")  # type: ignore[union-attr]
+    assert measure(job(TINY), 1000).startswith("a small copy of the model takes ")  # type: ignore[union-attr]
 
 
 def test_a_model_whose_layers_cannot_be_counted_is_not_predicted() -> None:
     shape = {key: value for key, value in TINY.items() if key != "num_hidden_layers"}
-    assert "num_hidden_layers" in str(measure_maths(job(shape), None))
+    assert "num_hidden_layers" in str(measure(job(shape), None))
 
 
 def test_predicted_and_real_stand_side_by_side() -> None:

@@ -4,7 +4,7 @@ disk       one node's paths together; its ranks share them. A shared disk moves 
            queue of a virtual disk does); a duplex one both at once
 link       between HOST and a rank's GPU, each way; no link where the maths runs on the CPU
 network    what one rank sends or receives
-kernels    one rank's optimizer steps and its passes over gradients, in bytes of memory traffic a second
+kernels    one rank's optimizer steps, in bytes of memory traffic a second; gradients: its passes over gradients, likewise
 
 compute    seconds of maths, from what a block took (`Compute`), or from a peak (`Compute.of_peak`)
 """
@@ -52,13 +52,18 @@ class Rates:
     network_bytes_s: float = 10e9
     kernel_bytes_s: float = 50e9
     is_disk_duplex: bool = False
+    gradient_bytes_s: float | None = None
+    """Of gradients on their way home: read, added up and written. None: as fast as kernels."""
     use_s: float = 150e-6
     """Seconds of bookkeeping around each module's forward, and each backward."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "is_disk_duplex" and not (value > 0 or (field.name == "use_s" and value == 0)):
+            may_be_none = field.name == "gradient_bytes_s" and value is None
+            if field.name != "is_disk_duplex" and not (
+                may_be_none or value > 0 or (field.name == "use_s" and value == 0)
+            ):
                 raise ValueError(f"{field.name} is {value}; it must be more than 0")
 
     def of_rank(self, ranks_on_node: int) -> Rates:

@@ -140,12 +140,12 @@ class _Builder:
         grad_bytes = unit.shard_numel * course.policy.precision.grad_dtype(unit.dtype).itemsize
         streamed = unit.shard_bytes + grad_bytes * (1 if is_first else 2)
         if course.plan.grads is not Tier.NVME:
-            after = self._kernel(f"add {unit.name}", streamed, [after])
+            after = self._put(f"add {unit.name}", streamed, [after])
         else:
             free = self._grad_writes[-_GRAD_BUFFERS:][:1] if len(self._grad_writes) >= _GRAD_BUFFERS else []
             if not is_first:
                 after = self._read(f"gradients {unit.name}", grad_bytes, [after, *free])
-            after = self._kernel(f"add {unit.name}", streamed, [after, *free])
+            after = self._put(f"add {unit.name}", streamed, [after, *free])
             self._grad_writes.append(self._write(f"gradients {unit.name}", grad_bytes, [after]))
         if not course.is_gpu:
             self._last = after  # the program waits for its own cores
@@ -233,6 +233,11 @@ class _Builder:
     def _kernel(self, name: str, memory_bytes: int, after: list[int]) -> int:
         lane = "kernels" if self._course.is_gpu else MATHS
         return self._add(name, lane, memory_bytes / self._rates.kernel_bytes_s, after)
+
+    def _put(self, name: str, memory_bytes: int, after: list[int]) -> int:
+        lane = "kernels" if self._course.is_gpu else MATHS
+        rate = self._rates.gradient_bytes_s or self._rates.kernel_bytes_s
+        return self._add(name, lane, memory_bytes / rate, after)
 
     def _add(
         self,
