@@ -36,6 +36,8 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "gather_dtype": (None, "bf16", "fp16"),
     "reduce_dtype": (None, "fp32", "bf16", "fp16"),
     "reduce_op": ("mean", "sum"),
+    "durability": ("checkpoint", "step", "none"),
+    "verify": ("always", "sample", "resume"),
 }
 
 
@@ -168,6 +170,13 @@ class OffloadPolicy:
     on_nonfinite: Literal["skip", "raise", "apply"] = "skip"
     """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same,
     not clipped, since such gradients have no norm."""
+    durability: Literal["checkpoint", "step", "none"] = "checkpoint"
+    """When what rests on NVME becomes durable there: when a checkpoint is saved, after every optimizer step, or never."""
+    keep: int = 1
+    """Durable checkpoints that stay, each with slots of its own on disk; the oldest makes room for a new one."""
+    verify: Literal["always", "sample", "resume"] = "always"
+    """When the checksums of what rests on NVME are compared: at every read of a tile or a unit, at one read of each in 16,
+    or only when a checkpoint is opened."""
     io: IoSettings = dataclasses.field(default_factory=IoSettings)
     """How the queue moves blocks."""
     timeout_s: float = 1800.0
@@ -212,6 +221,8 @@ class OffloadPolicy:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(map(str, allowed))}")
+        if type(self.keep) is not int or self.keep < 1:
+            raise ValueError(f"keep is {self.keep!r}; it is a number of checkpoints, at least 1")
         if not isinstance(self.precision, Precision):
             raise ValueError(
                 f"precision is {self.precision!r}; give a Precision, such as Precision.preset('compact') or "

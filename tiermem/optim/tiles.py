@@ -30,6 +30,7 @@ from tiermem.optim.layout import EXP_AVG, EXP_AVG_SQ, MASTER, StateLayout, State
 from tiermem.optim.tile import Segment, Tile, cut, rests_on_host
 from tiermem.optim.tile_fill import Filler, TileFill
 from tiermem.optim.tile_moves import MomentsOf, TileMoves
+from tiermem.optim.tile_pieces import tile_runs
 from tiermem.optim.tile_step import RuleOf, TileStart, TileStep, too_many_moments
 from tiermem.optim.tile_visit import TileVisit, Visitor
 from tiermem.policy import Tier
@@ -37,6 +38,7 @@ from tiermem.swap.native import narrow_part, widen_part
 from tiermem.swap.pipeline import run_pipeline
 from tiermem.zero.plan import keeps_initial_master
 from tiermem.zero.shards import Shards
+from tiermem.zero.state_pieces import StatePieces, keeps_sums, weight_runs
 from tiermem.zero.unit import Shard
 from tiermem.zero.weights.residency import LiveUnit
 from tiermem.zero.weights.values import initial_master
@@ -77,6 +79,8 @@ class StateTiles:
         for tile in self.tiles:
             if tile.state_bytes:  # plain SGD of fp32 parameters keeps nothing
                 self._store.reserve(tile.entry, (tile.state_bytes,), torch.uint8, tile.home)
+        if keeps_sums(shards.policy):
+            self._protect()
 
     def begin(self) -> None:
         """Starts reading the first tiles of the next step, behind everything else; does nothing once they are on their way.
@@ -205,6 +209,18 @@ class StateTiles:
         for tile, is_resident in zip(self.tiles, stays, strict=True):
             if is_resident:
                 tile.home = Tier.HOST
+
+    def _protect(self) -> None:
+        """Gives what rests on NVMe checksums: states, and weights anew, which tiles write in parts."""
+        rank = self._shards.topology.shard_rank
+        cuts: dict[LiveUnit, list[int]] = {}
+        for tile in self.tiles:
+            cuts.setdefault(tile.live, []).append(tile.start)
+            if tile.state_bytes and tile.home is Tier.NVME:
+                self._store.sums.protect(tile.entry, StatePieces(tile_runs(tile, rank, self._moments_of)).pieces)
+        for live, starts in cuts.items():
+            if live.entry is not None:
+                self._store.sums.protect(live.entry, StatePieces(weight_runs(live.unit, rank, starts)).pieces)
 
     def _has_master(self, shard: Shard) -> bool:
         return self._shards.policy.precision.master_of(shard.param.dtype) is not None

@@ -25,6 +25,7 @@ from tiermem.zero.pools import Pools
 from tiermem.zero.ranks.collectives import share
 from tiermem.zero.ranks.packed import PackedGather
 from tiermem.zero.ranks.quantised import pack_into
+from tiermem.zero.state_pieces import StatePieces, keeps_sums, weight_runs
 from tiermem.zero.unit import Shard, Unit
 from tiermem.zero.weights.attributes import ZeroParamStatus, absent_part, describe, undescribe
 from tiermem.zero.weights.gather import Gather, UnitGather
@@ -107,6 +108,7 @@ class _Settler:
             self._fill(unit, shard)
             memory.hide()
             return LiveUnit(unit, memory, None, shard, self._gather_of(unit, memory))
+        self._protect(unit, entry)
         assert self._pool is not None
         slot = self._pool.take()
         assert slot is not None
@@ -115,6 +117,14 @@ class _Settler:
         self._pool.give_back(slot)
         memory.hide()
         return LiveUnit(unit, memory, entry, None, self._gather_of(unit, memory))
+
+    def _protect(self, unit: Unit, entry: str) -> None:
+        """Gives a unit's weights on NVMe checksums, cut where tiles usually are."""
+        if keeps_sums(self._policy):
+            step = self._plan.tile_numel if unit.is_trainable else 0
+            cuts = range(step, unit.shard_numel, step) if step else ()
+            runs = weight_runs(unit, self._topology.shard_rank, cuts)
+            self._store.sums.protect(entry, StatePieces(runs).pieces)
 
     def _gather_of(self, unit: Unit, memory: UnitMemory) -> Gather | None:
         """How a unit is gathered; None: it is not, since it rests as it is present."""

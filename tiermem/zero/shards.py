@@ -125,6 +125,7 @@ class Shards:
         paths = paths_of_rank(policy.paths)
         self.store = TensorStore(paths, arena_bytes, policy.io, policy.disk_bytes, policy.pin_memory)
         self.workers = Workers(give_fair_threads(), fair_cores())
+        self.store.sums.use(self.workers, policy.verify)
         weakref.finalize(self, self.workers.close)  # when nobody closes; closing twice does nothing
         try:
             if self.plan.disk_bytes:
