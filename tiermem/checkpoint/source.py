@@ -200,10 +200,11 @@ class Source:
         scales = self._streams[stream.param, stream.state + kinds.SCALES]
         parts = []
         for span in stream.spans(start, numel):
-            of_span = list(scales.spans(span.start, span.numel))
-            if len(of_span) != 1 or of_span[0].start != span.start:
-                raise ManifestError(f"{self.file}: {stream.state} of {stream.param}: its scales are cut elsewhere")
-            values = self._unscaled(stream, self._bytes(stream, span), self._bytes(scales, of_span[0]))
+            own = list(scales.spans(span.start, span.numel))
+            if any((each.start - span.start) % BLOCK for each in own):
+                raise ManifestError(f"{self.file}: {stream.state} of {stream.param}: its scales are of other blocks")
+            of_span = torch.cat([self._bytes(scales, each) for each in own])
+            values = self._unscaled(stream, self._bytes(stream, span), of_span)
             parts.append(values[max(0, start - span.start) :])
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 

@@ -11,7 +11,7 @@ Nothing is read back and nothing is gathered here: who shows the parameters is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,10 +30,31 @@ class Places(NamedTuple):
 
     shard: Shard
     first: int  # element of the whole parameter that these begin with
-    numel: int
     weight: torch.Tensor
-    master: torch.Tensor | None  # fp32; int16: the low bits of a split one; None: the weight is the master
-    moments: Mapping[str, Moment]
+    views: StateViews
+    names: Sequence[str]  # of the moments, as torch names them
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.weight.numel()
+
+    @property
+    def master(self) -> torch.Tensor | None:
+        """fp32; int16: the low bits of a split one; None: the weight is the master."""
+        return self.views.master
+
+    @property
+    def moments(self) -> Mapping[str, Moment]:
+        """By name; a tile may have room for more."""
+        return dict(zip(self.names, self.views.moments, strict=False))
+
+    def cut(self, most_numel: int) -> Iterator[Places]:
+        """The same in pieces of at most so many elements, a multiple of 64."""
+        for start in range(0, self.numel, most_numel):
+            weight = self.weight[start : start + most_numel]
+            views = self.views.piece(start, weight.numel())
+            yield Places(self.shard, self.first + start, weight, views, self.names)
 
 
 Filler = Callable[[Places], None]
@@ -70,8 +91,7 @@ class TileFill(TileMoves):
         own, start, numel = views.piece(segment.start, segment.numel), segment.start, segment.numel
         names = self._moments_of(segment.shard)
         first = tile.first_element(segment, self._shards.topology.shard_rank)
-        moments = dict(zip(names, own.moments, strict=False))  # a tile may have room for more
-        return Places(segment.shard, first, numel, params[start : start + numel], own.master, moments)
+        return Places(segment.shard, first, params[start : start + numel], own, names)
 
     def _lasting_parts(self, tile: Tile) -> list[Part]:
         return super()._lasting_parts(tile) if self._keeps else []

@@ -1,0 +1,122 @@
+"""Restore: a saved step put where a model's states rest, on any number of ranks, tiers, tiles and precisions.
+
+    fit     names and shapes, both lists told before anything is changed      fitting.py
+    put     this rank's part of every weight and state                        filling.py      every rank by itself
+    agree   whether that has gone well everywhere                             exchange
+    show    counts of steps, buffers, and what is held present                                all ranks together
+
+A rank reads its own elements and the blocks around them, tile by tile: no parameter is ever whole in memory. When a rank
+fails, all raise; then the model holds a mixture of old and new, and is to be restored again or thrown away.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from tiermem.checkpoint.filling import Filling, shown
+from tiermem.checkpoint.fitting import Fitted
+from tiermem.checkpoint.manifest import MASTER, WEIGHT
+from tiermem.checkpoint.source import CHUNK_NUMEL, Source
+from tiermem.zero.ranks.collectives import exchange
+from tiermem.zero.ranks.topology import Topology
+from tiermem.zero.shards import Shards
+from tiermem.zero.unit import Shard
+from tiermem.zero.weights.live import LiveUnit
+from tiermem.zero.weights.values import initial_master
+
+logger = logging.getLogger("tiermem")
+
+T = TypeVar("T")
+
+
+class Wants(NamedTuple):
+    """What of a saved step is put in place."""
+
+    weights: bool = True
+    states: bool = True  # masters, moments and counts of steps
+
+
+def together(topology: Topology, what: str, act: Callable[[], T]) -> T:
+    """Does something on every rank, and raises on all of them when one fails: its own error there. Collective; blocks."""
+    found, error = None, None
+    try:
+        found = act()
+    except Exception as caught:  # raised below, once the others know
+        error = caught
+    said = exchange(topology, "" if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(said):
+        if text:
+            raise RuntimeError(f"rank {rank} failed {what}: {text}")
+    assert not isinstance(found, Exception)
+    return found  # type: ignore[return-value]  # what act returned
+
+
+def restore(shards: Shards, source: Source, fitted: Fitted, wants: Wants) -> None:
+    """Puts weights, buffers and states in place. Collective; blocks.
+
+    Raises DamagedState and OSError where reading fails, RuntimeError on the other ranks.
+    """
+    shards.check_may_change()
+    shards.residency.empty()
+    filling = Filling(source, fitted.params, shards.workers, wants.weights, wants.states)
+    together(shards.topology, "to restore its part", lambda: _put(shards, source, fitted, wants, filling))
+    _show(shards, source, fitted, wants, filling)
+    if filling.conversions and shards.topology.rank == 0:
+        logger.info("restored in other formats than were saved: %s", shown(filling.conversions))
+
+
+def _put(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: Filling) -> None:
+    """This rank's part."""
+    if shards.states is not None:
+        keeps = not (wants.weights and wants.states) or not fitted.is_complete
+        shards.states.fill(filling.fill, keeps)
+    shards.drop_head_start()
+    for live, shard in shards.parameters():
+        has_tiles = shards.states is not None and live.unit.is_trainable
+        if wants.weights and not has_tiles and shard in fitted.params:
+            _put_weight(shards, live, shard, fitted.params[shard], filling)
+    if wants.weights:
+        for tensor, name in fitted.buffers:
+            _put_buffer(tensor, name, source, shards.topology)
+
+
+def _put_weight(shards: Shards, live: LiveUnit, shard: Shard, name: str, filling: Filling) -> None:
+    """The weight of a parameter that has no tiles, in pieces; with the fp32 value that its master will start from."""
+    first, numel = shard.shard_numel * shards.topology.shard_rank, shards.values.num_mine(shard)
+    if initial_master(live.unit) in shards.store:
+        shards.values.put_initial_master(live.unit, shard, filling.weight(name, first, numel, torch.float32))
+    for start in range(0, numel, CHUNK_NUMEL):
+        values = filling.weight(name, first + start, min(CHUNK_NUMEL, numel - start), live.unit.dtype)
+        shards.values.put_elements(live, shard.shard_offset + start, values)
+
+
+def _put_buffer(tensor: torch.Tensor, name: str, source: Source, topology: Topology) -> None:
+    """A buffer: this rank's own where ranks had different ones and are as many as they were, else rank 0's."""
+    own = f"{WEIGHT}.rank{topology.rank}"
+    state = own if own in source.states(name) and source.manifest.world == topology.world else WEIGHT
+    if tensor.numel():
+        saved = source.read(name, state, 0, tensor.numel()).view(tensor.shape)
+        with torch.no_grad():
+            tensor.copy_(saved)
+
+
+def _show(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: Filling) -> None:
+    """Counts, and what ranks hold present of one another's parts. Collective."""
+    for live in shards.units:
+        shards.refresh(live.unit.shards[0].param)
+        for shard in live.unit.shards if wants.states and live.unit.is_trainable else ():
+            if shard in fitted.params:
+                _count(shards, source, fitted.params[shard], live, shard, filling)
+
+
+def _count(shards: Shards, source: Source, name: str, live: LiveUnit, shard: Shard, filling: Filling) -> None:
+    shard.num_steps = source.parameters[name].num_steps
+    keeps_master = shards.policy.precision.master_of(live.unit.dtype) is not None
+    shard.has_master = shard.num_steps == 0 and keeps_master and source.kind(name, MASTER) is not None
+    shard.has_moments = shard.num_steps == 0 and shard in filling.has_moments
