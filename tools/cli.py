@@ -99,8 +99,9 @@ def train(
 ) -> None:
     """Train a model under a memory cap, with its states on any tier."""
     from tiermem.tools.reports import open_console
-    from tiermem.tools.train import TrainOptions, UserError
+    from tiermem.tools.train import UserError
     from tiermem.tools.train import train as run_training
+    from tiermem.tools.train_job import TrainOptions
 
     with refusing("train", debug, errors=(UserError, ValueError, OSError)):
         options = TrainOptions(

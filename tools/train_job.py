@@ -1,0 +1,163 @@
+"""TrainJob: the job that `tiermem train`'s options stand for, and everything about them that can be wrong before it starts.
+
+    options  ->  shape, config, folders, data  ->  Job
+
+What goes on from a saved step takes from there what is not given (resumed.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tiermem.swap.probe import probe_path
+from tiermem.tools.corpus import Corpus
+from tiermem.tools.job import Job
+from tiermem.tools.presets import ModelShape, preset, read_shape, with_layers
+from tiermem.tools.train_config import DEFAULT_LR, make_config, nvme_folders, own_folders, precision_of, read_config
+from tiermem.tuned import with_tuned
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions:
+    """What was asked for on the command line; None where nothing was given."""
+
+    preset: str | None = None
+    config: Path | None = None
+    model: Path | None = None
+    data: Sequence[Path] = ()
+    offload: str | None = None
+    nvme: Sequence[Path] = ()
+    memory_bytes: int | None = None
+    deepspeed_config: Path | None = None
+    tuned: Path | None = None
+    tbw_bytes: int | None = None
+    steps: int = 10
+    seq: int = 128
+    batch: int | None = None
+    seed: int = 0
+    lr: float | None = None
+    precision: str | None = None
+    states: str | None = None
+    is_checkpointing: bool = False
+    layers: int | None = None
+    resident_bytes: int | None = None
+    threads: int | None = None
+    json_file: Path | None = None
+    runs: Path = Path("runs")
+    has_peers: bool = False
+    peer_python: Path | None = None
+    is_debug: bool = False
+    command: Sequence[str] = ()
+
+
+def make_job(options: TrainOptions, name: str, folder: Path) -> Job:
+    """The job that options describe. Raises ValueError or OSError for options that contradict or name what is not there."""
+    shape, checkpoint = _shape(options)
+    _check_sizes(options)
+    batch = options.batch or 1
+    tuned = with_tuned({}, options.tuned) if options.tuned is not None else {}
+    if options.deepspeed_config is not None:
+        config = with_tuned(read_config(options.deepspeed_config, _decided_by_config(options), batch), tuned)
+        nvme = [Path(path) for path in nvme_folders(config)]
+    else:
+        offload = options.offload or "nvme"
+        nvme = (_nvme_beside(options, tuned) or [folder]) if offload == "nvme" else list(options.nvme)
+        if options.nvme and offload != "nvme":
+            raise ValueError(
+                f"--nvme names folders, but with --offload {offload} nothing rests there: use --offload nvme"
+            )
+        precision, lr = options.precision or "bf16", options.lr if options.lr is not None else DEFAULT_LR
+        made = make_config(offload, precision, lr, batch, nvme, options.resident_bytes, options.states)
+        config = with_tuned(made, tuned)
+    for path in nvme:
+        if path != folder:
+            probe_path(path)
+    Corpus(options.data, options.seq, options.seed)  # raises for what cannot be read
+    return Job(
+        name=name,
+        shape=shape,
+        checkpoint=str(checkpoint) if checkpoint else None,
+        config=config,
+        data=[str(path) for path in options.data],
+        steps=options.steps,
+        seq=options.seq,
+        batch=int(config.get("train_micro_batch_size_per_gpu", batch)) if _is_number(config, batch) else batch,
+        seed=options.seed,
+        lr=_lr_of(config),
+        precision=precision_of(config),
+        is_checkpointing=options.is_checkpointing,
+        memory_limit_bytes=options.memory_bytes,
+        threads=options.threads,
+        nvme_paths=[str(path) for path in nvme],
+        events_file=str(folder / "events.jsonl"),
+    )
+
+
+def _shape(options: TrainOptions) -> tuple[ModelShape, Path | None]:
+    given = {"--preset": options.preset, "--config": options.config, "--model": options.model}
+    named = [option for option, value in given.items() if value is not None]
+    if len(named) != 1:
+        what = f"{' and '.join(named)} are given" if named else "none is given"
+        raise ValueError(f"a model is named by exactly one of --preset, --config and --model; {what}")
+    if options.model is not None:
+        if not (options.model / "config.json").is_file():
+            raise FileNotFoundError(f"--model: {options.model} has no config.json")
+        if options.layers is not None:
+            raise ValueError("--layers changes the shape, but --model brings weights of its own shape")
+        return read_shape(options.model / "config.json"), options.model
+    shape = preset(options.preset) if options.preset is not None else read_shape(_file(options.config))
+    return (with_layers(shape, options.layers) if options.layers is not None else shape), None
+
+
+def _file(path: Path | None) -> Path:
+    assert path is not None
+    if not path.is_file():
+        raise FileNotFoundError(f"--config: there is no file {path}")
+    return path
+
+
+def _check_sizes(options: TrainOptions) -> None:
+    for name in ("steps", "seq", "batch", "layers", "threads"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} is {value}; it must be at least 1")
+    if options.lr is not None and not options.lr >= 0:
+        raise ValueError(f"--lr is {options.lr}; it must be 0 or more")
+    if options.peer_python is not None and not options.has_peers:
+        raise ValueError("--peer-python names an interpreter for --peers, which is not given")
+
+
+def _decided_by_config(options: TrainOptions) -> list[str]:
+    values = {
+        "--offload": options.offload,
+        "--nvme": list(options.nvme) or None,
+        "--lr": options.lr,
+        "--precision": options.precision,
+        "--batch": options.batch,
+        "--resident": options.resident_bytes,
+        "--states": options.states,
+    }
+    return [name for name, value in values.items() if value is not None]
+
+
+def _nvme_beside(options: TrainOptions, tuned: dict[str, Any]) -> list[Path]:
+    """The folders of --nvme, or those that were tuned; both when they are the same."""
+    found = [Path(folder) for folder in own_folders(tuned)]
+    if options.nvme and found and {path.resolve() for path in options.nvme} != {path.resolve() for path in found}:
+        raise ValueError(
+            f"--nvme is {', '.join(map(str, options.nvme))}, but {options.tuned} was made for "
+            f"{', '.join(map(str, found))}: leave --nvme out, or tune these folders"
+        )
+    return found or list(options.nvme)
+
+
+def _lr_of(config: dict[str, Any]) -> float:
+    lr = (config.get("optimizer") or {}).get("params", {}).get("lr", DEFAULT_LR)
+    return float(lr) if isinstance(lr, (int, float)) else DEFAULT_LR
+
+
+def _is_number(config: dict[str, Any], default: int) -> bool:
+    return isinstance(config.get("train_micro_batch_size_per_gpu", default), int)
