@@ -49,3 +49,28 @@ def test_scale_never_falls_below_its_minimum() -> None:
 @pytest.mark.parametrize("power", [0, 16, 24])
 def test_scale_starts_at_the_power_given(power: int) -> None:
     assert scales("", initial_scale_power=power) == [2.0**power]
+
+
+def test_a_loss_scale_goes_on_from_its_state() -> None:
+    overflows = [bool(step % 7 == 3 or step % 11 == 5) for step in range(60)]
+    config = Fp16Config.model_validate({"enabled": True, "loss_scale_window": 4, "hysteresis": 3})
+    whole, first, second = LossScaler(config), LossScaler(config), LossScaler(config)
+    scales = []
+    for has_overflowed in overflows:
+        whole.update(has_overflowed)
+        scales.append(whole.scale)
+    for has_overflowed in overflows[:29]:
+        first.update(has_overflowed)
+    second.load_state_dict(first.state_dict())
+    for step in range(29, 60):
+        second.update(overflows[step])
+        assert second.scale == scales[step]
+    with pytest.raises(ValueError, match="scale, hysteresis_left and num_good"):
+        second.load_state_dict({"scale": 0.0})
+
+
+def test_a_static_scale_stays_what_the_config_says() -> None:
+    saved = LossScaler(Fp16Config.model_validate({"enabled": True})).state_dict()
+    scaler = LossScaler(Fp16Config.model_validate({"enabled": True, "loss_scale": 128}))
+    scaler.load_state_dict(saved)
+    assert scaler.scale == 128.0

@@ -8,6 +8,9 @@ A step that overflows is skipped and leaves every state untouched; this class on
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 from tiermem.config.precision import Fp16Config
 
 
@@ -35,6 +38,21 @@ class LossScaler:
         return self.scale
 
     cur_scale = loss_scale
+
+    def state_dict(self) -> dict[str, float | int]:
+        """What the next scales depend on."""
+        return {"scale": self.scale, "hysteresis_left": self._hysteresis_left, "num_good": self._num_good}
+
+    def load_state_dict(self, state_dict: Mapping[str, float | int]) -> None:
+        """Goes on from what `state_dict` returned; a scale that does not change stays as the config says.
+
+        Raises ValueError for what is no such state.
+        """
+        scale, left, good = (state_dict.get(name) for name in ("scale", "hysteresis_left", "num_good"))
+        if not isinstance(scale, float) or not 0 < scale < math.inf or type(left) is not int or type(good) is not int:
+            raise ValueError(f"a loss scale's state has scale, hysteresis_left and num_good; given {dict(state_dict)}")
+        if self._is_dynamic:
+            self.scale, self._hysteresis_left, self._num_good = scale, left, good
 
     def update(self, has_overflowed: bool) -> None:
         """Takes note of a step and sets the scale of the next."""
