@@ -1,4 +1,4 @@
-"""The command line: `tiermem train`, `plan`, `check`, `tune` and `bench` (cli_bench.py).
+"""The command line: `tiermem train`, `plan`, `check`, `tune`, `bench` (cli_bench.py), and checkpoints (cli_checkpoint.py).
 
 A mistake of the user's is one line on stderr and exit status 2; --debug shows the traceback. Nothing heavy is imported
 before a command needs it: torch belongs to the trainer's process.
@@ -15,6 +15,7 @@ import typer
 
 from tiermem.tools.byte_size import parse_bytes, parse_flops
 from tiermem.tools.cli_bench import bench
+from tiermem.tools.cli_checkpoint import checkpoints
 from tiermem.tools.endurance import parse_tbw
 from tiermem.tools.refusal import EXIT_INTERRUPTED, EXIT_USER, refusing
 
@@ -55,6 +56,7 @@ def spread_lists(arguments: Sequence[str]) -> list[str]:
 
 
 app.add_typer(bench, name="bench")
+app.add_typer(checkpoints)
 
 
 @app.callback()

@@ -21,6 +21,7 @@ STEP = "step"
 STATES = (MASTER, EXP_AVG, EXP_AVG_SQ, "max_exp_avg_sq", "sum", "momentum_buffer")
 """States of a parameter that are taken over, as torch and we name them; others are left behind, and named."""
 
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 Pieces = Callable[[], Iterator[torch.Tensor]]
@@ -87,6 +88,11 @@ class Foreign:
 def of_tensor(value: torch.Tensor) -> ForeignState:
     """The state that a tensor is; the tensor stays alive as long."""
     return ForeignState(value.dtype, lambda: iter((value.detach().reshape(-1),)))
+
+
+def is_buffer_like(name: str, dtype: torch.dtype) -> bool:
+    """Whether a tensor of a state dict, which does not say it, is a buffer: no float, or one of torch's own norms."""
+    return not dtype.is_floating_point or name.rpartition(".")[2] in _BUFFERS
 
 
 def steps_in(value: Any, what: str) -> int:

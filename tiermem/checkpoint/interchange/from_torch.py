@@ -31,6 +31,7 @@ from tiermem.checkpoint.interchange.foreign import (
     ForeignParameter,
     ForeignState,
     check_state,
+    is_buffer_like,
     of_tensor,
     steps_in,
 )
@@ -44,7 +45,6 @@ STEP_KEYS = ("global_step", "global_steps", "step")
 BIN_NAME, BIN_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _READ_BYTES = 16 << 20
 _MAX_INDEX_BYTES = 100 << 20
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of torch's norms; other buffers are found by dtype
 
 State = Mapping[str, Any]
 
@@ -91,7 +91,7 @@ def _safetensors(path: Path) -> list[ForeignParameter]:
         for stored in read_header(file):
             state = ForeignState(stored.dtype, _range_of(file, stored.start, stored.num_bytes, stored.dtype))
             aliases = tuple(alias for alias, name in ties.items() if name == stored.name)
-            is_buffer = not stored.dtype.is_floating_point
+            is_buffer = is_buffer_like(stored.name, stored.dtype)
             found.append(ForeignParameter(stored.name, stored.shape, {WEIGHT: state}, aliases, is_buffer))
     return found
 
@@ -161,7 +161,7 @@ def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
             found[owner.name] = dataclasses.replace(owner, aliases=(*owner.aliases, name))
             continue
         first[place] = name
-        is_buffer = not value.is_floating_point() or name.rpartition(".")[2] in _BUFFERS
+        is_buffer = is_buffer_like(name, value.dtype)
         found[name] = ForeignParameter(name, tuple(value.shape), {WEIGHT: of_tensor(value)}, is_buffer=is_buffer)
     return list(found.values())
 

@@ -1,0 +1,202 @@
+"""Writing a Foreign as a tiermem checkpoint: a complete copy of one rank, which any number of ranks open.
+
+    OUT/<tag>.new/    data-0.bin (preallocated)   part   manifest     each synced, in this order
+    OUT/<tag>/        the same folder, renamed
+    OUT/latest        the tag
+
+A checkpoint is whole or not there: what is written carries another name until it is synced, and is taken away when something
+fails. Values pass through one buffer of 16 MiB, in which their checksums are taken.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tiermem.checkpoint import kinds
+from tiermem.checkpoint.crc import crc32c as crc32c_of_text
+from tiermem.checkpoint.finding import is_tag
+from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, ForeignState
+from tiermem.checkpoint.interchange.scalars import scalars_of
+from tiermem.checkpoint.manifest import (
+    CHECKSUM_BYTES,
+    LATEST_FILE,
+    Manifest,
+    Parameter,
+    Part,
+    PartFile,
+    Piece,
+    manifest_name,
+    part_name,
+)
+from tiermem.swap.checksum import crc32c
+from tiermem.swap.extents import round_up
+
+_BUFFER_BYTES = 16 * CHECKSUM_BYTES
+_ALIGNMENT = 64
+_COMMIT = 1
+
+Progress = Callable[[int], None]
+"""Told how many bytes more have been written."""
+
+
+class Imported(NamedTuple):
+    """What was written."""
+
+    folder: Path
+    tag: str
+    step: int
+    num_parameters: int
+    num_bytes: int  # of states
+    left_behind: tuple[str, ...]
+
+
+def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progress: Progress | None = None) -> Imported:
+    """Writes OUT/<tag>/ and OUT/latest. Blocks; takes 16 MiB beside what the reader of the values takes.
+
+    Args:
+        out: the folder of checkpoints, made if need be.
+        tag: default: global_step<N>, as save_checkpoint names it.
+
+    Raises FileExistsError when the tag is there already, OSError when the disk is full or something cannot be read, ValueError
+    when the values are not what they were announced as; then nothing is left.
+    """
+    step = foreign.global_steps or max((p.num_steps for p in foreign.parameters), default=0)
+    tag = f"global_step{step}" if tag is None else tag
+    if not is_tag(tag):
+        raise ValueError(f"the tag is {tag!r}; a tag is the name of a folder, without a separator")
+    folder, new = out / tag, out / f"{tag}.new"
+    if folder.exists():
+        raise FileExistsError(17, "is there already; choose another tag or folder", str(folder))
+    out.mkdir(parents=True, exist_ok=True)
+    new.mkdir()
+    try:
+        left_behind, num_bytes = _write_folder(foreign, new, tag, step, progress)
+        new.rename(folder)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)  # made here, a moment ago
+        raise
+    _write_file(out / LATEST_FILE, tag.encode())
+    return Imported(folder, tag, step, len(foreign.parameters), num_bytes, tuple(left_behind))
+
+
+def _write_folder(
+    foreign: Foreign, folder: Path, tag: str, step: int, progress: Progress | None
+) -> tuple[list[str], int]:
+    run_id = f"import-{secrets.token_hex(8)}"
+    pieces, sums, num_bytes = _write_data(foreign, folder / "data-0.bin", progress or (lambda _: None))
+    scalars, lost = scalars_of(foreign)
+    part = Part(run_id, _COMMIT, 0, None, None, ("data-0.bin",), tuple(pieces)).dump()
+    _write_file(folder / part_name(_COMMIT, 0), part)
+    manifest = Manifest(
+        run_id=run_id,
+        commit=_COMMIT,
+        tag=tag,
+        step=step,
+        world=1,
+        num_shards=1,
+        parts=(PartFile(0, ".", part_name(_COMMIT, 0), len(part), crc32c_of_text(part)),),
+        parameters=tuple(_parameter(p) for p in foreign.parameters),
+        excluded=(),
+        checksums=sums,
+        **scalars._asdict(),
+    )
+    _write_file(folder / manifest_name(_COMMIT), manifest.dump())
+    return [*foreign.left_behind, *lost], num_bytes
+
+
+def _parameter(p: ForeignParameter) -> Parameter:
+    role = "buffer" if p.is_buffer else "parameter"
+    is_trainable = p.is_trainable and not p.is_buffer
+    return Parameter(p.name, p.aliases, role, p.shape, kinds.name_of(p.dtype), is_trainable, p.num_steps, p.group)
+
+
+def _write_data(
+    foreign: Foreign, path: Path, progress: Progress
+) -> tuple[list[Piece], dict[str, dict[str, tuple[int, ...]]], int]:
+    """All states, one behind the other; their pieces, their checksums, their bytes."""
+    pieces = []
+    end = 0
+    for p in foreign.parameters:
+        for name, state in p.states.items():
+            if numel := math.prod(p.shape):
+                kind = kinds.name_of(state.dtype)
+                pieces.append(Piece(p.name, name, kind, 0, numel, 0, end, kinds.bytes_of(kind, numel)))
+                end = round_up(end + pieces[-1].num_bytes, _ALIGNMENT)
+    sums: dict[str, dict[str, tuple[int, ...]]] = {p.name: {} for p in foreign.parameters}
+    states = {p.name: p.states for p in foreign.parameters}
+    with open(path, "wb", buffering=0) as file:
+        if end:
+            os.posix_fallocate(file.fileno(), 0, end)
+        buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
+        for piece in pieces:
+            state = states[piece.param][piece.state]
+            sums[piece.param][piece.state] = _write_state(file.fileno(), piece, state, buffer, progress)
+        os.fsync(file.fileno())
+    return pieces, sums, sum(piece.num_bytes for piece in pieces)
+
+
+def _write_state(
+    fd: int, piece: Piece, state: ForeignState, buffer: torch.Tensor, progress: Progress
+) -> tuple[int, ...]:
+    """One state through the buffer, a multiple of 1 MiB at a time; its checksums."""
+    sums: list[int] = []
+    filled = done = 0
+
+    def flush() -> None:
+        nonlocal filled, done
+        data = buffer[:filled]
+        sums.extend(crc32c(data.split(CHECKSUM_BYTES)))
+        _write_at(fd, data, piece.offset + done)
+        progress(filled)
+        done, filled = done + filled, 0
+
+    for values in state.pieces():
+        raw = (
+            values.contiguous().view(-1).view(torch.uint8) if values.numel() else values.new_empty(0).view(torch.uint8)
+        )
+        if values.dtype != state.dtype or done + filled + raw.numel() > piece.num_bytes:
+            raise ValueError(f"{piece.param}: {piece.state} has more than its {piece.numel} elements of {state.dtype}")
+        while raw.numel():
+            taken = raw[: buffer.numel() - filled]
+            buffer[filled : filled + taken.numel()] = taken
+            filled, raw = filled + taken.numel(), raw[taken.numel() :]
+            if filled == buffer.numel():
+                flush()
+    if done + filled != piece.num_bytes:
+        raise ValueError(f"{piece.param}: {piece.state} has {done + filled} bytes, not {piece.num_bytes}")
+    if filled:
+        flush()
+    return tuple(sums)
+
+
+def _write_at(fd: int, data: torch.Tensor, offset: int) -> None:
+    """All of it; written pages do not stay in the cache of a machine whose memory is needed."""
+    raw = memoryview(data.numpy())  # type: ignore[arg-type]  # numpy is a buffer
+    done = 0
+    while done < len(raw):
+        done += os.pwrite(fd, raw[done:], offset + done)
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, offset, len(raw), os.POSIX_FADV_DONTNEED)
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    """A small file, whole or not at all, and on the disk when this returns."""
+    new = path.with_name(f"{path.name}.new")
+    with open(new, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    new.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
