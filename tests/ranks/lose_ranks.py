@@ -1,4 +1,4 @@
-"""Run once by test_lost_ranks.py: worlds in which one rank dies, raises or hangs; and one that goes on disagreeing.
+"""Run once by test_lost_ranks.py: worlds in which one rank dies, raises, hangs, or goes another way through the model.
 
 lose_ranks.py OUT [SEED ...]     writes OUT/found.json: {world: [how each rank ended]}; with seeds, deaths at random moments
 """
@@ -163,6 +163,26 @@ def hangs(who: int, tier: Tier) -> Body:
     return body
 
 
+class Straying(zoo.Tower):
+    """Uses the layers that it is told to, in that order."""
+
+    way = (0, 1, 2)
+
+    def used_layers(self) -> list[nn.Module]:
+        return [self.layers[number] for number in self.way]
+
+
+def strays(who: int, way: tuple[int, ...], tier: Tier, **fields: object) -> Body:
+    """From its third step on a rank goes another way through the layers."""
+
+    def body(rank: int, nvme: Path) -> None:
+        model = seeded(Straying)
+        turn = (lambda *_: setattr(model, "way", way)) if rank == who else None
+        train(model, policy_of(tier, nvme, **fields), turn)
+
+    return body
+
+
 def worlds() -> dict[str, World]:
     memory, nvme = Tier.HOST, Tier.NVME
     return {
@@ -179,6 +199,9 @@ def worlds() -> dict[str, World]:
         "1 of 2 dies before, memory": World(dies_before(1, memory)),
         "1 of 2 raises, nvme": World(raises(1, nvme)),
         "1 of 2 hangs, memory": World(hangs(1, memory)),
+        "1 of 2 turns, memory": World(strays(1, (0, 2, 1), memory)),
+        "1 of 3 skips, nvme": World(strays(1, (0, 2), nvme), 3),
+        "0 of 3 repeats, memory": World(strays(0, (0, 1, 1, 2), memory, max_reuse_numel=0, unit_buffers=2), 3),
     }
 
 

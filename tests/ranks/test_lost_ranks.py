@@ -1,4 +1,4 @@
-"""When a rank dies, raises or hangs, do the others stop long before the time-out, name it, and leave nothing behind?
+"""When a rank dies, raises, hangs or strays, do all stop long before the time-out, name it, and leave nothing behind?
 
 One run of lose_ranks.py holds every world; the time-out of the ranks is 60 seconds, that of the run 90.
 """
@@ -6,6 +6,7 @@ One run of lose_ranks.py holds every world; the time-out of the ranks is 60 seco
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,21 @@ def test_survivors_of_a_rank_that_raises_name_it(found: Found) -> None:
 
 def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_policy_says(found: Found) -> None:
     assert "one was slower than timeout_s" in found[0]["1 of 2 hangs, memory"][0]["message"]
+
+
+@pytest.mark.parametrize("world", ["1 of 2 turns, memory", "1 of 3 skips, nvme", "0 of 3 repeats, memory"])
+def test_ranks_that_use_other_layers_are_told_where_they_parted(world: str, found: Found) -> None:
+    calls = set()
+    for rank in found[0][world]:
+        assert (rank["how"], rank["kind"]) == ("raised", "RanksDiffer")
+        difference = rank["message"].partition("ranks have gone different ways: ")[2]
+        said = dict(re.findall(r"'(\w+ \S+) \(\w+\)' on rank (\d)", difference))
+        assert len(said) == 2  # with one that went the same way, whoever said so first
+        assert world[0] in said.values()
+        assert "set_z3_leaf_modules" in difference
+        calls.add(frozenset(said))
+    assert len(calls) == 1
+    assert "layers." in str(calls)
 
 
 def test_survivors_leave_no_thread_and_no_descriptor(found: Found) -> None:

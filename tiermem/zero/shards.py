@@ -127,6 +127,7 @@ class Shards:
         self.workers = Workers(give_fair_threads(), fair_cores())
         self.store.sums.use(self.workers, policy.verify)
         weakref.finalize(self, self.workers.close)  # when nobody closes; closing twice does nothing
+        self._watch_ranks()
         try:
             if self.plan.disk_bytes:
                 self.store.reserve_disk(self.plan.disk_bytes)
@@ -134,6 +135,7 @@ class Shards:
         except BaseException:
             self.store.close()
             self.workers.close()
+            self._end_watch()
             raise
         trim_heap()  # what building left behind is not needed again
         self._log_start()
@@ -334,6 +336,7 @@ class Shards:
             self.hooks.remove()
             for handle in self._handles:
                 handle.remove()
+            self._end_watch()
             release(self.units, keeps_residents=not materialize)
             self.workers.close()
             self.store.close()
@@ -362,6 +365,16 @@ class Shards:
         self._handles += watch_autocast(self.model, lowered, self.policy, self.device)
         self._handles += StateDicts(self.weight, self.replace).watch(self.model)
         self._take_charge()
+
+    def _watch_ranks(self) -> None:
+        group, watch = self.topology.group, self.topology.watch
+        if group is not None and watch is not None:
+            watch.start(group, self.topology.groups)
+            weakref.finalize(self, watch.close)
+
+    def _end_watch(self) -> None:
+        if self.topology.watch is not None:
+            self.topology.watch.close()
 
     def _take_charge(self) -> None:
         """The parameters are found, shown and needed as partitioned ones from here on; none is present."""

@@ -53,6 +53,11 @@ class Bucket:
     num_columns: int
 
     @property
+    def number(self) -> int:
+        """Of the parameter that it begins with: the same on every rank, and another in buckets of other units."""
+        return self.pieces[0].shard.index
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all columns: what a rank hands to the reduction."""
         return self.column_numel * self.num_columns * self.dtype.itemsize

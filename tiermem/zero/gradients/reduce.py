@@ -34,6 +34,7 @@ from tiermem.policy import OffloadPolicy
 from tiermem.swap.arena import Pool, Slot
 from tiermem.zero.gradients.buckets import Bucket, put_in
 from tiermem.zero.ranks.collectives import Pending, call, start
+from tiermem.zero.ranks.messages import swap_rows
 from tiermem.zero.ranks.packed import PackedReduction
 from tiermem.zero.ranks.topology import Topology
 
@@ -97,7 +98,7 @@ class Reducer:
             if self._factor != 1.0:
                 filled.mul_(self._factor)
         if self._scatters and self._topology.packs_reductions:
-            packed = PackedReduction(self._topology, filled, f"reducing {what}")
+            packed = PackedReduction(self._topology, filled, f"reducing {what}", bucket.number)
             self._under_way.append(Reduction(what, bucket, packed.pending, filled, None, slot, start_ns, packed))
             return
         if self._scatters and not self._is_together:
@@ -180,7 +181,7 @@ class Reducer:
             return None, start(self._topology, what, dist.all_reduce, filled)
         if filled.device.type == "cpu":
             received = self._memory(slot, filled.nbytes, bucket, filled.device)
-            return received, start(self._topology, what, dist.all_to_all_single, received, filled, among="shard")
+            return received, swap_rows(self._topology, what, received, filled, "shard", bucket.number)
         received = torch.empty(bucket.column_numel, dtype=bucket.dtype, device=filled.device)
         return received, start(self._topology, what, dist.reduce_scatter_tensor, received, filled, among="shard")
 

@@ -1,6 +1,7 @@
 """Ranks: who shares what, and what they call together.
 
 rollcall     which rank is gone                     traffic      what was handed to collectives
+watch        where ranks went different ways        messages     what CPUs send each other directly
 topology     which ranks share parts                mesh         groups of ranks: MiCS, hpZ, nodes
 agreement    ranks were given the same              collectives  what ranks call together
 quantised    values as 8-bit blocks                 packed       gathers and reductions that send such blocks

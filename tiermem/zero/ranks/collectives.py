@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tiermem.zero.ranks.rollcall import RanksDiffer
 from tiermem.zero.ranks.topology import Topology
 
 _COMPARING = "comparing what ranks were given"
@@ -60,15 +61,20 @@ class Pending:
 
     def _wait(self) -> None:
         rounds, self._rounds = self._rounds, ()
+        watch = self._topology.watch
+        if watch is not None:
+            watch.begin_wait()
         try:
             for works in rounds:
                 self._wait_for(works)
         finally:
             self._owns = ()
+            if watch is not None:
+                watch.end_wait()
 
     def _wait_for(self, works: Sequence[Any]) -> None:
         """Waits for all of a round before the first failure is raised: they read and write what is owned here."""
-        failures = []
+        failure = None
         for work in works:
             try:
                 if self._is_bounded:
@@ -76,9 +82,12 @@ class Pending:
                 else:
                     work.wait()  # orders the stream; the backend's own watch keeps the time
             except RuntimeError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+                failure = failure or error
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            failure = None  # its traceback holds this frame
 
 
 def start(topology: Topology, what: str, collective: Callable[..., Any], *args: Any, among: str = "world") -> Pending:
@@ -142,5 +151,8 @@ def exchange(topology: Topology, value: str) -> list[str]:
 
 
 def explained(topology: Topology, what: str, error: RuntimeError) -> RuntimeError:
-    """The error to raise for one of a collective: it names the rank that is gone. Asks around for a few seconds."""
+    """The error to raise for one of a collective: where ranks differ, or which is gone. Asks around for a few seconds."""
+    difference = topology.watch.difference() if topology.watch is not None else None
+    if difference is not None:
+        return RanksDiffer(f"{what} cannot go on: {difference}")
     return error if topology.roll_call is None else topology.roll_call.explain(what, error)

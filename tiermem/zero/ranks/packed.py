@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from tiermem.swap.arena import Pool
-from tiermem.zero.ranks.collectives import Pending, start
+from tiermem.zero.ranks.collectives import Pending, explained, start
+from tiermem.zero.ranks.messages import GATHER_TAG, send_to_all, sends_directly, swap_rows
 from tiermem.zero.ranks.quantised import pack_into, packed_bytes, unpack
 from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.unit import Unit
@@ -68,9 +69,21 @@ class PackedGather:
         if self._topology.num_shards == 1:
             pending = Pending(self._topology, what, [], [wire.mine])
         else:
-            rows = wire.rows.view(-1)
-            pending = start(self._topology, what, dist.all_gather_into_tensor, rows, wire.mine, among="shard")
+            pending = self._exchange(what, wire)
         return _Unpacked(pending, self._unit, wire, self._full)
+
+    def _exchange(self, what: str, wire: _Wire) -> Pending:
+        topology, group = self._topology, self._topology.group_of("shard")
+        if not sends_directly(group, wire.mine.device):
+            return start(topology, what, dist.all_gather_into_tensor, wire.rows.view(-1), wire.mine, among="shard")
+        pieces = list(wire.rows)
+        pieces[topology.shard_rank].copy_(wire.mine)
+        try:
+            works = send_to_all(group, topology.shard_rank, pieces, GATHER_TAG + self._unit.shards[0].index)
+        except RuntimeError as error:
+            raise explained(topology, what, error) from error
+        topology.traffic.add("all_gather_into_tensor", what, wire.rows.nbytes, "shard")
+        return Pending(topology, what, [works], [wire.rows])
 
 
 def wire_bytes(unit: Unit, num_shards: int) -> int:
@@ -130,17 +143,19 @@ class PackedReduction:
         topology: among its shard group.
         columns: flat, a column of equal size for each rank of the shard group; read before this returns.
         what: what it is for, for errors and counts.
+        number: of what it is for (messages.py).
     """
 
-    def __init__(self, topology: Topology, columns: torch.Tensor, what: str) -> None:
+    def __init__(self, topology: Topology, columns: torch.Tensor, what: str, number: int) -> None:
         self._topology = topology
         self._what = what
+        self._number = number
         if topology.across is None or topology.within is None:
-            self._first = _Exchange(topology, columns.view(topology.num_shards, -1), what, "shard")
+            self._first = _Exchange(topology, columns.view(topology.num_shards, -1), what, "shard", number)
             return
         num_near = topology.within.size
         near = columns.view(topology.across.size, num_near, -1).transpose(0, 1).reshape(num_near, -1)
-        self._first = _Exchange(topology, near, what, "within")
+        self._first = _Exchange(topology, near, what, "within", number)
 
     @property
     def pending(self) -> Pending:
@@ -152,19 +167,20 @@ class PackedReduction:
         sums = self._first.sum()
         if self._topology.across is None:
             return sums
-        return _Exchange(self._topology, sums.view(self._topology.across.size, -1), self._what, "across").sum()
+        rows = sums.view(self._topology.across.size, -1)
+        return _Exchange(self._topology, rows, self._what, "across", self._number).sum()
 
 
 class _Exchange:
     """Sends each rank of a dimension its row, packed."""
 
-    def __init__(self, topology: Topology, rows: torch.Tensor, what: str, among: str) -> None:
+    def __init__(self, topology: Topology, rows: torch.Tensor, what: str, among: str, number: int) -> None:
         self._numel = rows.shape[1]
         sent = torch.empty(rows.shape[0], packed_bytes(self._numel), dtype=torch.uint8, device=rows.device)
         for row, place in zip(rows, sent, strict=True):
             pack_into(place, self._numel, row)
         self._come = torch.empty_like(sent)
-        self.pending = start(topology, what, dist.all_to_all_single, self._come.view(-1), sent.view(-1), among=among)
+        self.pending = swap_rows(topology, what, self._come.view(-1), sent.view(-1), among, number)
 
     def sum(self) -> torch.Tensor:
         """Adds up the rows that have come. Blocks."""

@@ -31,6 +31,10 @@ class RankLost(RuntimeError):
     """A collective failed; the message names the rank that is gone, or says that all are there."""
 
 
+class RanksDiffer(RankLost):
+    """Ranks have gone different ways and would wait for each other; the message says where (watch.py)."""
+
+
 class RollCall:
     """This rank's entry in the rendezvous store, and the look at everybody's when something fails.
 

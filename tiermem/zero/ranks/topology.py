@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths
 from tiermem.zero.ranks.rollcall import RollCall
 from tiermem.zero.ranks.traffic import Traffic
+from tiermem.zero.ranks.watch import Watch
 
 
 class Peers(NamedTuple):
@@ -45,6 +46,7 @@ class Topology:
     roll_call: RollCall | None = dataclasses.field(default=None, compare=False)
     timeout_s: float = dataclasses.field(default=1800.0, compare=False)  # longest wait for the other ranks
     traffic: Traffic = dataclasses.field(default_factory=Traffic, compare=False)
+    watch: Watch | None = dataclasses.field(default=None, compare=False)  # of waits for others; None in a world of one
     shard_group: dist.ProcessGroup | None = dataclasses.field(default=None, compare=False)  # None: one shard
     replica_group: dist.ProcessGroup | None = dataclasses.field(default=None, compare=False)  # None: no copies
     across: Peers | None = dataclasses.field(default=None, compare=False)  # this place on every node of the shard group
@@ -54,6 +56,13 @@ class Topology:
     mesh: DeviceMesh | None = dataclasses.field(
         default=None, compare=False
     )  # of those, where there are parts (mesh.py)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Every group that this rank calls collectives in, each once."""
+        near = [peers.group for peers in (self.across, self.within) if peers is not None]
+        every = [self.group, self.shard_group, self.replica_group, *near]
+        return list(dict.fromkeys(group for group in every if group is not None))
 
     @property
     def num_replicas(self) -> int:
@@ -83,10 +92,11 @@ def find_topology(stage: int, group: dist.ProcessGroup | None = None, timeout_s:
     if world == 1:
         return Topology(None, 0, 1, 1, 0)
     bound_waits(group, timeout_s)
-    roll_call = RollCall(dist.get_process_group_ranks(group))
+    ranks, traffic = dist.get_process_group_ranks(group), Traffic()
+    roll_call, watch = RollCall(ranks), Watch(ranks, traffic)
     if stage == 0:
-        return Topology(group, rank, world, 1, 0, roll_call, timeout_s, replica_group=group)
-    return Topology(group, rank, world, world, rank, roll_call, timeout_s, shard_group=group)
+        return Topology(group, rank, world, 1, 0, roll_call, timeout_s, traffic, watch, replica_group=group)
+    return Topology(group, rank, world, world, rank, roll_call, timeout_s, traffic, watch, shard_group=group)
 
 
 def bound_waits(group: dist.ProcessGroup, timeout_s: float) -> None:

@@ -26,13 +26,12 @@ import torch
 import torch.distributed as dist
 
 from tiermem.zero.ranks.collectives import Pending, call, explained
+from tiermem.zero.ranks.messages import GATHER_TAG, send_to_all, sends_directly
 from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.unit import Shard, Unit
 
 Way = Literal["coalesced", "single", "all_reduce"]
 """How the parts of a unit are exchanged; see above."""
-
-_FIRST_TAG = 1 << 20  # of our messages: users' own begin at 0
 
 
 class Gather(Protocol):
@@ -76,10 +75,7 @@ class UnitGather:
         self._shard: torch.Tensor | None = None
         self._mine: list[torch.Tensor] = []  # views of that
         self._rounds = _rounds_of(topology)
-        is_cpu = full.device.type == "cpu"
-        self._is_direct = (
-            is_cpu and topology.group is not None and "cpu:gloo" in dist.get_backend_config(topology.group)
-        )
+        self._is_direct = sends_directly(topology.group, full.device)
 
     @property
     def needs_shard(self) -> bool:
@@ -143,7 +139,7 @@ class UnitGather:
         return [
             work
             for index, row, pieces in rows
-            for work in _send(group, each.me, pieces, (row + 1) * _FIRST_TAG + self._parts[index].shard.index)
+            for work in send_to_all(group, each.me, pieces, (row + 1) * GATHER_TAG + self._parts[index].shard.index)
         ]
 
     def _all_gather(self, group: dist.ProcessGroup, each: _Round, indices: list[int]) -> list[Any]:
@@ -195,13 +191,6 @@ def _rounds_of(topology: Topology) -> list[_Round]:
         _Round("across", across.rank, [[row[within.rank] for row in places]]),
         _Round("within", within.rank, places),
     ]
-
-
-def _send(group: dist.ProcessGroup, me: int, pieces: list[torch.Tensor], tag: int) -> list[Any]:
-    """Messages of every rank's piece, between every two ranks of a group."""
-    others = [(rank, piece) for rank, piece in enumerate(pieces) if rank != me]
-    receives = [group.recv([piece], rank, tag) for rank, piece in others]
-    return receives + [group.send([pieces[me]], rank, tag) for rank, _ in others]
 
 
 class Part(NamedTuple):
