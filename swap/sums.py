@@ -69,18 +69,6 @@ class Sums:
         """An entry's table; None when it has no checksums."""
         return self._tables.get(entry)
 
-    def known(self, entry: str, offset: int, num_bytes: int) -> list[tuple[int, int, int]] | None:
-        """(offset in the entry, bytes, CRC-32C) of the pieces that make up a range; None when not all of it is known."""
-        table = self._tables.get(entry)
-        if table is None or not num_bytes:
-            return None
-        inside = table.inside(offset, num_bytes)
-        starts, stops = table.pieces.starts[inside], table.pieces.stops[inside]
-        due = np.append(offset, stops), np.append(starts, offset + num_bytes)  # each begins where the one before ends
-        if not table.is_known[inside].all() or not np.array_equal(*due):
-            return None
-        return list(zip(starts.tolist(), (stops - starts).tolist(), table.crcs[inside].tolist(), strict=True))
-
     def complete(self, entry: str, read: Callable[[int, int], torch.Tensor]) -> PieceTable | None:
         """Makes every checksum of an entry known, by reading what was written in parts. Blocks; raises what `read` raises.
 

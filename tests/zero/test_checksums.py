@@ -1,0 +1,259 @@
+"""Is a flipped bit of any state or weight on NVMe named before it is used, and are checksums those of the bytes alone?"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from launch import launch
+from summed_states import model, policy, summed, train
+
+import tiermem
+from tiermem import Shards
+from tiermem.checkpoint.blocks import checksums
+from tiermem.checkpoint.manifest import CHECKSUM_BYTES
+from tiermem.optim.tile_moves import TileMoves
+from tiermem.precision import PRESETS
+from tiermem.swap.checksum import crc32c
+from tiermem.swap.corruption import CorruptionError
+from tiermem.swap.pieces import ROTATION
+from tiermem.zero.state_pieces import BLOCK_BYTES, StatePiece
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Iterator[Callable[..., tuple[Shards, torch.optim.Optimizer]]]:
+    """trained(preset, **policy fields): a model with states of two steps."""
+    opened: list[Shards] = []
+
+    def make(preset: str, num_steps: int = 2, **fields: object) -> tuple[Shards, torch.optim.Optimizer]:
+        wide = model()
+        shards = tiermem.shard(wide, policy(tmp_path, preset, **fields))
+        opened.append(shards)
+        optim = tiermem.AdamW(wide.parameters(), lr=1e-2)
+        train(wide, optim, num_steps)
+        return shards, optim
+
+    yield make
+    for shards in opened:
+        shards.close()
+
+
+def on_disk(shards: Shards, entry: str) -> tuple[Path, int, int]:
+    """(file, offset, bytes) of an entry, found by what it holds."""
+    table = shards.store.sums.of(entry)
+    assert table is not None
+    num_bytes = int(table.pieces.stops[-1])
+    data = shards.values.read_part(entry, torch.uint8, slice(0, num_bytes)).numpy().tobytes()
+    (file,) = Path(shards.policy.paths[0].path).glob("tiermem-*/segment.bin")
+    whole = file.read_bytes()
+    assert whole.count(data) == 1
+    return file, whole.index(data), num_bytes
+
+
+def flip(file: Path, offset: int, bit: int = 0) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        byte = opened.read(1)[0]
+        opened.seek(offset)
+        opened.write(bytes([byte ^ (1 << bit)]))
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+# ---- every bit is somebody's ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_flipped_bit_in_any_part_of_a_tile_is_named(
+    trained: Callable[..., tuple[Shards, torch.optim.Optimizer]], preset: str
+) -> None:
+    shards, _ = trained(preset, tile_numel=561_152)  # the whole weight but for its last elements
+    states = shards.states
+    assert states is not None and shards.tile_pool is not None
+    work, slot = TileMoves(shards, lambda shard: states.names(shard), reads_weights=True), shards.tile_pool.take()
+    assert slot is not None
+    shards.drop_head_start()
+    named: set[tuple[str, str]] = set()
+    for tile in states.tiles:
+        work.read(tile, slot).wait()
+        for entry in (tile.entry, tile.live.entry):
+            assert entry is not None
+            file, place, _ = on_disk(shards, entry)
+            table = shards.store.sums.of(entry)
+            assert table is not None
+            for number, (start, stop) in enumerate(zip(table.pieces.starts, table.pieces.stops, strict=True)):
+                first, last = tile.start * tile.dtype.itemsize, tile.elements.stop * tile.dtype.itemsize
+                if entry == tile.live.entry and not first <= start < last:
+                    continue  # of another tile
+                for at in {int(start), int(stop) - 1}:
+                    flip(file, place + at, number % 8)
+                    with pytest.raises(CorruptionError) as caught:
+                        work.read(tile, slot).wait()
+                    flip(file, place + at, number % 8)
+                    error, piece = caught.value, caught.value.piece
+                    assert isinstance(piece, StatePiece) and str(piece) in str(error) and piece.num_steps == 2
+                    assert (error.errno, Path(error.filename), error.offset) == (errno.EIO, file, place + start)
+                    named.add((piece.param, piece.state))
+        work.read(tile, slot).wait()
+    shards.tile_pool.give_back(slot)
+    moments = ["exp_avg", "exp_avg_sq"]
+    kept = [*moments, *(f"{name}.scales" for name in moments)] if preset == "tiny" else moments
+    kept += ["weight"] if preset == "bf16" else ["master", "weight"]
+    trainable = [name for name, p in shards.model.named_parameters() if p.requires_grad]
+    assert named == {(name, state) for name in trainable for state in kept}
+
+
+def test_the_elements_that_an_error_names_are_those_of_the_flipped_byte(
+    trained: Callable[..., tuple[Shards, torch.optim.Optimizer]],
+) -> None:
+    shards, optim = trained("exact", tile_numel=561_152)
+    assert shards.states is not None
+    tile = shards.states.tiles[0]
+    file, place, _ = on_disk(shards, tile.entry)
+    (segment,) = [s for s in tile.segments if s.shard.name == "up.weight"]
+    element = 2 * BLOCK_BYTES // 4 + 5  # in the third block of exp_avg
+    flip(file, place + 4 * (tile.numel + segment.start + element))
+    with pytest.raises(CorruptionError, match=r"exp_avg of up.weight, elements 524288 to") as caught:
+        train(shards.model, optim, 1)
+    assert isinstance(caught.value.piece, StatePiece)
+    assert caught.value.piece.start <= element < caught.value.piece.stop
+
+
+# ---- nothing is trained on it ----------------------------------------------------------------------------------------------
+
+
+def test_a_tile_that_is_corrupt_is_not_stepped(
+    trained: Callable[..., tuple[Shards, torch.optim.Optimizer]],
+) -> None:
+    shards, optim = trained("compact")
+    assert shards.states is not None
+    tile = shards.states.tiles[3]
+    shards.drop_head_start()
+    file, place, num_bytes = on_disk(shards, tile.entry)
+    flip(file, place + num_bytes // 2)
+    before = file.read_bytes()[place : place + num_bytes]
+    weight = shards.values.elements(tile.live, tile.elements)
+    for _ in range(2):  # it stays so
+        with pytest.raises(CorruptionError, match=r"of up\.weight"):
+            train(shards.model, optim, 1)
+        assert file.read_bytes()[place : place + num_bytes] == before
+        assert torch.equal(shards.values.elements(tile.live, tile.elements), weight)
+
+
+def test_a_unit_that_is_corrupt_is_not_computed_with_and_can_be_mended(
+    trained: Callable[..., tuple[Shards, torch.optim.Optimizer]], tmp_path: Path
+) -> None:
+    shards, _ = trained("compact")
+    x = torch.randn(2, 701, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    right = shards.model(x)
+    for name in ("up.weight", "norm.bias", "frozen.weight"):
+        live, shard = shards.find(dict(shards.model.named_parameters())[name])
+        shards.residency.empty()
+        assert live.entry is not None
+        file, place, _ = on_disk(shards, live.entry)
+        at = shard.shard_offset * (1 if live.unit.is_packed else 2)
+        flip(file, place + at, 6)
+        with pytest.raises(CorruptionError, match=f"weight of {name}, elements 0 to"):
+            shards.model(x)
+        flip(file, place + at, 6)
+        assert torch.equal(shards.model(x), right)
+
+
+def test_scales_of_frozen_weights_are_checked_as_well(
+    trained: Callable[..., tuple[Shards, torch.optim.Optimizer]],
+) -> None:
+    shards, _ = trained("compact")
+    live, _ = shards.find(shards.model.frozen.weight)  # type: ignore[union-attr, arg-type]
+    shards.residency.empty()
+    assert live.entry is not None
+    file, place, num_bytes = on_disk(shards, live.entry)
+    flip(file, place + num_bytes - 1, 5)
+    with pytest.raises(CorruptionError, match=r"weight.scales of frozen.bias, elements 0 to 50"):
+        shards.model(torch.zeros(1, 701, dtype=torch.bfloat16))
+
+
+# ---- whose sums they are ---------------------------------------------------------------------------------------------------
+
+
+def assert_sums_are_those_of_the_bytes(
+    found: Mapping[tuple[str, str], Sequence[tuple[int, torch.Tensor, list]]],
+) -> None:  # type: ignore[type-arg]
+    assert found
+    for (param, state), parts in found.items():
+        whole = torch.cat([data for _, data, _ in sorted(parts, key=lambda part: part[0])])
+        fragments = [each for _, _, several in parts for each in several]
+        due = crc32c([block.contiguous() for block in whole.split(CHECKSUM_BYTES)])
+        assert checksums(fragments, f"{state} of {param}") == tuple(due)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_sums_do_not_depend_on_tiles_and_buffers(
+    trained: Callable[..., tuple[Shards, torch.optim.Optimizer]], preset: str
+) -> None:
+    several = []
+    for fields in ({"tile_numel": 4096, "tile_buffers": 2}, {"tile_numel": 561_152}, {"pipeline_write": False}):
+        shards, _ = trained(preset, **fields)
+        found = summed(shards)
+        assert_sums_are_those_of_the_bytes(found)
+        several.append(
+            {key: checksums([f for part in parts for f in part.fragments], str(key)) for key, parts in found.items()}
+        )
+        shards.close()
+    assert several[0] == several[1] == several[2]
+    weight = several[0]["up.weight", "weight"]
+    assert len(weight) == math.ceil(701 * 801 * 2 / CHECKSUM_BYTES) == 2
+
+
+def test_sums_of_several_ranks_make_up_those_of_the_whole(tmp_path: Path) -> None:
+    for folder in ("nvme", "out"):
+        (tmp_path / folder).mkdir()
+    ranks = launch(HERE / "sums_on_ranks.py", 2, tmp_path / "out", str(tmp_path / "nvme"), timeout_s=240)
+    for preset in ranks[0]:
+        together: dict[tuple[str, str], list[tuple[int, torch.Tensor, list]]] = {}  # type: ignore[type-arg]
+        for rank in ranks:
+            for key, parts in rank[preset].items():
+                together.setdefault(key, []).extend(parts)
+        assert_sums_are_those_of_the_bytes(together)
+        numel = sum(data.numel() for _, data, _ in together["up.weight", "weight"])
+        assert numel == 701 * 801 * 2
+
+
+# ---- which reads are checked -----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_summed_when_nothing_is_durable_nor_verified(
+    trained: Callable[..., tuple[Shards, torch.optim.Optimizer]],
+) -> None:
+    shards, _ = trained("compact", durability="none", verify="resume")
+    assert shards.states is not None
+    entries = [tile.entry for tile in shards.states.tiles] + [live.entry for live in shards.units if live.entry]
+    assert entries and all(shards.store.sums.of(entry) is None for entry in entries)
+
+
+def test_sampling_sees_a_corrupt_tile_within_sixteen_steps(
+    trained: Callable[..., tuple[Shards, torch.optim.Optimizer]],
+) -> None:
+    shards, optim = trained("compact", verify="sample")
+    assert shards.states is not None
+    shards.drop_head_start()
+    tile = shards.states.tiles[5]
+    file, place, num_bytes = on_disk(shards, tile.entry)
+    seen = []
+    for number in range(ROTATION):
+        flip(file, place + num_bytes // 2)  # anew: a step that does not see it sums what it made of it
+        try:
+            train(shards.model, optim, 1)
+        except CorruptionError:
+            seen.append(number)
+    assert len(seen) == 1
+
+
+def test_blocks_are_those_of_the_manifest() -> None:
+    assert BLOCK_BYTES == CHECKSUM_BYTES
