@@ -216,7 +216,7 @@ def test_what_is_not_there_is_said_with_what_is(tmp_path: Path) -> None:
     write(tmp_path, states(7), "here")
     with pytest.raises(NothingSaved, match="no tag 'there' here; those there are: here"):
         Source.open(tmp_path, "there")
-    with pytest.raises(ValueError, match="without a separator"):
+    with pytest.raises(ValueError, match="a folder below the checkpoint"):
         Source.open(tmp_path, "../other")
     (tmp_path / "latest").write_text("gone")
     with pytest.raises(NothingSaved, match="latest names 'gone', which is not there; other tags: here"):

@@ -28,7 +28,7 @@ from tiermem.checkpoint.manifest import (
     parse_pointer,
 )
 
-_MANIFEST = re.compile(r"manifest-(\d{1,18})\.json")
+_MANIFEST = re.compile(r"manifest-(?:[^-]{1,64}-)?(\d{1,18})\.json")
 _MOST_BYTES = 1 << 30  # of a file that says what is where; 100 bytes for each MiB of states is far below it
 _MOST_TAG_BYTES = 4096
 
@@ -60,20 +60,20 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
     Raises NothingSaved (a FileNotFoundError) when there is none, or not that tag, naming those that are there.
     """
     if tag is not None and not is_tag(tag):
-        raise ValueError(f"tag is {tag!r}; a tag is the name of a folder, without a separator")
+        raise ValueError(f"tag is {tag!r}; a tag is the name of a folder below the checkpoint's")
     if where.is_file():
         return [Found(where, None)]
     if not where.is_dir():
         raise NothingSaved(2, "there is no such checkpoint", str(where))
     tags = _tags(where)
     if tag is not None:
-        if tag not in tags:
+        if not _is_of_tag(where / tag):
             known = ", ".join(tags) or "none"
             raise NothingSaved(2, f"there is no tag {tag!r} here; those there are: {known}", str(where))
         return [_in_tag(where, name) for name in [tag, *(other for other in tags if other != tag)]]
     latest = read_latest(where)
     if latest is not None:
-        if latest not in tags:
+        if not _is_of_tag(where / latest):
             known = ", ".join(tags) or "none"
             raise NothingSaved(2, f"latest names {latest!r}, which is not there; other tags: {known}", str(where))
         return [_in_tag(where, name) for name in [latest, *(other for other in tags if other != latest)]]
@@ -85,8 +85,9 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
 
 
 def is_tag(tag: str) -> bool:
-    """Whether a tag can be the name of a folder below another."""
-    return bool(tag) and tag not in (".", "..") and "/" not in tag and "\0" not in tag and len(tag) <= 255
+    """Whether a tag names a folder below another, and nothing outside it."""
+    parts = Path(tag).parts
+    return 0 < len(tag) <= 255 and "\0" not in tag and bool(parts) and ".." not in parts and not Path(tag).is_absolute()
 
 
 def read_latest(where: Path) -> str | None:

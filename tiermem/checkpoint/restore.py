@@ -6,22 +6,21 @@
     show    counts of steps, buffers, and what is held present                                all ranks together
 
 A rank reads its own elements and the blocks around them, tile by tile: no parameter is ever whole in memory. When a rank
-fails, all raise; then the model holds a mixture of old and new, and is to be restored again or thrown away.
+fails, all raise; then the model is a mixture of old and new, which no step touches until another restore has gone well.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
+from tiermem.checkpoint.everywhere import everywhere
 from tiermem.checkpoint.filling import Filling, shown
 from tiermem.checkpoint.fitting import Fitted
 from tiermem.checkpoint.manifest import MASTER, WEIGHT
 from tiermem.checkpoint.source import CHUNK_NUMEL, Source
-from tiermem.zero.ranks.collectives import exchange
 from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.shards import Shards
 from tiermem.zero.unit import Shard
@@ -29,8 +28,6 @@ from tiermem.zero.weights.live import LiveUnit
 from tiermem.zero.weights.values import initial_master
 
 logger = logging.getLogger("tiermem")
-
-T = TypeVar("T")
 
 
 class Wants(NamedTuple):
@@ -40,33 +37,21 @@ class Wants(NamedTuple):
     states: bool = True  # masters, moments and counts of steps
 
 
-def together(topology: Topology, what: str, act: Callable[[], T]) -> T:
-    """Does something on every rank, and raises on all of them when one fails: its own error there. Collective; blocks."""
-    found, error = None, None
-    try:
-        found = act()
-    except Exception as caught:  # raised below, once the others know
-        error = caught
-    said = exchange(topology, "" if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, text in enumerate(said):
-        if text:
-            raise RuntimeError(f"rank {rank} failed {what}: {text}")
-    assert not isinstance(found, Exception)
-    return found  # type: ignore[return-value]  # what act returned
-
-
 def restore(shards: Shards, source: Source, fitted: Fitted, wants: Wants) -> None:
     """Puts weights, buffers and states in place. Collective; blocks.
 
     Raises DamagedState and OSError where reading fails, RuntimeError on the other ranks.
     """
+    shards.is_torn = False  # what a restore has left that failed is overwritten
     shards.check_may_change()
     shards.residency.empty()
     filling = Filling(source, fitted.params, shards.workers, wants.weights, wants.states)
-    together(shards.topology, "to restore its part", lambda: _put(shards, source, fitted, wants, filling))
-    _show(shards, source, fitted, wants, filling)
+    try:
+        everywhere(shards.topology, "restoring its part", lambda: _put(shards, source, fitted, wants, filling))
+        _show(shards, source, fitted, wants, filling)
+    except BaseException:
+        shards.is_torn = True
+        raise
     if filling.conversions and shards.topology.rank == 0:
         logger.info("restored in other formats than were saved: %s", shown(filling.conversions))
 

@@ -38,6 +38,7 @@ from tiermem.zero.ranks.topology import fair_cores, fair_threads
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_OF_RANK = ".rank"  # of a state that is not the same on every rank, followed by the rank
 _CHUNK_BLOCKS = 16
 _NUM_EDGES = 8  # blocks
 _NUM_READERS = 4
@@ -159,8 +160,9 @@ class Source:
 
         A master that was not kept beside its weight is the weight; a moment without pieces is zero.
         """
-        if state == MASTER and (param, state) not in self._streams:
-            state = WEIGHT
+        base, _, rank = state.partition(_OF_RANK)
+        if base == MASTER and (param, state) not in self._streams:
+            state = self._weight_beside(param, rank)
         stream = self._streams.get((param, state))
         if stream is None:
             return torch.zeros(numel)
@@ -168,7 +170,7 @@ class Source:
             return self._scaled(stream, start, numel)
         values = self.read(param, state, start, numel)
         if stream.kind == kinds.SPLIT:
-            return widen_part(self._threads(), values, self.read(param, WEIGHT, start, numel))
+            return widen_part(self._threads(), values, self.read(param, self._weight_beside(param, rank), start, numel))
         return values.float()
 
     # ---- inside --------------------------------------------------------------------------------------------------------
@@ -196,8 +198,14 @@ class Source:
             )
         return kinds.dtype_of(stream.kind)
 
+    def _weight_beside(self, param: str, rank: str) -> str:
+        """The weight that a master lies beside: that rank's own, where it has one."""
+        own = f"{WEIGHT}{_OF_RANK}{rank}"
+        return own if rank and (param, own) in self._streams else WEIGHT
+
     def _scaled(self, stream: Stream, start: int, numel: int) -> torch.Tensor:
-        scales = self._streams[stream.param, stream.state + kinds.SCALES]
+        base, dot, rank = stream.state.partition(_OF_RANK)
+        scales = self._streams[stream.param, f"{base}{kinds.SCALES}{dot}{rank}"]
         parts = []
         for span in stream.spans(start, numel):
             own = list(scales.spans(span.start, span.numel))

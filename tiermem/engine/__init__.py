@@ -15,7 +15,7 @@ Files, in the order in which to read (imports go the same way, downward):
     casts           dtypes of the model, autocast                     losses          divided and scaled, by whom
     accumulation    which micro-batch ends a step                     phase_times     how long forward, backward and step take
     phases          offload_states, reload_states                     compiled        torch.compile, unit by unit
-    saving          save_16bit_model and whole state dicts
+    saving          save_16bit_model and whole state dicts            checkpoints     load_checkpoint
 
 Generation with all units in memory: tiermem.zero.weights.present. Learning rates and loaders: tiermem.schedule, tiermem.data.
 """

@@ -56,6 +56,11 @@ class Accumulation:
             self._check_holds_gradients("set_gradient_accumulation_boundary(False)")
         self._set_by_user = is_boundary
 
+    def begin_anew(self, micro_steps: int | None = None) -> None:
+        """The next micro-batch is the first of a step, after so many (default: those that have ended), in whole steps."""
+        ended = self.micro_steps if micro_steps is None else micro_steps
+        self.micro_steps = -(-ended // self.num_micro_batches) * self.num_micro_batches
+
     @contextlib.contextmanager
     def hold_back(self, block: str) -> Iterator[None]:
         """Backwards in the block add up and are not reduced, where `p.grad` has a place for them; see the module."""

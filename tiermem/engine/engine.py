@@ -28,6 +28,7 @@ from tiermem.config.batch import solve_batch
 from tiermem.engine.accumulation import Accumulation
 from tiermem.engine.agreed import agree_on_engine
 from tiermem.engine.casts import Autocast, cast_model, to_half
+from tiermem.engine.checkpoints import EngineCheckpoints
 from tiermem.engine.choice import OptimizerFactory, Parameters, choose_optimizer
 from tiermem.engine.compiled import CompiledForwards
 from tiermem.engine.facts import EngineFacts
@@ -48,7 +49,7 @@ logger = logging.getLogger("tiermem")
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
-class Engine(EngineFacts, nn.Module):
+class Engine(EngineFacts, EngineCheckpoints, nn.Module):
     """A sharded model with its optimizer, loss scale and schedule. Made by `initialize`; ended by `close`."""
 
     def __init__(
@@ -65,6 +66,7 @@ class Engine(EngineFacts, nn.Module):
         self.global_steps = 0
         self.skipped_steps = 0
         self.global_samples = 0
+        self.training_dataloader: Any = None  # whose place is saved; `initialize` sets its own
         self._was_step_applied = False
         self._compiled: CompiledForwards | None = None
         self._away: list[LiveUnit] = []  # resident units that offload_states took from the device

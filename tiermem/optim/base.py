@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,6 +153,16 @@ class NativeOptimizer(torch.optim.Optimizer):
         finally:
             sealing.remove()
             opening.remove()
+
+    def restore_ordinary(self, entries: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """Puts states of ordinary parameters back, as state dicts have them; an empty one has not been stepped. Blocks."""
+        self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        names = {param: name for name, param in self.named()}
+        for param, entry in entries.items():
+            self.state.pop(param, None)
+            if entry:
+                rule, precision = self.rule_of(self._groups[id(param)], param), self._ordinary_precision
+                self.state[param] = ordinary.restore_state(self._threads(), param, entry, rule, precision, names[param])
 
     def __getstate__(self) -> dict[str, Any]:
         if self._sharded:

@@ -113,6 +113,7 @@ class Shards:
         agree(everyone, facts_of(model, policy, self.device))
         self.states: StateTiles | None = None  # of the optimizer that steps this model
         self.is_held = False  # all units are kept present (present.py)
+        self.is_torn = False  # a restore failed half-way: a mixture of two steps
         self.topology: Topology = arrange(everyone, policy, ranks_per_node(), self.device.type)
         self._is_closed = False
         self._handles: list[RemovableHandle] = []
@@ -254,7 +255,12 @@ class Shards:
         self.refresh(shard.param)
 
     def check_may_change(self) -> None:
-        """Raises RuntimeError while units are held present that changes at home would not reach."""
+        """Raises RuntimeError while units are held present that changes at home would not reach, and for a torn model."""
+        if self.is_torn:
+            raise RuntimeError(
+                "opening a checkpoint failed half-way, so that this model is a mixture of two steps: open one that is whole, "
+                "or close it"
+            )
         if self.is_held:
             raise RuntimeError(
                 "weights cannot be stepped, replaced or set inside unwrap_model_for_generation: leave its block first"

@@ -1,0 +1,193 @@
+"""Load: a saved step becomes the state of a sharded model and its optimizer, for both faces.
+
+    find what there is -> open it on every rank -> fit names, groups, states -> put everything in place
+
+Up to there nothing is changed, and what does not fit is told. With `allow_older` a step that is not whole, or turns out to be
+damaged while it is read, gives way to the next older one; without, the error says which one that is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tiermem.checkpoint.custom import SavedWeights
+from tiermem.checkpoint.everywhere import DAMAGE, everywhere
+from tiermem.checkpoint.finding import Found, NothingSaved, find, read_latest, read_manifest
+from tiermem.checkpoint.fitting import Fitted, fit
+from tiermem.checkpoint.ordinary import check_ordinary, put_ordinary
+from tiermem.checkpoint.plain import decode
+from tiermem.checkpoint.restore import Wants, restore
+from tiermem.checkpoint.resuming import Group, check_moments, put_groups, put_rng, saved_groups
+from tiermem.checkpoint.source import Source
+from tiermem.optim.base import NativeOptimizer
+from tiermem.zero.ranks.agreement import agree
+from tiermem.zero.shards import Shards
+
+logger = logging.getLogger("tiermem")
+
+CustomLoad = Callable[..., Any]
+"""Called with src=(the saved weights, a mapping) and dst=(the model): puts the weights in place itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A step that was opened, and what was saved beside its states."""
+
+    path: Path  # the tag's folder, else the manifest
+    tag: str | None
+    step: int  # optimizer steps
+    world: int  # ranks that saved it
+    client_state: Any
+    engine: Mapping[str, Any]
+    has_states: bool  # masters, moments and counts were taken as well
+
+
+class Asked(NamedTuple):
+    """What of a saved step is asked for: the arguments of `load`."""
+
+    is_strict: bool
+    takes_states: bool
+    module_only: bool
+    custom_load: CustomLoad | None
+    beside: tuple[tuple[str, Any], ...]  # (field of the manifest or part, what has a state of that kind)
+
+
+def load(
+    shards: Shards,
+    optimizer: NativeOptimizer | None,
+    load_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: CustomLoad | None = None,
+    allow_older: bool = False,
+    scheduler: Any = None,
+    loss_scaler: Any = None,
+    loader: Any = None,
+) -> Loaded | None:
+    """Opens what `save` saved, on any number of ranks, tiers, tile sizes, paths and precisions.
+
+    Args:
+        optimizer: the one that steps the model; None: weights alone are taken.
+        load_dir: what was given to `save`, or the folder of a tag, a run or a manifest.
+        tag: default: what `latest` names.
+        load_module_strict: names that only the model or only the checkpoint has are an error with both lists; else a warning.
+        load_optimizer_states: False: masters are made from the weights; moments and counts stay as they are, new in a new
+            optimizer.
+        load_module_only: weights and buffers, and nothing else.
+        custom_load_fn: called with src= (a mapping of saved weights, each read when asked for) and dst= (the model) in place of
+            taking the weights; masters are then made from what it leaves. Collective, as what it calls may be.
+        allow_older: take the next older step when this one is not whole, or damaged.
+        scheduler, loss_scaler, loader: what goes on from its saved state by `load_state_dict`.
+
+    Returns None, with a warning, when no tag is given and nothing is saved there. On as many ranks as there were generators and
+    the position in the data are put back too, and training goes on to the bit.
+
+    Collective; blocks. Every byte is verified. Raises NothingSaved (a FileNotFoundError) for a tag that is not there;
+    ManifestError and ValueError for what does not fit, before anything is changed; DamagedState and OSError for what cannot be
+    read: then the model is a mixture that no step touches until another load has gone well.
+    """
+    beside = (("scheduler", scheduler), ("loss_scaler", loss_scaler), ("data", loader))
+    asked = Asked(load_module_strict, load_optimizer_states, load_module_only, custom_load_fn, beside)
+    candidates = _candidates(shards, Path(load_dir), tag)
+    for number, each in enumerate(candidates):
+        older = candidates[number + 1 :]
+        try:
+            return _open(shards, optimizer, each, older, asked)
+        except DAMAGE as error:
+            if not allow_older or not older:
+                raise
+            logger.warning("%s is not whole, an older step is opened: %s", each, error)
+    return None
+
+
+def _candidates(shards: Shards, where: Path, tag: str | None) -> list[Found]:
+    """What there is on every rank. Collective."""
+
+    def look() -> list[Found]:
+        try:
+            return find(where, tag)
+        except NothingSaved as error:
+            if tag is not None or (where.is_dir() and read_latest(where) is not None):
+                raise
+            logger.warning("nothing is opened: %s", error)
+            return []
+
+    found = everywhere(shards.topology, "looking for the checkpoint", look)
+    agree(shards.topology, {"number of saved steps": len(found)}, "load_checkpoint")
+    return found
+
+
+def _open(shards: Shards, optimizer: NativeOptimizer | None, found: Found, older: list[Found], asked: Asked) -> Loaded:
+    topology = shards.topology
+    source = everywhere(topology, f"opening {found}", lambda: Source(read_manifest(found), older))
+    with source:
+        manifest = source.manifest
+        agree(topology, {"saved step": f"run {manifest.run_id}, commit {manifest.commit}"}, "load_checkpoint")
+        wants = _wants(source, optimizer, asked)
+        fitted = fit(shards, source, asked.is_strict)
+        groups = _check_optimizer(source, shards, optimizer, fitted) if wants.states else []
+        if asked.custom_load is not None:
+            asked.custom_load(src=SavedWeights(source), dst=shards.model)
+        restore(shards, source, fitted, wants)
+        if wants.states:
+            assert optimizer is not None
+            put_groups(optimizer, groups)
+            put_ordinary(source, optimizer, topology)
+        if not asked.module_only:
+            _put_rest(source, shards, wants, asked)
+        return _loaded(source, found, wants)
+
+
+def _wants(source: Source, optimizer: NativeOptimizer | None, asked: Asked) -> Wants:
+    has_states = asked.takes_states and not asked.module_only and optimizer is not None
+    if has_states and source.manifest.optimizer is None:
+        logger.warning("%s holds no optimizer: its weights are opened, and states begin anew", source.file)
+        has_states = False
+    return Wants(weights=asked.custom_load is None, states=has_states)
+
+
+def _check_optimizer(
+    source: Source, shards: Shards, optimizer: NativeOptimizer | None, fitted: Fitted
+) -> list[tuple[Group, Group]]:
+    assert optimizer is not None
+    groups = saved_groups(source, optimizer, fitted)
+    check_moments(source, shards, fitted)
+    check_ordinary(source, optimizer)
+    return groups
+
+
+def _put_rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> None:
+    """Generators, schedule, loss scale, position in the data."""
+    rank, manifest = shards.topology.rank, source.manifest
+    is_same_world = manifest.world == shards.topology.world
+    if not is_same_world and rank == 0:
+        text = "%s was saved on %d ranks and is opened on %d: generators and the position in the data are not put back"
+        logger.info(text, source.file, manifest.world, shards.topology.world)
+    if is_same_world:
+        put_rng(source.parts[rank].rng, f"{source.file}: rng of rank {rank}", shards.device)
+    for name, owner in asked.beside:
+        saved = getattr(source.parts[rank], name) if name == "data" and is_same_world else getattr(manifest, name, None)
+        if saved is not None and hasattr(owner, "load_state_dict") and (wants.states or name != "loss_scaler"):
+            owner.load_state_dict(decode(saved, f"{source.file}: {name}"))
+
+
+def _loaded(source: Source, found: Found, wants: Wants) -> Loaded:
+    manifest = source.manifest
+    engine = decode(manifest.engine, f"{source.file}: engine")
+    return Loaded(
+        path=found.file.parent if found.tag is not None else source.file,
+        tag=found.tag,
+        step=manifest.step,
+        world=manifest.world,
+        client_state=decode(manifest.client_state, f"{source.file}: client_state"),
+        engine=engine if isinstance(engine, dict) else {},
+        has_states=wants.states,
+    )
