@@ -25,7 +25,7 @@ from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES
 from tiermem.tools.budget import ModelSizes, activation_terms
 from tiermem.zero.plan import Plan, make_plan
-from tiermem.zero.ranks.mesh import plan_layout
+from tiermem.zero.ranks.mesh import plan_topology
 from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.unit import Division, Unit, divide
 
@@ -151,8 +151,7 @@ def plan_scenario(scenario: Scenario) -> Planned:
             "nvme"
         )
     policy = _within(loaded.policy(), cluster, sum(line.num_bytes for line in extra if line.tier == "HOST"))
-    num_shards = plan_layout(cluster.num_ranks, policy, cluster.ranks_per_node).num_shards
-    topology = Topology(None, 0, cluster.num_ranks, num_shards, 0)
+    topology = plan_topology(cluster.num_ranks, policy, cluster.ranks_per_node)
     division, plan, policy = _plan(model, policy, topology, is_gpu, cluster.ranks_per_node)
     lines = [Line(row.what, row.tier.name, row.num_bytes, row.why) for row in plan.rows]
     lines += _passing_lines(division.units, plan) if is_gpu else []

@@ -21,7 +21,7 @@ from tiermem.tools.job import Job
 
 if TYPE_CHECKING:
     from tiermem.engine import Engine
-    from tiermem.forecast import Forecast, Rates
+    from tiermem.forecast import Rates
 
 _KERNEL_ROOM_BYTES = 16  # per parameter that is stepped to measure
 _LEAST_KERNEL_NUMEL = 1 << 20
@@ -55,8 +55,10 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
     """The figures of a step and of memory, as JSON takes them; `disk` holds rates in bytes per second."""
     if isinstance(measured, str):
         return {"not_made": measured}
+    from tiermem.forecast import forecast_shards
+
     rates = _rates(measured, disk)
-    forecast = _forecast(engine, measured.maths, rates)
+    forecast = forecast_shards(engine.shards, measured.maths.compute, rates, engine.gradient_accumulation_steps())
     plan = engine.shards.plan
     terms = activation_terms(ModelSizes.of(job.shape), job.batch * job.seq, job.precision, job.is_checkpointing)
     activations = sum(term.num_bytes for term in terms)
@@ -73,29 +75,6 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
         "busy_s": {lane: dict(by) for lane, by in forecast.busy_s.items()},
         "rates": {"compute": measured.maths.compute._asdict(), **dataclasses.asdict(rates), "disk": disk},
     }
-
-
-def _forecast(engine: Engine, maths: Maths, rates: Rates) -> Forecast:
-    """Plays a step of the model as it was divided and planned."""
-    from tiermem.forecast import forecast_step, uses_of
-    from tiermem.zero.ranks.topology import ranks_per_node
-    from tiermem.zero.unit import divide
-
-    shards = engine.shards
-    division = divide(engine.module, shards.policy, shards.topology.num_shards)
-    for unit, live in zip(division.units, shards.units, strict=True):
-        unit.is_resident = live.unit.is_resident
-    return forecast_step(
-        division,
-        shards.plan,
-        shards.policy,
-        shards.topology,
-        uses_of(engine.module, division, maths.compute),
-        rates,
-        shards.device.type == "cuda",
-        ranks_per_node(),
-        engine.gradient_accumulation_steps(),
-    )
 
 
 def _rates(measured: Measured, disk: Figures | None) -> Rates:

@@ -66,6 +66,9 @@ CASES: dict[str, dict[str, Any]] = {
     "master is the weight": {"precision": Precision.preset("bf16")},
     "parameters in memory": {"params": Tier.DEVICE},
     "optimizer in memory": {"optim": Tier.HOST},
+    "stepped in backward": {"step_in_backward": True},
+    "stepped in backward, two unit buffers": {"step_in_backward": True, "unit_buffers": 2},
+    "nothing fetched ahead": {"prefetch_numel": 0},
     "some parameters on the host": {"host_param_numel": 9000},
 }
 
@@ -93,3 +96,14 @@ def test_a_resident_share_takes_its_bytes_off_both_edges(tmp_path: Path) -> None
     with_some = forecast_of(model, dataclasses.replace(policy, resident_bytes=12 * 4096 * 2))
     saved = [without.edge_bytes(edge) - with_some.edge_bytes(edge) for edge in (NVME_TO_HOST, HOST_TO_NVME)]
     assert saved[0] == saved[1] > 0
+
+
+def test_what_is_stepped_in_backward_moves_there(tmp_path: Path) -> None:
+    model = seeded(zoo.Tower)
+    held = forecast_of(model, OffloadPolicy(paths=[tmp_path], **ALL_ON_NVME))
+    stepped = forecast_of(model, OffloadPolicy(paths=[tmp_path], **ALL_ON_NVME, step_in_backward=True))
+    assert held.moved_bytes[HOST_TO_NVME].get("backward", 0) == 0
+    assert stepped.moved_bytes[HOST_TO_NVME].get("step", 0) == 0
+    assert stepped.edge_bytes(HOST_TO_NVME) == held.edge_bytes(HOST_TO_NVME)
+    assert stepped.seconds["step"] == 0 < held.seconds["step"]
+    assert stepped.seconds["backward"] > held.seconds["backward"]

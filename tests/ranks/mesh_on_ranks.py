@@ -24,6 +24,8 @@ from mesh_cases import CASES, NUM_STEPS, RANKS_ON_NODE, policy_of
 from twins import seeded
 
 import tiermem
+from tiermem.forecast import Rates, forecast_shards
+from tiermem.forecast.rates import Compute
 
 
 def main(out: Path, nvme: Path, *cases: str) -> None:
@@ -69,6 +71,7 @@ def train(case: str, nvme: Path) -> dict[str, Any]:
             "losses": losses,
             "weights": numbers(model.state_dict()),
             "payloads": payloads,  # of forward, backward and step, in turn
+            "forecast": forecast_shards(shards, Compute(1e-9, 2e-9), Rates(1e9, 1e9)).payload_bytes,
             "num_shards": shards.topology.num_shards,
             "ranks_on_node": int(os.environ["LOCAL_WORLD_SIZE"]),
             "mesh": None if shards.topology.mesh is None else list(shards.topology.mesh.mesh_dim_names or ()),

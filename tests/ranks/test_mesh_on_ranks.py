@@ -5,6 +5,8 @@ One launch of four processes runs every case (mesh_on_ranks.py); the tests look 
 
 from __future__ import annotations
 
+import collections
+import itertools
 import json
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from typing import Any
 
 import hosts
 import pytest
-from mesh_cases import HPZ, MICS, QUANTISED, RANKS
+from mesh_cases import CASES, HPZ, MICS, QUANTISED, RANKS
 
 HERE = Path(__file__).parent
 
@@ -135,6 +137,17 @@ def test_quantised_reductions_send_within_the_node_and_then_across(launched: lis
         whole = bytes_of(plain, "reducing", "shard")
         assert sent["within"] < whole * 0.3  # 1.0625 bytes of 4, and blocks that are not full
         assert sent["across"] < sent["within"] * 0.6  # one node's sum instead of every rank's
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_forecast_hands_collectives_what_a_step_does(case: str, launched: list[dict[str, Any]]) -> None:
+    for found in launched:
+        said = {among: sum(phases.values()) for among, phases in found[case]["forecast"].items()}
+        sent: collections.Counter[str] = collections.Counter()
+        for _, what, num_bytes, among in itertools.chain(*found[case]["payloads"][6:9]):  # of the third step
+            if what.startswith(("gathering", "reducing")):
+                sent[among] += num_bytes
+        assert said == sent and sum(sent.values()) > 0
 
 
 @pytest.mark.parametrize("case", QUANTISED)

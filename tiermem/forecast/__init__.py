@@ -4,6 +4,7 @@ Read in this order (imports go the same way, downward):
 
     rates       how fast this machine's disk, links and arithmetic are      timeline   tasks on lanes, played event by event
     uses        which modules a step runs, and what each computes           fetches    which units are read, and when
+    wires       what collectives take, call by call
     steps       a training step as tasks: reads, gathers, maths, tiles      forecast   bytes per edge, seconds per phase
     infinity    the ZeRO-Infinity paper's tables, by its own formulas
 
@@ -13,9 +14,9 @@ here it is only put on a clock. Nothing is allocated, read or sent, and no colle
 
 from __future__ import annotations
 
-from tiermem.forecast.forecast import Forecast, forecast_step
+from tiermem.forecast.forecast import Forecast, forecast_shards, forecast_step
 from tiermem.forecast.rates import Rates
 from tiermem.forecast.timeline import Task, Timeline, play
 from tiermem.forecast.uses import Use, uses_of
 
-__all__ = ["Forecast", "Rates", "Task", "Timeline", "Use", "forecast_step", "play", "uses_of"]
+__all__ = ["Forecast", "Rates", "Task", "Timeline", "Use", "forecast_shards", "forecast_step", "play", "uses_of"]

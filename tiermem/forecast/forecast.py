@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from tiermem.forecast.rates import Rates
+from tiermem.forecast.rates import Compute, Rates
 from tiermem.forecast.steps import BACKWARD, FORWARD, MATHS, STEP, Course, build_steps
 from tiermem.forecast.timeline import Timeline, play
-from tiermem.forecast.uses import Use
+from tiermem.forecast.uses import Use, uses_of
 from tiermem.policy import OffloadPolicy
 from tiermem.zero.plan import Plan
-from tiermem.zero.ranks.topology import Topology
-from tiermem.zero.unit import Division
+from tiermem.zero.ranks.topology import Topology, ranks_per_node
+from tiermem.zero.unit import Division, divide
+
+if TYPE_CHECKING:
+    from tiermem.zero.shards import Shards
 
 PHASES = (FORWARD, BACKWARD, STEP)
 
@@ -29,6 +33,8 @@ class Forecast:
     """Of each phase: "forward" and "backward" (all micro-batches together) and "step"."""
     moved_bytes: Mapping[str, Mapping[str, int]]
     """By edge ("NVME -> HOST", ...) and phase. What is read ahead counts in the phase that begins the read."""
+    payload_bytes: Mapping[str, Mapping[str, int]]
+    """What is handed to collectives, by who takes part ("shard", "within", ...) and phase; as zero/ranks/traffic.py counts."""
     busy_s: Mapping[str, Mapping[str, float]]
     """By lane ("disk", "maths", ...) and phase: how long it works; the busiest bounds the phase."""
 
@@ -72,8 +78,27 @@ def forecast_step(
     return _second_step(play(build_steps(course, 2)))
 
 
+def forecast_shards(shards: Shards, compute: Compute, rates: Rates, num_micro: int = 1) -> Forecast:
+    """Plays a step of a model that is sharded, as it was divided and planned; see `forecast_step`. Calls no collective."""
+    division = divide(shards.model, shards.policy, shards.topology.num_shards)
+    for unit, live in zip(division.units, shards.units, strict=True):
+        unit.is_resident = live.unit.is_resident
+    return forecast_step(
+        division,
+        shards.plan,
+        shards.policy,
+        shards.topology,
+        uses_of(shards.model, division, compute),
+        rates,
+        shards.device.type == "cuda",
+        ranks_per_node(),
+        num_micro,
+    )
+
+
 def _second_step(timeline: Timeline) -> Forecast:
     moved: dict[str, dict[str, int]] = {}
+    payloads: dict[str, dict[str, int]] = {}
     busy: dict[str, dict[str, float]] = {}
     seconds = dict.fromkeys(PHASES, 0.0)
     before_s = 0.0
@@ -82,6 +107,8 @@ def _second_step(timeline: Timeline) -> Forecast:
         is_program = task.lane == MATHS  # which is what the program waits for, in the order of the tasks
         if number == "1":
             lane, edge = busy.setdefault(task.lane, {}), moved.setdefault(task.edge, {})
+            among = payloads.setdefault(task.among, {})
+            among[phase] = among.get(phase, 0) + task.payload_bytes
             lane[phase] = lane.get(phase, 0.0) + task.seconds
             edge[phase] = edge.get(phase, 0) + task.num_bytes
             if is_program:
@@ -89,4 +116,5 @@ def _second_step(timeline: Timeline) -> Forecast:
         if is_program:
             before_s = max(before_s, end_s)
     moved.pop("", None)
-    return Forecast(seconds, moved, busy)
+    payloads.pop("", None)
+    return Forecast(seconds, moved, payloads, busy)

@@ -3,7 +3,7 @@
 disk       one node's paths together; its ranks share them. A shared disk moves one direction at a time (what a single
            queue of a virtual disk does); a duplex one both at once
 link       between HOST and a rank's GPU, each way; no link where the maths runs on the CPU
-network    what one rank sends or receives
+network    what one rank sends or receives; near: to and from ranks of its own node
 kernels    one rank's optimizer steps, in bytes of memory traffic a second; gradients: its passes over gradients, likewise
 
 compute    seconds of maths, from what a block took (`Compute`), or from a peak (`Compute.of_peak`)
@@ -52,6 +52,8 @@ class Rates:
     network_bytes_s: float = 10e9
     kernel_bytes_s: float = 50e9
     is_disk_duplex: bool = False
+    near_bytes_s: float | None = None
+    """Between ranks of one node. None: as fast as the network."""
     gradient_bytes_s: float | None = None
     """Of gradients on their way home: read, added up and written. None: as fast as kernels."""
     use_s: float = 150e-6
@@ -60,7 +62,7 @@ class Rates:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            may_be_none = field.name == "gradient_bytes_s" and value is None
+            may_be_none = field.name in ("gradient_bytes_s", "near_bytes_s") and value is None
             if field.name != "is_disk_duplex" and not (
                 may_be_none or value > 0 or (field.name == "use_s" and value == 0)
             ):

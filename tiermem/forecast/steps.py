@@ -1,32 +1,38 @@
 """Steps: training steps of one rank as tasks, in the order in which the library itself issues them.
 
     forward    per use:  read shard (disk) -> gather (network) -> copy to the GPU (link) -> maths
-    backward   per use:  the same, then reduce (network) -> copy to the host -> add to its home -> write (disk)
+    backward   per use:  the same, then per bucket: pack -> reduce (network), while backward goes on; the oldest of two under
+               way arrives before a third begins: add up -> copy to the host -> add to its home -> write (disk)
     step       per tile: read -> kernel -> write, through a fixed number of buffers; the first reads begin in backward, once
-               no unit is left to be read; then what next forward begins with is read
+               no unit is left to be read; then what next forward begins with is read. With step_in_backward a unit's tiles
+               are stepped where its gradients arrive, and backward waits for them
 
-Lanes: `disk` (or `disk read` and `disk write` when both go at once), `network`, `link down`, `link up`, `maths` and, beside a
-GPU, `kernels`; on a CPU kernels and maths share the cores, so they share a lane.
+Lanes: `disk` (or `disk read` and `disk write` when both go at once), `network`, `near network` within a node, `link down`,
+`link up`, `maths` and, beside a GPU, `kernels`; on a CPU kernels and maths share the cores, so they share a lane.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from tiermem.forecast.fetches import Buffers, Fetching
+from tiermem.forecast.fetches import Buffers, Fetching, Start
 from tiermem.forecast.rates import Rates
-from tiermem.forecast.tile_loads import tile_loads
+from tiermem.forecast.tile_loads import TileLoad, tile_loads
 from tiermem.forecast.timeline import Task
 from tiermem.forecast.uses import Use
+from tiermem.forecast.wires import Send, buckets_of, gathers, keeps_second, reductions, updates
 from tiermem.policy import OffloadPolicy, Tier
+from tiermem.zero.gradients.buckets import Bucket
+from tiermem.zero.gradients.reduce import num_under_way
 from tiermem.zero.plan import Plan
 from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.unit import Unit
 
 NVME_TO_HOST, HOST_TO_NVME = "NVME -> HOST", "HOST -> NVME"
 HOST_TO_DEVICE, DEVICE_TO_HOST = "HOST -> DEVICE", "DEVICE -> HOST"
-RANK_TO_RANK = "rank -> rank"
+RANK_TO_RANK, RANK_TO_NEAR = "rank -> rank", "rank -> rank of its node"
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 MATHS = "maths"
 
@@ -46,6 +52,16 @@ class Course:
     rates: Rates  # of this rank
     is_gpu: bool
     num_micro: int  # micro-batches of a step
+
+
+class _Reducing(NamedTuple):
+    """A bucket of gradients between ranks."""
+
+    unit: Unit
+    bucket: Bucket
+    sent: int  # the task that ends its way
+    is_first: bool  # of the micro-batches
+    is_last: bool  # of the unit's buckets
 
 
 def build_steps(course: Course, num_steps: int) -> list[Task]:
@@ -68,10 +84,15 @@ class _Builder:
         streamed = {unit.index: unit.full_numel for unit in course.units if not unit.is_resident}
         num_slots = course.plan.num_unit_slots or course.policy.unit_buffers or 3
         policy = course.policy
-        bounds = Buffers(num_slots, policy.prefetch_numel, policy.max_live_numel, policy.max_reuse_numel)
-        self._fetching = Fetching(streamed, bounds)
+        ahead = 0 if policy.gather_way == "single" else policy.prefetch_numel
+        bounds = Buffers(num_slots, ahead, policy.max_live_numel, policy.max_reuse_numel, course.plan.num_stage_slots)
+        on_nvme = [index for index, home in course.plan.unit_homes.items() if home is Tier.NVME]
+        self._fetching = Fetching(streamed, bounds, on_nvme, self._gathered_units())
         self._begun: list[int] = []  # head start: tasks that read the first tiles
         self._grad_writes: list[int] = []
+        self._staged: dict[int, int] = {}  # unit -> the task that reads its shard
+        self._seconds: set[int] = set()  # units of which a second copy is near by
+        self._under_way: list[_Reducing] = []  # oldest first
 
     def build(self, num_steps: int) -> list[Task]:
         for number in range(num_steps):
@@ -96,7 +117,7 @@ class _Builder:
         }
         for use in reversed(self._course.uses):
             self._run(use, use.backward_s)
-            if not self._fetching.expects_fetches():
+            if not self._fetching.expects_reads():
                 self._begin_tiles()
             for index in use.units:
                 left[index] -= 1
@@ -105,34 +126,80 @@ class _Builder:
         for unit in self._course.units:
             if unit.is_trainable and unit.index not in left:  # small ones that stay present: at the end
                 self._receive(unit, is_first=micro == 0)
+        while self._under_way:
+            self._arrive()
 
     def _run(self, use: Use, seconds: float) -> None:
         """One module's maths, once its units have come; what is fetched ahead is begun before it."""
-        urgent, ahead = self._fetching.use(use.units)
-        for index in (*urgent, *ahead):
-            self._fetch(self._unit(index))
+        for begun in self._fetching.use(use.units):
+            self._begin(begun)
         arrivals = [self._arrivals[index] for index in use.units if index in self._arrivals]
         self._last = self._add(use.name, MATHS, seconds + self._rates.use_s, [self._last, *arrivals])
 
-    def _fetch(self, unit: Unit) -> None:
-        course, after = self._course, self._last
-        if course.plan.unit_homes.get(unit.index) is Tier.NVME:
+    def _begin(self, start: Start) -> None:
+        """A unit begins its way, or a part of it."""
+        course, after, unit = self._course, self._last, self._unit(start.unit)
+        if start.what != "gather" and course.plan.unit_homes.get(unit.index) is Tier.NVME:
             after = self._read(unit.name, unit.shard_bytes, [after])
-        if course.topology.num_shards > 1:
-            after = self._send(f"gather {unit.name}", unit.full_bytes, [after], course.topology.num_shards)
+        if start.what == "read":
+            self._staged[unit.index] = after
+            return
+        if unit.index in self._staged:
+            after = self._last = self._add("read", MATHS, 0.0, [self._last, self._staged.pop(unit.index)])
+        has_second = unit.index in self._seconds
+        after = self._send(f"gather {unit.name}", gathers(unit, course.policy, course.topology, has_second), after)
+        if start.what == "gather" and keeps_second(course.policy, course.topology):
+            self._seconds.add(unit.index)
+            self._fetching.kept_near(unit.index)
         if course.is_gpu:
             num_bytes = unit.shard_bytes
             seconds = num_bytes / self._rates.link_bytes_s
             after = self._add(f"to GPU {unit.name}", "link down", seconds, [after], HOST_TO_DEVICE, num_bytes)
         self._arrivals[unit.index] = after
 
+    def _gathered_units(self) -> list[int]:
+        """Streamed units that do not rest as they are present: in parts on several ranks, or as blocks."""
+        is_cut = self._course.topology.num_shards > 1
+        return [
+            unit.index
+            for unit in self._course.units
+            if not unit.is_resident and (is_cut or _is_packed(unit, self._course))
+        ]
+
+    # ---- gradients -----------------------------------------------------------------------------------------------------
+
     def _receive(self, unit: Unit, is_first: bool) -> None:
-        """A unit's gradients on their way home."""
-        course, after = self._course, self._last
-        if course.topology.world > 1:
-            num_bytes = self._reduced_bytes(unit)
-            seconds = num_bytes / self._rates.network_bytes_s
-            after = self._add(f"reduce {unit.name}", "network", seconds, [after], RANK_TO_RANK, num_bytes)
+        """A unit's gradients begin their way home; alone they are there at once."""
+        course = self._course
+        if course.topology.world == 1:
+            self._bring_home(unit, is_first, self._last)
+            return
+        buckets = buckets_of(unit, course.policy, course.topology)
+        for number, bucket in enumerate(buckets):
+            while len(self._under_way) >= num_under_way(course.policy):
+                self._arrive()
+            packed = self._last if course.is_gpu else self._put(f"pack {unit.name}", 2 * bucket.num_bytes, [self._last])
+            self._goes_on(packed)
+            sent = self._send(f"reduce {unit.name}", reductions(bucket, course.policy, course.topology), packed)
+            self._under_way.append(_Reducing(unit, bucket, sent, is_first, number == len(buckets) - 1))
+            if not course.policy.overlap_reduce:
+                self._arrive()
+
+    def _arrive(self) -> None:
+        """The oldest reduction ends; with its unit's last, the gradients are brought home."""
+        oldest = self._under_way.pop(0)
+        after = self._last
+        if self._course.is_gpu:
+            after = oldest.sent
+        else:
+            after = self._put(f"add up {oldest.unit.name}", oldest.bucket.num_bytes, [after, oldest.sent])
+            self._goes_on(after)
+        if oldest.is_last:
+            self._bring_home(oldest.unit, oldest.is_first, after)
+
+    def _bring_home(self, unit: Unit, is_first: bool, after: int) -> None:
+        """This rank's part of a unit's gradients is copied or added to where it rests, or stepped with."""
+        course = self._course
         if course.is_gpu:
             num_bytes = unit.shard_bytes
             seconds = num_bytes / self._rates.link_bytes_s
@@ -147,8 +214,17 @@ class _Builder:
                 after = self._read(f"gradients {unit.name}", grad_bytes, [after, *free])
             after = self._put(f"add {unit.name}", streamed, [after, *free])
             self._grad_writes.append(self._write(f"gradients {unit.name}", grad_bytes, [after]))
-        if not course.is_gpu:
-            self._last = after  # the program waits for its own cores
+        self._goes_on(after)
+        if course.policy.step_in_backward:
+            self._fetching.outdate(unit.index)
+            self._seconds.discard(unit.index)
+            writes = self._tiles([load for load in self._loads if load.unit == unit.index], [], after)
+            self._last = self._add(f"stepped {unit.name}", MATHS, 0.0, [self._last, after, *writes])
+
+    def _goes_on(self, after: int) -> None:
+        """The program waits for its own cores, not for a GPU's."""
+        if not self._course.is_gpu:
+            self._last = after
 
     # ---- the step ------------------------------------------------------------------------------------------------------
 
@@ -168,23 +244,27 @@ class _Builder:
         self._arrivals.clear()
         self._last = self._add("norm", MATHS, 0.0, waited)
         begun, self._begun = self._begun, []
-        self._last = self._add("written", MATHS, 0.0, [self._last, *self._tiles(begun)])
+        if not course.policy.step_in_backward:
+            writes = self._tiles(self._loads, begun, self._last)
+            self._last = self._add("written", MATHS, 0.0, [self._last, *writes])
         if course.topology.num_shards > 1 or course.is_gpu:
             for unit in course.units:
                 if unit.is_resident and unit.is_trainable:
-                    self._regather(unit)
+                    self._update(unit)
             self._last = self._add("gathered", MATHS, 0.0, [self._last])
-        for index in self._fetching.step():
-            self._fetch(self._unit(index))
+        if not course.policy.step_in_backward:
+            self._seconds.clear()
+            for start in self._fetching.step():
+                self._begin(start)
 
-    def _tiles(self, begun: list[int]) -> list[int]:
-        """Every tile through read, kernel and write; returns the writes."""
+    def _tiles(self, loads: Sequence[TileLoad], begun: list[int], first: int) -> list[int]:
+        """Tiles through read, kernel and write, once `first` has ended; returns the writes."""
         policy, num_buffers = self._course.policy, max(1, self._course.plan.num_tile_slots)
         kernels: list[int] = []
         writes: list[int] = []
         pending = list(begun)
-        for place, load in enumerate(self._loads):
-            after = [self._last]
+        for place, load in enumerate(loads):
+            after = [first]
             if self._course.plan.num_tile_slots:
                 after += writes[place - num_buffers : place - num_buffers + 1] if place >= num_buffers else []
                 after += [] if policy.pipeline_read else kernels[-1:]
@@ -197,11 +277,10 @@ class _Builder:
             writes.append(self._write("tile", load.written_bytes, [kernels[-1]]))
         return writes
 
-    def _regather(self, unit: Unit) -> None:
+    def _update(self, unit: Unit) -> None:
         """The new weights of a unit that stays present reach every rank's copy."""
         course = self._course
-        if course.topology.num_shards > 1:
-            self._last = self._send(f"gather {unit.name}", unit.full_bytes, [self._last], course.topology.num_shards)
+        self._last = self._send(f"update {unit.name}", updates(unit, course.policy, course.topology), self._last)
         if course.is_gpu:
             seconds = unit.shard_bytes / self._rates.link_bytes_s
             name = f"to GPU {unit.name}"
@@ -219,16 +298,18 @@ class _Builder:
         seconds = num_bytes / self._rates.disk_write_bytes_s
         return self._add(f"write {name}", lane, seconds, after, HOST_TO_NVME, num_bytes)
 
-    def _send(self, name: str, full_bytes: int, after: list[int], num_ranks: int) -> int:
-        """A collective over a full layout: of it, a rank sends and receives all parts but its own."""
-        num_bytes = full_bytes * (num_ranks - 1) // num_ranks
-        return self._add(name, "network", num_bytes / self._rates.network_bytes_s, after, RANK_TO_RANK, num_bytes)
-
-    def _reduced_bytes(self, unit: Unit) -> int:
-        """What a rank sends of a unit's gradients: all parts but its own, then its part to its copies and back."""
-        num_shards, num_copies = self._course.topology.num_shards, self._course.topology.num_replicas
-        to_shards = unit.full_bytes * (num_shards - 1) // num_shards
-        return to_shards + 2 * (unit.full_bytes // num_shards) * (num_copies - 1) // num_copies
+    def _send(self, name: str, sends: Sequence[Send], after: int) -> int:
+        """Collectives, one after the other; returns the last, or what they would have come after."""
+        for send in sends:
+            is_near = send.among == "within" and self._rates.near_bytes_s is not None
+            rate = self._rates.near_bytes_s if is_near else None
+            seconds = send.crossing_bytes / (rate or self._rates.network_bytes_s)
+            edge = RANK_TO_NEAR if send.among == "within" else RANK_TO_RANK
+            lane = "near network" if is_near else "network"
+            after = self._add(name, lane, seconds, [after], edge, send.crossing_bytes)
+            task = self._tasks[after]
+            self._tasks[after] = task._replace(among=send.among, payload_bytes=send.payload_bytes)
+        return after
 
     def _kernel(self, name: str, memory_bytes: int, after: list[int]) -> int:
         lane = "kernels" if self._course.is_gpu else MATHS
@@ -255,3 +336,7 @@ class _Builder:
 
     def _unit(self, index: int) -> Unit:
         return self._course.units[index]
+
+
+def _is_packed(unit: Unit, course: Course) -> bool:
+    return unit.is_packed or (course.policy.quantised_gather and unit.dtype.is_floating_point)

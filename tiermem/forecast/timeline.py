@@ -21,8 +21,8 @@ from typing import NamedTuple
 class Task(NamedTuple):
     """One piece of work.
 
-    `after` holds numbers of earlier tasks of the same list. `phase` and `edge` are labels for who adds up; `num_bytes` is what
-    the task moves over its edge.
+    `after` holds numbers of earlier tasks of the same list. `phase`, `edge` and `among` are labels for who adds up; `num_bytes`
+    is what the task moves over its edge, `payload_bytes` what it hands to a collective among some ranks.
     """
 
     name: str
@@ -33,6 +33,8 @@ class Task(NamedTuple):
     edge: str = ""
     num_bytes: int = 0
     priority: int = 0
+    among: str = ""
+    payload_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

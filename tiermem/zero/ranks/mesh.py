@@ -82,6 +82,23 @@ def plan_layout(world: int, policy: OffloadPolicy, ranks_on_node: int) -> Layout
     return Layout(world // num_shards, num_shards // num_within, num_within)
 
 
+def plan_topology(world: int, policy: OffloadPolicy, ranks_on_node: int) -> Topology:
+    """Rank 0's place among ranks that are not there: sizes without groups, for plans. Raises ValueError as `plan_layout`."""
+    layout = plan_layout(world, policy, ranks_on_node)
+    has_stages = layout.num_across > 1 and layout.num_within > 1
+    return Topology(
+        None,
+        0,
+        world,
+        layout.num_shards,
+        0,
+        across=Peers(None, 0, layout.num_across) if has_stages else None,
+        within=Peers(None, 0, layout.num_within) if has_stages else None,
+        gathers_in_stages=has_stages and policy.two_stage_gather,
+        packs_reductions=policy.quantised_reduction and layout.num_shards > 1,
+    )
+
+
 def arrange(topology: Topology, policy: OffloadPolicy, ranks_on_node: int, device_type: str = "cpu") -> Topology:
     """This rank's place and groups under a policy; `topology` as it is when that needs no groups of its own.
 
