@@ -2,8 +2,8 @@
 
     for each loop:   a step of each model | the yardstick | a step with the pipeline off | the yardstick | ...
 
-A model (stepped_model.py) is measured for each value of --preset and --resident; with --compare its pipeline is switched
-from step to step.
+A model (stepped_model.py) is measured for each value of --preset, --resident and --verify; with --compare its pipeline is
+switched from step to step.
 The yardstick (step_roofline.py) moves the same bytes in between, on the same paths: a disk that others use drifts, so what is
 compared is taken in turns, and medians are reported. Bytes are those of the queues' completions, checked against the
 kernel's.
@@ -19,12 +19,13 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from rich.console import Console
 
 from tiermem.precision import Precision
 from tiermem.swap.settings import IoSettings
+from tiermem.swap.sums import Verify
 from tiermem.tools.bench_files import check_room
 from tiermem.tools.byte_size import format_bytes, parse_bytes
 from tiermem.tools.counts import IoCounts
@@ -55,6 +56,7 @@ class Case(NamedTuple):
 
     preset: str
     resident_bytes: int  # of the states, in memory
+    verify: Verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,8 @@ class StepBenchOptions:
     loops: int = 5
     resident: str = "0"
     """Sizes or percentages of the states, separated by commas."""
+    verify: str = "always"
+    """Which reads are compared with checksums, as in `OffloadPolicy.verify`; several, separated by commas."""
     compares: bool = False
     pipelines: bool = True
     only_states: bool = False
@@ -103,7 +107,11 @@ class StepBenchOptions:
         for preset in presets:
             Precision.preset(preset)  # raises for one that does not exist
         sizes = _words("--resident", self.resident, "sizes or percentages with commas between, such as 0,25%,50%")
-        return [Case(preset, _resident_bytes(size, self.state_bytes(preset))) for preset in presets for size in sizes]
+        ways = [
+            _verify(word) for word in _words("--verify", self.verify, "always, sample or resume, with commas between")
+        ]
+        residents = {preset: [_resident_bytes(size, self.state_bytes(preset)) for size in sizes] for preset in presets}
+        return [Case(p, resident, way) for p in presets for resident in residents[p] for way in ways]
 
     def state_bytes(self, preset: str) -> int:
         """Bytes of optimizer states, about."""
@@ -159,6 +167,7 @@ def _build(options: StepBenchOptions, case: Case) -> SteppedModel:
         options.only_states,
         IoSettings(options.engine),
         options.ways()[0],
+        case.verify,
     )
 
 
@@ -193,6 +202,7 @@ def _figures_of(series: _Series, options: StepBenchOptions, memory_bytes_s: floa
         "num_params": model.num_params,
         "precision": options.precision,
         "preset": model.preset,
+        "verify": model.verify,
         "state_bytes": model.state_bytes,
         "resident_bytes": model.resident_bytes,
         "resident_fraction": model.resident_bytes / model.state_bytes,
@@ -295,6 +305,13 @@ def _words(option: str, text: str, wanted: str) -> list[str]:
     if not all(words):
         raise ValueError(f"{option} is {text!r}; write {wanted}")
     return words
+
+
+def _verify(word: str) -> Verify:
+    for each in get_args(Verify):
+        if word == each:
+            return each
+    raise ValueError(f"--verify: {word!r}; allowed are {', '.join(get_args(Verify))}")
 
 
 def _resident_bytes(word: str, state_bytes: int) -> int:

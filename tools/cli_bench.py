@@ -111,6 +111,9 @@ def bench_step(
     loops: Annotated[int, typer.Option(help="steps to time")] = 5,
     resident: Annotated[str, typer.Option(help="states kept in memory; several such as 0,25%,1GiB are compared")] = "0",
     only_states: Annotated[bool, typer.Option("--only-states", help="keep parameters and gradients in memory")] = False,
+    verify: Annotated[
+        str, typer.Option(help="checksums: always, sample, resume (none); several with commas are compared")
+    ] = "always",
     compare: Annotated[bool, typer.Option("--compare", help="also with either half of the pipeline off")] = False,
     no_pipeline: Annotated[bool, typer.Option("--no-pipeline", help="read, compute and write in turn")] = False,
     yardstick: Annotated[Path | None, typer.Option(help="build/yardsticks/bare_loop, from `make yardsticks`")] = None,
@@ -133,6 +136,7 @@ def bench_step(
             preset=preset,
             loops=loops,
             resident=resident,
+            verify=verify,
             compares=compare,
             pipelines=not no_pipeline,
             only_states=only_states,

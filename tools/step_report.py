@@ -12,7 +12,7 @@ from rich.table import Table
 
 Figures = Mapping[str, Any]
 
-_DIFFERENCES = {"preset": "smaller states", "resident_bytes": "resident states"}
+_DIFFERENCES = {"preset": "smaller states", "resident_bytes": "resident states", "verify": "unverified states"}
 
 
 def print_figures(figures: Figures, console: Console) -> None:
@@ -69,6 +69,7 @@ def _models_table(rows: Sequence[Figures]) -> Table:
     """Time and bytes beside each other: what is smaller, or rests in memory, is neither read nor written."""
     columns = (
         "resident",
+        "verified",
         "step, median (min to max)",
         "faster",
         "time saved",
@@ -82,6 +83,7 @@ def _models_table(rows: Sequence[Figures]) -> Table:
         table.add_row(
             row["preset"],
             f"{row['resident_fraction']:.1%}",
+            "never" if row["verify"] == "resume" else row["verify"],
             _spread(row["step_s"]),
             f"{first['step_s_median'] / row['step_s_median']:.2f} x",
             f"{1 - row['step_s_median'] / first['step_s_median']:.1%}",

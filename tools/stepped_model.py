@@ -28,6 +28,7 @@ from tiermem.optim.layout import StateLayout
 from tiermem.optim.tile import Tile
 from tiermem.policy import IoSettings, OffloadPolicy, Tier
 from tiermem.precision import Precision
+from tiermem.swap.sums import Verify
 from tiermem.tools.counts import IoCounts, kernel_counts
 from tiermem.tools.timeline import Span
 from tiermem.zero.shards import shard
@@ -97,6 +98,7 @@ class SteppedModel:
         resident_bytes: of the states, kept in memory.
         only_states: parameters and gradients rest in memory.
         io: of the queues.
+        verify: which reads are compared with the checksums of what was written; "resume": none, and no sums are taken.
 
     Raises OSError when a path has too little room or fails. Leaves nothing on the paths when it is closed.
     """
@@ -111,6 +113,7 @@ class SteppedModel:
         only_states: bool,
         io: IoSettings,
         pipelining: Pipelining,
+        verify: Verify = "always",
     ) -> None:
         others = Tier.HOST if only_states else Tier.NVME
         policy = OffloadPolicy(
@@ -126,10 +129,13 @@ class SteppedModel:
             persistence_numel=0,
             prefetch_numel=0,  # no forward comes: what is read for it would be counted
             io=io,
+            durability="none",  # nothing is saved
+            verify=verify,
         )
         model = _Blocks(num_params, DTYPES[precision])
         self.num_params = sum(p.numel() for p in model.parameters())
         self.preset = preset
+        self.verify = verify
         self.pipelining = pipelining
         self._shards = shard(model, policy)
         try:

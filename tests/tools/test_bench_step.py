@@ -116,6 +116,14 @@ def yardstick(tmp_path: Path) -> Callable[[float], Path]:
 # ---- bytes -----------------------------------------------------------------------------------------------------------------
 
 
+def test_models_with_and_without_checksums_are_compared(bench: Bench) -> None:
+    figures = bench(precision="bf16", verify="always,resume", only_states=True)
+    assert [(row["preset"], row["verify"]) for row in figures["rows"]] == [("exact", "always"), ("exact", "resume")]
+    assert "what unverified states are worth" in figures["printed"] and "never" in figures["printed"]
+    with pytest.raises(ValueError, match="allowed are always, sample, resume"):
+        StepBenchOptions([Path()], verify="never")
+
+
 @pytest.mark.parametrize(("precision", "read", "written"), [("fp32", 8 + 4 + 4, 8 + 4), ("bf16", 12 + 2, 12 + 2)])
 def test_a_step_moves_what_arithmetic_says(bench: Bench, precision: str, read: int, written: int) -> None:
     figures = bench(precision=precision, loops=2)
