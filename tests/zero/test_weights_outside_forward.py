@@ -16,6 +16,7 @@ from twins import assert_same_tensors, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
+from tiermem.zero import GatheredParameters
 
 
 @pytest.fixture
@@ -45,6 +46,25 @@ def test_released_parameter_keeps_its_shape_and_reads_nan(released: nn.Parameter
     assert released.numel() == 97 * 31
     assert released.sum().isnan()
     assert (released @ torch.ones(31)).isnan().all()
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps, lambda p: torch.save(p, io.BytesIO())])
+def test_released_parameter_is_not_copied_or_pickled_but_says_how(
+    way: Callable[[nn.Parameter], object], released: nn.Parameter
+) -> None:
+    with pytest.raises(RuntimeError, match=r"of shape \(97, 31\) whose values rest elsewhere cannot be copied"):
+        way(released)
+
+
+def test_module_of_a_unit_is_copied_while_its_parameters_are_gathered(
+    model: nn.Module, plain: nn.Module, released: nn.Parameter
+) -> None:
+    with pytest.raises(RuntimeError, match="cannot be copied"):
+        copy.deepcopy(model.layers[0].up)
+    with GatheredParameters(model.layers[0].up.parameters()):
+        copied = copy.deepcopy(model.layers[0].up)
+    assert type(copied.weight) is nn.Parameter
+    assert_same_tensors(copied.state_dict(), plain.layers[0].up.state_dict())
 
 
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {

@@ -8,8 +8,8 @@
 A resting parameter is the same object with another class (as torch's lazy modules do it when they come to life), a Parameter
 whose calls come here first: `F.linear(x, self.embed.weight)` in a module that does not own the embedding, or `bias` that a
 module has returned. While a forward or a backward is at work its keeper lends it (external.py). Elsewhere nobody may wait for
-the other ranks, so reading gives NaN and writing in place raises. While it is held a parameter is an ordinary one again, and
-torch's calls on it cost what they always do.
+the other ranks, so reading gives NaN, and writing in place, copying and pickling raise. While it is held a parameter is an
+ordinary one again, and torch's calls on it cost what they always do.
 
 Only plain parameters change: a subclass of Parameter keeps its class, and is lent to nobody.
 """
@@ -54,6 +54,12 @@ class RestingParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        _refuse_copy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse_copy(self)
+
 
 def rest(params: Iterable[nn.Parameter]) -> None:
     """Nobody holds these any more."""
@@ -67,6 +73,15 @@ def wake(params: Iterable[nn.Parameter]) -> None:
     for param in params:
         if type(param) is RestingParameter:
             param.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def _refuse_copy(param: nn.Parameter) -> NoReturn:
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = tuple(param.shape)
+    raise RuntimeError(
+        f"a parameter of shape {shape} whose values rest elsewhere cannot be copied or pickled: what it shows is NaN. Do it "
+        "under tiermem.zero.GatheredParameters(parameter), or take its value from state_dict() or Shards.weight(parameter)"
+    )
 
 
 def _refuse_write(func: Any, param: nn.Parameter) -> NoReturn:

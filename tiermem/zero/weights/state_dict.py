@@ -4,7 +4,7 @@
     load_state_dict   values go home first; torch then copies nothing         (torch's pre-hook)
 
 Both are collective, as gathering is. Every module has hooks of its own, so that a state dict of a part of the model works.
-What is no parameter (buffers, extra state) is left to torch.
+What is no partitioned parameter (buffers, extra state, the weights of a module that was copied) is left to torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from tiermem.zero import registry
 
 
 class StateDicts:
@@ -51,7 +53,7 @@ class StateDicts:
             self._gathered_by = weakref.ref(state)
             self._gathered.clear()
         for name, param in module._parameters.items():
-            if param is not None and prefix + name in state:
+            if param is not None and prefix + name in state and registry.keeper_of(param) is not None:
                 copy = self._gathered.get(id(param))
                 if copy is None:
                     copy = self._gathered[id(param)] = self._weight(param)
@@ -61,6 +63,8 @@ class StateDicts:
         """Before torch loads a module's own parameters: puts the values where the parameters rest."""
         for name, param in module._parameters.items():
             value = state.get(prefix + name)
-            if param is not None and isinstance(value, torch.Tensor) and value.shape == param.shape:
+            if param is None or registry.keeper_of(param) is None:
+                continue
+            if isinstance(value, torch.Tensor) and value.shape == param.shape:
                 self._replace(param, value)
                 state[prefix + name] = param  # torch copies it to itself, which does nothing
