@@ -9,7 +9,9 @@
     settings      how a queue moves blocks
     paths         folders for NVME, with caps and weights
     probe         what a folder offers
-    run_folder    the folder of one run, and its lock
+    durable       syncs, renames, removals and small files that last
+    run_lock      which process a run's folder belongs to
+    run_folder    the folder of one run, and what dead runs leave
     segment       one path's preallocated file
     shares        how many bytes each path gets
     files         the segments of all paths, and extents dealt over them
@@ -18,6 +20,9 @@
     path_weights  paths measured against each other
     record        what happened when
     move          bytes on their way, as a value
+    slots         which of an entry's extents holds each of its bytes
+    freeze        where bytes lay at one moment
+    home          the extents of one entry
     entry         one named tensor and the states it goes through
     pieces        parts of an entry that have a checksum each
     corruption    the error for bytes that are not those that were written
@@ -26,6 +31,7 @@
     under_way     moves that have not ended
     held          memory, files and queues of a store, and their end
     stats         what a store has moved and holds
+    range_store   byte ranges of entries, freezes, the store as a whole
     store         named tensors: put, fetch, release
     pipeline      read | compute | write, tile by tile
     bounce        bytes at odd offsets, through small aligned buffers

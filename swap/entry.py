@@ -21,13 +21,14 @@ calls holds the store's lock.
 from __future__ import annotations
 
 import enum
+import errno
 from collections.abc import Sequence
 
 import torch
 
 from tiermem.swap.arena import Slot
 from tiermem.swap.direct import ALIGNMENT
-from tiermem.swap.files import Extent
+from tiermem.swap.home import NvmeHome
 from tiermem.swap.move import Move
 from tiermem.swap.tier import Tier
 
@@ -55,7 +56,7 @@ class Entry:
             self.num_bytes *= size
         self.padded_bytes = max(ALIGNMENT, -(-self.num_bytes // ALIGNMENT) * ALIGNMENT)
         self.state = EntryState.HOME
-        self.extent: Extent | None = None  # where it rests, when home is NVME
+        self.nvme: NvmeHome | None = None  # where it rests, when home is NVME
         self.slot: Slot | None = None  # while COMING or PRESENT; the home itself when home is HOST
         self.owns_slot = True  # False: the caller lent it and takes it back
         self.coming: Move | None = None  # the fetch under way
@@ -108,6 +109,17 @@ class Entry:
         if self.state not in allowed:
             names = " or ".join(state.name for state in allowed)
             raise RuntimeError(f"{self.name!r} is {self.state.name}; only what is {names} can be {wish}")
+
+    def check_written(self, freeze: int) -> None:
+        """Raises OSError when what a freeze holds of it is not what was last written, because that write failed."""
+        if self.leaving is not None and self.leaving.has_failed:
+            self.leaving.wait()
+        for _, start, stop in self.nvme.slots.lost(freeze) if self.nvme is not None else ():
+            raise OSError(
+                errno.EIO,
+                f"bytes {start} to {stop} of {self.name!r} are lost: the last write of them failed. Write them again, or drop "
+                "the entry, before it is frozen",
+            )
 
     def _without_slot(self) -> EntryState:
         if self.leaving is None:

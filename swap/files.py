@@ -13,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiermem.swap.direct import ALIGNMENT
 from tiermem.swap.extents import round_up
 from tiermem.swap.paths import AnyPath, as_paths
-from tiermem.swap.run_folder import report_dead_runs
+from tiermem.swap.run_folder import RunName, report_dead_runs
 from tiermem.swap.segment import FULL, GROWTH_BYTES, Segment
 from tiermem.swap.shares import deal_shares
 
@@ -43,31 +42,37 @@ class Files:
     Args:
         paths: existing folders with their caps and weights (None: 1); the same folder twice is refused.
         limit_bytes: most bytes of extents on all paths together; None: no bound but the disk's.
+        run: names the run's folders; None: a new name.
     """
 
-    def __init__(self, paths: AnyPath | Sequence[AnyPath], limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, paths: AnyPath | Sequence[AnyPath], limit_bytes: int | None = None, run: RunName | None = None
+    ) -> None:
         known = as_paths(paths)
         resolved = [each.path.resolve() for each in known]
         if len(set(resolved)) != len(resolved):
             raise ValueError(f"a path is listed twice: {', '.join(str(each.path) for each in known)}")
-        self.run_id = secrets.token_hex(6)
+        self.run = run or RunName.new()
         self._limit_bytes = limit_bytes
         self.segments: list[Segment] = []
         try:
             for each in known:
                 report_dead_runs(each.path)
-                self.segments.append(Segment(each, self.run_id))
+                self.segments.append(Segment(each, self.run))
         except BaseException:
             self.close(keep=False)
             raise
         self._warn_once()
 
-    def allocate(self, num_bytes: int) -> Extent:
-        """A free extent of at least num_bytes, on the path that holds least for its weight and has room."""
+    def allocate(self, num_bytes: int, near: int | None = None) -> Extent:
+        """A free extent of at least num_bytes, on the path that holds least for its weight and has room.
+
+        near: the index of a path that is tried before the others.
+        """
         size = round_up(max(num_bytes, 1), ALIGNMENT)
         most_growth = min(GROWTH_BYTES, self._check_limit(size))
         errors: list[OSError] = []
-        for index in sorted(range(len(self.segments)), key=self._fill_of):
+        for index in sorted(range(len(self.segments)), key=lambda index: (index != near, self._fill_of(index))):
             try:
                 return Extent(index, self.segments[index].allocate(size, most_growth), size)
             except OSError as error:
@@ -110,6 +115,11 @@ class Files:
     def check_whole(self, extent: Extent) -> None:
         """Raises OSError (ENODATA) when somebody has truncated the file that an extent lies in."""
         self.segments[extent.path_index].check_whole()
+
+    def sync(self) -> None:
+        """Blocks until what was written is on the disk, on every path. Raises OSError that names the file."""
+        for segment in self.segments:
+            segment.sync()
 
     def by_descriptor(self) -> dict[int, str]:
         """Every descriptor and the file behind it, in the order of the paths."""

@@ -21,7 +21,7 @@ class Held:
 
     Args:
         arena: closed with this.
-        files: closed, and removed, with this.
+        files: closed with this, and removed unless `keeps_files` is set.
         io: of each path's queue.
         faults: lies for tests.
     """
@@ -32,6 +32,7 @@ class Held:
         self.open_queues: Queues | None = None
         self.registered_bytes = 0  # of the arena, with the queues
         self.is_closed = False
+        self.keeps_files = False  # their owner's wish, also when it forgets to close
         self._io = io
         self._faults = tuple(faults)
         self._past = [add_counters([]) for _ in files.segments]  # of queues that were closed
@@ -72,7 +73,7 @@ class Held:
             try:
                 self.arena.close()
             finally:
-                self.files.close(keep=False)
+                self.files.close(self.keeps_files)
 
 
 def _sums(one: list[Counters], other: list[Counters]) -> list[Counters]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from tiermem.swap.corruption import CorruptionError
 from tiermem.swap.native import NORMAL, READ, URGENT, Answer
-from tiermem.swap.queues import Blocks, Queues, Transfers
+from tiermem.swap.queues import Queues, Transfers
 from tiermem.swap.record import Recorder
 
 _GLANCE_S = 1e-3  # for which one move is waited for while others may end
@@ -74,7 +74,7 @@ class Move:
         self.name = name
         self._queue = queue
         self._ops: Transfers = ops
-        self._lane = "read" if not ops or _kind_of(ops) == READ else "write"
+        self._lane = "read" if not ops or ops[0].kind == READ else "write"
         self._owns = owns
         self._recorder = recorder
         self._priority = priority
@@ -238,7 +238,3 @@ class Move:
         if on_end:
             on_end(self._failure is None)
         self._is_done = True
-
-
-def _kind_of(ops: Transfers) -> int:
-    return ops.kind if isinstance(ops, Blocks) else ops[0].kind

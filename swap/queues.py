@@ -15,7 +15,7 @@ import contextlib
 import errno
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ class Blocks(NamedTuple):
     length: int
 
 
-Transfers = Sequence[Op] | Blocks
+Transfers = Sequence[Op] | Sequence[Blocks]
 
 
 class Queues:
@@ -89,13 +89,12 @@ class Queues:
         """
         parts: list[_Part] = []
         try:
-            if isinstance(transfers, Blocks):
-                queue = self._queue_of(transfers.fd)
-                parts.append(_Part(queue, queue.submit_blocks(*transfers, priority)))
-            else:
-                for fd, ops in _by_file(transfers).items():
-                    queue = self._queue_of(fd)
-                    parts.append(_Part(queue, queue.submit(ops, priority)))
+            for blocks in (each for each in transfers if isinstance(each, Blocks)):
+                queue = self._queue_of(blocks.fd)
+                parts.append(_Part(queue, queue.submit_blocks(*blocks, priority)))
+            for fd, ops in _by_file(each for each in transfers if isinstance(each, Op)).items():
+                queue = self._queue_of(fd)
+                parts.append(_Part(queue, queue.submit(ops, priority)))
         except BaseException:
             for part in parts:
                 part.drop()
@@ -235,7 +234,7 @@ class _Part:
                 self._queue.cancel(self._tag)
 
 
-def _by_file(ops: Sequence[Op]) -> dict[int, list[Op]]:
+def _by_file(ops: Iterable[Op]) -> dict[int, list[Op]]:
     """Transfers by descriptor, in their order."""
     found: dict[int, list[Op]] = {}
     for op in ops:

@@ -18,11 +18,12 @@ import contextlib
 import errno
 import os
 
+from tiermem.swap import durable
 from tiermem.swap.direct import ALIGNMENT, preallocate
 from tiermem.swap.extents import FreeRanges, round_up
 from tiermem.swap.paths import NvmePath
 from tiermem.swap.probe import probe_path
-from tiermem.swap.run_folder import SEGMENT, RunFolder
+from tiermem.swap.run_folder import SEGMENT, RunFolder, RunName
 
 GROWTH_BYTES = 64 << 20
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # what posix_fallocate answers when there is no more room
@@ -33,12 +34,12 @@ class Segment:
 
     Args:
         path: an existing, writable folder; its cap bounds the file, its weight (None: 1) is for whoever deals.
-        run_id: names the run's folder below it.
+        run: names the run's folder below it.
 
     Raises OSError when the path cannot be used.
     """
 
-    def __init__(self, path: NvmePath, run_id: str) -> None:
+    def __init__(self, path: NvmePath, run: RunName) -> None:
         self.facts = probe_path(path.path)
         self.weight = path.weight or 1.0
         self.max_bytes = None if path.max_bytes is None else path.max_bytes // ALIGNMENT * ALIGNMENT
@@ -46,7 +47,9 @@ class Segment:
         self.size_bytes = 0  # of the file
         self.fd = -1
         self._free = FreeRanges()
-        self._folder = RunFolder(path.path, run_id)
+        self._has_lasting_name = False  # the folders above the file have been synced
+        self._has_dropped_pages = False  # a sync of a file that is used buffered has failed
+        self._folder = RunFolder(path.path, run)
         self.folder = self._folder.folder
         self.file = self.folder / SEGMENT
         try:
@@ -101,6 +104,29 @@ class Segment:
                 "its end is lost. Nothing more is written here; close the store",
                 str(self.file),
             )
+
+    def sync(self) -> None:
+        """Blocks until what was written is on the disk, and the file's name, too. GIL free. Raises OSError that names it.
+
+        Direct writes are the disk's before the sync, which may thus be tried again. Of a file that is used buffered the
+        kernel drops what it could not write, and calls it clean: no later sync may be believed.
+        """
+        if self._has_dropped_pages:
+            raise OSError(
+                errno.EIO,
+                "a sync has failed before, after which the kernel may have dropped what was written; this path is used "
+                f"buffered ({self.facts.why_buffered}). Save a copy elsewhere, or resume from the last checkpoint",
+                str(self.file),
+            )
+        try:
+            durable.sync(self.fd, self.file)
+        except OSError:
+            self._has_dropped_pages = not self.facts.is_direct
+            raise
+        if not self._has_lasting_name:
+            for folder in (self.folder, self.folder.parent):
+                durable.sync_folder(folder)
+            self._has_lasting_name = True
 
     def close(self, keep: bool) -> None:
         """Closes; removes the lock, and the file and the folder unless they are to be kept."""

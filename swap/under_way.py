@@ -6,6 +6,7 @@ for a move.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiermem.swap.entry import Entry
@@ -36,7 +37,7 @@ class UnderWay:
         chosen = (item for item in self._items if is_write is None or item.is_write == is_write)
         return [item.move for item in chosen if not item.move.is_done()]
 
-    def forget(self, moves: list[Move]) -> None:
+    def forget(self, moves: Sequence[Move]) -> None:
         """Drops moves whose end has been told."""
         told = set(map(id, moves))
         self._items = [item for item in self._items if id(item.move) not in told]

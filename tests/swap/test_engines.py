@@ -116,8 +116,9 @@ def test_what_one_engine_put_every_engine_fetches(
 ) -> None:
     store = make_store(engine=engine)
     store.put("x", pattern(num_bytes), Tier.NVME).wait()
-    extent = store._entries["x"].extent
-    assert extent is not None
+    home = store._entries["x"].nvme
+    assert home is not None
+    extent = home.first
     on_disk = store._files.segments[0].file.read_bytes()[extent.offset : extent.offset + num_bytes]
     assert on_disk == bytes(pattern(num_bytes).numpy())
     assert torch.equal(store.fetch("x").wait(), pattern(num_bytes))

@@ -48,8 +48,9 @@ def check_all(store: TensorStore, pattern: Pattern, *names: str) -> None:
 
 def place_of(store: TensorStore, name: str, offset: int) -> tuple[int, int]:
     """Where a byte of a tensor lies in the segment, and on the device."""
-    extent = store._entries[name].extent
-    assert extent is not None
+    home = store._entries[name].nvme
+    assert home is not None
+    extent = home.first
     place = extent.offset + offset
     return place, place_on_device(store._files.segments[0].fd, place)
 

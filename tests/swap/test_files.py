@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap import run_folder
+from tiermem.swap import run_folder, run_lock
 from tiermem.swap.direct import ALIGNMENT
 from tiermem.swap.files import Extent, Files
 from tiermem.swap.probe import file_system_of, probe_path
@@ -274,7 +274,7 @@ def test_refused_o_direct_falls_back_to_buffered_with_one_warning(
 
 
 def test_folder_holds_lock_and_segment_while_the_run_lives(files: Files, tmp_path: Path) -> None:
-    folder = tmp_path / f"tiermem-{files.run_id}"
+    folder = tmp_path / files.run.folder_name
     assert sorted(file.name for file in folder.iterdir()) == ["lock", "segment.bin"]
     assert json.loads((folder / "lock").read_text())["pid"] == os.getpid()
     files.close(keep=False)
@@ -335,9 +335,9 @@ def test_lock_appears_already_held(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rename = Path.rename
 
     def watch(self: Path, target: Path) -> Path:
-        seen.append((run_folder._is_dead(self.parent), (self.parent / "lock").exists()))
+        seen.append((run_lock.is_dead(self.parent), (self.parent / "lock").exists()))
         renamed = rename(self, target)
-        seen.append((run_folder._is_dead(self.parent), (self.parent / "lock").exists()))
+        seen.append((run_lock.is_dead(self.parent), (self.parent / "lock").exists()))
         return renamed
 
     monkeypatch.setattr(Path, "rename", watch)
@@ -350,7 +350,7 @@ def test_segment_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOLCK, "no locks here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "_lock", fail)
+        patch.setattr(run_folder, "lock_new", fail)
         with pytest.raises(OSError, match="no locks here"):
             Files([tmp_path])
     assert list(tmp_path.iterdir()) == []
@@ -359,7 +359,7 @@ def test_segment_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch:
 def test_somebody_elses_file_in_the_folder_survives_with_a_warning(
     files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / f"tiermem-{files.run_id}"
+    folder = tmp_path / files.run.folder_name
     (folder / "notes.txt").touch()
     with caplog.at_level(logging.WARNING, "tiermem"):
         files.close(keep=False)
@@ -410,7 +410,7 @@ def test_what_a_dead_process_left_is_removed_and_nothing_else(tmp_path: Path) ->
     child.wait()
     (tmp_path / "tiermem-notes").mkdir()
     live = Files([tmp_path])
-    left = {folder.name for folder in tmp_path.glob("tiermem-*")} - {"tiermem-notes", f"tiermem-{live.run_id}"}
+    left = {folder.name for folder in tmp_path.glob("tiermem-*")} - {"tiermem-notes", live.run.folder_name}
     assert len(left) == 1
     assert remove_dead_runs(tmp_path, child.pid + 1) == []
     assert set(remove_dead_runs(tmp_path, child.pid)) == left

@@ -100,7 +100,7 @@ def test_transfers_go_to_the_queue_of_their_file_in_order(fakes: dict[int, FakeQ
 def test_blocks_go_to_the_queue_of_their_file_at_once(fakes: dict[int, FakeQueue]) -> None:
     queues = Queues({A: "a", B: "b"}, IoSettings())
     offsets = np.array([8192, 0], np.int64)
-    queues.submit(Blocks(READ, B, offsets, offsets, 4096), 0)
+    queues.submit([Blocks(READ, B, offsets, offsets, 4096)], 0)
     assert (fakes[A].log, fakes[B].log) == ([], [("blocks", [8192, 0], 4096, 0)])
 
 

@@ -207,8 +207,9 @@ def test_write_cut_short_by_a_limit_is_named_where_its_block_begins_and_heals_wi
     store.reserve("room", (32 * MIB,), torch.uint8, Tier.NVME)  # so that the limit spares all other files
     store.put("kept", pattern(NUM_BYTES, seed=1), Tier.NVME).wait()
     store.put("x", pattern(NUM_BYTES), Tier.NVME).wait()
-    extent = store._entries["x"].extent
-    assert extent is not None
+    home = store._entries["x"].nvme
+    assert home is not None
+    extent = home.first
     store.fetch("x").wait().fill_(7)
     with file_size_limit(
         extent.offset + 3 * BLOCK + 8192

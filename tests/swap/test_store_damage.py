@@ -40,7 +40,7 @@ def test_folder_deleted_under_a_store_does_no_harm(
     with caplog.at_level(logging.WARNING, "tiermem"):
         store.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"{folder / name} had been removed by somebody else while the run used it" for name in ("lock", "segment.bin")
+        f"{folder / name} had been removed by somebody else while the run used it" for name in ("segment.bin", "lock")
     ]
     assert list(tmp_path.iterdir()) == []
 
@@ -92,7 +92,7 @@ def test_files_that_cannot_be_removed_are_left_with_a_warning(
         patch.setattr(Path, "unlink", refuse)
         store.close()  # its descriptors are closed all the same: the check around every test looks
     told = [record.getMessage() for record in caplog.records]
-    assert told[:2] == [f"{folder / name} is left: Read-only file system" for name in ("lock", "segment.bin")]
+    assert told[:2] == [f"{folder / name} is left: Read-only file system" for name in ("segment.bin", "lock")]
     shutil.rmtree(folder)
 
 

@@ -1,0 +1,172 @@
+"""Durable: the file operations that last, in one place: every sync, rename, removal and small file of tiermem.
+
+    write_file   bytes -> NAME.new in the same folder -> sync -> rename to NAME -> sync the folder
+    remove       unlink -> sync the folder
+    make_folder  mkdir -> sync the folder above
+    sync         what was written through a descriptor, and the length of the file, is on the disk
+
+What is under NAME is thus the old content or the new, whole, whenever the machine stops. A `.new` file is what a process
+left that was killed; nobody reads it, and the next `write_file` of that name replaces it.
+
+Whoever watches is told of each step before and after it is done; that is how tests stop a program at every one of them. Other
+changes after which a crash finds something else on the disk are announced by whoever makes them (`step`): freezes, thaws,
+slots. An observer that raises fails the step. The list of observers is the only state here; without one a step costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+Kind = Literal["sync", "write", "rename", "remove", "folder", "freeze", "thaw", "slot"]
+
+NEW_SUFFIX = ".new"  # of a file that is being written
+
+
+class Step(NamedTuple):
+    """Something that is about to be done to the disk, or has been done."""
+
+    when: Literal["before", "after"]
+    kind: Kind
+    name: str  # the path, or what the freeze, thaw or slot is of
+
+
+Observer = Callable[[Step], None]
+
+_observers: list[Observer] = []
+
+
+@contextlib.contextmanager
+def watch(observer: Observer) -> Iterator[None]:
+    """Tells an observer of every step, of any thread, within the block. What it raises is raised by the step."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def is_watched() -> bool:
+    """Whether anybody is told of steps."""
+    return bool(_observers)
+
+
+@contextlib.contextmanager
+def step(kind: Kind, name: str | os.PathLike[str]) -> Iterator[None]:
+    """Announces what the block does: before, and after unless it raised."""
+    _announce("before", kind, name)
+    yield
+    _announce("after", kind, name)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Makes or replaces a small file; whole and on the disk on return. Blocks. Raises OSError that names the path.
+
+    After an error `path` is as it was, unless the error is that of the folder's sync.
+    """
+    new = path.with_name(path.name + NEW_SUFFIX)
+    try:
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            write_all(fd, data, new)
+            sync(fd, new)
+        finally:
+            os.close(fd)
+        rename(new, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        if isinstance(error, OSError):
+            raise _naming(error, path) from None
+        raise
+    sync_folder(path.parent)
+
+
+def write_all(fd: int, data: bytes, name: Path) -> None:
+    """Writes bytes through a descriptor, all of them. Raises OSError."""
+    with step("write", name):
+        left = memoryview(data)
+        while left:
+            left = left[os.write(fd, left) :]
+
+
+def sync(fd: int, name: Path) -> None:
+    """Blocks until what was written through a descriptor is on the disk; GIL free. Raises OSError that names the file.
+
+    After an error nothing is known of what was written since the last sync that went well.
+    """
+    with _named(name), step("sync", name):
+        os.fdatasync(fd)
+
+
+def sync_folder(folder: Path) -> None:
+    """Blocks until the names in a folder are on the disk. Raises OSError that names it."""
+    with _named(folder):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with step("sync", folder):
+                _fsync_folder(fd)
+        finally:
+            os.close(fd)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Gives a file another name, in place of what has it; not synced: see `sync_folder`. Raises OSError."""
+    with step("rename", new):
+        old.rename(new)
+
+
+def remove(path: Path, syncs: bool = True) -> None:
+    """Removes a file, and syncs its folder unless told not to. Raises OSError; FileNotFoundError when there is none."""
+    with step("remove", path):
+        path.unlink()
+    if syncs:
+        sync_folder(path.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it that are missing, and syncs each one's parent. One that exists already is fine."""
+    if folder.is_dir():
+        return
+    if folder.parent != folder:
+        make_folder(folder.parent)
+    with step("folder", folder):
+        folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes an empty folder and syncs the one above it. Raises OSError."""
+    with step("remove", folder):
+        folder.rmdir()
+    sync_folder(folder.parent)
+
+
+def _announce(when: Literal["before", "after"], kind: Kind, name: str | os.PathLike[str]) -> None:
+    for observer in tuple(_observers):
+        observer(Step(when, kind, os.fspath(name)))
+
+
+def _fsync_folder(fd: int) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems keep no folders to sync
+            raise
+
+
+@contextlib.contextmanager
+def _named(name: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _naming(error, name) from None
+
+
+def _naming(error: OSError, name: Path) -> OSError:
+    """The same error, told of a path."""
+    return OSError(error.errno, error.strerror or str(error), os.fspath(name))

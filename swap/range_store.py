@@ -1,0 +1,451 @@
+"""RangeStore: entries at their homes, byte ranges of them, and the store as a whole. Tensors that come and go: store.py.
+
+    reserve     room at a home            drop       gives it back
+    read, write byte ranges of what rests on NVME, between the files and buffers of the caller's; read_blocks: many small ones
+    freeze      what rests on NVME now is on the disk, and stays there as it is until it is thawed
+    settle      waits for writes          close      ends everything
+
+A freeze costs a sync: no byte is copied. Until the thaw, what it holds is not written; writes go to other slots (slots.py),
+for which there is room when the store was opened with `num_slots`. Files are removed when the store is closed, unless
+`keep_files` was called: a run that saved leaves its store, any other leaves nothing.
+
+On several paths entries are dealt by weight (path_weights.py), each path has a queue of its own (queues.py), and one that is
+slow, full or failing leaves the others as they are. After any transfer error the store goes on: what could not be written
+is LOST and says so when it is fetched or frozen, everything else is as it was.
+
+Two kinds of lock: a move's, held while a thread waits for it, and the store's, held for moments and taken last. The store
+never waits for a move while it holds its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tiermem.swap import durable
+from tiermem.swap.arena import Arena, BudgetError, Slot
+from tiermem.swap.entry import Entry
+from tiermem.swap.files import Files
+from tiermem.swap.freeze import Freeze
+from tiermem.swap.held import Held
+from tiermem.swap.home import NvmeHome, changing
+from tiermem.swap.move import Move, wait_for_any
+from tiermem.swap.native import BACKGROUND, NORMAL, READ, WRITE, Fault, Op
+from tiermem.swap.path_weights import weigh
+from tiermem.swap.paths import AnyPath, as_paths
+from tiermem.swap.queues import Queues, Transfers
+from tiermem.swap.ranges import blocks_of, check_range, home_of, transfers_of
+from tiermem.swap.record import Recorder
+from tiermem.swap.run_folder import RunName
+from tiermem.swap.settings import IoSettings
+from tiermem.swap.stats import StoreStats
+from tiermem.swap.sums import Check, Range, Sums
+from tiermem.swap.tier import Tier
+from tiermem.swap.under_way import UnderWay
+
+Writing = tuple[Entry, int, torch.Tensor]
+"""A range of an entry, from a byte offset on, and the uint8 buffer that goes there."""
+
+
+class RangeStore:
+    """Bytes at rest on HOST and NVME; the arguments are told in TensorStore."""
+
+    def __init__(
+        self,
+        paths: AnyPath | Sequence[AnyPath] = (),
+        host_bytes: int = 1 << 30,
+        io: IoSettings | None = None,
+        disk_bytes: int | None = None,
+        pin: bool = True,
+        faults: Sequence[Fault] = (),
+        num_slots: int = 1,
+        run: RunName | None = None,
+    ) -> None:
+        if num_slots < 1:
+            raise ValueError(f"num_slots is {num_slots}; an entry has one slot or more")
+        self.num_slots = num_slots
+        self.run = run or RunName.new()
+        self.recorder = Recorder()
+        self.sums = Sums()
+        self._entries: dict[str, Entry] = {}
+        self._under_way = UnderWay()  # and writes that failed, until settle() or close() raises why
+        self._frozen: dict[int, list[NvmeHome]] = {}  # what each freeze holds, by its number
+        self._numbers = itertools.count(1)  # of freezes
+        self._lock = threading.RLock()  # guards the entries and everything above
+        self._owner = os.getpid()
+        self.arena = Arena(host_bytes, pin)
+        io = io or IoSettings()
+        try:
+            self._files = _open_files(paths, disk_bytes, io, self.run)
+        except BaseException:
+            self.arena.close()
+            raise
+        self._held = Held(self.arena, self._files, io, faults)
+        self._finalizer = weakref.finalize(self, _close_forgotten, os.getpid(), self._held)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    # ---- homes -----------------------------------------------------------------------------------------------------
+
+    def reserve(self, name: str, shape: Sequence[int], dtype: torch.dtype, home: Tier, is_durable: bool = True) -> None:
+        """Makes room for a tensor at its home, content undefined. Raises BudgetError or OSError (ENOSPC).
+
+        is_durable: whether it is frozen with the others when it rests on NVME; what is not has one slot.
+        """
+        self._check_usable()
+        if home is Tier.DEVICE:
+            raise ValueError(f"{name!r}: the store keeps HOST and NVME; DEVICE memory belongs to torch")
+        entry = Entry(name, home, dtype, shape)
+        with self._lock:
+            if name in self._entries:
+                raise ValueError(f"{name!r} is in the store already")
+            if home is Tier.NVME:
+                num_slots = self.num_slots if is_durable else 1
+                entry.nvme = NvmeHome(self._files, entry.num_bytes, num_slots, is_durable)
+            self._entries[name] = entry
+        if home is Tier.HOST:
+            try:
+                entry.occupy(self._carve(entry.num_bytes, f"{name!r}, resting on HOST,"))
+            except BaseException:
+                self.drop(name)
+                raise
+
+    def reserve_disk(self, num_bytes: int, why: str = "") -> None:
+        """Preallocates NVME space for what will be reserved, all slots of it, dealt over the paths by weight within their caps.
+
+        Raises OSError (ENOSPC) with the arithmetic of what is too small and `why` so much is asked for; then nothing of it
+        is taken.
+        """
+        self._check_usable()
+        with self._lock:
+            try:
+                self._files.reserve(num_bytes)
+            except OSError as error:
+                if not why:
+                    raise
+                raise OSError(error.errno, f"{error.strerror}. {why}", error.filename) from None
+
+    def home_of(self, name: str) -> Tier:
+        """The tier a tensor returns to."""
+        return self._entries[name].home
+
+    def drop(self, name: str) -> None:
+        """Forgets a tensor and frees its home. Its own transfers are cancelled, ranges under way are waited for.
+
+        What a freeze holds of it stays until the thaw.
+        """
+        self._check_usable()
+        with self._lock:
+            entry = self._entries.pop(name)
+            self.sums.forget(name)
+            touching = self._under_way.touching(entry)
+        for move in touching:
+            if move in (entry.coming, entry.leaving):
+                move.cancel()
+            else:
+                _error_of(move)  # raised by its own wait, and by settle
+        with self._lock:
+            slot, entry.slot = entry.slot, None
+            if slot is not None and entry.owns_slot:
+                self.arena.give_back(slot)
+            if entry.nvme is not None:
+                entry.nvme.drop()
+
+    # ---- byte ranges, for callers with buffers of their own ---------------------------------------------------------
+
+    def read(self, ranges: Sequence[Range], name: str, priority: int = NORMAL) -> Move:
+        """Starts filling buffers from entries that rest on NVME: (entry, byte offset, uint8 buffer) each, one Move.
+
+        Offsets, lengths and addresses are multiples of 4096. The buffers belong to the Move until it has ended.
+        """
+        self._check_usable()
+        with self._lock:
+            entries = tuple(self._entries[entry_name] for entry_name, _, _ in ranges)
+            ops: list[Op] = []
+            for entry, (_, offset, buffer) in zip(entries, ranges, strict=True):
+                ops += self._read_ops(entry, offset, buffer)
+            check = self.sums.check_of(ranges, ops, self._files.by_descriptor)
+            return self._start(ops, [buffer for _, _, buffer in ranges], entries, name, priority, check)
+
+    def write(self, ranges: Sequence[Range], name: str, priority: int = BACKGROUND) -> Move:
+        """Starts writing buffers into entries that rest on NVME; as `read`.
+
+        Raises NoSlotError when freezes hold all slots of a range, OSError (ENOSPC) when there is no room for another slot.
+        """
+        self._check_usable()
+        summed = self.sums.of_write(ranges)
+        with self._lock:
+            entries = [self._entries[entry_name] for entry_name, _, _ in ranges]
+            pieces = [(e, offset, buffer) for e, (_, offset, buffer) in zip(entries, ranges, strict=True)]
+            return self._write(
+                pieces, [buffer for _, _, buffer in ranges], name, priority, lambda: self.sums.keep(summed)
+            )
+
+    def read_blocks(
+        self,
+        name: str,
+        offsets: npt.NDArray[np.int64],
+        block_bytes: int,
+        into: torch.Tensor,
+        title: str | None = None,
+        priority: int = NORMAL,
+    ) -> Move:
+        """Starts reading equal blocks of one entry that rests on NVME, one behind the other into a buffer, as one Move.
+
+        `offsets` is a flat int64 array of byte offsets; they, block_bytes and the buffer's address are multiples of 4096.
+        The way to fetch, say, rows of an embedding: nothing is done block by block in Python. `title` names the Move.
+        """
+        self._check_usable()
+        with self._lock:
+            entry = self._entries[name]
+            blocks = blocks_of(entry, offsets, block_bytes, into)
+            return self._start(blocks, into, (entry,), title or name, priority)
+
+    # ---- the store as a whole ---------------------------------------------------------------------------------------
+
+    @property
+    def queues(self) -> Queues:
+        """The queues, one per path; opened by the first transfer with the memory carved so far registered. Raises OSError."""
+        self._check_usable()
+        with self._lock:
+            return self._held.queues()
+
+    def freeze(self) -> Freeze:
+        """Makes what rests on NVME last: all of it is on the disk on return, and is not written until it is thawed.
+
+        It is each durable entry as last given to `put`, `release(dirty=True)` or `write` before the call; what is PRESENT
+        and has been changed since counts when it is released. Blocks for writes under way and a sync; other threads may
+        go on, what they write goes to other slots.
+
+        Raises OSError when a write has failed and was not made good, or a sync fails; then nothing is frozen. A sync that
+        failed may be tried again, except on paths that are used buffered: there the kernel may have dropped what it held.
+        """
+        self._check_usable()
+        with durable.step("freeze", self.run.folder_name):
+            with self._lock:
+                durable_entries = [e for e in self._entries.values() if e.nvme is not None and e.nvme.is_durable]
+                number, homes = next(self._numbers), [home_of(entry) for entry in durable_entries]
+                self._frozen[number] = homes
+                parts = {e.name: home.freeze(number) for e, home in zip(durable_entries, homes, strict=True)}
+                writes = self._under_way.writes()
+            try:
+                self._end_writes(writes)
+                with self._lock:
+                    for entry in durable_entries:
+                        entry.check_written(number)
+                self._files.sync()
+            except BaseException:
+                self._let_go(number)
+                raise
+            return Freeze(number, tuple(segment.file for segment in self._files.segments), parts)
+
+    def thaw(self, freeze: Freeze) -> None:
+        """Lets what only this freeze held be written, and given back, again. Thawing twice does nothing. Never blocks."""
+        with durable.step("thaw", self.run.folder_name):
+            self._let_go(freeze.number)
+
+    def folders(self) -> tuple[Path, ...]:
+        """The run's folder on each path; what else is put there is removed with the store if run_folder.py knows its name."""
+        return tuple(segment.folder for segment in self._files.segments)
+
+    def settle(self) -> None:
+        """Waits for every write-back, and raises the first error among them; registers memory carved since."""
+        self._check_usable()
+        with self._lock:
+            writes = self._under_way.writes()
+        try:
+            self._end_writes(writes)
+        finally:
+            if self.arena.region[1] > self._held.registered_bytes:
+                self._end_queues()
+
+    def stats(self) -> StoreStats:
+        """Totals so far; bytes are those of the kernel's completions."""
+        with self._lock:
+            paths, queues = self._held.path_stats(), self._held.open_queues
+            return StoreStats(
+                nvme_read_bytes=sum(path.read_bytes for path in paths),
+                nvme_written_bytes=sum(path.written_bytes for path in paths),
+                nvme_bytes=self._files.used_bytes,
+                host_bytes=self.arena.carved_bytes,
+                host_peak_bytes=self.arena.peak_bytes,
+                wait_s=self.recorder.wait_s,
+                engine=queues.engine if queues else "none yet",
+                engine_why=queues.why if queues else "no transfer has been made yet",
+                paths=paths,
+            )
+
+    def keep_files(self) -> None:
+        """From now on the store's folders stay when it is closed, without their lock, also when nobody closes it."""
+        self._held.keeps_files = True
+
+    def close(self, keep: bool = False) -> None:
+        """Ends every transfer, frees memory and removes the store's files. Raises the first error of a write-back.
+
+        With `keep`, or after `keep_files`, the folders stay, without their lock. Calling it twice does nothing; nor does
+        calling it in a forked child.
+        """
+        if os.getpid() != self._owner or self._finalizer.detach() is None:
+            return
+        self._held.keeps_files |= keep
+        try:
+            with self._lock:
+                reads = self._under_way.unfinished(is_write=False)
+            for move in reads:
+                move.cancel()
+            try:
+                self.settle()
+            finally:
+                self._end_queues()
+        finally:
+            self._entries.clear()
+            self._under_way.clear()
+            self._frozen.clear()
+            self._held.close()
+
+    # ---- inside --------------------------------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._owner:
+            raise RuntimeError("this store belongs to the process that opened it; a forked child may not use it")
+        if self._held.is_closed:
+            raise RuntimeError("this store is closed")
+
+    def _carve(self, num_bytes: int, what: str) -> Slot:
+        """HOST memory, when need be after write-backs have given theirs back. Raises BudgetError."""
+        while True:
+            try:
+                return self.arena.take(num_bytes, what)
+            except BudgetError:
+                if not self._await_memory():
+                    raise
+
+    def _await_memory(self) -> bool:
+        """Waits until a write-back under way has ended; False when there is none whose end could free memory."""
+        carved = self.arena.carved_bytes
+        with self._lock:
+            writes = self._under_way.unfinished(is_write=True)
+        if writes and self.arena.carved_bytes >= carved:
+            wait_for_any([[move] for move in writes])  # whichever path is faster
+        return bool(writes) or self.arena.carved_bytes < carved
+
+    def _read_ops(self, entry: Entry, offset: int, buffer: torch.Tensor) -> list[Op]:
+        check_range(entry, offset, buffer)
+        return transfers_of(READ, home_of(entry).reads(offset, offset + buffer.numel()), offset, buffer)
+
+    def _start(
+        self,
+        ops: Transfers,
+        buffers: object,
+        entries: tuple[Entry, ...],
+        name: str,
+        priority: int,
+        check: Check | None = None,
+    ) -> Move:
+        """A read that somebody else's buffers wait for."""
+        if not ops:
+            return self._nothing_to_move(buffers, name)
+        move = Move(self.queues, ops, buffers, name, self.recorder, priority, check=check)
+        self._under_way.add(move, entries, is_write=False)
+        return move
+
+    def _write(
+        self,
+        pieces: Sequence[Writing],
+        owns: object,
+        name: str,
+        priority: int,
+        on_start: Callable[[], None],
+        on_end: Callable[[bool], None] | None = None,
+    ) -> Move:
+        """Starts a write to the slots that take it, which are current once it is under way; lost there if it fails."""
+        ops: list[Op] = []
+        targets = []
+        for entry, offset, buffer in pieces:
+            check_range(entry, offset, buffer)
+            parts = home_of(entry).writes(offset, offset + buffer.numel())
+            ops += transfers_of(WRITE, home_of(entry).places(parts), offset, buffer)
+            targets.append((home_of(entry), parts))
+        if not ops:
+            return self._nothing_to_move(owns, name)
+
+        def ended(arrived: bool) -> None:
+            with self._lock:
+                for home, parts in () if arrived else targets:
+                    home.slots.lose(parts)
+            if on_end is not None:
+                on_end(arrived)
+
+        with changing(targets, name):
+            on_start()
+            move = Move(self.queues, ops, owns, name, self.recorder, priority, on_end=ended)
+            self._under_way.add(move, tuple(entry for entry, _, _ in pieces), is_write=True)
+            for home, parts in targets:
+                home.written(parts)
+        return move
+
+    def _let_go(self, number: int) -> None:
+        with self._lock:
+            for home in self._frozen.pop(number, ()):
+                home.thaw(number)
+
+    def _end_writes(self, writes: Sequence[Move]) -> None:
+        """Waits for writes; what they came to is told here, once."""
+        errors = [_error_of(move) for move in writes]
+        with self._lock:
+            self._under_way.forget(writes)
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _nothing_to_move(self, result: object, name: str) -> Move:
+        return Move(_NO_QUEUES, (), result, name, self.recorder)
+
+    def _end_queues(self) -> None:
+        """Lets every transfer end and closes the queues; the next transfer opens others."""
+        while True:
+            with self._lock:
+                moves = self._under_way.unfinished()
+                if not moves:
+                    self._held.end_queues()
+                    return
+            for move in moves:
+                _error_of(move)
+
+
+_NO_QUEUES: Queues = object()  # type: ignore[assignment]  # of moves that have nothing to move
+
+
+def _open_files(paths: AnyPath | Sequence[AnyPath], disk_bytes: int | None, io: IoSettings, run: RunName) -> Files:
+    """The files of all paths, which are weighed once they are known to be usable."""
+    known = as_paths(paths)
+    files = Files(known, disk_bytes, run)
+    try:
+        files.reweigh(weigh(known, io))
+    except BaseException:
+        files.close(keep=False)
+        raise
+    return files
+
+
+def _error_of(move: Move) -> OSError | None:
+    try:
+        move.wait()
+    except OSError as error:
+        return None if move.was_cancelled else error
+    return None
+
+
+def _close_forgotten(owner: int, held: Held) -> None:
+    """Ends the transfers and removes the files of a store that nobody closed; never in a forked child."""
+    if os.getpid() == owner:
+        held.close()

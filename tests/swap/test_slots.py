@@ -1,0 +1,122 @@
+"""Does an entry's map of slots say, for every byte, what a map that knows each byte by itself would say?"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermem.swap.slots import NoSlotError, SlotPart, Slots
+
+NUM_BYTES = 23
+BOUNDS = st.tuples(st.integers(0, NUM_BYTES), st.integers(0, NUM_BYTES)).map(lambda pair: (min(pair), max(pair)))
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), BOUNDS),
+        st.tuples(st.just("lose"), BOUNDS),
+        st.tuples(st.just("freeze"), st.just((0, 0))),
+        st.tuples(st.just("thaw"), st.tuples(st.integers(0, 5), st.just(0))),
+    ),
+    max_size=60,
+)
+
+
+class ByteByByte:
+    """The same, one byte at a time."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.current = [0] * NUM_BYTES
+        self.holds: list[set[tuple[int, int]]] = [set() for _ in range(NUM_BYTES)]
+        self.lost: list[set[int]] = [set() for _ in range(NUM_BYTES)]
+
+    def target(self, byte: int) -> int | None:
+        held = {slot for _, slot in self.holds[byte]}
+        if self.current[byte] not in held:
+            return self.current[byte]
+        return next((slot for slot in range(self.num_slots) if slot not in held), None)
+
+
+def per_byte(parts: list[SlotPart], start: int, stop: int) -> list[int]:
+    """The slot of each byte; parts are in order, without gaps, and no two neighbours could be one."""
+    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+    assert all(one.slot != two.slot for one, two in itertools.pairwise(parts))
+    if parts:
+        assert (parts[0].start, parts[-1].stop) == (start, stop)
+    return [part.slot for part in parts for _ in range(part.start, part.stop)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(steps=STEPS, num_slots=st.integers(1, 4), looked=BOUNDS)
+def test_slots_are_those_of_a_map_byte_by_byte(
+    steps: list[tuple[str, tuple[int, int]]], num_slots: int, looked: tuple[int, int]
+) -> None:
+    slots, model = Slots(NUM_BYTES, num_slots), ByteByByte(num_slots)
+    frozen: dict[int, list[SlotPart]] = {}
+    for number, (what, (start, stop)) in enumerate(steps):
+        if what == "write":
+            wished = [model.target(byte) for byte in range(start, stop)]
+            if None in wished:
+                with pytest.raises(NoSlotError, match=f"freezes hold all {num_slots} slots"):
+                    slots.targets(start, stop)
+                continue
+            assert per_byte(slots.targets(start, stop), start, stop) == wished
+            slots.write(start, stop)
+            for byte, slot in zip(range(start, stop), wished, strict=True):
+                assert slot is not None
+                model.current[byte] = slot
+                model.lost[byte].discard(slot)
+        elif what == "lose":
+            slots.lose(slots.current(start, stop))
+            for byte in range(start, stop):
+                model.lost[byte].add(model.current[byte])
+        elif what == "freeze":
+            frozen[number] = slots.freeze(number)
+            for byte in range(NUM_BYTES):
+                model.holds[byte].add((number, model.current[byte]))
+        elif frozen:
+            gone = sorted(frozen)[start % len(frozen)]
+            del frozen[gone]
+            slots.thaw(gone)
+            model.holds = [{hold for hold in holds if hold[0] != gone} for holds in model.holds]
+        assert per_byte(slots.current(0, NUM_BYTES), 0, NUM_BYTES) == model.current
+        assert per_byte(slots.current(*looked), *looked) == model.current[slice(*looked)]
+        assert slots.held() == {slot for holds in model.holds for _, slot in holds}
+        for held, parts in frozen.items():
+            where = per_byte(parts, 0, NUM_BYTES)
+            assert all((held, slot) in model.holds[byte] for byte, slot in enumerate(where))
+            lost = {byte for part in slots.lost(held) for byte in range(part.start, part.stop)}
+            assert lost == {byte for byte, slot in enumerate(where) if slot in model.lost[byte]}
+
+
+def test_without_a_freeze_everything_stays_in_the_first_slot() -> None:
+    slots = Slots(100, 3)
+    for start in (0, 30, 99):
+        slots.write(start, 100)
+    assert slots.current(0, 100) == [SlotPart(0, 0, 100)]
+
+
+def test_write_of_a_part_moves_that_part_and_a_thaw_joins_what_is_equal_again() -> None:
+    slots = Slots(100, 2)
+    slots.freeze(1)
+    slots.write(40, 60)
+    assert slots.current(0, 100) == [SlotPart(0, 0, 40), SlotPart(1, 40, 60), SlotPart(0, 60, 100)]
+    slots.write(0, 100)
+    assert slots.current(0, 100) == [SlotPart(1, 0, 100)]
+    slots.thaw(1)
+    assert slots.current(0, 100) == [SlotPart(1, 0, 100)]
+    assert slots.held() == set()
+    assert len(slots._pieces) == 1  # or a long run would look through more and more of them
+
+
+def test_next_write_after_a_commit_goes_back_to_the_slot_that_was_thawed() -> None:
+    slots = Slots(100, 2)
+    slots.freeze(1)
+    slots.write(0, 100)
+    slots.freeze(2)
+    with pytest.raises(NoSlotError, match="bytes 0 to 50 cannot be written: freezes hold all 2 slots"):
+        slots.targets(0, 50)
+    slots.thaw(1)
+    assert slots.targets(0, 50) == [SlotPart(0, 0, 50)]
