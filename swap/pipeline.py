@@ -175,6 +175,7 @@ class _Run(Generic[T]):
         tile, slot, moves = self.coming[number]
         for move in moves:
             move.wait()  # raises what went wrong
+        self.start_reads()  # checking what has come took a while, in which writes may have ended
         self._work.compute(tile, slot)
         write = self._work.write(tile, slot)
         del self.coming[number]

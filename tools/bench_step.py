@@ -308,10 +308,11 @@ def _words(option: str, text: str, wanted: str) -> list[str]:
 
 
 def _verify(word: str) -> Verify:
-    for each in get_args(Verify):
+    allowed: tuple[Verify, ...] = get_args(Verify)
+    for each in allowed:
         if word == each:
             return each
-    raise ValueError(f"--verify: {word!r}; allowed are {', '.join(get_args(Verify))}")
+    raise ValueError(f"--verify: {word!r}; allowed are {', '.join(allowed)}")
 
 
 def _resident_bytes(word: str, state_bytes: int) -> int:
