@@ -78,10 +78,10 @@ def train(
     deepspeed_config: Annotated[Path | None, typer.Option(help="a DeepSpeed-style JSON config")] = None,
     tuned: Annotated[Path | None, typer.Option(help="what `tiermem tune` wrote: queue, engine, paths")] = None,
     tbw: Annotated[str | None, typer.Option(help="what the drive may be written in its life, such as 600TB")] = None,
-    steps: Annotated[int, typer.Option(help="optimizer steps")] = 10,
-    seq: Annotated[int, typer.Option(help="tokens of a sequence")] = 128,
+    steps: Annotated[int | None, typer.Option(help="optimizer steps, with those before a resume [default: 10]")] = None,
+    seq: Annotated[int | None, typer.Option(help="tokens of a sequence [default: 128]")] = None,
     batch: Annotated[int | None, typer.Option(help="sequences of a micro-batch [default: 1]")] = None,
-    seed: Annotated[int, typer.Option(help="of weights and of the order of data")] = 0,
+    seed: Annotated[int | None, typer.Option(help="of weights and of the order of data [default: 0]")] = None,
     lr: Annotated[float | None, typer.Option(help="learning rate of AdamW [default: 0.0001]")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp32 or fp16 [default: bf16]")] = None,
     states: Annotated[
@@ -93,6 +93,20 @@ def train(
         str | None, typer.Option(help="optimizer states kept in memory, such as 200MiB [default: what the cap leaves]")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="of the maths [default: what torch takes]")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="go on from what --save wrote, or from a run; what is not given is as it was")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="folder of checkpoints [default, with --save-every: in the run's folder]")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(help="steps between two checkpoints [default: one at the end]")
+    ] = None,
+    durability: Annotated[
+        str | None,
+        typer.Option(help="checkpoint, step (each is durable) or none (half the disk) [default: checkpoint]"),
+    ] = None,
+    keep: Annotated[int | None, typer.Option(help="checkpoints that stay where states rest [default: 1]")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
     runs: Annotated[Path, typer.Option(help="folder that keeps a folder per run")] = Path("runs"),
     peers: Annotated[bool, typer.Option("--peers", help="also train with plain PyTorch, and DeepSpeed")] = False,
@@ -103,7 +117,7 @@ def train(
     from tiermem.tools.reports import open_console
     from tiermem.tools.train import UserError
     from tiermem.tools.train import train as run_training
-    from tiermem.tools.train_job import TrainOptions
+    from tiermem.tools.train_options import TrainOptions
 
     with refusing("train", debug, errors=(UserError, ValueError, OSError)):
         options = TrainOptions(
@@ -128,6 +142,11 @@ def train(
             layers=layers,
             resident_bytes=parse_bytes(resident) if resident is not None else None,
             threads=threads,
+            resume=resume,
+            save=save,
+            save_every=save_every,
+            durability=durability,
+            keep=keep,
             json_file=json_file,
             runs=runs,
             has_peers=peers,

@@ -28,6 +28,10 @@ class Job:
     threads: int | None  # None: what torch takes by itself
     nvme_paths: list[str]
     events_file: str | None  # where the trainer leaves its events
+    resume: str | None = None  # the saved step to go on from
+    save_dir: str | None = None  # where checkpoints go; None: none is saved
+    save_every: int | None = None  # steps between two of them; None: at the end alone
+    to_save: dict[str, Any] = dataclasses.field(default_factory=dict)  # what is saved of the job itself (resumed.py)
 
     def save(self, file: Path) -> None:
         """Writes it."""

@@ -29,9 +29,11 @@ from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.peers import Peer, list_peers
 from tiermem.tools.progress import Progress
 from tiermem.tools.reports import peers_table, plan_table, predicted_table, result_table
+from tiermem.tools.resumed import Resumed, find_resumed, with_saved
 from tiermem.tools.run_record import RunRecord, save_json, stamp
 from tiermem.tools.timeline import read_spans
-from tiermem.tools.train_job import TrainOptions, make_job
+from tiermem.tools.train_job import make_job
+from tiermem.tools.train_options import TrainOptions
 
 EXIT_FAILED, EXIT_USER, EXIT_COUNTS, EXIT_INTERRUPTED, EXIT_KILLED = 1, 2, 3, 130, 137
 
@@ -51,13 +53,18 @@ def train(options: TrainOptions, console: Console) -> int:
     Raises:
         UserError, ValueError, OSError: options that cannot be met.
     """
-    name = _run_name(options)
+    resumed = find_resumed(options.resume) if options.resume is not None else None
+    if resumed is not None:
+        options = with_saved(options, resumed)
+    name = _run_name(options, resumed)
     run_id = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
     folder = options.runs / run_id
-    job = make_job(options, name, folder)
+    job = make_job(options, name, folder, resumed)
     peers = list_peers(job, options.peer_python) if options.has_peers else []
     folder.mkdir(parents=True)
     console.print(f"run {folder}", highlight=False, markup=False)
+    if resumed is not None:
+        console.print(f"going on from step {resumed.step} of {resumed.place}", highlight=False, markup=False)
     command = [sys.executable, "-m", "tiermem.tools.trainer", str(folder / "job.json"), "--channel", CHANNEL_FD]
     run = _run_one(job, command, f"tiermem {name}", folder, options, console)
     _report(run, folder, options, console)
@@ -230,7 +237,9 @@ def _status(run: dict[str, Any], console: Console) -> int:
     return status
 
 
-def _run_name(options: TrainOptions) -> str:
+def _run_name(options: TrainOptions, resumed: Resumed | None) -> str:
+    if resumed is not None and (options.preset or options.config or options.model) is None:
+        return resumed.name
     model = options.preset or (options.config or options.model or Path("model")).resolve().stem
     layers = f"-{options.layers}layers" if options.layers is not None else ""
     states = f"-{options.states}" if options.states is not None else ""

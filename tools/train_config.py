@@ -15,6 +15,7 @@ Config = dict[str, Any]
 PRECISIONS = ("bf16", "fp32", "fp16")
 OFFLOADS = ("none", "cpu", "nvme")
 STATES = ("exact", "compact", "bf16", "tiny")  # the presets of tiermem/precision.py, which imports torch
+DURABILITIES = ("checkpoint", "step", "none")
 CLIPPING = 1.0
 DEFAULT_LR = 1e-4
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -28,6 +29,8 @@ def make_config(
     nvme_paths: Sequence[Path],
     resident_bytes: int | None = None,
     states: str | None = None,
+    durability: str | None = None,
+    keep: int | None = None,
 ) -> Config:
     """AdamW with clipping; parameters and optimizer states at home on `offload`. Raises ValueError."""
     if offload not in OFFLOADS:
@@ -36,6 +39,8 @@ def make_config(
         raise ValueError(f"--precision is {precision!r}; allowed are {', '.join(PRECISIONS)}")
     if states is not None and states not in STATES:
         raise ValueError(f"--states is {states!r}; allowed are {', '.join(STATES)}")
+    if durability is not None and durability not in DURABILITIES:
+        raise ValueError(f"--durability is {durability!r}; allowed are {', '.join(DURABILITIES)}")
     if resident_bytes and offload != "nvme":
         raise ValueError(f"--resident keeps a part of what rests on NVMe in memory; with --offload {offload} all is")
     target: Config = {"device": offload}
@@ -50,7 +55,7 @@ def make_config(
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}
-    own = {"resident_bytes": resident_bytes, "precision": states}
+    own = {"resident_bytes": resident_bytes, "precision": states, "durability": durability, "keep": keep}
     own = {key: value for key, value in own.items() if value is not None}
     return {**config, "tiermem": own} if own else config
 

@@ -7,8 +7,6 @@ What goes on from a saved step takes from there what is not given (resumed.py).
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,76 +14,37 @@ from tiermem.swap.probe import probe_path
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.job import Job
 from tiermem.tools.presets import ModelShape, preset, read_shape, with_layers
+from tiermem.tools.resumed import CHECKPOINTS, Resumed, options_to_save
 from tiermem.tools.train_config import DEFAULT_LR, make_config, nvme_folders, own_folders, precision_of, read_config
+from tiermem.tools.train_options import DEFAULT_SEED, DEFAULT_SEQ, DEFAULT_STEPS, TrainOptions
 from tiermem.tuned import with_tuned
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainOptions:
-    """What was asked for on the command line; None where nothing was given."""
+def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | None = None) -> Job:
+    """The job that options describe, `with_saved` ones when it goes on from a saved step.
 
-    preset: str | None = None
-    config: Path | None = None
-    model: Path | None = None
-    data: Sequence[Path] = ()
-    offload: str | None = None
-    nvme: Sequence[Path] = ()
-    memory_bytes: int | None = None
-    deepspeed_config: Path | None = None
-    tuned: Path | None = None
-    tbw_bytes: int | None = None
-    steps: int = 10
-    seq: int = 128
-    batch: int | None = None
-    seed: int = 0
-    lr: float | None = None
-    precision: str | None = None
-    states: str | None = None
-    is_checkpointing: bool = False
-    layers: int | None = None
-    resident_bytes: int | None = None
-    threads: int | None = None
-    json_file: Path | None = None
-    runs: Path = Path("runs")
-    has_peers: bool = False
-    peer_python: Path | None = None
-    is_debug: bool = False
-    command: Sequence[str] = ()
-
-
-def make_job(options: TrainOptions, name: str, folder: Path) -> Job:
-    """The job that options describe. Raises ValueError or OSError for options that contradict or name what is not there."""
-    shape, checkpoint = _shape(options)
+    Raises ValueError or OSError for options that contradict or name what is not there.
+    """
+    shape, checkpoint = _shape(options, resumed)
     _check_sizes(options)
-    batch = options.batch or 1
-    tuned = with_tuned({}, options.tuned) if options.tuned is not None else {}
-    if options.deepspeed_config is not None:
-        config = with_tuned(read_config(options.deepspeed_config, _decided_by_config(options), batch), tuned)
-        nvme = [Path(path) for path in nvme_folders(config)]
-    else:
-        offload = options.offload or "nvme"
-        nvme = (_nvme_beside(options, tuned) or [folder]) if offload == "nvme" else list(options.nvme)
-        if options.nvme and offload != "nvme":
-            raise ValueError(
-                f"--nvme names folders, but with --offload {offload} nothing rests there: use --offload nvme"
-            )
-        precision, lr = options.precision or "bf16", options.lr if options.lr is not None else DEFAULT_LR
-        made = make_config(offload, precision, lr, batch, nvme, options.resident_bytes, options.states)
-        config = with_tuned(made, tuned)
+    batch, seq = options.batch or 1, options.seq or DEFAULT_SEQ
+    config, nvme, own = _config(options, resumed, folder, batch)
     for path in nvme:
         if path != folder:
             probe_path(path)
-    Corpus(options.data, options.seq, options.seed)  # raises for what cannot be read
+    seed = options.seed if options.seed is not None else DEFAULT_SEED
+    Corpus(options.data, seq, seed)  # raises for what cannot be read
+    saves = options.save is not None or options.save_every is not None
     return Job(
         name=name,
         shape=shape,
         checkpoint=str(checkpoint) if checkpoint else None,
         config=config,
         data=[str(path) for path in options.data],
-        steps=options.steps,
-        seq=options.seq,
+        steps=options.steps or DEFAULT_STEPS,
+        seq=seq,
         batch=int(config.get("train_micro_batch_size_per_gpu", batch)) if _is_number(config, batch) else batch,
-        seed=options.seed,
+        seed=seed,
         lr=_lr_of(config),
         precision=precision_of(config),
         is_checkpointing=options.is_checkpointing,
@@ -93,12 +52,58 @@ def make_job(options: TrainOptions, name: str, folder: Path) -> Job:
         threads=options.threads,
         nvme_paths=[str(path) for path in nvme],
         events_file=str(folder / "events.jsonl"),
+        resume=str(resumed.place) if resumed is not None else None,
+        save_dir=str((options.save or folder / CHECKPOINTS).absolute()) if saves else None,
+        save_every=options.save_every,
+        to_save=options_to_save(options, name, shape, own),
     )
 
 
-def _shape(options: TrainOptions) -> tuple[ModelShape, Path | None]:
+def _config(
+    options: TrainOptions, resumed: Resumed | None, folder: Path, batch: int
+) -> tuple[dict[str, Any], list[Path], dict[str, Any] | None]:
+    """The config, the folders that states rest in, and the config again if it was given and not made here."""
+    tuned = with_tuned({}, options.tuned) if options.tuned is not None else {}
+    if options.deepspeed_config is not None:
+        given = read_config(options.deepspeed_config, _decided_by_config(options), batch)
+    elif resumed is not None and resumed.config is not None:
+        decided = _decided_by_config(options)
+        if decided:
+            raise ValueError(f"{', '.join(decided)}: {resumed.place} was saved with a config, which decides this")
+        given = resumed.config
+    else:
+        made, nvme = _made_config(options, tuned, folder, batch)
+        return with_tuned(made, tuned), nvme, None
+    config = with_tuned(given, tuned)
+    return config, [Path(path) for path in nvme_folders(config)], config
+
+
+def _made_config(
+    options: TrainOptions, tuned: dict[str, Any], folder: Path, batch: int
+) -> tuple[dict[str, Any], list[Path]]:
+    offload = options.offload or "nvme"
+    nvme = (_nvme_beside(options, tuned) or [folder]) if offload == "nvme" else list(options.nvme)
+    if options.nvme and offload != "nvme":
+        raise ValueError(f"--nvme names folders, but with --offload {offload} nothing rests there: use --offload nvme")
+    made = make_config(
+        offload,
+        options.precision or "bf16",
+        options.lr if options.lr is not None else DEFAULT_LR,
+        batch,
+        nvme,
+        options.resident_bytes,
+        options.states,
+        options.durability,
+        options.keep,
+    )
+    return made, nvme
+
+
+def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, Path | None]:
     given = {"--preset": options.preset, "--config": options.config, "--model": options.model}
     named = [option for option, value in given.items() if value is not None]
+    if resumed is not None and not named:
+        return resumed.shape, None
     if len(named) != 1:
         what = f"{' and '.join(named)} are given" if named else "none is given"
         raise ValueError(f"a model is named by exactly one of --preset, --config and --model; {what}")
@@ -120,10 +125,10 @@ def _file(path: Path | None) -> Path:
 
 
 def _check_sizes(options: TrainOptions) -> None:
-    for name in ("steps", "seq", "batch", "layers", "threads"):
+    for name in ("steps", "seq", "batch", "layers", "threads", "save_every", "keep"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise ValueError(f"--{name} is {value}; it must be at least 1")
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     if options.lr is not None and not options.lr >= 0:
         raise ValueError(f"--lr is {options.lr}; it must be 0 or more")
     if options.peer_python is not None and not options.has_peers:
@@ -139,6 +144,8 @@ def _decided_by_config(options: TrainOptions) -> list[str]:
         "--batch": options.batch,
         "--resident": options.resident_bytes,
         "--states": options.states,
+        "--durability": options.durability,
+        "--keep": options.keep,
     }
     return [name for name, value in values.items() if value is not None]
 

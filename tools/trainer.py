@@ -31,6 +31,7 @@ from tiermem.tools.counts import IoCounts, counts_at_rest, kernel_counts, store_
 from tiermem.tools.job import Job
 from tiermem.tools.prediction import measure, predict
 from tiermem.tools.process_tree import own_resident
+from tiermem.tools.resumed import CLIENT_KEY
 from tiermem.tools.train_config import Config, precision_of, with_host_bytes
 from tiermem.tools.trained_model import build_model, give_back_free_memory, hf_config, transformers
 
@@ -80,6 +81,7 @@ class Trainer:
         self._channel = channel
         self._stop = stop
         self._budget: Budget | None = None
+        self._beside = IoCounts(0, 0)  # bytes of checkpoints that the kernel counts and the store does not
 
     def run(self) -> None:
         """Trains and reports. Raises what goes wrong, the store closed."""
@@ -100,6 +102,8 @@ class Trainer:
         try:
             if job.checkpoint is not None:
                 self._load(model, Path(job.checkpoint))
+            if job.resume is not None:
+                self._resume(engine, job.resume)
             give_back_free_memory()
             self._announce(engine, num_params, ceiling, predict(engine, job, measured, ceiling, resident_bytes))
             before = store_counts(engine.shards.store), kernel_counts(), written_by_path(engine.shards.store)
@@ -156,6 +160,12 @@ class Trainer:
         self._channel.phase("loading the checkpoint")
         tiermem.load_safetensors(model, checkpoint)
 
+    def _resume(self, engine: Engine, place: str) -> None:
+        self._channel.phase("opening the saved step")
+        started = time.monotonic()
+        engine.load_checkpoint(place)
+        self._channel.send("resumed", step=engine.global_steps, seconds=time.monotonic() - started)
+
     def _announce(
         self, engine: Engine, num_params: int, ceiling: dict[str, Any] | None, predicted: dict[str, Any]
     ) -> None:
@@ -189,7 +199,7 @@ class Trainer:
         dataset = TokenDataset(Corpus([Path(path) for path in job.data], job.seq, job.seed))
         size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
         device = _device()
-        for step in range(1, job.steps + 1):
+        for step in range(engine.global_steps + 1, job.steps + 1):
             started = time.monotonic_ns()
             seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
             losses = []
@@ -205,8 +215,21 @@ class Trainer:
                     engine.step()
             mean = float(torch.stack(losses).float().mean()) if accumulation > 1 else float(losses[0])
             self._report_step(engine, step, started, mean, seconds, size * accumulation * job.seq)
-            if self._stop.is_asked:
+            is_last = step == job.steps or self._stop.is_asked
+            if job.save_dir is not None and (is_last or (job.save_every and step % job.save_every == 0)):
+                self._save(engine, job.save_dir, step)
+            if is_last:
                 break
+
+    def _save(self, engine: Engine, folder: str, step: int) -> None:
+        """A checkpoint; what the kernel counts of it beside the store's own is not the training's."""
+        self._channel.phase(f"saving step {step}")
+        started, ours, kernel = time.monotonic(), counts_at_rest(engine.shards.store), kernel_counts()
+        engine.save_checkpoint(folder, client_state={CLIENT_KEY: self._job.to_save})
+        engine.wait_checkpoint()
+        moved, by_kernel = counts_at_rest(engine.shards.store).since(ours), kernel_counts().since(kernel)
+        self._beside = IoCounts(*(a + b - c for a, b, c in zip(self._beside, by_kernel, moved, strict=True)))
+        self._channel.send("saved", step=step, seconds=time.monotonic() - started, folder=folder)
 
     @contextlib.contextmanager
     def _timed(self, engine: Engine, seconds: dict[str, float], name: str, step: int) -> Iterator[None]:
@@ -248,7 +271,8 @@ class Trainer:
     def _finish(self, engine: Engine, ours: IoCounts, kernel: IoCounts, written: dict[str, int]) -> None:
         """Lets what is under way arrive, takes both counts, closes; only then writes a file."""
         self._channel.phase("close")
-        moved, moved_by_kernel = counts_at_rest(engine.shards.store).since(ours), kernel_counts().since(kernel)
+        moved = counts_at_rest(engine.shards.store).since(ours)
+        moved_by_kernel = kernel_counts().since(kernel).since(self._beside)
         host_peak_bytes = engine.shards.store.stats().host_peak_bytes
         since_made = written_by_path(engine.shards.store)
         engine.close()

@@ -11,7 +11,8 @@ import pytest
 from tiermem.config import load_config
 from tiermem.policy import IoSettings, NvmePath
 from tiermem.tools.job import Job
-from tiermem.tools.train_job import TrainOptions, make_job
+from tiermem.tools.train_job import make_job
+from tiermem.tools.train_options import TrainOptions
 
 
 @pytest.fixture

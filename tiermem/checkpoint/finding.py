@@ -48,6 +48,7 @@ class Opened(NamedTuple):
 
     file: Path
     manifest: Manifest
+    place: Path  # what names it: the tag's folder, else the manifest
 
 
 class NothingSaved(FileNotFoundError):
@@ -105,7 +106,7 @@ def read_manifest(found: Found) -> Opened:
     """The manifest of a place, through its pointer where there is one. Raises ManifestError, OSError."""
     data, file = _read(found.file), found.file
     if found.file.name != POINTER_FILE:
-        return Opened(file, parse_manifest(data, str(file)))
+        return Opened(file, parse_manifest(data, str(file)), file if found.tag is None else file.parent)
     pointer = parse_pointer(data, str(file))
     file = found.file.parent / pointer.folder / pointer.file
     data = _read_whole(file, pointer.num_bytes, pointer.crc32c, str(found.file))
@@ -115,7 +116,7 @@ def read_manifest(found: Found) -> Opened:
             f"{found.file}: points at run {pointer.run_id}, commit {pointer.commit}; {file} is of run {manifest.run_id}, "
             f"commit {manifest.commit}"
         )
-    return Opened(file, manifest)
+    return Opened(file, manifest, found.file.parent)
 
 
 def read_parts(opened: Opened) -> list[tuple[Path, Part]]:

@@ -143,7 +143,7 @@ def _open(shards: Shards, optimizer: NativeOptimizer | None, found: Found, older
             put_ordinary(source, optimizer, topology)
         if not asked.module_only:
             _put_rest(source, shards, wants, asked)
-        return _loaded(source, found, wants)
+        return _loaded(source, wants)
 
 
 def _wants(source: Source, optimizer: NativeOptimizer | None, asked: Asked) -> Wants:
@@ -179,12 +179,12 @@ def _put_rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> Non
             owner.load_state_dict(decode(saved, f"{source.file}: {name}"))
 
 
-def _loaded(source: Source, found: Found, wants: Wants) -> Loaded:
+def _loaded(source: Source, wants: Wants) -> Loaded:
     manifest = source.manifest
     engine = decode(manifest.engine, f"{source.file}: engine")
     return Loaded(
-        path=found.file.parent if found.tag is not None else source.file,
-        tag=found.tag,
+        path=source.place,
+        tag=manifest.tag,
         step=manifest.step,
         world=manifest.world,
         client_state=decode(manifest.client_state, f"{source.file}: client_state"),

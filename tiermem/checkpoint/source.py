@@ -58,6 +58,7 @@ class Source:
 
     def __init__(self, opened: Opened, others: Sequence[Found] = ()) -> None:
         self.file = opened.file
+        self.place = opened.place
         self.manifest: Manifest = opened.manifest
         self._others = others
         parts = read_parts(opened)

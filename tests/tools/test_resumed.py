@@ -1,0 +1,113 @@
+"""Does `tiermem train --resume` find the newest durable step, and take from it what is not said again?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from saved_by_hand import write
+
+from tiermem.tools.presets import preset
+from tiermem.tools.resumed import find_resumed, options_to_save, with_saved
+from tiermem.tools.train_job import make_job
+from tiermem.tools.train_options import TrainOptions
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("words and words " * 100)
+    return file
+
+
+def save_step(folder: Path, step: int, tag: str, client_state: dict[str, Any]) -> Path:
+    write(folder, {"weight": {"weight": torch.zeros(3)}}, tag, step=step, client_state=client_state)
+    return folder
+
+
+def saved(folder: Path, text: Path, step: int = 7, tag: str = "step7", **fields: Any) -> Path:
+    """A checkpoint that says it was saved by a run of these options."""
+    options = TrainOptions(
+        preset="151m", data=(text,), **({"seq": 64, "lr": 3e-4, "offload": "cpu", "steps": 20} | fields)
+    )
+    told = options_to_save(options, "151m-cpu", preset("151m"), None)
+    return save_step(folder, step, tag, {"tiermem train": told})
+
+
+def test_what_is_not_said_again_is_as_it_was(tmp_path: Path, text: Path) -> None:
+    resumed = find_resumed(saved(tmp_path / "ck", text))
+    options = with_saved(TrainOptions(resume=tmp_path / "ck", lr=1e-5), resumed)
+    assert (options.seq, options.lr, options.offload, options.steps, options.data) == (64, 1e-5, "cpu", 20, (text,))
+    job = make_job(options, resumed.name, tmp_path / "run", resumed)
+    assert job.shape == preset("151m")
+    assert job.resume == str(tmp_path / "ck" / "step7")
+    assert job.config["zero_optimization"]["offload_param"] == {"device": "cpu"}
+    assert job.to_save["seq"] == 64
+
+
+def test_other_homes_may_be_named(tmp_path: Path, text: Path) -> None:
+    resumed = find_resumed(saved(tmp_path / "ck", text, offload="nvme", nvme=(tmp_path,), resident_bytes=4096))
+    options = with_saved(TrainOptions(offload="cpu"), resumed)
+    assert (options.offload, options.nvme, options.resident_bytes) == ("cpu", (), None)
+    options = with_saved(TrainOptions(), resumed)
+    assert (options.nvme, options.resident_bytes) == ((tmp_path,), 4096)
+
+
+def test_steps_count_from_the_first(tmp_path: Path, text: Path) -> None:
+    resumed = find_resumed(saved(tmp_path / "ck", text, steps=7))
+    with pytest.raises(
+        ValueError, match="has 7 steps behind it, and --steps counts from the first: give more than 7, not 7"
+    ):
+        with_saved(TrainOptions(), resumed)
+    assert with_saved(TrainOptions(steps=8), resumed).steps == 8
+
+
+def test_a_run_s_folder_means_its_newest_step(tmp_path: Path, text: Path) -> None:
+    saved(tmp_path / "checkpoints", text, 5, "step5")
+    saved(tmp_path, text, 9, "tiermem-abc")
+    (tmp_path / "latest").unlink()
+    assert find_resumed(tmp_path).step == 9
+    saved(tmp_path, text, 3, "tiermem-def")
+    (tmp_path / "latest").unlink()
+    with pytest.raises(ValueError, match="several runs: name one of tiermem-abc, tiermem-def"):
+        find_resumed(tmp_path)
+    for store in tmp_path.glob("tiermem-*"):
+        shutil.rmtree(store)
+
+
+def test_a_saved_config_decides_what_a_config_decides(tmp_path: Path, text: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    told = options_to_save(TrainOptions(data=(text,), seq=64, steps=20), "run", preset("151m"), config)
+    resumed = find_resumed(save_step(tmp_path / "ck", 7, "step7", {"tiermem train": told}))
+    job = make_job(with_saved(TrainOptions(), resumed), "run", tmp_path, resumed)
+    assert (job.batch, job.lr, job.config) == (3, 1e-3, config)
+    with pytest.raises(ValueError, match=r"--offload: .* was saved with a config, which decides this"):
+        make_job(with_saved(TrainOptions(offload="cpu"), resumed), "run", tmp_path, resumed)
+
+
+def test_what_another_program_saved_is_refused(tmp_path: Path) -> None:
+    save_step(tmp_path / "ck", 7, "step7", {"epoch": 3})
+    with pytest.raises(ValueError, match="was not saved by tiermem train"):
+        find_resumed(tmp_path / "ck")
+    save_step(tmp_path / "half", 7, "step7", {"tiermem train": {"seq": 64}})
+    with pytest.raises(ValueError, match="is not complete"):
+        find_resumed(tmp_path / "half")
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        find_resumed(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="no file named latest"):
+        find_resumed(tmp_path / "empty")
+
+
+def test_a_job_without_saving_has_no_folder_for_it(tmp_path: Path, text: Path) -> None:
+    plain = TrainOptions(preset="151m", data=(text,), offload="cpu")
+    assert make_job(plain, "name", tmp_path / "run").save_dir is None
+    every = TrainOptions(preset="151m", data=(text,), offload="cpu", save_every=5, durability="step", keep=2)
+    job = make_job(every, "name", tmp_path / "run")
+    assert (job.save_dir, job.save_every) == (str(tmp_path / "run" / "checkpoints"), 5)
+    assert job.config["tiermem"] == {"durability": "step", "keep": 2}
+    assert json.loads(json.dumps(job.to_save)) == job.to_save
