@@ -171,7 +171,8 @@ class OffloadPolicy:
     """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same,
     not clipped, since such gradients have no norm."""
     durability: Literal["checkpoint", "step", "none"] = "checkpoint"
-    """When what rests on NVME becomes durable there: when a checkpoint is saved, after every optimizer step, or never."""
+    """When what rests on NVME becomes durable there: when a checkpoint is saved, after every optimizer step, or never. What is
+    durable stays while the next is written, so it takes `num_slots` times the disk."""
     keep: int = 1
     """Durable checkpoints that stay, each with slots of its own on disk; the oldest makes room for a new one."""
     verify: Literal["always", "sample", "resume"] = "always"
@@ -190,6 +191,11 @@ class OffloadPolicy:
     def uses_nvme(self) -> bool:
         """Whether anything is asked to rest on NVME (gradients may still be sent there by the plan)."""
         return Tier.NVME in (self.params, self.optim, self.grads)
+
+    @property
+    def num_slots(self) -> int:
+        """Places on NVME for what is made durable there: for every durable step that is kept, and for the next one."""
+        return {"none": 1, "checkpoint": 1 + self.keep, "step": 2 + self.keep}[self.durability]
 
     def _check(self) -> None:
         if self.stage not in (0, 1, 2, 3):

@@ -70,7 +70,7 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
         "resident_bytes": resident_bytes,
         "host_bytes": plan.host_bytes,
         "activation_bytes": activations,
-        "disk_bytes": plan.disk_bytes,
+        "disk_bytes": plan.disk_bytes - plan.frozen_disk_bytes,  # these are taken by the first step after a checkpoint
         "peak_bytes": None if is_gpu else resident_bytes + plan.host_bytes + activations,
         "busy_s": {lane: dict(by) for lane, by in forecast.busy_s.items()},
         "rates": {"compute": measured.maths.compute._asdict(), **dataclasses.asdict(rates), "disk": disk},

@@ -126,7 +126,7 @@ def test_nvme_rows_follow_the_reference_and_say_whose_they_are(capsys: pytest.Ca
         "offload_param=none, offload_optimizer=nvme",
     ]
     nvme = float(sizes["offload_param=nvme, offload_optimizer=nvme"][2].strip().removesuffix("GB"))
-    assert nvme == pytest.approx(2851e6 * (12 + 2) / 2 / 2**30, rel=0.01)  # of a node of two
+    assert nvme == pytest.approx(2 * 2851e6 * (12 + 2) / 2 / 2**30, rel=0.01)  # two slots; of a node of two
     assert sizes["offload_param=cpu , offload_optimizer=cpu"][2].strip() == "0.00GB"
 
 

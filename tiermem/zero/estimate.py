@@ -8,7 +8,7 @@ Two kinds of figures, and the printed tables say which is which:
     the reference's   closed formulas for its settings, to the digit: what somebody who sized a machine by them expects.
                       They hold a safety factor of 1.5 for host memory, know no NVMe, and count no buffer
     tiermem's         the rows that `zero/plan.py` would allocate for such a model, summed: homes and buffers, exact for
-                      this library, with no factor; bytes on NVMe too
+                      this library, with no factor; bytes on NVMe too, with room for a checkpoint there ("keep")
 
 None of them counts activations, the interpreter or the GPU's own kernels; `tiermem plan` does. Sizes are printed in units of
 2^30 bytes. Nothing is allocated: a model that is only imagined is made of meta tensors.

@@ -33,6 +33,8 @@ _USUAL_GRAD_BUFFERS = 2
 _PAGE = 4096
 BOUNCE_BYTES = 4 << 20
 
+_DURABLE = ("parameters", "optimizer states")  # rows; what else rests on NVME is temporary
+
 T = TypeVar("T")
 
 
@@ -52,6 +54,7 @@ class Plan:
     rows: list[Row]
     host_bytes: int  # all HOST rows: the arena's size
     disk_bytes: int  # all NVME rows
+    frozen_disk_bytes: int  # of them, what is there for checkpoints; taken when the first step after one is written
     grads: Tier
     unit_homes: dict[int, Tier]  # of streamed units, by index
     unit_slot_bytes: int
@@ -70,6 +73,17 @@ class Plan:
     num_tile_slots: int
     tile_slot_bytes: int
     resident_bytes: int  # what those take at most
+
+    def why_disk(self, policy: OffloadPolicy) -> str:
+        """The arithmetic behind disk_bytes, for whoever is told that there is no room for them."""
+        if not self.frozen_disk_bytes:
+            return ""
+        less = self.disk_bytes - self.frozen_disk_bytes
+        return (
+            f"Parameters and optimizer states rest in {policy.num_slots} slots (durability={policy.durability!r}, "
+            f"keep={policy.keep}), one to write and the others for what is durable; with durability='none' {less} bytes are "
+            "enough, and a checkpoint is a copy"
+        )
 
 
 def planned_layout(unit: Unit, policy: OffloadPolicy) -> StateLayout:
@@ -190,6 +204,7 @@ class _Planner:
         reduce_slot, num_reduces = self._add_reductions(sheet)
         update_slot, num_updates = self._add_updates(sheet)
         resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
+        frozen = self._add_frozen(sheet)
         streams = Tier.NVME in (policy.optim, grads, *self._homes.values())
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
         tile_numel = min(round_up(tile_numel, UNIT_ALIGN), largest)
@@ -202,6 +217,7 @@ class _Planner:
             rows=sheet.rows,
             host_bytes=sheet.total(Tier.HOST),
             disk_bytes=sheet.total(Tier.NVME),
+            frozen_disk_bytes=frozen,
             grads=grads,
             unit_homes=self._homes,
             unit_slot_bytes=unit_slot,
@@ -290,6 +306,14 @@ class _Planner:
         sheet.add("optimizer states", Tier.NVME, states - whole, "rest on NVME")
         sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST")
         return resident
+
+    def _add_frozen(self, sheet: _Sheet) -> int:
+        """Adds room for what checkpoints hold while steps write elsewhere; returns its bytes."""
+        policy = self._policy
+        live = sum(r.num_bytes for r in sheet.rows if r.tier is Tier.NVME and r.what in _DURABLE)
+        frozen = (policy.num_slots - 1) * live
+        sheet.add("frozen slots", Tier.NVME, frozen, f"durability={policy.durability!r}, keep={policy.keep}")
+        return frozen
 
 
 def _unit_homes(units: list[Unit], policy: OffloadPolicy, num_shards: int) -> dict[int, Tier]:

@@ -163,7 +163,7 @@ class _Settler:
         shard.zero_()
         if keeps_initial_master(unit, self._policy):
             home = Tier.NVME if self._policy.optim is Tier.NVME else Tier.HOST
-            self._store.reserve(initial_master(unit), (unit.shard_numel,), torch.float32, home)
+            self._store.reserve(initial_master(unit), (unit.shard_numel,), torch.float32, home, is_durable=False)
         for part in unit.shards:
             if unit.is_packed:
                 plain = torch.zeros(part.shard_numel, dtype=unit.dtype)

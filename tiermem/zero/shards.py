@@ -34,6 +34,7 @@ from tiermem.policy import OffloadPolicy
 from tiermem.swap.bounce import Bounce
 from tiermem.swap.native import Workers, trim_heap
 from tiermem.swap.pipeline import HeadStart
+from tiermem.swap.run_folder import RunName
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
 from tiermem.zero.building.admission import check_model
@@ -44,6 +45,7 @@ from tiermem.zero.order import Order
 from tiermem.zero.plan import BOUNCE_BYTES, make_plan
 from tiermem.zero.pools import carve
 from tiermem.zero.ranks.agreement import agree, facts_of, facts_of_plan
+from tiermem.zero.ranks.collectives import exchange
 from tiermem.zero.ranks.mesh import arrange, ranks_of
 from tiermem.zero.ranks.topology import (
     Topology,
@@ -124,14 +126,22 @@ class Shards:
         agree(self.topology, facts_of_plan(self.plan, division.units), "the plan of tiermem.shard")
         arena_bytes = max(self.plan.host_bytes, 1)
         paths = paths_of_rank(policy.paths)
-        self.store = TensorStore(paths, arena_bytes, policy.io, policy.disk_bytes, policy.pin_memory)
+        self.store = TensorStore(
+            paths,
+            arena_bytes,
+            policy.io,
+            policy.disk_bytes,
+            policy.pin_memory,
+            num_slots=policy.num_slots,
+            run=self._name_run(),
+        )
         self.workers = Workers(give_fair_threads(), fair_cores())
         self.store.sums.use(self.workers, policy.verify)
         weakref.finalize(self, self.workers.close)  # when nobody closes; closing twice does nothing
         self._watch_ranks()
         try:
             if self.plan.disk_bytes:
-                self.store.reserve_disk(self.plan.disk_bytes)
+                self.store.reserve_disk(self.plan.disk_bytes, self.plan.why_disk(policy))
             self._build(division.triggers, division.units, Order([u.index for u in division.order()]))
         except BaseException:
             self.store.close()
@@ -348,6 +358,11 @@ class Shards:
             self.store.close()
         for param, value in weights:
             param.data = value.to(self.device)
+
+    def _name_run(self) -> RunName:
+        """The run's id is rank 0's on every rank; the folders of several ranks are told apart. Collective."""
+        [run_id, *_] = exchange(self.topology, RunName.new().run_id)
+        return RunName(run_id, None if self.topology.world == 1 else self.topology.rank)
 
     # ---- building ------------------------------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ class GradientStore:
     def reserve(self, unit: Unit, dtype: torch.dtype) -> None:
         """Makes room for a unit's gradients where they rest."""
         if self.home is not Tier.DEVICE:
-            self._store.reserve(self.entry(unit), (unit.shard_numel,), dtype, self.home)
+            self._store.reserve(self.entry(unit), (unit.shard_numel,), dtype, self.home, is_durable=False)
 
     def view(self, unit: Unit) -> torch.Tensor | None:
         """A unit's gradients in the shard layout, when they rest on HOST."""
