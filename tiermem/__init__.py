@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tiermem.policy import NvmePath as NvmePath
     from tiermem.policy import OffloadPolicy as OffloadPolicy
     from tiermem.precision import Precision as Precision
+    from tiermem.swap.corruption import CorruptionError as CorruptionError
     from tiermem.swap.store import TensorStore as TensorStore
     from tiermem.swap.tier import Tier as Tier
     from tiermem.tuned import with_tuned as with_tuned
@@ -45,6 +46,7 @@ _HOMES = {
     "Adagrad": "tiermem.optim.adagrad",
     "Adam": "tiermem.optim.adam",
     "AdamW": "tiermem.optim.adam",
+    "CorruptionError": "tiermem.swap.corruption",
     "Engine": "tiermem.engine",
     "IoSettings": "tiermem.policy",
     "Lion": "tiermem.optim.lion",
