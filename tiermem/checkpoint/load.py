@@ -9,6 +9,7 @@ damaged while it is read, gives way to the next older one; without, the error sa
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -25,7 +26,9 @@ from tiermem.checkpoint.restore import Wants, restore
 from tiermem.checkpoint.resuming import Group, check_moments, put_groups, put_rng, saved_groups
 from tiermem.checkpoint.source import Source
 from tiermem.optim.base import NativeOptimizer
+from tiermem.swap.run_lock import Owner, this_process
 from tiermem.zero.ranks.agreement import agree
+from tiermem.zero.ranks.collectives import exchange
 from tiermem.zero.shards import Shards
 
 logger = logging.getLogger("tiermem")
@@ -97,10 +100,11 @@ def load(
     beside = (("scheduler", scheduler), ("loss_scaler", loss_scaler), ("data", loader))
     asked = Asked(load_module_strict, load_optimizer_states, load_module_only, custom_load_fn, beside)
     candidates = _candidates(shards, Path(load_dir), tag)
+    own = frozenset(Owner(*json.loads(each)) for each in exchange(shards.topology, json.dumps(this_process())))
     for number, each in enumerate(candidates):
         older = candidates[number + 1 :]
         try:
-            return _open(shards, optimizer, each, older, asked)
+            return _open(shards, optimizer, each, older, own, asked)
         except DAMAGE as error:
             if not allow_older or not older:
                 raise
@@ -125,9 +129,16 @@ def _candidates(shards: Shards, where: Path, tag: str | None) -> list[Found]:
     return found
 
 
-def _open(shards: Shards, optimizer: NativeOptimizer | None, found: Found, older: list[Found], asked: Asked) -> Loaded:
+def _open(
+    shards: Shards,
+    optimizer: NativeOptimizer | None,
+    found: Found,
+    older: list[Found],
+    own: frozenset[Owner],
+    asked: Asked,
+) -> Loaded:
     topology = shards.topology
-    source = everywhere(topology, f"opening {found}", lambda: Source(read_manifest(found), older))
+    source = everywhere(topology, f"opening {found}", lambda: Source(read_manifest(found), older, own))
     with source:
         manifest = source.manifest
         agree(topology, {"saved step": f"run {manifest.run_id}, commit {manifest.commit}"}, "load_checkpoint")

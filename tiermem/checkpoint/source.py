@@ -7,13 +7,15 @@ A read takes whole blocks of 1 MiB, compares each one's CRC-32C with the manifes
 are kept for the neighbour that asks next. So nothing that was not saved is ever handed out, and a tile or a rank may be of
 any size. Memory: a chunk of 16 blocks, the reader's buffers, and the edges.
 
-A store that another live process works in is not read: its slots change. Neither is anything here written.
+A store that another live process works in is not read: its slots change. One that is read is shared: nobody takes it over or
+removes it meanwhile. Nothing is written.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +34,8 @@ from tiermem.swap.checksum import crc32c
 from tiermem.swap.native import Workers, widen_part
 from tiermem.swap.parts import Quantised
 from tiermem.swap.reader import FileReader
+from tiermem.swap.run_folder import RunName
+from tiermem.swap.run_lock import Owner, owner_of, share, this_process
 from tiermem.zero.ranks.quantised import BLOCK, unpack
 from tiermem.zero.ranks.topology import fair_cores, fair_threads
 
@@ -52,16 +56,33 @@ class Source:
     Args:
         opened: its manifest.
         others: further durable steps of the same place, which errors name.
+        own: processes whose live stores may be read: this one, and the other ranks.
 
-    Raises ManifestError when manifest and parts do not describe a whole step; OSError when a file is missing or cut.
+    Raises ManifestError when manifest and parts do not describe a whole step; OSError when a file is missing, and EBUSY when
+    another process works in the store that it lies in.
     """
 
-    def __init__(self, opened: Opened, others: Sequence[Found] = ()) -> None:
+    def __init__(self, opened: Opened, others: Sequence[Found] = (), own: frozenset[Owner] = frozenset()) -> None:
         self.file = opened.file
         self.place = opened.place
         self.manifest: Manifest = opened.manifest
         self._others = others
-        parts = read_parts(opened)
+        self._readers: collections.OrderedDict[Path, tuple[FileReader, contextlib.ExitStack]] = (
+            collections.OrderedDict()
+        )
+        self._edges: collections.OrderedDict[tuple[str, str, int], torch.Tensor] = collections.OrderedDict()
+        self._workers: Workers | None = None
+        self._own = own | {this_process()}
+        with contextlib.ExitStack() as shared:
+            self._shared: set[Path] = set()
+            self._share(self.file.parent, shared)
+            self._open(read_parts(opened), shared)
+            self._shares = shared.pop_all()
+
+    def _open(self, parts: Sequence[tuple[Path, Part]], shared: contextlib.ExitStack) -> None:
+        """Puts the parts together, once the stores that they lie in are kept from being changed."""
+        for folder in dict.fromkeys(folder for folder, _ in parts):
+            self._share(folder, shared)
         self.parts: tuple[Part, ...] = tuple(part for _, part in parts)
         covered = cover(self.manifest, self.parts, str(self.file))
         self.parameters: Mapping[str, Parameter] = {each.name: each for each in self.manifest.parameters}
@@ -72,12 +93,9 @@ class Source:
             placed = [(parts[rank][0] / self.parts[rank].files[piece.file], piece) for rank, piece in pieces]
             self._streams[param, state] = Stream(param, state, placed)
             self._states[param] += (state,)
+        for folder in dict.fromkeys(path.parent for stream in self._streams.values() for path in stream.ends()):
+            self._share(folder, shared)
         self._check_files()
-        self._readers: collections.OrderedDict[Path, tuple[FileReader, contextlib.ExitStack]] = (
-            collections.OrderedDict()
-        )
-        self._edges: collections.OrderedDict[tuple[str, str, int], torch.Tensor] = collections.OrderedDict()
-        self._workers: Workers | None = None
 
     @classmethod
     def open(cls, where: Path | str, tag: str | None = None, allow_older: bool = False) -> Self:
@@ -111,6 +129,7 @@ class Source:
             closing.close()
         self._readers.clear()
         self._edges.clear()
+        self._shares.close()
         if self._workers is not None:
             self._workers.close()
             self._workers = None
@@ -175,6 +194,16 @@ class Source:
         return values.float()
 
     # ---- inside --------------------------------------------------------------------------------------------------------
+
+    def _share(self, folder: Path, shared: contextlib.ExitStack) -> None:
+        """Keeps a run's folder from being taken over or removed. Raises OSError (EBUSY) when another process works in it."""
+        place = Path(os.path.normpath(folder))
+        if place in self._shared or RunName.of(place) is None:
+            return
+        owner, name = owner_of(place), RunName.of(place)
+        assert name is not None
+        shared.enter_context(share(place, name.run_id if owner in self._own else None))
+        self._shared.add(place)
 
     def _check_files(self) -> None:
         """Every file is there, and as long as its pieces say."""
