@@ -1,6 +1,6 @@
 """EngineCheckpoints: `load_checkpoint` of an engine, under the reference's name and with its arguments.
 
-The model and its optimizer are checkpoint/load.py's; here are the engine's own counters, schedule and loss scale. A checkpoint
+The model and its optimizer are checkpoint/loading.py's; here are the engine's own counters, schedule and loss scale. A checkpoint
 may be opened by the engine that saved it, right after, as well as by a new one.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from tiermem.checkpoint.load import CustomLoad, Loaded, load
+from tiermem.checkpoint.loading import CustomLoad, Loaded, load
 from tiermem.engine.accumulation import Accumulation
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.scaling import LossScaler

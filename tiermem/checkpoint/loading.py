@@ -1,4 +1,4 @@
-"""Load: a saved step becomes the state of a sharded model and its optimizer, for both faces.
+"""Loading: a saved step becomes the state of a sharded model and its optimizer, for both faces.
 
     find what there is -> open it on every rank -> fit names, groups, states -> put everything in place
 
