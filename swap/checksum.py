@@ -15,14 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tiermem.swap.native import Workers, crc32c_combine, crc32c_of
 
-__all__ = ["combine", "crc32c", "crc32c_at", "join"]
-
-Crcs = npt.NDArray[np.uint32]
+__all__ = ["combine", "crc32c"]
 
 
 def crc32c(tensors: Sequence[torch.Tensor], workers: Workers | None = None) -> list[int]:
@@ -37,21 +34,6 @@ def crc32c(tensors: Sequence[torch.Tensor], workers: Workers | None = None) -> l
     return [int(crc) for crc in crc32c_of(addresses, num_bytes, workers)]
 
 
-def crc32c_at(
-    address: int, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], workers: Workers | None = None
-) -> Crcs:
-    """The CRC-32C of bytes [starts[i], stops[i]) behind an address. Nothing is done piece by piece in Python. Blocks."""
-    return crc32c_of(np.uint64(address) + starts.astype(np.uint64), (stops - starts).astype(np.uint64), workers)
-
-
 def combine(a: int, b: int, b_bytes: int) -> int:
     """The CRC-32C of A and B behind it, from those of A and of B, which is `b_bytes` long."""
     return crc32c_combine(a, b, b_bytes)
-
-
-def join(crcs: Sequence[int], num_bytes: Sequence[int]) -> int:
-    """The CRC-32C of pieces that lie one behind the other, from theirs; 0 of none."""
-    whole = 0
-    for crc, length in zip(crcs, num_bytes, strict=True):
-        whole = combine(whole, int(crc), int(length))
-    return whole

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from tiermem.swap.checksum import crc32c, crc32c_at
+from tiermem.swap.checksum import crc32c
 from tiermem.swap.corruption import CorruptionError
 from tiermem.swap.native import Op, Workers, crc32c_of
 from tiermem.swap.pieces import Crcs, Offsets, Pieces, PieceTable
@@ -83,15 +84,19 @@ class Sums:
 
     def of_write(self, ranges: Iterable[Range]) -> list[Written]:
         """Sums what is about to be written, of which `keep` is told when it is. Needs no lock. Blocks."""
-        found = []
-        for entry, offset, data in ranges:
-            table = self._tables.get(entry)
-            if table is not None and data.numel():
-                inside = table.inside(offset, data.numel())
-                starts, stops = table.pieces.starts[inside] - offset, table.pieces.stops[inside] - offset
-                crcs = crc32c_at(data.data_ptr(), starts, stops, self._workers)
-                found.append(Written(table, offset, data.numel(), crcs))
-        return found
+        due = [(self._tables[entry], offset, data) for entry, offset, data in ranges if entry in self._tables]
+        addresses, num_bytes, counts = [], [], []
+        for table, offset, data in due:
+            inside = table.inside(offset, data.numel())
+            starts, stops = table.pieces.starts[inside], table.pieces.stops[inside]
+            addresses.append(starts + (data.data_ptr() - offset))
+            num_bytes.append(stops - starts)
+            counts.append(len(starts))
+        if not due:
+            return []
+        crcs = crc32c_of(_joined(addresses), _joined(num_bytes), self._workers)  # of all ranges at once
+        own = np.split(crcs, np.cumsum(counts)[:-1])
+        return [Written(table, at, data.numel(), each) for (table, at, data), each in zip(due, own, strict=True)]
 
     def keep(self, written: Iterable[Written]) -> None:
         """What has been summed is on its way to the disk."""
@@ -181,9 +186,8 @@ class Check:
 
     def __call__(self) -> CorruptionError | None:
         """Sums what has come; an error for the first piece that is not what was written. Blocks."""
-        addresses = np.concatenate([each.base + each.starts for each in self._expected]).astype(np.uint64)
-        num_bytes = np.concatenate([each.num_bytes for each in self._expected]).astype(np.uint64)
-        seen = crc32c_of(addresses, num_bytes, self._workers)
+        addresses = _joined([each.base + each.starts for each in self._expected])
+        seen = crc32c_of(addresses, _joined([each.num_bytes for each in self._expected]), self._workers)
         wrong = np.flatnonzero(seen != np.concatenate([each.crcs for each in self._expected]))
         if not len(wrong):
             return None
@@ -206,3 +210,7 @@ class Check:
         """The file and the offset in it that an address was filled from."""
         op = next(op for op in self._ops if op.address <= address < op.address + op.length)
         return self._files().get(op.fd, f"descriptor {op.fd}"), op.offset + address - op.address
+
+
+def _joined(rows: Sequence[Offsets]) -> npt.NDArray[np.uint64]:
+    return np.concatenate(rows).astype(np.uint64)

@@ -225,6 +225,23 @@ def test_sums_of_several_ranks_make_up_those_of_the_whole(tmp_path: Path) -> Non
         assert numel == 701 * 801 * 2
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_is_put_in_place_is_summed_as_what_is_stepped(
+    trained: Callable[..., tuple[Shards, torch.optim.Optimizer]], preset: str
+) -> None:
+    shards, optim = trained(preset)
+    states, weights = optim.state_dict(), shards.model.state_dict()
+    fresh, other = trained(preset, num_steps=0)
+    fresh.model.load_state_dict(weights)
+    other.load_state_dict(states)
+    assert_sums_are_those_of_the_bytes(summed(fresh))
+    with tiermem.zero.GatheredParameters([fresh.model.norm.weight], modifier_rank=0):  # type: ignore[union-attr, list-item]
+        fresh.model.norm.weight.data.fill_(0.5)  # type: ignore[union-attr]
+    fresh.residency.empty()
+    train(fresh.model, other, 1)
+    assert_sums_are_those_of_the_bytes(summed(fresh))
+
+
 # ---- which reads are checked -----------------------------------------------------------------------------------------------
 
 
