@@ -1,6 +1,6 @@
 """Run once by test_disagreeing_ranks.py: three ranks that agree about everything but one thing, case after case.
 
-disagree_ranks.py OUT     writes OUT/found.json: {case: [what each rank raised]}
+disagree_ranks.py OUT     writes OUT/found.json: {world: [how each rank ended]}, with {case: what it raised} for a result
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -87,6 +89,13 @@ def cases(is_odd: bool, nvme: Path) -> dict[str, Callable[[], None]]:
         "another order": lambda: shard(nvme, Pair(is_swapped=is_odd)),
         "another dtype": lambda: shard(nvme, seeded(zoo.Tower).to(torch.bfloat16 if is_odd else torch.float32)),
         "other frozen parameters": lambda: shard(nvme, frozen),
+        "another MiCS group": lambda: shard(nvme, seeded(zoo.Tower), shard_group_size=1 if is_odd else None),
+        "another mesh": lambda: tiermem.shard(seeded(zoo.Tower), OffloadPolicy(), mesh_of(is_odd)),
+        "a second copy": lambda: shard(nvme, seeded(zoo.Tower), secondary_group_size=3 if is_odd else 1),
+        "another way to gather": lambda: shard(nvme, seeded(zoo.Tower), quantised_gather=is_odd),
+        "another MiCS group in the config": lambda: initialize(
+            zero_optimization={"stage": 3, "mics_shard_size": 1 if is_odd else 3}
+        ),
         "another number of ranks on its node": lambda: elsewhere(is_odd, nvme),
         "another accumulation": lambda: initialize(gradient_accumulation_steps=2 if is_odd else 1),
         "another clipping": lambda: initialize(gradient_clipping=0.5 if is_odd else 1.0),
@@ -101,6 +110,29 @@ def cases(is_odd: bool, nvme: Path) -> dict[str, Callable[[], None]]:
         "fewer layers under Init": lambda: build(nvme, lambda: nn.Linear(31, 97) if is_odd else Pair()),
         "no Init": lambda: build(nvme, Pair, is_under_init=not is_odd),
     }
+
+
+def mesh_of(is_odd: bool) -> DeviceMesh:
+    """Three shards, or three copies."""
+    meshes = [DeviceMesh("cpu", [[0, 1, 2]], mesh_dim_names=("replica", "shard"))]
+    meshes.append(DeviceMesh("cpu", [[0], [1], [2]], mesh_dim_names=("replica", "shard")))
+    return meshes[is_odd]
+
+
+def other_groups(rank: int, nvme: Path) -> None:
+    """The odd rank shares its model with rank 0 alone, which shares it with all."""
+    pair = dist.new_group([0, ODD])
+    tiermem.shard(seeded(zoo.Tower), OffloadPolicy(timeout_s=60.0), pair if rank == ODD else None)
+
+
+def one_is_late(rank: int, nvme: Path) -> None:
+    """Two models on different groups, one after the other, with a rank that keeps the others waiting."""
+    pair = dist.new_group([0, ODD])
+    if rank == 0:
+        time.sleep(3.5)
+    for group in (pair, None):
+        if group is None or rank in (0, ODD):
+            tiermem.shard(seeded(zoo.Tower), OffloadPolicy(timeout_s=60.0), group).close()
 
 
 def elsewhere(is_odd: bool, nvme: Path) -> None:
@@ -127,5 +159,8 @@ def body(rank: int, nvme: Path) -> dict[str, str]:
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
-    ranks = run_worlds({"disagreeing": World(body, NUM_RANKS)}, out)["disagreeing"]
-    (out / "found.json").write_text(json.dumps([rank._asdict() for rank in ranks]))
+    bodies = {"disagreeing": body, "other groups": other_groups, "one is late": one_is_late}
+    found = run_worlds({name: World(each, NUM_RANKS) for name, each in bodies.items()}, out)
+    (out / "found.json").write_text(
+        json.dumps({name: [rank._asdict() for rank in ranks] for name, ranks in found.items()})
+    )

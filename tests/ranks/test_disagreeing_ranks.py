@@ -19,6 +19,11 @@ SAID = {
     "another order": "is parameter first.weight on rank 0 and parameter second.weight on rank 1: the same in another order",
     "another dtype": "parameter embed.weight is (61, 31) torch.float32 on rank 0 and (61, 31) torch.bfloat16 on rank 1",
     "other frozen parameters": "parameter head.weight is (61, 31) torch.float32 on rank 0 and (61, 31) torch.float32, frozen",
+    "another MiCS group": "policy.shard_group_size is None on rank 0 and 1 on rank 1",
+    "another mesh": "policy.shard_group_size is 3 on rank 0 and 1 on rank 1",
+    "a second copy": "policy.secondary_group_size is 1 on rank 0 and 3 on rank 1",
+    "another way to gather": "policy.quantised_gather is False on rank 0 and True on rank 1",
+    "another MiCS group in the config": "zero_optimization.mics_shard_size is 3 on rank 0 and 1 on rank 1",
     "another number of ranks on its node": "ranks on a node (LOCAL_WORLD_SIZE) is 3 on rank 0 and 1 on rank 1",
     "another accumulation": "gradient_accumulation_steps is 1 on rank 0 and 2 on rank 1",
     "another clipping": "gradient_clipping is 1.0 on rank 0 and 0.5 on rank 1",
@@ -32,11 +37,16 @@ SAID = {
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[dict[str, Any]]], Path]:
     out = tmp_path_factory.mktemp("worlds")
     done = subprocess.run([sys.executable, str(SCRIPT), str(out)], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((out / "found.json").read_text()), out
+
+
+@pytest.fixture(scope="module")
+def ended(worlds: tuple[dict[str, list[dict[str, Any]]], Path]) -> tuple[list[dict[str, Any]], Path]:
+    return worlds[0]["disagreeing"], worlds[1]
 
 
 @pytest.mark.parametrize("case", SAID)
@@ -52,3 +62,17 @@ def test_nothing_is_left_of_what_was_refused(ended: tuple[list[dict[str, Any]], 
     assert [rank["how"] for rank in ended[0]] == ["returned"] * 3
     assert [rank["left"] for rank in ended[0]] == [[]] * 3
     assert not list((ended[1] / "0" / "nvme").iterdir())
+
+
+def test_ranks_with_different_groups_say_so_long_before_the_time_out(
+    worlds: tuple[dict[str, list[dict[str, Any]]], Path],
+) -> None:
+    for rank in worlds[0]["other groups"]:
+        assert (rank["how"], rank["kind"]) == ("raised", "OtherGroups")
+        assert "ranks disagree: rank " in rank["message"]
+        assert "among ranks [0, 1, 2]" in rank["message"] or "among [0, 1, 2]" in rank["message"]
+        assert "[0, 1]" in rank["message"]
+
+
+def test_a_rank_that_is_late_is_waited_for(worlds: tuple[dict[str, list[dict[str, Any]]], Path]) -> None:
+    assert [(rank["how"], rank["message"]) for rank in worlds[0]["one is late"]] == [("returned", "")] * 3

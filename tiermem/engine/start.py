@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from tiermem.config import TiermemConfig, load_config
+from tiermem.config import load_config
 from tiermem.data import build_loader
 from tiermem.engine.choice import OptimizerFactory, Parameters
 from tiermem.engine.engine import Engine, SchedulerFactory
+from tiermem.engine.joining import join_ranks
 from tiermem.optim.base import NativeOptimizer
 
 
@@ -57,7 +56,7 @@ def initialize(
     if given is None:
         raise ValueError("initialize needs a config: a dict or the path of a JSON file")
     loaded = load_config(given)
-    _join_ranks(loaded)
+    join_ranks(loaded.policy().timeout_s)
     engine = Engine(model, loaded, optimizer, model_parameters, lr_scheduler)
     loader = None
     if training_data is not None:
@@ -72,13 +71,3 @@ def initialize(
             loaded.dataloader_drop_last,
         )
     return engine, engine.optimizer, loader, engine.lr_scheduler
-
-
-def _join_ranks(config: TiermemConfig) -> None:
-    """Under torchrun, makes the process group if nobody has."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or dist.is_initialized():
-        return
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.policy().timeout_s))

@@ -4,5 +4,6 @@ rollcall     which rank is gone                     traffic      what was handed
 watch        where ranks went different ways        messages     what CPUs send each other directly
 topology     which ranks share parts                mesh         groups of ranks: MiCS, hpZ, nodes
 agreement    ranks were given the same              collectives  what ranks call together
+meeting      ranks were given the same group
 quantised    values as 8-bit blocks                 packed       gathers and reductions that send such blocks
 """

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tiermem.zero.ranks.meeting import meet
 from tiermem.zero.ranks.rollcall import RanksDiffer
 from tiermem.zero.ranks.topology import Topology
 
@@ -123,7 +124,10 @@ def share(topology: Topology, value: torch.Tensor, what: str, rank: int = 0) -> 
 
 
 def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:
-    """Every rank's digest, in the order of ranks; all of one length. Blocks; the first half of a comparison."""
+    """Every rank's digest, in the order of ranks; all of one length. Blocks; the first half of a comparison.
+
+    Raises RankLost, and OtherGroups when ranks were given different groups.
+    """
     if topology.group is None:
         return [digest]
     device = "cuda" if dist.get_backend(topology.group) == "nccl" else "cpu"
@@ -131,7 +135,7 @@ def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:
     whole = torch.empty(topology.world * len(digest), dtype=torch.uint8, device=device)
     try:
         work = dist.all_gather_into_tensor(whole, mine, group=topology.group, async_op=True)
-        work.wait(timedelta(seconds=topology.timeout_s)) if device == "cpu" else work.wait()
+        meet(topology.group, work, topology.timeout_s) if device == "cpu" else work.wait()
     except RuntimeError as error:
         raise explained(topology, _COMPARING, error) from error
     values = bytes(whole.cpu().tolist())
