@@ -1,6 +1,6 @@
 """FileWriter: a new file of a known size, filled from front to back past the page cache, whole or not there.
 
-    put(bytes) -> a few aligned buffers in turn -> the queue -> disk        close: the rest, its true length, fsync
+    put(bytes) -> a few aligned buffers in turn -> the queue -> disk        close: the rest, its true length, sync
 
 For what has no home on disk and is written once, when it is saved. Its room is taken first, so that a full disk is an error
 before anything is written. Until `close` has returned it is nobody's: `abandon`, or an error in the `with` block, removes it.
@@ -15,6 +15,7 @@ from types import TracebackType
 
 import torch
 
+from tiermem.swap import durable
 from tiermem.swap.arena import Arena
 from tiermem.swap.direct import ALIGNMENT, open_direct, preallocate
 from tiermem.swap.extents import round_up
@@ -110,7 +111,7 @@ class FileWriter:
             for number in range(_NUM_PIECES):
                 self._await(number)
             os.ftruncate(self._fd, self.num_bytes)
-            os.fsync(self._fd)
+            durable.sync(self._fd, self.path)
         except BaseException:
             self.abandon()
             raise

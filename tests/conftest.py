@@ -52,8 +52,14 @@ def _leaks(files: dict[str, str], threads: dict[int, str], stores: set[int], tmp
     found += [f"thread {tid} ({name})" for tid, name in _threads().items() if tid not in threads]
     found += [f"{len(left)} live TensorStore" for left in [_live_stores() - stores] if left]
     if tmp_path is not None:
-        found += [f"folder {folder}" for folder, _, _ in os.walk(tmp_path) if Path(folder).name.startswith("tiermem-")]
+        runs = [(folder, files) for folder, _, files in os.walk(tmp_path) if Path(folder).name.startswith("tiermem-")]
+        found += [f"folder {folder}" for folder, files in runs if "lock" in files or not _has_saved(files)]
     return found
+
+
+def _has_saved(files: list[str]) -> bool:
+    """Whether what a run has left says so: its rank has a part of a durable step."""
+    return any(name.startswith("part-") for name in files)
 
 
 def _open_files() -> dict[str, str]:

@@ -227,6 +227,11 @@ class OffloadPolicy:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(map(str, allowed))}")
+        if self.durability == "step" and Tier.NVME not in (self.params, self.optim):
+            raise ValueError(
+                'durability="step" makes durable what rests on NVME, and nothing does: set optim=Tier.NVME, or leave it at '
+                '"checkpoint" and save'
+            )
         if type(self.keep) is not int or self.keep < 1:
             raise ValueError(f"keep is {self.keep!r}; it is a number of checkpoints, at least 1")
         if not isinstance(self.precision, Precision):

@@ -1,8 +1,44 @@
 """Checkpoint: durable steps of a sharded model, which are the store's own files, and complete copies of them.
 
-manifest.py   the format, specified      kinds.py   how elements are stored     plain.py   values as JSON
-cover.py      parts put together         fields.py  strict JSON                 crc.py     CRC-32C of texts
+The format, lowest first: manifest.py specifies it.
 
-source.py     one opened, read, verified finding.py which there are, where      streams.py a state's bytes in their pieces
-damage.py     the error of what is not what was saved
+    crc        CRC-32C of texts               kinds      how elements are stored     fields    strict JSON
+    plain      values as JSON                 manifest   the files                   cover     parts put together
+
+Saving:
+
+    stretch    elements in one range of bytes     capture    what a rank saves           blocks   checksums by MiB
+    pieces     ranges of files, summed            content    what is saved, all of it    places   paths
+    together   a stage on every rank              publish    manifest, pointer, latest
+    commit     where states rest                  copying    ranges into a copy          copies   complete copies, behind
+    saver      tags and steps                     scalars    generators, groups, schedules
+
+Opening:
+
+    finding    which steps a place holds          streams    a state's bytes             damage   what is not as it was saved
+    source     an opened step, verified           fitting    names and shapes            filling  formats
+    restore    put where a model rests            interchange/   other formats
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "Beside": "tiermem.checkpoint.saver",
+    "ManifestError": "tiermem.checkpoint.fields",
+    "decode": "tiermem.checkpoint.plain",
+    "load": "tiermem.checkpoint.loading",
+    "make_durable": "tiermem.checkpoint.saver",
+    "save": "tiermem.checkpoint.saver",
+    "wait": "tiermem.checkpoint.saver",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'tiermem.checkpoint' has no attribute {name!r}")

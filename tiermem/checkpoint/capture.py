@@ -11,7 +11,7 @@ zero.Init saw. What has never been stepped nor put has no states, which says the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from tiermem.checkpoint import kinds
 from tiermem.checkpoint.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.stretch import Read, Stretch, in_memory
 from tiermem.optim import ordinary
-from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.layout import StatePart
 from tiermem.optim.tile import Segment, Tile
 from tiermem.policy import Tier
@@ -30,6 +29,9 @@ from tiermem.zero.shards import Shards
 from tiermem.zero.unit import Shard
 from tiermem.zero.weights.live import LiveUnit
 from tiermem.zero.weights.values import initial_master
+
+if TYPE_CHECKING:
+    from tiermem.optim.base import NativeOptimizer
 
 
 class OwnTensor(NamedTuple):
@@ -162,14 +164,14 @@ def _part(shards: Shards, tile: Tile, segment: Segment, part: StatePart, state: 
 
 
 def _initial(shards: Shards, tile: Tile, segment: Segment) -> Stretch:
-    """A master that has not been made yet, as it will be: in fp32, a tile's at a time."""
+    """A master that has not been made yet, as it will be: in fp32."""
     tiles = shards.states
     assert tiles is not None
     first = tile.first_element(segment, shards.topology.shard_rank)
 
     def read(offset: int, num_bytes: int) -> torch.Tensor:
-        values = tiles.piece(tile, segment, MASTER)
-        return values.view(torch.uint8)[offset : offset + num_bytes]
+        part = Segment(segment.shard, segment.start + offset // 4, num_bytes // 4)
+        return tiles.piece(tile, part, MASTER).view(torch.uint8)
 
     return Stretch(segment.shard.name, MASTER, "fp32", first, segment.numel, first * 4, read)
 

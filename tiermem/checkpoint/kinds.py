@@ -56,3 +56,10 @@ def bytes_of(kind: str, numel: int) -> int:
     if kind in (CODE_SCALES, PACKED_SCALES):
         return -(-numel // BLOCK) * (1 if kind == CODE_SCALES else 4)
     return numel * (2 if kind == SPLIT else _DTYPES[kind].itemsize)
+
+
+def numel_of(kind: str, num_bytes: int) -> int:
+    """The most elements that so many bytes hold: whole blocks, where there are scales."""
+    if kind in (CODE_SCALES, PACKED_SCALES):
+        return num_bytes // (1 if kind == CODE_SCALES else 4) * BLOCK
+    return num_bytes // bytes_of(kind, 1)

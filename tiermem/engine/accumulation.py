@@ -34,6 +34,7 @@ class Accumulation:
         self._is_stepping = False
         self._block = ""  # no_sync or coalesce_grad_reduction, while in one
         self.micro_steps = 0  # micro-batches that have ended
+        self.is_under_way = False  # some of them since the last step
         shards.hooks.may_receive = self._may_receive
 
     @property
@@ -58,6 +59,7 @@ class Accumulation:
 
     def begin_anew(self, micro_steps: int | None = None) -> None:
         """The next micro-batch is the first of a step, after so many (default: those that have ended), in whole steps."""
+        self.is_under_way = False
         ended = self.micro_steps if micro_steps is None else micro_steps
         self.micro_steps = -(-ended // self.num_micro_batches) * self.num_micro_batches
 
@@ -85,9 +87,11 @@ class Accumulation:
         if self._block:
             raise RuntimeError(f"step() inside {self._block}: leave it first")
         self._is_stepping = True
+        is_boundary = self.is_boundary
         try:
-            yield self.is_boundary
+            yield is_boundary
         finally:
+            self.is_under_way = not is_boundary
             self.micro_steps += 1
             self._is_stepping = False
 

@@ -1,17 +1,23 @@
-"""EngineCheckpoints: `load_checkpoint` of an engine, under the reference's name and with its arguments.
+"""EngineCheckpoints: `save_checkpoint` and `load_checkpoint` of an engine, under the reference's names.
 
-The model and its optimizer are checkpoint/loading.py's; here are the engine's own counters, schedule and loss scale. A checkpoint
-may be opened by the engine that saved it, right after, as well as by a new one.
+    save_checkpoint    a tag, between steps; with durability="step" every step is made durable, too
+    load_checkpoint    by the engine that saved it, right after, as well as by a new one
+
+The model and its optimizer are checkpoint/saver.py's and loading.py's; here are the engine's own counters, schedule, loss scale
+and place in the data.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from tiermem.checkpoint.loading import CustomLoad, Loaded, load
+from tiermem.checkpoint.saver import Beside, make_durable, save, wait
+from tiermem.config import TiermemConfig
 from tiermem.engine.accumulation import Accumulation
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.scaling import LossScaler
@@ -21,6 +27,7 @@ from tiermem.zero.shards import Shards
 class EngineCheckpoints:
     """What an engine does with checkpoints; `Engine` has the attributes."""
 
+    config: TiermemConfig
     shards: Shards
     optimizer: NativeOptimizer | None
     lr_scheduler: LRScheduler | None
@@ -31,6 +38,44 @@ class EngineCheckpoints:
     _scaler: LossScaler
     _accumulation: Accumulation
     _was_step_applied: bool
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        copy: bool = False,
+    ) -> bool:
+        """Saves weights, optimizer states and all that a run needs to go on to the bit; returns True. Collective; blocks.
+
+        Args:
+            save_dir: a folder; on the file system of the NVMe paths what rests there is synced and named, not copied.
+            tag: its name in there; default: `global_step<steps>`.
+            client_state: numbers, strings, lists, dicts, tensors and the like, given back by `load_checkpoint`.
+            save_latest: whether `<save_dir>/latest` names it.
+            exclude_frozen_parameters: leaves out what does not require gradients.
+            copy: a complete copy in `<save_dir>/<tag>/`, made behind while training goes on: `wait_checkpoint`.
+
+        Between steps alone: RuntimeError while gradients add up. Other errors: tiermem.checkpoint.save.
+        """
+        self._check_between_steps()
+        beside = self._beside(client_state)
+        return save(
+            self.shards,
+            self.optimizer,
+            save_dir,
+            tag,
+            save_latest=save_latest,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+            copy=copy,
+            beside=beside,
+        )
+
+    def wait_checkpoint(self) -> None:
+        """Blocks until the copy that `save_checkpoint` has begun is whole. Raises what it failed with."""
+        wait(self.shards)
 
     def load_checkpoint(
         self,
@@ -91,6 +136,32 @@ class EngineCheckpoints:
     def _check_here(self) -> None:
         """Raises RuntimeError while the model is not on its device."""
         raise NotImplementedError
+
+    def _end_step(self) -> None:
+        """When everything that a step changes has changed. Collective with durability="step"."""
+        if self.shards.policy.durability == "step":
+            make_durable(self.shards, self.optimizer, self._beside(None))
+
+    def _beside(self, client_state: Mapping[str, Any] | None) -> Beside:
+        """What is saved beside the states."""
+        names = ("global_steps", "skipped_steps", "global_samples")
+        return Beside(
+            self.lr_scheduler,
+            self._scaler,
+            self.training_dataloader,
+            {name: getattr(self, name) for name in names} | {"micro_steps": self._accumulation.micro_steps},
+            self.config.model_dump(mode="json", exclude_unset=True),
+            dict(client_state or {}),
+        )
+
+    def _check_between_steps(self) -> None:
+        """Raises RuntimeError while there are gradients, which are not saved."""
+        has_gradients = any(shard.param.grad is not None for _, shard in self.shards.parameters())
+        if has_gradients or self._accumulation.is_under_way:
+            raise RuntimeError(
+                "save_checkpoint between a backward and the step that ends it: gradients are not saved, so what is loaded "
+                "would not go on as this run does. Save after step(), at the end of an accumulation"
+            )
 
     def _count_from(self, loaded: Loaded) -> None:
         for name in ("global_steps", "global_samples", "skipped_steps"):

@@ -66,7 +66,6 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         self.global_steps = 0
         self.skipped_steps = 0
         self.global_samples = 0
-        self.training_dataloader: Any = None  # whose place is saved; `initialize` sets its own
         self._was_step_applied = False
         self._compiled: CompiledForwards | None = None
         self._away: list[LiveUnit] = []  # resident units that offload_states took from the device
@@ -90,10 +89,12 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
                 choice.warn_of_stalling(policy.precision)
             if self.optimizer is not None:
                 self.optimizer.loss_scaler = self._scaler
+                self.optimizer.makes_durable = False
             self.lr_scheduler = self._build_scheduler(scheduler)
         except BaseException:
             self.shards.close()
             raise
+        self.training_dataloader: Any = None  # whose place is saved; `initialize` sets its own
         self._accumulation = Accumulation(self.shards, self._sizes.accumulation, config.managed_gradient_accumulation)
         self._dump_state()
 
@@ -330,6 +331,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
+        self._end_step()
         self._report_progress()
 
     def _build_scheduler(self, given: LRScheduler | SchedulerFactory | None) -> LRScheduler | None:

@@ -70,4 +70,5 @@ def initialize(
             loaded.seed,
             loaded.dataloader_drop_last,
         )
+        engine.training_dataloader = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from tiermem.checkpoint.saver import make_durable
 from tiermem.optim import ordinary, state_dicts
 from tiermem.optim.arguments import IMPLEMENTATION, check_implementation
 from tiermem.optim.rules import Group, Rule
@@ -59,6 +60,9 @@ class NativeOptimizer(torch.optim.Optimizer):
         self.was_skipped = False  # the last step found gradients that are not finite
         self.grad_norm = 0.0  # of the last step, before clipping: sharded parameters', else ordinary ones' if needed
         self.loss_scaler: LossScaler | None = None  # the engine's that steps this one
+        self.makes_durable = (
+            True  # each step of models whose policy says so; an engine does it when it has counted, too
+        )
         self._precision = precision  # of ordinary parameters; None: not asked for
         self._is_built = False  # all groups that it was made with are there
         self._groups: dict[int, dict[str, Any]] = {}
@@ -130,6 +134,9 @@ class NativeOptimizer(torch.optim.Optimizer):
             self._step_sharded(shards, scale, max_norm)
         if not self.was_skipped:
             self._step_ordinary(scale, max_norm)
+        for shards in self._sharded if self.makes_durable else ():
+            if shards.policy.durability == "step":
+                make_durable(shards, self)
         return loss
 
     def state_dict(self) -> dict[str, Any]:

@@ -65,6 +65,7 @@ from tiermem.zero.weights.updating import Updating
 from tiermem.zero.weights.values import Values, initial_master
 
 if TYPE_CHECKING:
+    from tiermem.checkpoint.saver import Saver
     from tiermem.optim.tiles import StateTiles
 
 logger = logging.getLogger("tiermem")
@@ -114,6 +115,7 @@ class Shards:
         self.device = torch.device(device) if device is not None else device_of(model)
         agree(everyone, facts_of(model, policy, self.device))
         self.states: StateTiles | None = None  # of the optimizer that steps this model
+        self.saver: Saver | None = None  # once something of this model has been made durable
         self.is_held = False  # all units are kept present (present.py)
         self.is_torn = False  # a restore failed half-way: a mixture of two steps
         self.topology: Topology = arrange(everyone, policy, ranks_per_node(), self.device.type)
@@ -348,6 +350,8 @@ class Shards:
             self.residency.empty()
             weights = [(s.param, self.weight(s.param)) for _, s in self.parameters()] if materialize else []
             self.homes.settle()
+            if self.saver is not None:
+                self.saver.wait()
         finally:
             self.hooks.remove()
             for handle in self._handles:
@@ -355,7 +359,7 @@ class Shards:
             self._end_watch()
             release(self.units, keeps_residents=not materialize)
             self.workers.close()
-            self.store.close()
+            self.store.close(keep=self.saver is not None and self.saver.is_kept)
         for param, value in weights:
             param.data = value.to(self.device)
 

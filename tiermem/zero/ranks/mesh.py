@@ -34,6 +34,7 @@ from tiermem.zero.ranks.topology import Peers, Topology, bound_waits
 # Parts of a group by their ranks. torch finds the members of a group by a name made of their ranks, under which the keys of a
 # destroyed one are still in the store: a group is made once for every list of ranks, whoever asks.
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+_ASIDE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 class Layout(NamedTuple):
@@ -180,6 +181,23 @@ def _group_of(topology: Topology, ranks: list[int], dimension: str) -> dist.Proc
         )
     bound_waits(made[tuple(ranks)], topology.timeout_s)
     return made[tuple(ranks)]
+
+
+def group_aside(topology: Topology) -> dist.ProcessGroup:
+    """All ranks of a topology once more, for what a thread calls while others train: over gloo, on any device.
+
+    Collective the first time; made once.
+    """
+    assert topology.group is not None
+    if topology.group not in _ASIDE:
+        _ASIDE[topology.group] = dist.new_group(
+            dist.get_process_group_ranks(topology.group),
+            timeout=timedelta(seconds=topology.timeout_s),
+            backend="gloo",
+            use_local_synchronization=True,
+            group_desc="tiermem aside",
+        )
+    return _ASIDE[topology.group]
 
 
 def _mesh(layout: Layout, everyone: list[int], groups: dict[str, dist.ProcessGroup], device_type: str) -> DeviceMesh:

@@ -1,0 +1,168 @@
+"""Commit: a durable step of a sharded model, made where its states rest: nothing of a state that rests on NVMe is copied.
+
+    every rank   store.freeze (writes settled, files synced) -> what rests in memory to data-<commit>.bin -> part
+    together     sizes, checksums or errors
+    rank 0       manifest -> <dir>/<tag>/tiermem.json -> <dir>/latest -> the manifest of what is dropped is removed
+    together     how that went
+    every rank   what was dropped is thawed, its data and part are removed
+
+Each arrow is durable before the next begins, so that whenever all stop, what a manifest names is whole: the step before or
+this one. An error on any rank is raised on all of them, everything new is removed and thawed, and what was durable before is
+untouched. Steps write to slots that no kept commit holds (swap/slots.py), as soon as this returns.
+
+    tags    the newest `keep` of this run; an older one is dropped, with a warning that names it
+    step    durability="step" commits after every step, without a tag; the one before is dropped
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tiermem.checkpoint.content import Content, frozen, manifest_of, put_together, told_of_part
+from tiermem.checkpoint.manifest import Part, data_name, manifest_name, part_name
+from tiermem.checkpoint.pieces import write_data
+from tiermem.checkpoint.places import latest_path, pointer_path, written
+from tiermem.checkpoint.publish import publish, remove, remove_empty
+from tiermem.checkpoint.together import talk_over, together
+from tiermem.swap import durable
+from tiermem.swap.freeze import Freeze
+from tiermem.zero.shards import Shards
+
+logger = logging.getLogger("tiermem")
+
+WHAT = "saving the checkpoint"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A durable step of this run, with what this rank holds of it."""
+
+    commit: int
+    step: int
+    tag: str | None
+    freeze: Freeze
+    manifest: Path  # rank 0's
+    pointer: Path | None
+    files: tuple[Path, ...]  # part and data
+
+
+class Commits:
+    """The durable steps of one sharded model that lie where its states rest; lives as long as its store.
+
+    run_id: the same on every rank.
+    """
+
+    def __init__(self, shards: Shards, run_id: str) -> None:
+        self._shards = shards
+        self.run_id = run_id
+        self.number = 0  # of the last attempt
+        self.tags: list[Kept] = []  # in the order in which they were saved
+        self.last_step: Kept | None = None  # durability="step"
+        self.supersedes: Callable[[], None] | None = None  # called once this run has a durable step of its own
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is anything durable, for which the store's files must be left."""
+        return self.newest is not None
+
+    @property
+    def newest(self) -> Kept | None:
+        """The durable step that would be opened now."""
+        return max([*self.tags, *filter(None, [self.last_step])], key=lambda kept: kept.commit, default=None)
+
+    def make(self, content: Content) -> None:
+        """Makes the states as they are now durable. Collective; blocks; raises as the module says."""
+        self.number += 1
+        commit, topology, talk = self.number, self._shards.topology, talk_over(self._shards.topology)
+        with contextlib.ExitStack() as undo:
+            saved: list[Kept] = []
+
+            def save_own() -> Any:
+                kept, told = self._save_own(content, commit, undo)
+                saved.append(kept)
+                return told
+
+            told = together(talk, WHAT, save_own)
+            [kept] = saved
+            doomed = self._doomed(kept)
+
+            def save_all() -> None:
+                if topology.rank == 0:
+                    manifest = manifest_of(content, self.run_id, commit, topology, told, kept.manifest.parent)
+                    publish(content, manifest, kept.manifest, undo)
+                    for each in doomed:
+                        durable.remove(each.manifest)
+
+            together(talk, WHAT, save_all)
+            undo.pop_all()
+        self._take_over(kept, doomed, content.save_dir)
+
+    # ---- every rank -----------------------------------------------------------------------------------------------------
+
+    def _save_own(self, content: Content, commit: int, undo: contextlib.ExitStack) -> tuple[Kept, Any]:
+        """Freezes, and writes this rank's data and part; `undo` takes all of it back. Also returns what other ranks hear."""
+        shards, rank = self._shards, self._shards.topology.rank
+        freeze = shards.store.freeze()
+        undo.callback(shards.store.thaw, freeze)
+        files = list(freeze.files())
+        folder = shards.store.folders()[0]
+        placed = [frozen(shards, content, freeze)]
+        if content.in_memory:
+            files.append(folder / data_name(commit))
+            undo.callback(remove, files[-1])
+            placed.append(write_data(content.in_memory, files[-1], len(files) - 1, shards.workers))
+        whole, names = put_together(placed), tuple(written(file, folder) for file in files)
+        part = Part(self.run_id, commit, rank, content.rng, content.data, names, tuple(whole.pieces)).dump()
+        path = folder / part_name(commit, rank)
+        undo.callback(remove, path)
+        durable.write_file(path, part)
+        pointer = None
+        if content.tag is not None and content.save_dir is not None:
+            pointer = pointer_path(content.save_dir, content.tag)
+        own = (path, *files[len(freeze.files()) :])
+        kept = Kept(commit, content.step, content.tag, freeze, folder / manifest_name(commit), pointer, own)
+        return kept, told_of_part(path, part, whole.sums)
+
+    def _doomed(self, kept: Kept) -> list[Kept]:
+        """What goes once the new one is durable: the same tag, tags beyond `keep`, the step before. The same on all ranks."""
+        if kept.tag is None:
+            return [self.last_step] if self.last_step is not None else []
+        same = [each for each in self.tags if each.pointer == kept.pointer]
+        others = [each for each in self.tags if each.pointer != kept.pointer]
+        return same + others[: max(0, len(others) + 1 - self._shards.policy.keep)]
+
+    def _take_over(self, kept: Kept, doomed: Sequence[Kept], save_dir: Path | None) -> None:
+        """The new commit stands; what it takes the place of goes."""
+        self.tags = [each for each in self.tags if each not in doomed]
+        if kept.tag is None:
+            self.last_step = kept
+        else:
+            self.tags.append(kept)
+        self._shards.store.keep_files()
+        for each in doomed:
+            self._shards.store.thaw(each.freeze)
+            for file in each.files:
+                remove(file)
+            if self._shards.topology.rank == 0 and each.pointer is not None and each.pointer != kept.pointer:
+                self._drop_pointer(each, kept, save_dir)
+        if self.supersedes is not None:
+            supersedes, self.supersedes = self.supersedes, None
+            supersedes()
+
+    def _drop_pointer(self, old: Kept, new: Kept, save_dir: Path | None) -> None:
+        assert old.pointer is not None
+        remove(old.pointer)
+        remove_empty(old.pointer.parent)
+        latest = latest_path(save_dir) if save_dir is not None else None
+        still = latest is not None and latest.exists() and latest.read_text() == old.tag
+        logger.warning(
+            "checkpoint %r (step %d) is dropped for %r (step %d): keep=%d. Keep more with OffloadPolicy(keep=...), or "
+            '"tiermem": {"keep": ...} in a config; copy=True makes copies, which are never dropped%s',
+            old.tag, old.step, new.tag, new.step, self._shards.policy.keep,
+            f"; {latest} still names it" if still else "",
+        )  # fmt: skip

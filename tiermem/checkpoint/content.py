@@ -1,0 +1,103 @@
+"""Content: what a commit or a copy saves, and what each rank tells rank 0 of its part."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiermem.checkpoint.blocks import Fragment, checksums, merge
+from tiermem.checkpoint.crc import crc32c
+from tiermem.checkpoint.manifest import Manifest, Parameter, PartFile
+from tiermem.checkpoint.pieces import Fragments, Placed, frozen_pieces
+from tiermem.checkpoint.places import written
+from tiermem.checkpoint.plain import Json
+from tiermem.checkpoint.stretch import Stretch
+from tiermem.swap.freeze import Freeze
+from tiermem.swap.pieces import PieceTable
+from tiermem.zero.ranks.topology import Topology
+from tiermem.zero.shards import Shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """What is saved: the same on every rank, but for `save_dir`, `rng`, `data` and `stretches`, which are this rank's."""
+
+    step: int
+    tag: str | None  # None: a step that is made durable without one
+    save_dir: Path | None  # None: the same
+    save_latest: bool
+    values: Mapping[str, Json]  # optimizer, scheduler, loss_scaler, engine, client_state, config
+    parameters: Sequence[Parameter]
+    excluded: Sequence[str]
+    rng: Json
+    data: Json
+    stretches: Sequence[Stretch]
+
+    @property
+    def on_disk(self) -> list[Stretch]:
+        """What rests on NVMe."""
+        return [each for each in self.stretches if each.entry is not None]
+
+    @property
+    def in_memory(self) -> list[Stretch]:
+        """What does not."""
+        return [each for each in self.stretches if each.entry is None]
+
+
+def told_of_part(file: Path, data: bytes, sums: Fragments) -> Json:
+    """What a rank tells of its part: where it is, its size and checksum, and those of its states."""
+    rows = [[param, state, [list(each) for each in found]] for (param, state), found in sums.items()]
+    return {"folder": str(file.parent), "file": file.name, "bytes": len(data), "crc32c": crc32c(data), "sums": rows}
+
+
+def manifest_of(
+    content: Content, run_id: str, commit: int, topology: Topology, told: Sequence[Any], folder: Path
+) -> Manifest:
+    """The manifest of what every rank has told, for a file in `folder`. Raises RuntimeError for a state that is not whole."""
+    parts = tuple(
+        PartFile(rank, written(Path(each["folder"]), folder), each["file"], each["bytes"], each["crc32c"])
+        for rank, each in enumerate(told)
+    )
+    sums: dict[str, dict[str, list[Fragment]]] = {}
+    for each in told:
+        for param, state, fragments in each["sums"]:
+            sums.setdefault(param, {}).setdefault(state, []).extend(Fragment(*row) for row in fragments)
+    return Manifest(
+        run_id=run_id,
+        commit=commit,
+        tag=content.tag,
+        step=content.step,
+        world=topology.world,
+        num_shards=topology.num_shards,
+        parts=parts,
+        parameters=tuple(content.parameters),
+        excluded=tuple(content.excluded),
+        checksums={
+            param: {state: checksums(found, f"{state} of {param}") for state, found in states.items()}
+            for param, states in sums.items()
+        },
+        **content.values,
+    )
+
+
+def put_together(placed: Iterable[Placed]) -> Placed:
+    """Pieces from several files; a state may have some in each."""
+    pieces, sums = [], dict[tuple[str, str], list[Fragment]]()
+    for each in placed:
+        pieces += each.pieces
+        for key, fragments in each.sums.items():
+            sums.setdefault(key, []).extend(fragments)
+    return Placed(pieces, {key: merge(fragments) for key, fragments in sums.items()})
+
+
+def frozen(shards: Shards, content: Content, freeze: Freeze) -> Placed:
+    """The pieces of what rests on NVMe, by the number of the file in `freeze.files()`. Blocks only for unknown checksums."""
+
+    def table_of(entry: str) -> PieceTable | None:
+        return shards.store.sums.complete(entry, lambda a, b: shards.values.read_part(entry, torch.uint8, slice(a, b)))
+
+    return frozen_pieces(content.on_disk, freeze.ranges, table_of, shards.workers)

@@ -1,0 +1,202 @@
+"""Copies: complete checkpoints in <dir>/<tag>/, apart from the store, made while training goes on.
+
+    at once      freeze -> states in memory to the data file -> room for the rest of it        together
+    behind       frozen ranges -> data file (copying.py) -> part                               together
+                 rank 0: manifest -> pointer -> latest                                         together, then thawed
+
+What is behind runs in a thread of its own, and its ranks talk over a process group of its own, so that it meets no collective
+of the training. It may only while steps have a slot to write to; else, and with nothing on NVMe, all is done at once. A copy
+that fails takes away what it wrote; what was there before is untouched. Who waits (the next save, `wait`, the end) gets its
+error. Names are of a run and a commit, so that a tag is replaced by its pointer and at no other moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from tiermem.checkpoint.content import Content, frozen, manifest_of, put_together, told_of_part
+from tiermem.checkpoint.copying import Extent, copy, end_of, lay_out, moved, take_room
+from tiermem.checkpoint.manifest import Part
+from tiermem.checkpoint.pieces import Placed, data_bytes, write_data
+from tiermem.checkpoint.places import copy_name, tag_folder
+from tiermem.checkpoint.publish import make_folder, publish, remove
+from tiermem.checkpoint.together import Talk, talk_over, together
+from tiermem.swap import durable
+from tiermem.swap.direct import ALIGNMENT
+from tiermem.swap.extents import round_up
+from tiermem.swap.freeze import Freeze
+from tiermem.zero.ranks.mesh import group_aside
+from tiermem.zero.ranks.topology import Topology
+from tiermem.zero.shards import Shards
+
+logger = logging.getLogger("tiermem")
+
+WHAT = "copying the checkpoint"
+_OURS = re.compile(r"(?:manifest|part|data)-([0-9a-f]{1,32}-\d+)(?:-(\d+))?\.(?:json|bin)")
+
+
+class _Work(NamedTuple):
+    """A copy that has been begun on this rank."""
+
+    content: Content
+    commit: int
+    folder: Path
+    data: Path
+    freeze: Freeze | None
+    sources: tuple[Path, ...]
+    extents: list[Extent]
+    placed: Placed  # where the pieces are in the end
+    undo: contextlib.ExitStack
+
+
+class Copies:
+    """The copies of one sharded model, one at a time.
+
+    run_id: the same on every rank.
+    """
+
+    def __init__(self, shards: Shards, run_id: str) -> None:
+        self._shards = shards
+        self._run_id = run_id
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def make(self, content: Content, commit: int, is_behind: bool) -> None:
+        """Copies the states as they are now. Collective; blocks until what is in memory is written.
+
+        is_behind: whether the rest may be done while training goes on; the same on every rank. Raises OSError.
+        """
+        topology = self._shards.topology
+        with contextlib.ExitStack() as undo:
+            begun: list[_Work] = []
+
+            def begin() -> bool:
+                begun.append(self._begin(content, commit, undo))
+                return bool(begun[0].extents)
+
+            has_rest = any(together(talk_over(topology), WHAT, begin))
+            work = begun[0]._replace(undo=undo.pop_all())
+        if not (has_rest and is_behind):
+            self._end(work, talk_over(topology))
+            return
+        talk = self._talk_aside(topology)
+        self._thread = threading.Thread(target=self._run, args=(work, talk), name="tiermem-copy", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a copy has not ended."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Blocks until no copy is under way. Raises what the last one failed with, once."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    # ---- one copy -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, content: Content, commit: int, undo: contextlib.ExitStack) -> _Work:
+        """Writes what lies in memory and takes room for what is frozen."""
+        shards, rank = self._shards, self._shards.topology.rank
+        assert content.save_dir is not None and content.tag is not None
+        folder = tag_folder(content.save_dir, content.tag)
+        make_folder(folder, undo)
+        freeze, pieces = None, Placed([], {})
+        sources: tuple[Path, ...] = ()
+        if content.on_disk:
+            freeze = shards.store.freeze()
+            undo.callback(shards.store.thaw, freeze)
+            pieces, sources = frozen(shards, content, freeze), freeze.files()
+        data = folder / copy_name(self._run_id, commit, rank, "bin")
+        undo.callback(remove, data)
+        held = write_data(content.in_memory, data, 0, shards.workers)
+        start = round_up(data_bytes(content.in_memory), ALIGNMENT)
+        extents = lay_out(pieces.pieces, start)
+        take_room(data, extents)
+        copied = Placed(moved(pieces.pieces, extents, 0), pieces.sums)
+        return _Work(content, commit, folder, data, freeze, sources, extents, put_together([held, copied]), undo)
+
+    def _run(self, work: _Work, talk: Talk) -> None:
+        """In the thread."""
+        try:
+            self._end(work, talk)
+        except BaseException as error:  # raised by `wait`
+            self._error = error
+
+    def _end(self, work: _Work, talk: Talk) -> None:
+        """Copies what is frozen and makes the whole known; thaws however it ends. Collective over `talk`; blocks."""
+        content, topology = work.content, self._shards.topology
+        with work.undo:
+            told = together(talk, WHAT, lambda: self._copy_own(work))
+
+            def save_all() -> None:
+                if topology.rank == 0:
+                    self._check_seen(told)
+                    manifest = manifest_of(content, self._run_id, work.commit, topology, told, work.folder)
+                    name = copy_name(self._run_id, work.commit, None, "json")
+                    publish(content, manifest, work.folder / name, work.undo)
+
+            together(talk, WHAT, save_all)
+            work.undo.pop_all()
+        if work.freeze is not None:
+            self._shards.store.thaw(work.freeze)
+        remove_other_copies(work.folder, f"{self._run_id}-{work.commit}", topology)
+
+    def _copy_own(self, work: _Work) -> Any:
+        if work.extents:
+            copy(work.sources, work.extents, work.data)
+        rank, content = self._shards.topology.rank, work.content
+        part = Part(
+            self._run_id, work.commit, rank, content.rng, content.data, (work.data.name,), tuple(work.placed.pieces)
+        ).dump()
+        path = work.folder / copy_name(self._run_id, work.commit, rank, "json")
+        work.undo.callback(remove, path)
+        durable.write_file(path, part)
+        return told_of_part(path, part, work.placed.sums) | {"end": end_of(work.extents, 0)}
+
+    def _check_seen(self, told: list[Any]) -> None:
+        """Raises OSError when a rank has written to a folder that is not this one."""
+        for rank, each in enumerate(told):
+            if not (Path(each["folder"]) / each["file"]).is_file():
+                raise FileNotFoundError(
+                    2,
+                    f"rank {rank} has written {each['file']}, which rank 0 does not see: a copy needs a folder that all ranks "
+                    "share. Save on the paths of the store, or to a shared file system",
+                    each["folder"],
+                )
+
+    def _talk_aside(self, topology: Topology) -> Talk:
+        """Over a group of its own. Collective when it is first needed."""
+        if topology.group is None:
+            return lambda text: [text]
+        group = group_aside(topology)
+
+        def talk(text: str) -> list[str]:
+            found: list[Any] = [None] * topology.world
+            dist.all_gather_object(found, text, group=group)
+            return found
+
+        return talk
+
+
+def remove_other_copies(folder: Path, kept: str, topology: Topology) -> None:
+    """Removes this rank's files of other copies from a tag's folder; rank 0 also their manifests, and those of ranks that are
+    no more. `kept` is the run and commit of the copy that stays, if any."""
+    for file in sorted(folder.iterdir()):
+        match = _OURS.fullmatch(file.name)
+        if match is None or match[1] == kept:
+            continue
+        owner = 0 if match[2] is None or int(match[2]) >= topology.world else int(match[2])
+        if owner == topology.rank:
+            remove(file)

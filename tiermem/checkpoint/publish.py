@@ -1,0 +1,74 @@
+"""Publish: rank 0 makes a manifest known: the manifest itself, the tag's pointer, `latest`; each durable before the next.
+
+Every write puts into `undo` what takes it back: after an error the folder is as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+
+from tiermem.checkpoint.content import Content
+from tiermem.checkpoint.crc import crc32c
+from tiermem.checkpoint.manifest import Manifest, Pointer
+from tiermem.checkpoint.places import latest_path, pointer_path, written
+from tiermem.swap import durable
+
+logger = logging.getLogger("tiermem")
+
+
+def publish(content: Content, manifest: Manifest, path: Path, undo: contextlib.ExitStack) -> None:
+    """Writes a manifest to its path and, for a tag, the pointer and `latest`. Blocks; raises OSError."""
+    data = manifest.dump()
+    undo.callback(remove, path)
+    durable.write_file(path, data)
+    if content.tag is None or content.save_dir is None:
+        return
+    pointer = pointer_path(content.save_dir, content.tag)
+    make_folder(pointer.parent, undo)
+    where = written(path.parent, pointer.parent)
+    said = Pointer(manifest.run_id, manifest.commit, where, path.name, len(data), crc32c(data))
+    replace(pointer, said.dump(), undo)
+    if content.save_latest:
+        replace(latest_path(content.save_dir), content.tag.encode(), undo)
+
+
+def replace(path: Path, data: bytes, undo: contextlib.ExitStack) -> None:
+    """Writes a file whose old content, if any, comes back when it is undone."""
+    before = path.read_bytes() if path.exists() else None
+    if before is None:
+        undo.callback(remove, path)
+    else:
+        undo.callback(_restore, path, before)
+    durable.write_file(path, data)
+
+
+def make_folder(folder: Path, undo: contextlib.ExitStack) -> None:
+    """Makes a folder, and those above that are missing."""
+    missing = [each for each in (folder, *folder.parents) if not each.is_dir()]
+    for each in reversed(missing):
+        undo.callback(remove_empty, each)
+    durable.make_folder(folder)
+
+
+def remove(path: Path) -> None:
+    """Removes a file that is there; what cannot be is said, and left."""
+    try:
+        if path.exists():
+            durable.remove(path)
+    except OSError as error:
+        logger.warning("%s is left: %s", path, error.strerror)
+
+
+def remove_empty(folder: Path) -> None:
+    """Removes a folder if there is nothing in it."""
+    with contextlib.suppress(OSError):
+        durable.remove_folder(folder)
+
+
+def _restore(path: Path, data: bytes) -> None:
+    try:
+        durable.write_file(path, data)
+    except OSError as error:
+        logger.warning("%s could not be put back: %s", path, error.strerror)

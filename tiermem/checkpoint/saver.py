@@ -1,0 +1,274 @@
+"""Save: a sharded model's states made durable, on the paths where they rest or as a complete copy elsewhere.
+
+    save           a tag: `<dir>/<tag>/tiermem.json` says where it is                commit.py, copies.py
+    make_durable   the step at hand, without a tag: durability="step"                commit.py
+    wait           until copies are whole
+
+    on the paths       nothing that rests on NVMe is copied: files are synced, a manifest is written
+    a complete copy    with `copy`, when `save_dir` is on another file system than a rank's first path, when nothing rests on
+                       NVMe, and with durability="none"
+
+Gradients are not saved: between backward and step there is more to a model than its states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from tiermem.checkpoint import capture
+from tiermem.checkpoint.commit import WHAT, Commits, Kept
+from tiermem.checkpoint.content import Content
+from tiermem.checkpoint.copies import Copies, remove_other_copies
+from tiermem.checkpoint.places import tag_folder
+from tiermem.checkpoint.plain import Json, encode
+from tiermem.checkpoint.scalars import optimizer_json, rng_json, state_json
+from tiermem.checkpoint.together import talk_over, together
+from tiermem.policy import Tier
+from tiermem.swap.checksum import crc32c
+from tiermem.swap.paths import as_paths
+from tiermem.zero.shards import Shards
+
+if TYPE_CHECKING:
+    from tiermem.optim.base import NativeOptimizer
+
+logger = logging.getLogger("tiermem")
+
+TagValidation = Literal["Warn", "Ignore", "Fail"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """What is saved beside the states.
+
+    scheduler, loss_scaler, loader: their `state_dict()`; those that have none are left out.
+    engine: counters; "global_steps" are the steps so far, which default to those that the parameters have seen.
+    config: what the run was made with.
+    client_state: numbers, strings, lists, tuples, sets, dicts, bytes, tensors and arrays; given back on loading.
+    """
+
+    scheduler: Any = None
+    loss_scaler: Any = None
+    loader: Any = None
+    engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    client_state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Saver:
+    """What is durable of one sharded model, and what is on its way. Lives as long as the model's store."""
+
+    def __init__(self, shards: Shards) -> None:
+        run_id = shards.store.run.run_id
+        self._shards = shards
+        self.commits = Commits(shards, run_id)
+        self._copies = Copies(shards, run_id)
+
+    def save(self, content: Content, copies: bool) -> None:
+        """Makes a tag, or with no tag a step, durable. Collective; blocks but for what a copy does behind."""
+        self.wait()
+        if not copies:
+            self.commits.make(content)
+            if content.tag is not None and content.save_dir is not None:
+                remove_other_copies(tag_folder(content.save_dir, content.tag), "", self._shards.topology)
+            return
+        self.commits.number += 1
+        self._copies.make(content, self.commits.number, self._has_free_slot)
+
+    def wait(self) -> None:
+        """Blocks until no copy is under way. Raises what it failed with."""
+        self._copies.wait()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the store's files must stay when it is closed."""
+        return self.commits.is_kept
+
+    @property
+    def newest(self) -> Kept | None:
+        """The newest durable step in the store."""
+        return self.commits.newest
+
+    @property
+    def _has_free_slot(self) -> bool:
+        """Whether steps have a slot to write to while a copy holds one."""
+        num_held = len(self.commits.tags) + (self.commits.last_step is not None)
+        return num_held + 2 <= self._shards.policy.num_slots
+
+
+def save(
+    shards: Shards,
+    optimizer: NativeOptimizer | None,
+    save_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+    copy: bool = False,
+    client_state: Mapping[str, Any] | None = None,
+    scheduler: Any = None,
+    loss_scaler: Any = None,
+    loader: Any = None,
+    beside: Beside | None = None,
+    tag_validation: TagValidation = "Warn",
+) -> bool:
+    """Saves a tag: every state as it is now, with all that a run needs to go on from it to the bit. Returns True.
+
+    Args:
+        optimizer: the one that steps the model; None: weights alone.
+        save_dir: a folder, made if it is missing.
+        tag: a folder's name below it; default: `global_step<steps>`. Rank 0's counts, see `tag_validation`.
+        save_latest: whether `<save_dir>/latest` names this tag from now on.
+        exclude_frozen_parameters: leaves out what does not require gradients.
+        copy: a complete copy in `<save_dir>/<tag>/`; see the module for when it is one anyway. Of what rests on NVMe it
+            goes on behind, where there is a slot for steps to write to: `wait`.
+        client_state: numbers, strings, lists, tuples, sets, dicts, bytes, tensors and arrays; given back on loading.
+        scheduler, loss_scaler, loader: their `state_dict()` is saved; those that have none are left out.
+        beside: all of these at once, and more; in place of them.
+        tag_validation: what becomes of tags that differ between ranks: a warning, nothing, or ValueError.
+
+    Collective; blocks. On the paths the newest `keep` tags of the run stay; the oldest is dropped, with a warning. Raises on
+    every rank, and then what was saved before is as it was: OSError (full disk, failed sync or write), TypeError for a client
+    state that has no place in JSON, naming the key, ValueError for a tag that is no name.
+    """
+    saver = saver_of(shards)
+    found = beside or Beside(scheduler, loss_scaler, loader, client_state=dict(client_state or {}))
+
+    def draft() -> _Draft:
+        steps = _steps(shards, found)
+        name = f"global_step{steps}" if tag is None else str(tag)
+        folder = Path(save_dir).absolute()
+        tag_folder(folder, name)
+        is_copy = copy or not _may_stay(shards, folder)
+        return _draft(shards, optimizer, found, steps, name, folder, save_latest, exclude_frozen_parameters, is_copy)
+
+    content, is_copy = _agree(shards, draft, tag_validation)
+    saver.save(content, is_copy)
+    return True
+
+
+def make_durable(shards: Shards, optimizer: NativeOptimizer | None, beside: Beside | None = None) -> None:
+    """Makes the step at hand durable, in the place of the one before; no tag names it. Collective; blocks; raises as `save`."""
+    saver, found = saver_of(shards), beside or Beside()
+    content, _ = _agree(
+        shards,
+        lambda: _draft(shards, optimizer, found, _steps(shards, found), None, None, False, False, False),
+        "Ignore",
+    )
+    saver.save(content, copies=False)
+
+
+def wait(shards: Shards) -> None:
+    """Blocks until no copy of a model is under way. Collective when one is; raises what it failed with."""
+    if shards.saver is not None:
+        shards.saver.wait()
+
+
+def saver_of(shards: Shards) -> Saver:
+    """What looks after a model's durable steps."""
+    if shards.saver is None:
+        shards.saver = Saver(shards)
+    return shards.saver
+
+
+class _Draft(NamedTuple):
+    """What a rank would save, before it has heard of the others."""
+
+    content: Content
+    own: list[capture.OwnTensor]
+    facts: dict[str, Json]  # must be the same on every rank
+    is_copy: bool
+
+
+def _draft(
+    shards: Shards,
+    optimizer: NativeOptimizer | None,
+    beside: Beside,
+    steps: int,
+    tag: str | None,
+    save_dir: Path | None,
+    save_latest: bool,
+    exclude_frozen: bool,
+    is_copy: bool,
+) -> _Draft:
+    parameters, excluded = capture.parameters(shards, optimizer, exclude_frozen)
+    values = {
+        "optimizer": optimizer_json(shards, optimizer),
+        "scheduler": state_json(beside.scheduler, "lr_scheduler"),
+        "loss_scaler": state_json(beside.loss_scaler, "loss_scaler"),
+        "engine": encode(dict(beside.engine), "engine"),
+        "client_state": encode(dict(beside.client_state), "client_state"),
+        "config": encode(dict(beside.config), "config"),
+    }
+    stretches = list(capture.sharded(shards, {each.name for each in parameters}))
+    content = Content(
+        steps, tag, save_dir, save_latest, values, parameters, excluded, rng_json(shards.device),
+        state_json(beside.loader, "loader"), stretches,
+    )  # fmt: skip
+    facts = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen, "steps": steps}
+    return _Draft(content, capture.own(shards, optimizer), facts, is_copy)
+
+
+def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValidation) -> tuple[Content, bool]:
+    """What all ranks save, and whether as a copy: one rank that must copy is enough. Collective.
+
+    Raises ValueError where ranks ask for different things.
+    """
+    drafts: list[_Draft] = []
+
+    def tell() -> Json:
+        drafts.append(make())
+        [draft] = drafts
+        sums = [[each.param, each.state, _sum(each.data)] for each in draft.own]
+        return {"tag": draft.content.tag, "is_copy": draft.is_copy, "facts": draft.facts, "own": sums}
+
+    told = together(talk_over(shards.topology), WHAT, tell)
+    [draft], rank = drafts, shards.topology.rank
+    for other, each in enumerate(told):
+        for name, value in told[0]["facts"].items():
+            if each["facts"][name] != value:
+                raise ValueError(
+                    f"{name} is {value} on rank 0 and {each['facts'][name]} on rank {other}: save alike on every rank"
+                )
+    tag = _agreed_tag([each["tag"] for each in told], tag_validation, rank)
+    first = {(param, state): crc for param, state, crc in told[0]["own"]}
+    own = [each for each in draft.own if rank == 0 or first.get((each.param, each.state)) != _sum(each.data)]
+    stretches = [*draft.content.stretches, *(each.stretch(rank) for each in own)]
+    content = dataclasses.replace(draft.content, tag=tag, stretches=stretches)
+    return content, any(each["is_copy"] for each in told)
+
+
+def _agreed_tag(tags: list[str | None], validation: TagValidation, rank: int) -> str | None:
+    """Rank 0's tag. Raises ValueError where others differ and that is to be an error."""
+    other = next((i for i, tag in enumerate(tags) if tag != tags[0]), None)
+    if other is None or validation == "Ignore":
+        return tags[0]
+    text = f"the tag is {tags[0]!r} on rank 0 and {tags[other]!r} on rank {other}"
+    if validation == "Fail":
+        raise ValueError(f'{text}: give the same on every rank, or set "checkpoint": {{"tag_validation": "Warn"}}')
+    if rank == 0:
+        logger.warning("%s: saved as %r", text, tags[0])
+    return tags[0]
+
+
+def _steps(shards: Shards, beside: Beside) -> int:
+    return int(beside.engine.get("global_steps", max((s.num_steps for _, s in shards.parameters()), default=0)))
+
+
+def _may_stay(shards: Shards, save_dir: Path) -> bool:
+    """Whether what rests on NVMe may be the checkpoint: on the file system that it is asked for, and with slots to freeze."""
+    policy = shards.policy
+    if policy.durability == "none" or Tier.NVME not in (policy.params, policy.optim):
+        return False
+    folder = next(each for each in (save_dir, *save_dir.parents) if each.is_dir())
+    return folder.stat().st_dev == as_paths(policy.paths)[0].path.stat().st_dev
+
+
+def _sum(data: torch.Tensor) -> int:
+    return crc32c([data.detach().cpu().contiguous()])[0] if data.numel() else 0
