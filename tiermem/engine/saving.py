@@ -3,25 +3,22 @@
     rank 0    writes `<file>.partial`, makes its room first, syncs it and renames it over the file
     others    take part in the gathers
 
-`.safetensors` files hold each tied parameter once, under its first name, and name the others in their metadata. Any other
-name is torch's own format, which `torch.load(weights_only=True)` reads: the file is laid out for tensors without values, then
-those are filled in place. Weights have the dtype in which they are trained. Read back: weights.py, `load_state_dict`.
+A name that ends in `.safetensors` is that format, any other torch's own; see weight_files.py. Weights have the dtype in which
+they are trained. Read back: weights.py, `load_state_dict`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import mmap
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from tiermem.weights import dtype_code
+from tiermem.weight_files import SafetensorsFile, TorchFile, WeightEntry, WeightFile
 from tiermem.zero.ranks.collectives import exchange
 from tiermem.zero.shards import Shards
 
@@ -33,9 +30,8 @@ class _Entry(NamedTuple):
     tensor: torch.Tensor  # the parameter or buffer
     dtype: torch.dtype
 
-    @property
-    def num_bytes(self) -> int:
-        return self.tensor.numel() * self.dtype.itemsize
+    def in_file(self) -> WeightEntry:
+        return WeightEntry(self.names, tuple(self.tensor.shape), self.dtype)
 
 
 def save_weights(shards: Shards, path: Path, exclude_frozen: bool = False) -> None:
@@ -92,29 +88,22 @@ def _value(shards: Shards, entry: _Entry) -> torch.Tensor:
     return entry.tensor.detach().to("cpu", copy=True)
 
 
-class _File(Protocol):
-    """A file that is being filled."""
-
-    def put(self, entry: _Entry, value: torch.Tensor) -> None: ...
-    def close(self) -> None: ...
-
-
 class _Attempt:
     """Rank 0's side: writes until something fails, then only remembers that, so that the other ranks are not left alone."""
 
     def __init__(self, path: Path, entries: Sequence[_Entry]) -> None:
         self._path = path
         self._partial = path.with_name(path.name + ".partial")
-        self._file: _File | None = None
+        self._file: WeightFile | None = None
         self._error: Exception | None = None
-        kind = _SafetensorsFile if path.suffix == ".safetensors" else _TorchFile
-        self._try(lambda: self._open(kind, entries))
+        kind = SafetensorsFile if path.suffix == ".safetensors" else TorchFile
+        self._try(lambda: self._open(kind, [entry.in_file() for entry in entries]))
 
     def put(self, entry: _Entry, value: torch.Tensor) -> None:
         """Adds the next entry."""
         if self._file is not None:
             file = self._file
-            self._try(lambda: file.put(entry, value))
+            self._try(lambda: file.put(entry.in_file(), 0, value.contiguous().view(-1)))
 
     def end(self) -> Exception | None:
         """Puts the file in its place, or takes it away; returns what went wrong."""
@@ -127,7 +116,7 @@ class _Attempt:
                 self._partial.unlink(missing_ok=True)
         return self._error
 
-    def _open(self, kind: Callable[[Path, Sequence[_Entry]], _File], entries: Sequence[_Entry]) -> None:
+    def _open(self, kind: Callable[[Path, Sequence[WeightEntry]], WeightFile], entries: Sequence[WeightEntry]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = kind(self._partial, entries)
 
@@ -147,62 +136,3 @@ class _Attempt:
                 act()
             except Exception as error:  # raised by `save_weights`, once the others know
                 self._error = error
-
-
-class _SafetensorsFile:
-    """Header first, then every tensor's bytes, in order and without holes."""
-
-    def __init__(self, path: Path, entries: Sequence[_Entry]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt", **_tied(entries)}}
-        place = 0
-        for entry in entries:
-            offsets = [place, place := place + entry.num_bytes]
-            header[entry.names[0]] = {
-                "dtype": dtype_code(entry.dtype), "shape": list(entry.tensor.shape), "data_offsets": offsets,
-            }  # fmt: skip
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._file = open(path, "wb")  # noqa: SIM115 - closed by `close`
-        self._file.write(len(text).to_bytes(8, "little") + text)
-        _make_room(self._file.fileno(), 8 + len(text) + place)
-
-    def put(self, entry: _Entry, value: torch.Tensor) -> None:
-        self._file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _TorchFile:
-    """torch.save's layout without values; then the file itself is mapped and every value copied to its place."""
-
-    def __init__(self, path: Path, entries: Sequence[_Entry]) -> None:
-        layout: dict[str, torch.Tensor] = {}
-        for entry in entries:
-            empty = torch.empty(entry.tensor.shape, dtype=entry.dtype)  # no page of it is ever touched
-            layout.update(dict.fromkeys(entry.names, empty))
-        path.write_bytes(b"")  # raises what torch.save would tell less well
-        with torch.serialization.skip_data():
-            torch.save(layout, path)
-        del layout
-        with open(path, "r+b") as file:
-            _make_room(file.fileno(), os.path.getsize(path))  # else a full disk would be a SIGBUS
-        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            self._tensors: dict[str, torch.Tensor] = torch.load(path, mmap=True, weights_only=True)
-
-    def put(self, entry: _Entry, value: torch.Tensor) -> None:
-        self._tensors.pop(entry.names[0]).copy_(value)
-
-    def close(self) -> None:
-        self._tensors.clear()
-
-
-def _tied(entries: Sequence[_Entry]) -> dict[str, str]:
-    """Other names of tied tensors, with the first, as Hugging Face writes them."""
-    return {name: entry.names[0] for entry in entries for name in entry.names[1:]}
-
-
-def _make_room(descriptor: int, num_bytes: int) -> None:
-    """Takes a file's room on the disk. Raises OSError when there is not enough."""
-    if num_bytes:
-        os.posix_fallocate(descriptor, 0, num_bytes)

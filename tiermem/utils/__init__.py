@@ -2,6 +2,7 @@
 
 safe_get_*, safe_set_*, safe_update_*    tiermem.state_access
 *z3_leaf_module*, z3_leaf_parameter      tiermem.zero.building.leaf
+zero_to_fp32.*                           tiermem.checkpoint.zero_to_fp32
 """
 
 from __future__ import annotations

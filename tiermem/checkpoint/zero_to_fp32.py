@@ -1,0 +1,126 @@
+"""zero_to_fp32: the reference system's functions that take weights out of a checkpoint, for tiermem's checkpoints.
+
+Same names, arguments and results: tiermem.utils.zero_to_fp32 is where migrating users import them from. DeepSpeed's own
+checkpoints become ours with `tiermem import` first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.checkpoint.interchange.to_weights import export_weights
+from tiermem.checkpoint.interchange.weights_of import Weight, weights_of
+from tiermem.checkpoint.source import Source
+
+PathLike = str | os.PathLike[str]
+_UNITS = (
+    {"": 1, "B": 1}
+    | {f"{u}B": 1000**i for i, u in enumerate("KMGT", 1)}
+    | {f"{u}iB": 1024**i for i, u in enumerate("KMGT", 1)}
+)
+
+
+class LazyTensor:
+    """A tensor of an opened checkpoint that is read when `contiguous()` is called, from files opened anew for it."""
+
+    def __init__(self, where: Path, tag: str | None, weight: Weight) -> None:
+        self._where, self._tag, self._name = where, tag, weight.parameter.name
+        self.shape, self.dtype = torch.Size(weight.parameter.shape), weight.dtype
+
+    def contiguous(self) -> torch.Tensor:
+        """The tensor, on the CPU. Blocks; raises DamagedState, OSError."""
+        with Source.open(self._where, self._tag) as source:
+            found = next(w for w in weights_of(source, torch.float32) if w.parameter.name == self._name)
+            return _whole(found)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: PathLike, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, Any]:
+    """A state dict of fp32 masters and float buffers on the CPU; tied names share a tensor. Blocks; not collective.
+
+    lazy_mode: values are read when their `contiguous()` is called. Raises ManifestError, DamagedState, OSError.
+    """
+    where = Path(checkpoint_dir)
+    found: dict[str, Any] = {}
+    with Source.open(where, tag) as source:
+        for weight in weights_of(source, torch.float32, exclude_frozen_parameters):
+            value = LazyTensor(where, tag, weight) if lazy_mode else _whole(weight)
+            found.update(dict.fromkeys(weight.names, value))
+    return found
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: PathLike,
+    output_dir: PathLike,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Writes pytorch_model.bin, or model.safetensors where that is asked for, in shards; streamed. Blocks; not collective."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: PathLike,
+    output_dir: PathLike,
+    dtype: torch.dtype | str = torch.float32,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """The same in another dtype of floats: a torch.dtype, or its name as "bf16" or "float16". Raises ValueError for others."""
+    most = None if max_shard_size is None else _bytes(max_shard_size)
+    with Source.open(Path(checkpoint_dir), tag) as source:
+        weights = weights_of(source, dtype_of(dtype), exclude_frozen_parameters)
+        export_weights(weights, Path(output_dir), most, safe_serialization)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: PathLike, tag: str | None = None
+) -> nn.Module:
+    """Moves an ordinary model to the CPU and loads fp32 weights into what of it they fit; returns it. Blocks."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model = model.cpu()
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+_DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+}  # fmt: skip
+
+
+def dtype_of(given: torch.dtype | str) -> torch.dtype:
+    """The dtype of a name. Raises ValueError naming those that are allowed."""
+    found = _DTYPES.get(given.removeprefix("torch.").lower()) if isinstance(given, str) else given
+    if found not in _DTYPES.values():
+        raise ValueError(f"the dtype is {given!r}; allowed are {', '.join(_DTYPES)}")
+    assert found is not None
+    return found
+
+
+def _whole(weight: Weight) -> torch.Tensor:
+    value = torch.empty(weight.parameter.shape, dtype=weight.dtype)
+    flat = value.view(-1)
+    for start, values in weight.pieces():
+        flat[start : start + values.numel()] = values
+    return value
+
+
+def _bytes(size: str | int) -> int:
+    match = re.fullmatch(r"\s*(\d+)\s*([KMGT]?i?B?)\s*", str(size))
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"max_shard_size is {size!r}; write bytes, or for example 5GB or 500MiB")
+    return int(match[1]) * _UNITS[match[2]]
