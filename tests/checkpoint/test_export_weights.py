@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.saved_by_hand import write
 from safetensors.torch import load_file
+from saved_by_hand import write
 from torch import nn
 
 from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, of_tensor

@@ -80,10 +80,17 @@ def test_a_tag_that_is_there_is_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "b"
 
 
-@pytest.mark.parametrize("tag", ["", "..", "a/b"])
+@pytest.mark.parametrize("tag", ["", "..", "a/../b", "/a"])
 def test_a_tag_is_the_name_of_a_folder(tmp_path: Path, tag: str) -> None:
-    with pytest.raises(ValueError, match="a tag is the name of a folder"):
+    with pytest.raises(ValueError, match="a tag names a folder below OUT"):
         write_checkpoint(Foreign("test", []), tmp_path, tag)
+
+
+def test_a_tag_may_name_a_folder_below_a_folder(tmp_path: Path) -> None:
+    foreign = Foreign("test", [ForeignParameter("w", (3,), {"weight": of_tensor(torch.ones(3))})])
+    done = write_checkpoint(foreign, tmp_path, "a/b")
+    assert done.folder == tmp_path / "a" / "b"
+    check(tmp_path, foreign)
 
 
 @pytest.mark.parametrize("numel", [2, 4])

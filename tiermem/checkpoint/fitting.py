@@ -37,9 +37,10 @@ def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
     """
     own = [(shard, names) for shard, names in _parameters(shards)]
     held = buffers(shards.model)
-    params = {shard: found.name for shard, names in own if (found := _found(source, names, "parameter")) is not None}
-    placed = [(tensor, found.name) for names, tensor in held if (found := _found(source, names, "buffer")) is not None]
+    params = {shard: found.name for shard, names in own if (found := _found(source, names)) is not None}
+    placed = [(tensor, found.name) for names, tensor in held if (found := _found(source, names)) is not None]
     used = {*params.values(), *(name for _, name in placed)}
+    used.update(name for shard, names in own if shard in params for name in names)  # tied here, saved apart
     excluded = set(source.manifest.excluded)
     missing = [names[0] for shard, names in own if shard not in params and not excluded.intersection(names)]
     missing += [names[0] for names, tensor in held if not any(tensor is each for each, _ in placed)]
@@ -70,10 +71,11 @@ def _parameters(shards: Shards) -> list[tuple[Shard, list[str]]]:
     return [(shard, [shard.name, *names.get(id(shard.param), ())]) for _, shard in shards.parameters()]
 
 
-def _found(source: Source, names: Sequence[str], role: str) -> Parameter | None:
+def _found(source: Source, names: Sequence[str]) -> Parameter | None:
+    """What was saved under one of these names. A state dict of another system does not say which of it are buffers."""
     for name in names:
         found = source.find(name)
-        if found is not None and found.role == role:
+        if found is not None and found.role != "ordinary":
             return found
     return None
 

@@ -151,7 +151,8 @@ def _open(
         if wants.states:
             assert optimizer is not None
             put_groups(optimizer, groups)
-            put_ordinary(source, optimizer, topology)
+            if manifest.optimizer is not None:
+                put_ordinary(source, optimizer, topology)
         if not asked.module_only:
             _put_rest(source, shards, wants, asked)
         return _loaded(source, wants)
@@ -161,7 +162,6 @@ def _wants(source: Source, optimizer: NativeOptimizer | None, asked: Asked) -> W
     has_states = asked.takes_states and not asked.module_only and optimizer is not None
     if has_states and source.manifest.optimizer is None:
         logger.warning("%s holds no optimizer: its weights are opened, and states begin anew", source.file)
-        has_states = False
     return Wants(weights=asked.custom_load is None, states=has_states)
 
 
@@ -169,6 +169,8 @@ def _check_optimizer(
     source: Source, shards: Shards, optimizer: NativeOptimizer | None, fitted: Fitted
 ) -> list[tuple[Group, Group]]:
     assert optimizer is not None
+    if source.manifest.optimizer is None:
+        return []
     groups = saved_groups(source, optimizer, fitted)
     check_moments(source, shards, fitted)
     check_ordinary(source, optimizer)
@@ -200,5 +202,5 @@ def _loaded(source: Source, wants: Wants) -> Loaded:
         world=manifest.world,
         client_state=decode(manifest.client_state, f"{source.file}: client_state"),
         engine=engine if isinstance(engine, dict) else {},
-        has_states=wants.states,
+        has_states=wants.states and manifest.optimizer is not None,
     )

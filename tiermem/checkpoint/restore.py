@@ -103,5 +103,6 @@ def _show(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling:
 def _count(shards: Shards, source: Source, name: str, live: LiveUnit, shard: Shard, filling: Filling) -> None:
     shard.num_steps = source.parameters[name].num_steps
     keeps_master = shards.policy.precision.master_of(live.unit.dtype) is not None
-    shard.has_master = shard.num_steps == 0 and keeps_master and source.kind(name, MASTER) is not None
+    is_wider = source.kind(name, MASTER) is not None or source.kind(name, WEIGHT) == "fp32"  # than the weight here
+    shard.has_master = shard.num_steps == 0 and keeps_master and is_wider
     shard.has_moments = shard.num_steps == 0 and shard in filling.has_moments

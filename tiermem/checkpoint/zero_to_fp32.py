@@ -123,4 +123,4 @@ def _bytes(size: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+)\s*([KMGT]?i?B?)\s*", str(size))
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"max_shard_size is {size!r}; write bytes, or for example 5GB or 500MiB")
-    return int(match[1]) * _UNITS[match[2]]
+    return int(match[1]) * int(_UNITS[match[2]])

@@ -70,13 +70,15 @@ class LossScale:
 
 @dataclasses.dataclass(frozen=True)
 class Foreign:
-    """A whole checkpoint. Scalars are plain Python values; `groups` are those of a torch optimizer, without `params`."""
+    """A whole checkpoint. Scalars are plain Python values.
+
+    `groups` are those of a torch optimizer; a `params` among a group's settings is the names of its parameters, in order.
+    """
 
     kind: str  # said to the user: "DeepSpeed ZeRO-3, 2 ranks"
     parameters: Sequence[ForeignParameter]
     groups: Sequence[Mapping[str, Any]] = ()
     global_steps: int = 0
-    micro_steps: int = 0
     global_samples: int = 0
     skipped_steps: int = 0
     loss_scale: LossScale | None = None

@@ -120,7 +120,7 @@ class _Reader:
         if all(isinstance(key, int) for key in self._settings):
             ordered = [self._settings[number] for number in sorted(self._settings)]
             group_of = {name: i for i, group in enumerate(ordered) for name in _names(group.get("params"))}
-            return [{k: v for k, v in group.items() if k != "params"} for group in ordered], group_of
+            return [{**group, "params": list(_names(group.get("params")))} for group in ordered], group_of
         groups: list[Mapping[str, Any]] = []
         group_of = {}
         for name, settings in self._settings.items():

@@ -69,7 +69,7 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
     if kept is not None:
         names = _names_of(parameters, kept, str(optimizer or path))
         parameters, more = _with_states(parameters, kept, names)
-        groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in kept["param_groups"]]
+        groups = [{**group, "params": [names[key] for key in group["params"]]} for group in kept["param_groups"]]
         left_behind += more
     steps = [rest[key] for key in STEP_KEYS if key in rest]
     most = max((p.num_steps for p in parameters), default=0)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tiermem.checkpoint.interchange.foreign import Foreign
+from tiermem.checkpoint.interchange.foreign import Foreign, LossScale
+from tiermem.checkpoint.interchange.groups import optimizer_of
 from tiermem.checkpoint.plain import Json, encode
 
 
@@ -26,19 +27,26 @@ class Scalars(NamedTuple):
 def scalars_of(foreign: Foreign) -> tuple[Scalars, list[str]]:
     """The scalars, and what of them could not be kept."""
     lost: list[str] = []
-    groups = [_kept(group, f"group {number}", lost) for number, group in enumerate(foreign.groups)]
     scheduler = None if foreign.scheduler is None else _kept(foreign.scheduler, "scheduler", lost)
     return (
         Scalars(
-            optimizer={"groups": groups} if groups else None,
+            optimizer=optimizer_of(foreign, lost),
             scheduler=scheduler,
-            loss_scaler=None,
-            engine={"global_steps": foreign.global_steps},
+            loss_scaler=_scaler(foreign.loss_scale),
+            engine={name: getattr(foreign, name) for name in ("global_steps", "global_samples", "skipped_steps")},
             client_state=_kept(foreign.client_state, "client_state", lost),
             config=None,
         ),
         lost,
     )
+
+
+def _scaler(scale: LossScale | None) -> Json:
+    """What a LossScaler goes on from."""
+    if scale is None or not scale.scale > 0:
+        return None
+    hysteresis = scale.hysteresis if type(scale.hysteresis) is int else 1
+    return {"scale": scale.scale, "hysteresis_left": hysteresis, "num_good": scale.good_steps}
 
 
 def _kept(values: Mapping[str, Any], what: str, lost: list[str]) -> dict[str, Json]:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.checkpoint.interchange.weights_of import Weight
+from tiermem.swap import durable
 from tiermem.weight_files import SafetensorsFile, TorchFile, WeightEntry
 
 Progress = Callable[[int], None]
@@ -61,7 +61,7 @@ def export_weights(
     there = [name for name in names if (out / name).exists()]
     if there:
         raise FileExistsError(17, f"{', '.join(there)} there already; choose another folder", str(out))
-    out.mkdir(parents=True, exist_ok=True)
+    durable.make_folder(out)
     with contextlib.ExitStack() as undoing:
         for name in names:
             undoing.callback(_partial(out, name).unlink, missing_ok=True)
@@ -70,10 +70,11 @@ def export_weights(
         for name, text in texts.items():
             _partial(out, name).write_text(text, "utf-8")
         for name in names:
-            _sync(_partial(out, name))
+            with open(_partial(out, name), "rb") as file:
+                durable.sync(file.fileno(), _partial(out, name))
         for name in names:
-            _partial(out, name).rename(out / name)
-        _sync(out)
+            durable.rename(_partial(out, name), out / name)
+        durable.sync_folder(out)
     return shards
 
 
@@ -130,11 +131,3 @@ def _index(shards: Sequence[Shard]) -> str:
 
 def _partial(out: Path, name: str) -> Path:
     return out / f"{name}.partial"
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

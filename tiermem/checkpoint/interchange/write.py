@@ -36,6 +36,7 @@ from tiermem.checkpoint.manifest import (
     manifest_name,
     part_name,
 )
+from tiermem.swap import durable
 from tiermem.swap.checksum import crc32c
 from tiermem.swap.extents import round_up
 
@@ -71,19 +72,21 @@ def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progre
     step = foreign.global_steps or max((p.num_steps for p in foreign.parameters), default=0)
     tag = f"global_step{step}" if tag is None else tag
     if not is_tag(tag):
-        raise ValueError(f"the tag is {tag!r}; a tag is the name of a folder, without a separator")
-    folder, new = out / tag, out / f"{tag}.new"
+        raise ValueError(f"the tag is {tag!r}; a tag names a folder below OUT")
+    folder = out / tag
+    new = folder.with_name(f"{folder.name}{durable.NEW_SUFFIX}")
     if folder.exists():
         raise FileExistsError(17, "is there already; choose another tag or folder", str(folder))
-    out.mkdir(parents=True, exist_ok=True)
+    durable.make_folder(folder.parent)
     new.mkdir()
     try:
         left_behind, num_bytes = _write_folder(foreign, new, tag, step, progress)
-        new.rename(folder)
+        durable.rename(new, folder)
+        durable.sync_folder(folder.parent)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)  # made here, a moment ago
         raise
-    _write_file(out / LATEST_FILE, tag.encode())
+    durable.write_file(out / LATEST_FILE, tag.encode())
     return Imported(folder, tag, step, len(foreign.parameters), num_bytes, tuple(left_behind))
 
 
@@ -94,7 +97,7 @@ def _write_folder(
     pieces, sums, num_bytes = _write_data(foreign, folder / "data-0.bin", progress or (lambda _: None))
     scalars, lost = scalars_of(foreign)
     part = Part(run_id, _COMMIT, 0, None, None, ("data-0.bin",), tuple(pieces)).dump()
-    _write_file(folder / part_name(_COMMIT, 0), part)
+    durable.write_file(folder / part_name(_COMMIT, 0), part)
     manifest = Manifest(
         run_id=run_id,
         commit=_COMMIT,
@@ -108,7 +111,7 @@ def _write_folder(
         checksums=sums,
         **scalars._asdict(),
     )
-    _write_file(folder / manifest_name(_COMMIT), manifest.dump())
+    durable.write_file(folder / manifest_name(_COMMIT), manifest.dump())
     return [*foreign.left_behind, *lost], num_bytes
 
 
@@ -139,7 +142,7 @@ def _write_data(
         for piece in pieces:
             state = states[piece.param][piece.state]
             sums[piece.param][piece.state] = _write_state(file.fileno(), piece, state, buffer, progress)
-        os.fsync(file.fileno())
+        durable.sync(file.fileno(), path)
     return pieces, sums, sum(piece.num_bytes for piece in pieces)
 
 
@@ -185,18 +188,3 @@ def _write_at(fd: int, data: torch.Tensor, offset: int) -> None:
         done += os.pwrite(fd, raw[done:], offset + done)
     os.fdatasync(fd)
     os.posix_fadvise(fd, offset, len(raw), os.POSIX_FADV_DONTNEED)
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    """A small file, whole or not at all, and on the disk when this returns."""
-    new = path.with_name(f"{path.name}.new")
-    with open(new, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    new.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
