@@ -1,0 +1,168 @@
+"""Run by test_save_on_ranks.py, once per rank: several cases in one process group; each leaves checkpoints to be looked at."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from launch import as_rank
+from runs import live_states, model, policy, states_in, train
+
+import tiermem
+from tiermem import checkpoint
+from tiermem.swap import durable
+
+CASES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
+    "nvme": ("nvme", {}, torch.float32),
+    "tiny": ("nvme", {"precision": tiermem.Precision.preset("tiny")}, torch.bfloat16),
+    "cpu": ("cpu", {}, torch.float32),
+    "stage 0": ("none", {"stage": 0}, torch.float32),
+    "stage 2": ("nvme", {"stage": 2}, torch.float32),
+    "replicas": ("nvme", {"shard_group_size": 1}, torch.float32),
+    "frozen in 8 bits": ("nvme", {"quantised_frozen": True}, torch.float32),
+}
+
+
+def saved_equals_live(saved: dict[Any, bytes], live: dict[Any, torch.Tensor], precision: str) -> list[Any]:
+    """Weights (and in fp32 every state) that are not saved as they are."""
+    return [
+        key
+        for key, value in live.items()
+        if value.numel() and key in saved and (key[1] == "weight" or precision == "exact")
+        and saved[key] != value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    ]  # fmt: skip
+
+
+def whole_states(shards: tiermem.Shards) -> dict[Any, torch.Tensor]:
+    """Every weight and moment, gathered."""
+    found = {}
+    for live, shard in shards.parameters():
+        found[shard.name, "weight"] = shards.weight(shard.param)
+        if shards.states is not None and live.unit.is_trainable:
+            for name in shards.states.names(shard):
+                mine = shards.states.state(shard, name)
+                found[shard.name, name] = shards.values.assemble(shard, mine)
+    return found
+
+
+def run_case(name: str, rank: int, folder: Path) -> dict[str, Any]:
+    where, fields, dtype = CASES[name]
+    out = folder / "out" / name
+    made = model(dtype=dtype)
+    with tiermem.shard(made, policy(where, folder, **fields)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        train(made, optimizer, 2, seed=rank)  # ranks see different data: so do their buffers
+        checkpoint.save(shards, optimizer, out, "t")
+        live, saved = whole_states(shards), states_in(out, "t")
+        precision = "tiny" if name == "tiny" else "exact"
+        wrong = saved_equals_live(saved, live, precision) if name != "frozen in 8 bits" else []
+        train(made, optimizer, 1, seed=rank)
+        stays = states_in(out, "t") == saved
+        checkpoint.save(shards, optimizer, out, "copy", copy=True)
+        train(made, optimizer, 1, seed=rank)
+        checkpoint.wait(shards)
+        copied = states_in(out, "copy")
+        checkpoint.save(shards, optimizer, out, "t")
+        again = states_in(out, "t")
+        mean = made.norm.running_mean.view(torch.uint8).numpy().tobytes()
+        own = again["norm.running_mean", "weight" + (f".rank{rank}" if rank else "")] == mean
+    return {
+        "wrong": wrong, "stays": stays, "own": own, "keys": sorted(saved), "is_other": copied != saved and copied != again,
+        "numels": {key: len(value) for key, value in saved.items()},
+    }  # fmt: skip
+
+
+class Failing(OSError):
+    pass
+
+
+def fail_on(rank: int, failing_rank: int, kind: str, ending: str) -> Any:
+    """An observer that raises on one rank, before one kind of step on files of some name."""
+
+    def observe(step: durable.Step) -> None:
+        if rank == failing_rank and step.when == "before" and step.kind == kind and step.name.endswith(ending):
+            raise OSError(28, "No space left on device", step.name)
+
+    return durable.watch(observe)
+
+
+FAULTS = [
+    (1, "sync", "segment.bin"),
+    (1, "write", "part-3-1.json.new"),
+    (0, "write", "manifest-4.json.new"),
+    (0, "rename", "tiermem.json"),
+    (0, "rename", "latest"),
+    (0, "remove", "manifest-2.json"),
+]
+
+
+def run_faults(rank: int, folder: Path) -> list[Any]:
+    """A tag stays as it was, whatever fails while the next one is saved, and the one after is fine."""
+    out, found, made = folder / "out" / "faults", [], model()
+    with tiermem.shard(made, policy("nvme", folder)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        train(made, optimizer, 1, seed=rank)
+        checkpoint.save(shards, optimizer, out, "first")
+        train(made, optimizer, 1, seed=rank)
+        saved, used = states_in(out, "first"), None
+        for number, (failing, kind, ending) in enumerate(FAULTS):
+            ending = ending.replace("part-3", f"part-{number + 2}").replace("manifest-4", f"manifest-{number + 2}")
+            ending = ending.replace("manifest-2", "manifest-1")
+            try:
+                with fail_on(rank, failing, kind, ending):
+                    checkpoint.save(shards, optimizer, out, "second")
+                said = "nothing"
+            except OSError as error:
+                said = f"{error.errno} {error}"
+            train(made, optimizer, 1, seed=rank)
+            files = sorted(path.name for path in shards.store.folders()[0].iterdir())
+            left = sorted(str(path.relative_to(out)) for path in out.rglob("*"))
+            used = shards.store.stats().nvme_bytes if number == 0 else used
+            found.append((said, states_in(out, "first") == saved, files, left, shards.store.stats().nvme_bytes == used))
+        checkpoint.save(shards, optimizer, out, "second")
+        live = whole_states(shards)
+        found.append(saved_equals_live(states_in(out, "second"), live, "exact"))
+    return found
+
+
+def run_disagreements(rank: int, folder: Path) -> list[str]:
+    """Tags that differ, flags that differ, and a client state that one rank cannot save."""
+    out, said, made = folder / "out" / "apart", [], model()
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("tiermem").addHandler(handler)
+    with tiermem.shard(made, policy("cpu", folder)) as shards:
+        checkpoint.save(shards, None, out, f"tag{rank}")
+        said.append("; ".join(record.getMessage() for record in records))
+        for tag, fields in (
+            (f"tag{rank}", {"tag_validation": "Fail"}),
+            ("t", {"save_latest": rank == 0}),
+            ("t", {"client_state": {"x": object() if rank else 1}}),
+        ):
+            try:
+                checkpoint.save(shards, None, out, tag, **fields)
+                said.append("nothing")
+            except (ValueError, TypeError, RuntimeError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    logging.getLogger("tiermem").removeHandler(handler)
+    return [*said, *sorted(path.name for path in out.iterdir())]
+
+
+if __name__ == "__main__":
+    with as_rank() as (rank, out_file, words):
+        nvme = Path(words[0])
+        found: dict[str, Any] = {name: run_case(name, rank, nvme) for name in CASES}
+        found["faults"] = run_faults(rank, nvme)
+        found["apart"] = run_disagreements(rank, nvme)
+        torch.save(found, out_file)
+
+
+__all__ = ["live_states"]
