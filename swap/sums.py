@@ -34,14 +34,31 @@ Range = tuple[str, int, torch.Tensor]
 Files = Callable[[], Mapping[int, str]]
 
 
+class FileRange(NamedTuple):
+    """Bytes of a file."""
+
+    file: str
+    offset: int
+    num_bytes: int
+
+
+class Place(NamedTuple):
+    """Where a piece that came wrong lies: in an entry, and in files, in order."""
+
+    entry: str
+    offset: int
+    num_bytes: int
+    ranges: tuple[FileRange, ...]
+
+
 class Sums:
     """The tables of one store's entries; none at first. Its methods are called under the store's lock, but for `of_write`.
 
-    advice: what to do about a corruption, in a sentence.
+    advice: what to do about a corruption at a place, in a sentence.
     """
 
     def __init__(self) -> None:
-        self.advice: Callable[[], str] = lambda: "Go back to the last checkpoint"
+        self.advice: Callable[[Place], str] = lambda _: "Go back to the last checkpoint"
         self._tables: dict[str, PieceTable] = {}
         self._workers: Workers | None = None
         self._verify: Verify = "always"
@@ -176,7 +193,7 @@ class Check:
         ops: Sequence[Op],
         files: Files,
         workers: Workers | None,
-        advice: Callable[[], str],
+        advice: Callable[[Place], str],
     ) -> None:
         self._expected = expected
         self._ops = ops
@@ -200,16 +217,21 @@ class Check:
                 break
             number -= len(each.numbers)
         start, length = int(each.starts[number]), int(each.num_bytes[number])
-        file, offset = self._place(each.base + start)
+        place = Place(each.entry, start, length, tuple(self._ranges(each.base + start, length)))
         others = f"{num_others} more pieces of this read are wrong as well. " if num_others else ""
-        piece = each.pieces.name(int(each.numbers[number]))
-        advice = f"{others}{self._advice()}"
-        return CorruptionError(file, offset, length, each.entry, start, piece, int(each.crcs[number]), seen, advice)
+        piece, written = each.pieces.name(int(each.numbers[number])), int(each.crcs[number])
+        file, offset, _ = place.ranges[0]
+        advice = f"{others}{self._advice(place)}"
+        return CorruptionError(file, offset, length, each.entry, start, piece, written, seen, advice)
 
-    def _place(self, address: int) -> tuple[str, int]:
-        """The file and the offset in it that an address was filled from."""
-        op = next(op for op in self._ops if op.address <= address < op.address + op.length)
-        return self._files().get(op.fd, f"descriptor {op.fd}"), op.offset + address - op.address
+    def _ranges(self, address: int, num_bytes: int) -> Iterator[FileRange]:
+        """What of which files memory was filled from."""
+        files = self._files()
+        for op in sorted(self._ops, key=lambda op: op.address):
+            first, last = max(address, op.address), min(address + num_bytes, op.address + op.length)
+            if first < last:
+                file = files.get(op.fd, f"descriptor {op.fd}")
+                yield FileRange(file, op.offset + first - op.address, last - first)
 
 
 def _joined(rows: Sequence[Offsets]) -> npt.NDArray[np.uint64]:

@@ -12,6 +12,7 @@ Saving:
     together   a stage on every rank              publish    manifest, pointer, latest
     commit     where states rest                  copying    ranges into a copy          copies   complete copies, behind
     saver      tags and steps                     scalars    generators, groups, schedules
+    unharmed   the step that a corruption left whole
 
 Opening:
 

@@ -71,9 +71,14 @@ class Commits:
         return self.newest is not None
 
     @property
+    def steps(self) -> list[Kept]:
+        """Every durable step."""
+        return [*self.tags, *filter(None, [self.last_step])]
+
+    @property
     def newest(self) -> Kept | None:
         """The durable step that would be opened now."""
-        return max([*self.tags, *filter(None, [self.last_step])], key=lambda kept: kept.commit, default=None)
+        return max(self.steps, key=lambda kept: kept.commit, default=None)
 
     def make(self, content: Content) -> None:
         """Makes the states as they are now durable. Collective; blocks; raises as the module says."""

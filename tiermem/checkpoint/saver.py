@@ -30,6 +30,7 @@ from tiermem.checkpoint.places import tag_folder
 from tiermem.checkpoint.plain import Json, encode
 from tiermem.checkpoint.scalars import optimizer_json, rng_json, state_json
 from tiermem.checkpoint.together import talk_over, together
+from tiermem.checkpoint.unharmed import advice_on
 from tiermem.policy import Tier
 from tiermem.swap.checksum import crc32c
 from tiermem.swap.paths import as_paths
@@ -69,6 +70,7 @@ class Saver:
         self._shards = shards
         self.commits = Commits(shards, run_id)
         self._copies = Copies(shards, run_id)
+        shards.store.sums.advice = lambda place: advice_on(place, self.commits.steps)
 
     def save(self, content: Content, copies: bool) -> None:
         """Makes a tag, or with no tag a step, durable. Collective; blocks but for what a copy does behind."""
