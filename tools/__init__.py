@@ -10,7 +10,7 @@
     launcher       one process under a cap, to the reason of its end  channel      what it says meanwhile: lines over a pipe
     trainer        the training loop, inside the capped process       counts       our bytes beside the kernel's
     trained_model  the model that it trains, built at home            calibrate    a model's maths, from a few of its blocks
-    prediction     what a training is expected to take
+    prediction     what a training is expected to take                chosen       and what its plan is chosen by
     disk_rate      the disk's ceiling, measured now                   progress     what a person sees while it runs
     run_record     what a run told, kept as runs/<id>/run.json        reports      tables
     timeline       its events, as lanes and rows                      plots, chrome_trace   its pictures

@@ -64,7 +64,7 @@ def advise(planned: Planned, most: int = 5) -> list[Advice]:
 
 def _try(words: str, scenario: Scenario) -> Advice | None:
     try:
-        return Advice(words, plan_scenario(scenario))
+        return Advice(words, plan_scenario(scenario, chooses=False))
     except ValueError:
         return None  # refused where it would be refused for real: no advice
 

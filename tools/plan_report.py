@@ -31,6 +31,8 @@ def print_plan(planned: Planned, advice: Sequence[Advice], sources: Sequence[str
     console.print(_phase_table(planned))
     for source in sources:
         console.print(f"  {source}", highlight=False)
+    if planned.choice is not None:
+        console.print(f"  {planned.choice}", highlight=False)
     _print_verdict(planned, advice, console)
 
 
@@ -48,6 +50,7 @@ def plan_figures(planned: Planned, advice: Sequence[Advice], sources: Sequence[s
         "seconds": dict(planned.forecast.seconds),
         "busy_s": {lane: dict(by) for lane, by in planned.forecast.busy_s.items()},
         "tokens_per_s": planned.tokens_per_s,
+        "choice": str(planned.choice) if planned.choice is not None else None,
         "sources": list(sources),
         "fits": not planned.problems,
         "problems": [problem._asdict() for problem in planned.problems],

@@ -10,6 +10,7 @@ there were no limit, and `problems` says by how much it is too large.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from tiermem.config import load_config, resolve_auto
-from tiermem.forecast import Forecast, Rates, forecast_step, uses_of
+from tiermem.forecast import Choice, Forecast, Rates, choose, forecast_step, uses_of
 from tiermem.forecast.rates import Compute
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES
@@ -112,6 +113,8 @@ class Planned:
     forecast: Forecast
     num_micro: int
     batch: int
+    choice: Choice | None = None
+    """How what a budget leaves open was settled; None: by rule."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -135,8 +138,11 @@ class Planned:
         return [problem for problem in found if problem.limit_bytes and problem.needed_bytes > problem.limit_bytes]
 
 
-def plan_scenario(scenario: Scenario) -> Planned:
-    """Plans a scenario. Raises ValueError for a config or model that cannot be: what a real start would refuse too."""
+def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
+    """Plans a scenario; with `chooses`, what its budget leaves open is settled by predicted time (forecast/choice.py).
+
+    Raises ValueError for a config or model that cannot be: what a real start would refuse too.
+    """
     cluster = scenario.cluster
     loaded = load_config(scenario.config)
     sizes = ModelSizes.of(scenario.shape)
@@ -152,10 +158,16 @@ def plan_scenario(scenario: Scenario) -> Planned:
         )
     policy = _within(loaded.policy(), cluster, sum(line.num_bytes for line in extra if line.tier == "HOST"))
     topology = plan_topology(cluster.num_ranks, policy, cluster.ranks_per_node)
+    compute = scenario.speed.compute_of(batch.micro * scenario.seq, scenario.is_checkpointing)
+    choice = None
+    if chooses and policy.host_bytes is not None:
+        rates, per_node = scenario.speed.rates, cluster.ranks_per_node
+        with contextlib.suppress(ValueError):  # not even the rule's plan fits
+            choice = choose(model, policy, rates, compute, cluster.num_ranks, per_node, is_gpu, batch.accumulation)
+            policy = choice.policy
     division, plan, policy = _plan(model, policy, topology, is_gpu, cluster.ranks_per_node)
     lines = [Line(row.what, row.tier.name, row.num_bytes, row.why) for row in plan.rows]
     lines += _passing_lines(division.units, plan) if is_gpu else []
-    compute = scenario.speed.compute_of(batch.micro * scenario.seq, scenario.is_checkpointing)
     uses = uses_of(model, division, compute)
     forecast = forecast_step(
         division, plan, policy, topology, uses, scenario.speed.rates, is_gpu, cluster.ranks_per_node, batch.accumulation
@@ -170,6 +182,7 @@ def plan_scenario(scenario: Scenario) -> Planned:
         forecast=forecast,
         num_micro=batch.accumulation,
         batch=batch.micro,
+        choice=choice,
     )
 
 

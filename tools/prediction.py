@@ -57,7 +57,7 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
         return {"not_made": measured}
     from tiermem.forecast import forecast_shards
 
-    rates = _rates(measured, disk)
+    rates = rates_of(measured, disk)
     forecast = forecast_shards(engine.shards, measured.maths.compute, rates, engine.gradient_accumulation_steps())
     plan = engine.shards.plan
     terms = activation_terms(ModelSizes.of(job.shape), job.batch * job.seq, job.precision, job.is_checkpointing)
@@ -77,7 +77,8 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
     }
 
 
-def _rates(measured: Measured, disk: Figures | None) -> Rates:
+def rates_of(measured: Measured, disk: Figures | None) -> Rates:
+    """Everything measured, as the forecast takes it."""
     from tiermem.forecast import Rates
 
     return Rates(

@@ -123,6 +123,7 @@ class RunRecord(Observer):
             "versions": ready.get("versions", {}),
             "disk": ready.get("ceiling"),
             "predicted": ready.get("predicted"),
+            "choice": ready.get("choice"),
             "nvme_read_bytes_a_step": self._moved_a_step("read"),
             "nvme_written_bytes_a_step": self._moved_a_step("written"),
             "nvme_peak_bytes": max((step.get("nvme_bytes", 0) for step in self.steps), default=None),

@@ -96,6 +96,8 @@ class _Listener(Observer):
         self._progress.on_message(message)
         if message["kind"] == "ready" and message.get("plan"):
             self._console.print(plan_table(message))
+            if message.get("choice"):
+                self._console.print(message["choice"], highlight=False, markup=False)
 
     def on_sample(self, sample: Sample) -> None:
         self._record.on_sample(sample)

@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 from tiermem.tools.budget import Budget, plan_budget, state_bytes
 from tiermem.tools.channel import Channel
+from tiermem.tools.chosen import choose_config
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.counts import IoCounts, counts_at_rest, kernel_counts, store_counts, written_by_path
 from tiermem.tools.job import Job
-from tiermem.tools.prediction import measure, predict
+from tiermem.tools.prediction import Measured, measure, predict, rates_of
 from tiermem.tools.process_tree import own_resident
 from tiermem.tools.resumed import CLIENT_KEY
 from tiermem.tools.train_config import Config, precision_of, with_host_bytes
@@ -81,6 +82,7 @@ class Trainer:
         self._channel = channel
         self._stop = stop
         self._budget: Budget | None = None
+        self._choice: str | None = None  # how what the budget leaves open was settled
         self._beside = IoCounts(0, 0)  # bytes of checkpoints that the kernel counts and the store does not
 
     def run(self) -> None:
@@ -93,6 +95,7 @@ class Trainer:
         ceiling = self._measure_ceiling()
         self._channel.phase("measuring the maths")
         measured = measure(job, self._budget.host_bytes if self._budget is not None else None)
+        config = self._choose(config, measured, ceiling)
         give_back_free_memory()
         self._channel.phase("building the model")
         model = build_model(job, config)
@@ -144,6 +147,14 @@ class Trainer:
             probe_path(folder)
         return measure_disks(folders, _CEILING_S)._asdict()
 
+    def _choose(self, config: Config, measured: Measured | str, ceiling: dict[str, Any] | None) -> Config:
+        """Settles what the budget leaves open by predicted time, where the maths could be measured."""
+        if isinstance(measured, str):
+            return config
+        compute = measured.maths.compute
+        config, self._choice = choose_config(config, self._job.shape, rates_of(measured, ceiling), compute)
+        return config
+
     def _initialize(self, model: nn.Module, config: Config) -> Engine:
         import tiermem
 
@@ -184,6 +195,7 @@ class Trainer:
             budget=[list(term) for term in self._budget.rows()] if self._budget else [],
             ceiling=ceiling,
             predicted=predicted,
+            choice=self._choice,
             versions=_versions(),
             **store_counts(engine.shards.store)._asdict(),
         )

@@ -50,8 +50,10 @@ def config_of(device: str = "nvme", stage: int = 3, **own: Any) -> dict[str, Any
     }
 
 
-def planned(config: dict[str, Any], cluster: Cluster, speed: Speed = SPEED, **fields: Any) -> Planned:
-    return plan_scenario(Scenario(TINY, config, cluster, speed, 64, **fields))
+def planned(
+    config: dict[str, Any], cluster: Cluster, speed: Speed = SPEED, chooses: bool = True, **fields: Any
+) -> Planned:
+    return plan_scenario(Scenario(TINY, config, cluster, speed, 64, **fields), chooses)
 
 
 def test_the_plan_is_that_of_a_real_start(tmp_path: Path) -> None:
@@ -106,12 +108,21 @@ def test_a_gpu_adds_its_edges_and_takes_the_activations() -> None:
 
 def test_memory_that_is_left_holds_states_and_saves_their_reads() -> None:
     free = planned(config_of(resident_bytes=0), Cluster(1, 1))
-    roomy = planned(config_of(), Cluster(1, 1, host_bytes=2 * GIB))
+    roomy = planned(config_of(), Cluster(1, 1, host_bytes=2 * GIB), chooses=False)
     saved = free.forecast.edge_bytes(NVME_TO_HOST) - roomy.forecast.edge_bytes(NVME_TO_HOST)
     written = free.forecast.edge_bytes(HOST_TO_NVME) - roomy.forecast.edge_bytes(HOST_TO_NVME)
     assert saved == written > 0
     assert roomy.tier_bytes("HOST") <= 2 * GIB
     assert not roomy.problems
+
+
+def test_memory_that_is_left_holds_what_is_predicted_to_save_most() -> None:
+    by_rule = planned(config_of(), Cluster(1, 1, host_bytes=2 * GIB), chooses=False)
+    chosen = planned(config_of(), Cluster(1, 1, host_bytes=2 * GIB))
+    assert by_rule.choice is None and chosen.choice is not None
+    assert chosen.policy.host_param_numel
+    assert chosen.forecast.total_s < by_rule.forecast.total_s
+    assert not chosen.problems
 
 
 def test_what_does_not_fit_names_the_tier_and_what_changes_it() -> None:
@@ -195,7 +206,8 @@ def test_the_report_and_its_json_say_the_same(files: Path) -> None:
     assert "disk: given by --nvme-rate" in out["sources"]
     for phase, seconds in out["seconds"].items():
         assert f"{phase}" in said and f"{seconds:.3f}" in said
-    assert out["moved_bytes"][NVME_TO_HOST].keys() == {"forward", "backward", "step"}
+    assert out["choice"].startswith("planned by ") and " ".join(out["choice"].split()[:6]) in said
+    assert out["moved_bytes"][RANK_TO_RANK].keys() == {"forward", "backward", "step"}
     assert out["node_bytes"]["NVME"] == 2 * out["rank_bytes"]["NVME"]
 
 

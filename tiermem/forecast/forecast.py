@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tiermem.forecast.rates import Compute, Rates
 from tiermem.forecast.steps import BACKWARD, FORWARD, MATHS, STEP, Course, build_steps
+from tiermem.forecast.tile_loads import MOST_TILES
 from tiermem.forecast.timeline import Timeline, play
 from tiermem.forecast.uses import Use, uses_of
 from tiermem.policy import OffloadPolicy
@@ -62,6 +63,7 @@ def forecast_step(
     is_gpu: bool = False,
     ranks_on_node: int = 1,
     num_micro: int = 1,
+    most_tiles: int = MOST_TILES,
 ) -> Forecast:
     """Plays a step of a planned model.
 
@@ -70,11 +72,12 @@ def forecast_step(
         uses: the modules of a forward (`uses_of`).
         rates: of the node and of a rank; see `Rates`.
         num_micro: micro-batches of a step (gradient accumulation).
+        most_tiles: of more, neighbours are played as one: quicker, and a little too slow.
 
     Raises ValueError for a forward in which a module needs more units at once than the plan has buffers for.
     """
     of_rank = rates.of_rank(ranks_on_node)
-    course = Course(division.units, uses, plan, policy, topology, of_rank, is_gpu, num_micro)
+    course = Course(division.units, uses, plan, policy, topology, of_rank, is_gpu, num_micro, most_tiles)
     return _second_step(play(build_steps(course, 2)))
 
 

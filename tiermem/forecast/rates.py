@@ -58,13 +58,15 @@ class Rates:
     """Of gradients on their way home: read, added up and written. None: as fast as kernels."""
     use_s: float = 150e-6
     """Seconds of bookkeeping around each module's forward, and each backward."""
+    tile_s: float = 100e-6
+    """Seconds of bookkeeping around each tile of a step."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             may_be_none = field.name in ("gradient_bytes_s", "near_bytes_s") and value is None
             if field.name != "is_disk_duplex" and not (
-                may_be_none or value > 0 or (field.name == "use_s" and value == 0)
+                may_be_none or value > 0 or (field.name in ("use_s", "tile_s") and value == 0)
             ):
                 raise ValueError(f"{field.name} is {value}; it must be more than 0")
 

@@ -52,6 +52,7 @@ class Course:
     rates: Rates  # of this rank
     is_gpu: bool
     num_micro: int  # micro-batches of a step
+    most_tiles: int  # played one by one
 
 
 class _Reducing(NamedTuple):
@@ -80,7 +81,9 @@ class _Builder:
         self._last = -1  # the latest task of the program itself: everything it does next comes after
         self._arrivals: dict[int, int] = {}  # unit -> the task that ends its way here
         self._uses = [*course.uses, *reversed(course.uses)]
-        self._loads = tile_loads(course.units, course.plan, course.policy, course.topology.shard_rank)
+        self._loads = tile_loads(
+            course.units, course.plan, course.policy, course.topology.shard_rank, course.most_tiles
+        )
         streamed = {unit.index: unit.full_numel for unit in course.units if not unit.is_resident}
         num_slots = course.plan.num_unit_slots or course.policy.unit_buffers or 3
         policy = course.policy
@@ -273,7 +276,7 @@ class _Builder:
             else:
                 come = [self._read("tile", load.read_bytes, after)]
             before = [] if policy.pipeline_write else writes[-1:]
-            kernels.append(self._kernel("tile", load.memory_bytes, [*come, *before, *kernels[-1:]]))
+            kernels.append(self._kernel(load, [*come, *before, *kernels[-1:]]))
             writes.append(self._write("tile", load.written_bytes, [kernels[-1]]))
         return writes
 
@@ -311,9 +314,10 @@ class _Builder:
             self._tasks[after] = task._replace(among=send.among, payload_bytes=send.payload_bytes)
         return after
 
-    def _kernel(self, name: str, memory_bytes: int, after: list[int]) -> int:
+    def _kernel(self, load: TileLoad, after: list[int]) -> int:
         lane = "kernels" if self._course.is_gpu else MATHS
-        return self._add(name, lane, memory_bytes / self._rates.kernel_bytes_s, after)
+        seconds = load.memory_bytes / self._rates.kernel_bytes_s + load.num_tiles * self._rates.tile_s
+        return self._add("tile", lane, seconds, after)
 
     def _put(self, name: str, memory_bytes: int, after: list[int]) -> int:
         lane = "kernels" if self._course.is_gpu else MATHS

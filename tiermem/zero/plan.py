@@ -293,8 +293,8 @@ class _Planner:
 
     def _add_states(self, sheet: _Sheet, resident_bytes: int, tile_numel: int) -> int:
         """Adds the homes of optimizer states; returns the bytes that are resident."""
-        tiles = [size for u in self._trainable for size in _state_sizes(u, tile_numel, self._policy)]
-        states = _pages(tiles)
+        tiles = [alike for u in self._trainable for alike in _state_sizes(u, tile_numel, self._policy)]
+        states = sum(_page(size) * count for size, count in tiles)
         home = Tier.NVME if self._policy.optim is Tier.NVME else Tier.HOST
         initial = [u.shard_numel * FP32_BYTES for u in self._trainable if keeps_initial_master(u, self._policy)]
         sheet.add("initial masters", home, _pages(initial), "until the first step")
@@ -302,7 +302,9 @@ class _Planner:
             sheet.add("optimizer states", Tier.HOST, states, "rest on HOST")
             return 0
         resident = min(resident_bytes // _PAGE * _PAGE, states)
-        whole = resident if resident == states else max(0, resident - max(tiles, default=0))  # tiles are not cut for it
+        whole = (
+            resident if resident == states else max(0, resident - max(tiles, default=(0, 0))[0])
+        )  # tiles are not cut for it
         sheet.add("optimizer states", Tier.NVME, states - whole, "rest on NVME")
         sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST")
         return resident
@@ -335,11 +337,11 @@ def tile_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> int:
     return states + numel * (unit.dtype.itemsize + grad_bytes)
 
 
-def _state_sizes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> list[int]:
-    """Bytes of the states of each of a unit's tiles."""
+def _state_sizes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> list[tuple[int, int]]:
+    """(bytes of states, how many) of a unit's tiles."""
     layout, step = planned_layout(unit, policy), round_up(tile_numel, UNIT_ALIGN)
     whole, rest = divmod(unit.shard_numel, step)
-    return [layout.total_bytes(step)] * whole + [layout.total_bytes(rest)] * (rest > 0)
+    return [(layout.total_bytes(numel), count) for numel, count in ((step, whole), (rest, 1)) if numel * count]
 
 
 def spread(items: Sequence[T], share: float) -> list[T]:

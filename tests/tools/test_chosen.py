@@ -1,0 +1,59 @@
+"""Do the keys that a choice is written as say what was chosen, and does a run take them?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tiermem.config import load_config
+from tiermem.forecast import Rates
+from tiermem.forecast.rates import Compute
+from tiermem.policy import Tier
+from tiermem.tools.chosen import choose_config, with_choice
+from tiermem.tools.presets import preset
+from tiermem.tools.train_config import make_config, with_host_bytes
+
+SHAPE = preset("151m") | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "vocab_size": 301}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+SLOW_DISK = Rates(disk_read_bytes_s=0.2e9, disk_write_bytes_s=4e9)
+FAST_MATHS = Compute(1e-12, 2e-12)
+
+
+def config(host_bytes: int | None = None) -> dict[str, Any]:
+    made = make_config("nvme", "bf16", 1e-3, 1, [Path("/tmp")]) | {"gradient_accumulation_steps": 4}
+    return made if host_bytes is None else with_host_bytes(made, host_bytes)
+
+
+def test_every_chosen_field_is_a_key_that_means_it() -> None:
+    fields = {
+        "grads": Tier.HOST,
+        "tile_numel": 1 << 18,
+        "tile_buffers": 6,
+        "unit_buffers": 2,
+        "host_param_numel": 12_345,
+    }
+    policy = load_config(with_choice(config(), fields)).policy()
+    assert {name: getattr(policy, name) for name in fields} == fields
+    assert load_config(with_choice(config(), {"grads": Tier.NVME})).policy().grads is Tier.NVME
+
+
+def test_a_choice_leaves_the_given_config_alone() -> None:
+    given = config()
+    with_choice(given, {"tile_numel": 1 << 18})
+    assert given == config()
+
+
+def test_a_run_on_a_slow_disk_keeps_units_by_a_key_of_its_config() -> None:
+    chosen, line = choose_config(config(96 << 20), SHAPE, SLOW_DISK, FAST_MATHS)
+    assert line is not None and "units of up to" in line
+    assert chosen["zero_optimization"]["offload_param"]["max_in_cpu"] > 0
+    assert load_config(chosen).policy().host_param_numel == chosen["zero_optimization"]["offload_param"]["max_in_cpu"]
+
+
+def test_without_a_budget_and_where_nothing_fits_there_is_nothing_to_say() -> None:
+    assert choose_config(config(), SHAPE, SLOW_DISK, FAST_MATHS) == (config(), None)
+    assert choose_config(config(1 << 20), SHAPE, SLOW_DISK, FAST_MATHS) == (config(1 << 20), None)
