@@ -36,7 +36,8 @@ def wait_for_any(groups: Sequence[Sequence[Move]]) -> int:
         for index, group in enumerate(groups):
             if all(move.is_done() for move in group):
                 if start_ns:
-                    group[-1]._recorder.add("wait", group[-1].name, start_ns, time.monotonic_ns())
+                    end_ns = max(start_ns, *(move._answered_ns for move in group))
+                    group[-1]._recorder.add("wait", group[-1].name, start_ns, end_ns)
                 return index
         start_ns = start_ns or time.monotonic_ns()
         for move in groups[0]:
@@ -83,6 +84,7 @@ class Move:
         self._check = check
         self._tag: int | None = None
         self._is_done = False
+        self._answered_ns = 0  # when its end was looked at: what is done with the bytes then is not waiting
         self._failure: Callable[[], OSError] | None = None  # makes the error anew: a kept one would keep its frames
         self._was_cancelled = False
         self._result: Any = owns
@@ -168,7 +170,7 @@ class Move:
         if not self._is_done:
             start_ns = time.monotonic_ns()
             self._ask(timeout_s=None)
-            self._recorder.add("wait", self.name, start_ns, time.monotonic_ns())
+            self._recorder.add("wait", self.name, start_ns, self._answered_ns)
 
     def _glance(self, timeout_s: float | None) -> None:
         """Waits for at most that long (None: to the end) and records nothing."""
@@ -220,6 +222,7 @@ class Move:
             self._finish(answer)
 
     def _finish(self, answer: Answer) -> None:
+        self._answered_ns = time.monotonic_ns()
         if answer.started_ns:
             self._recorder.add(self._lane, self.name, answer.started_ns, answer.finished_ns, answer.num_bytes)
         error = self._queue.error_of(answer) or (self._check() if self._check is not None else None)
@@ -233,6 +236,7 @@ class Move:
         self._end()
 
     def _end(self) -> None:
+        self._answered_ns = self._answered_ns or time.monotonic_ns()
         self._ops, self._owns, self._after, self._check = (), None, None, None
         on_end, self._on_end = self._on_end, None
         if on_end:

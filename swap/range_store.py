@@ -74,7 +74,7 @@ class RangeStore:
         self.num_slots = num_slots
         self.run = run or RunName.new()
         self.recorder = Recorder()
-        self.sums = Sums()
+        self.sums = Sums(self.recorder)
         self._entries: dict[str, Entry] = {}
         self._under_way = UnderWay()  # and writes that failed, until settle() or close() raises why
         self._frozen: dict[int, list[NvmeHome]] = {}  # what each freeze holds, by its number

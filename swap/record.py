@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 
 class Event(NamedTuple):
-    """One span of time on a lane: "read", "write", "compute", "wait", "gather", "reduce", "unit" (held by its module's
-    forward or backward) or a phase's name."""
+    """One span of time on a lane: "read", "write", "compute", "check" (checksums), "wait", "gather", "reduce", "unit" (held
+    by its module's forward or backward) or a phase's name."""
 
     lane: str
     name: str

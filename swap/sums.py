@@ -13,6 +13,7 @@ the sentence (`advice`).
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -24,6 +25,7 @@ from tiermem.swap.checksum import crc32c
 from tiermem.swap.corruption import CorruptionError
 from tiermem.swap.native import Op, Workers, crc32c_of
 from tiermem.swap.pieces import Crcs, Offsets, Pieces, PieceTable
+from tiermem.swap.record import Recorder
 
 Verify = Literal["always", "sample", "resume"]
 """Which reads are checked: all, of each piece one in 16 (another sixteenth of the entries each time), none."""
@@ -54,10 +56,14 @@ class Place(NamedTuple):
 class Sums:
     """The tables of one store's entries; none at first. Its methods are called under the store's lock, but for `of_write`.
 
+    Args:
+        recorder: gets an event on lane "check" for every read and write that is summed.
+
     advice: what to do about a corruption at a place, in a sentence.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self.advice: Callable[[Place], str] = lambda _: "Go back to the last checkpoint"
         self._tables: dict[str, PieceTable] = {}
         self._workers: Workers | None = None
@@ -111,7 +117,7 @@ class Sums:
             counts.append(len(starts))
         if not due:
             return []
-        crcs = crc32c_of(_joined(addresses), _joined(num_bytes), self._workers)  # of all ranges at once
+        crcs = _sum(_joined(addresses), _joined(num_bytes), self._workers, self._recorder)  # of all ranges at once
         own = np.split(crcs, np.cumsum(counts)[:-1])
         return [Written(table, at, data.numel(), each) for (table, at, data), each in zip(due, own, strict=True)]
 
@@ -154,7 +160,7 @@ class Sums:
                 due = table.due(offset, data.numel(), rotates=self._verify == "sample")
                 if len(due):
                     expected.append(_Expected(entry, table.pieces, due, table.crcs[due], data.data_ptr() - offset))
-        return Check(expected, ops, files, self._workers, self.advice) if expected else None
+        return Check(expected, ops, files, self._workers, self._recorder, self.advice) if expected else None
 
 
 class Written(NamedTuple):
@@ -193,18 +199,21 @@ class Check:
         ops: Sequence[Op],
         files: Files,
         workers: Workers | None,
+        recorder: Recorder,
         advice: Callable[[Place], str],
     ) -> None:
         self._expected = expected
         self._ops = ops
         self._files = files
         self._workers = workers
+        self._recorder = recorder
         self._advice = advice
 
     def __call__(self) -> CorruptionError | None:
         """Sums what has come; an error for the first piece that is not what was written. Blocks."""
         addresses = _joined([each.base + each.starts for each in self._expected])
-        seen = crc32c_of(addresses, _joined([each.num_bytes for each in self._expected]), self._workers)
+        num_bytes = _joined([each.num_bytes for each in self._expected])
+        seen = _sum(addresses, num_bytes, self._workers, self._recorder)
         wrong = np.flatnonzero(seen != np.concatenate([each.crcs for each in self._expected]))
         if not len(wrong):
             return None
@@ -232,6 +241,15 @@ class Check:
             if first < last:
                 file = files.get(op.fd, f"descriptor {op.fd}")
                 yield FileRange(file, op.offset + first - op.address, last - first)
+
+
+def _sum(
+    addresses: npt.NDArray[np.uint64], num_bytes: npt.NDArray[np.uint64], workers: Workers | None, recorder: Recorder
+) -> Crcs:
+    start_ns = time.monotonic_ns()
+    crcs = crc32c_of(addresses, num_bytes, workers)
+    recorder.add("check", f"{len(crcs)} pieces", start_ns, time.monotonic_ns(), int(num_bytes.sum()))
+    return crcs
 
 
 def _joined(rows: Sequence[Offsets]) -> npt.NDArray[np.uint64]:

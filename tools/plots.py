@@ -28,6 +28,7 @@ _COLOURS = {
     "backward": "#b279a2",
     "step": "#f58518",
     "compute": "#54a24b",
+    "check": "#d67195",
     "read": "#72b7b2",
     "write": "#eeca3b",
     "gather": "#9d755d",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PHASES = ("forward", "backward", "step")
-LANES = (*PHASES, "compute", "read", "write", "gather", "reduce", "wait")
+LANES = (*PHASES, "compute", "check", "read", "write", "gather", "reduce", "wait")
 
 
 class Span(NamedTuple):
