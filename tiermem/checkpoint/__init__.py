@@ -18,7 +18,9 @@ Opening:
 
     finding    which steps a place holds          streams    a state's bytes             damage   what is not as it was saved
     source     an opened step, verified           fitting    names and shapes            filling  formats
-    restore    put where a model rests            interchange/   other formats
+    resuming   groups, generators                 ordinary   beside the model            custom   weights as a mapping
+    restore    put where a model rests            everywhere ranks that fail alike       loading  all of it
+    interchange/   other formats
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ from typing import Any
 
 _HOMES = {
     "Beside": "tiermem.checkpoint.saver",
+    "DamagedState": "tiermem.checkpoint.damage",
+    "Loaded": "tiermem.checkpoint.loading",
     "ManifestError": "tiermem.checkpoint.fields",
+    "Source": "tiermem.checkpoint.source",
     "decode": "tiermem.checkpoint.plain",
     "load": "tiermem.checkpoint.loading",
     "make_durable": "tiermem.checkpoint.saver",
