@@ -156,12 +156,29 @@ def run_disagreements(rank: int, folder: Path) -> list[str]:
     return [*said, *sorted(path.name for path in out.iterdir())]
 
 
+def run_engine(rank: int, folder: Path) -> list[str]:
+    """An engine whose config says what becomes of tags that differ."""
+    said = []
+    for validation in ("Fail", "ignore"):
+        made = torch.nn.Sequential(torch.nn.Linear(5, 5))
+        config = {"train_micro_batch_size_per_gpu": 1, "checkpoint": {"tag_validation": validation}}
+        engine = tiermem.initialize(model=made, config=config)[0]
+        try:
+            engine.save_checkpoint(folder / "out" / validation, f"tag{rank}")
+            said.append("saved")
+        except ValueError as error:
+            said.append(str(error))
+        engine.close()
+    return said
+
+
 if __name__ == "__main__":
     with as_rank() as (rank, out_file, words):
         nvme = Path(words[0])
         found: dict[str, Any] = {name: run_case(name, rank, nvme) for name in CASES}
         found["faults"] = run_faults(rank, nvme)
         found["apart"] = run_disagreements(rank, nvme)
+        found["engine"] = run_engine(rank, nvme)
         torch.save(found, out_file)
 
 

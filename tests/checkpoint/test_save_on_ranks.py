@@ -64,3 +64,9 @@ def test_ranks_that_ask_for_different_things_are_told(found: list[dict[str, Any]
     assert "rank 1: TypeError" in state and "client_state['x']" in state
     assert files == ["latest", "tag0"]
     assert found[1]["apart"][0] == "" and found[1]["apart"][3].startswith("TypeError: client_state['x']")
+
+
+def test_an_engine_validates_tags_as_its_config_says(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        failed, saved = each["engine"]
+        assert "the tag is 'tag0' on rank 0 and 'tag1' on rank 1" in failed and saved == "saved"

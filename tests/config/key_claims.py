@@ -339,6 +339,10 @@ CLAIMS: dict[str, Claim] = {
         {"warmup_num_steps": 5}, RUN + "test_a_scheduler_by_name_changes_the_rate_of_each_step", {},
         {"scheduler": {"type": "WarmupLR"}},
     ),
+    # checkpoint
+    "checkpoint.tag_validation": Claim(
+        "Fail", "tests/checkpoint/test_save_on_ranks.py::test_an_engine_validates_tags_as_its_config_says"
+    ),
     # tiermem
     "tiermem.host_bytes": Claim("1GiB", RUN + "test_host_bytes_is_what_the_arena_takes_at_most", {"host_bytes": 1 << 30}),
     "tiermem.disk_bytes": Claim("1GiB", RUN + "test_disk_bytes_is_what_the_files_take_at_most", {"disk_bytes": 1 << 30}),
@@ -377,6 +381,14 @@ CLAIMS: dict[str, Claim] = {
     },
     "tiermem.master_from": Claim(
         "init", "tests/zero/test_init.py::test_masters_start_from_the_fp32_initial_values_when_asked", {"master_from": "init"}
+    ),
+    "tiermem.durability": Claim(
+        "step", "tests/checkpoint/test_engine_saves.py::test_durability_step_makes_every_step_durable", {"durability": "step"},
+        NVME_OPTIM,
+    ),
+    "tiermem.keep": Claim(2, "tests/checkpoint/test_engine_saves.py::test_keep_is_the_number_of_tags_that_stay", {"keep": 2}),
+    "tiermem.verify": Claim(
+        "resume", "tests/checkpoint/test_engine_saves.py::test_verify_says_which_reads_are_compared", {"verify": "resume"}
     ),
     "tiermem.engine": Claim("threads", RUN + "test_engine_says_who_moves_the_blocks", with_io(engine="threads")),
     "tiermem.timeout_s": Claim(

@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[2]
 
 COMPUTED_VALUES: dict[str, Any] = {
     "tiermem.measured": {"date": "today"},
+    "checkpoint.parallel_write": {"pipeline_stage": True},
+    "checkpoint.writer": {"type": "FAST"},
     "zero_force_ds_cpu_optimizer": False,
 }  # of keys that are not switches
 BESIDE_COMPUTED: dict[str, Any] = {"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3}}

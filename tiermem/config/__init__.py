@@ -18,6 +18,7 @@ The documented class names are aliases of ours.
 from tiermem.config.aio import AioConfig
 from tiermem.config.autocast import AutocastConfig
 from tiermem.config.batch import BatchSizes, solve_batch
+from tiermem.config.checkpoint import CheckpointConfig
 from tiermem.config.errors import ConfigError, Problem
 from tiermem.config.load import load_config, resolve_auto
 from tiermem.config.offload import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig, OffloadState
@@ -52,6 +53,7 @@ __all__ = [
     "AutocastConfig",
     "BatchSizes",
     "Bf16Config",
+    "CheckpointConfig",
     "ConfigError",
     "DataTypesConfig",
     "DeepSpeedZeroConfig",

@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from tiermem.config.aio import AioConfig
 from tiermem.config.autocast import AutocastConfig
 from tiermem.config.base import Bytes, ConfigModel, canonical_key
+from tiermem.config.checkpoint import CheckpointConfig
 from tiermem.config.keys import COMPUTED, PLANNED, REFUSED, is_recognised_only
 from tiermem.config.offload import OffloadOptimizerConfig, OffloadParamConfig
 from tiermem.config.optimizer import (
@@ -83,6 +84,7 @@ _MODELS: tuple[tuple[str, type[ConfigModel]], ...] = (
     ("fp16", Fp16Config),
     ("data_types", DataTypesConfig),
     ("torch_autocast", AutocastConfig),
+    ("checkpoint", CheckpointConfig),
     ("aio", AioConfig),
     ("optimizer", OptimizerConfig),
     ("optimizer.params of Adam and AdamW", AdamParams),

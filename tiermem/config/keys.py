@@ -73,10 +73,6 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "comet": Refusal("monitors are not started for you; log from the training loop and remove the section"),
         "csv_monitor": Refusal("monitors are not started for you; log from the training loop and remove the section"),
         "comms_logger": Refusal("collectives are counted (Shards.topology.traffic) but not timed; use torch.profiler"),
-        "checkpoint": Refusal(
-            "the engine writes no checkpoints of its own yet, so there is nothing to choose; remove the section",
-            off={"tag_validation": "Warn"},
-        ),
         "load_universal_checkpoint": Refusal("what is saved opens on any number of ranks without it; remove the key"),
         "use_node_local_storage": Refusal("what is saved lies in the file or folder you name; remove the key"),
         "nebula": Refusal("that service is not supported; remove the section"),
@@ -99,6 +95,10 @@ COMPUTED: Mapping[str, str] = MappingProxyType(
     {
         f"{_ZERO}.elastic_checkpoint": "what is saved opens on any number of ranks, with it or without",
         f"{_ZERO}.pipeline_loading_checkpoint": "weights are read tensor by tensor, so ranks need not take turns",
+        "checkpoint.load_universal": "what is saved opens on any number of ranks without it",
+        "checkpoint.use_node_local_storage": "states on NVMe are saved on their node; a copy needs a folder that all ranks see",
+        "checkpoint.parallel_write": "every rank writes its own part, at the same time",
+        "checkpoint.writer": "what rests on NVMe is not written again; the rest goes past the page cache, from every rank",
         f"{_ZERO}.memory_efficient_linear": "no linear layer is replaced; autograd saves views of a unit's storage",
         f"{_ZERO}.compute_grad_norm": "the norm is computed with the check for NaN and infinity",
         f"{_ZERO}.parameter_alignment": "every parameter starts on a 64-byte boundary",

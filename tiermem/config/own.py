@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from tiermem.config.base import Bytes, ConfigModel, Number
+from tiermem.config.base import Bytes, ConfigModel, Count, Number
 from tiermem.config.offload import OffloadDevice
 from tiermem.config.paths import Paths
 from tiermem.config.precision import PrecisionConfig
@@ -42,6 +42,13 @@ class OwnConfig(ConfigModel):
     the switches in bf16 and fp16 say."""
     master_from: Literal["param", "init"] = "param"
     """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
+    durability: Literal["checkpoint", "step", "none"] = "checkpoint"
+    """When what rests on NVMe becomes durable there: when a checkpoint is saved, after every step, or never. Each durable state
+    takes its bytes on disk once more, and two of them with "step"; none halves the disk."""
+    keep: Annotated[Count, Field(ge=1)] = 1
+    """Tags that stay on the NVMe paths; saving one more drops the oldest, with a warning. Each takes its bytes on disk."""
+    verify: Literal["always", "sample", "resume"] = "always"
+    """When checksums of what is read from NVMe are compared: at every read, at one in 16, or only when a run is resumed."""
     engine: Literal["auto", "uring", "aio", "threads"] = "auto"
     """How files are read and written; auto takes the first that works."""
     measured: dict[str, Any] | None = None

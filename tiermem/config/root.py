@@ -20,6 +20,7 @@ from tiermem.config.aio import AioConfig
 from tiermem.config.autocast import AutocastConfig
 from tiermem.config.base import ConfigModel, Count, Number, PositiveCount
 from tiermem.config.batch import BatchSizes, solve_batch
+from tiermem.config.checkpoint import CheckpointConfig
 from tiermem.config.dtypes import DtypeName
 from tiermem.config.errors import ConfigError, Problem
 from tiermem.config.keys import REFUSED, is_off, is_recognised_only
@@ -86,6 +87,8 @@ class TiermemConfig(ConfigModel):
     """Run forward under torch.autocast."""
     zero_optimization: ZeroConfig = ZeroConfig()
     """What is sharded and where it rests."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What saving does where it has a choice."""
     aio: AioConfig = AioConfig()
     """How blocks move between memory and files."""
     tiermem: OwnConfig = OwnConfig()

@@ -55,6 +55,9 @@ _OWN_FIELDS = (
     "step_in_backward",
     "on_nonfinite",
     "master_from",
+    "durability",
+    "keep",
+    "verify",
     "timeout_s",
 )
 _ONLY_ON_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")

@@ -71,6 +71,7 @@ class EngineCheckpoints:
             exclude_frozen_parameters=exclude_frozen_parameters,
             copy=copy,
             beside=beside,
+            tag_validation=self.config.checkpoint.tag_validation,
         )
 
     def wait_checkpoint(self) -> None:

@@ -1,0 +1,128 @@
+"""Does an engine save what the reference's users expect, and as its config says?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import opened, states_in
+from torch import nn
+
+import tiermem
+from tiermem import checkpoint
+from tiermem.swap.corruption import CorruptionError
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(67, 67) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def engine_on(path: Path, own: dict[str, Any] | None = None, **sections: Any) -> tiermem.Engine:
+    nvme = {"device": "nvme", "nvme_path": str(path)}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": nvme, "offload_optimizer": nvme}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    config |= {"zero_optimization": zero, "steps_per_print": None, "tiermem": own or {}, **sections}
+    torch.manual_seed(0)
+    return tiermem.initialize(model=Blocks(), config=config)[0]
+
+
+def step(engine: tiermem.Engine, times: int = 1) -> None:
+    for number in range(times):
+        engine.backward(engine(torch.randn(3, 67, generator=torch.Generator().manual_seed(number))))
+        engine.step()
+
+
+def test_the_default_tag_counts_steps_and_latest_names_it(tmp_path: Path) -> None:
+    engine = engine_on(tmp_path)
+    step(engine, 3)
+    assert engine.save_checkpoint(str(tmp_path / "out"), client_state={"best": 0.5}) is True
+    assert (tmp_path / "out" / "latest").read_text() == "global_step3"
+    _, manifest, _ = opened(tmp_path / "out", "global_step3")
+    assert checkpoint.decode(manifest.client_state, "") == {"best": 0.5}
+    assert manifest.engine["global_steps"] == 3 and manifest.engine["micro_steps"] == 3
+    assert manifest.config["train_micro_batch_size_per_gpu"] == 1
+    engine.save_checkpoint(tmp_path / "out", 7, save_latest=False)
+    assert (tmp_path / "out" / "7" / "tiermem.json").exists() and (
+        tmp_path / "out" / "latest"
+    ).read_text() == "global_step3"
+    engine.close()
+
+
+def test_gradients_that_add_up_are_not_saved_over(tmp_path: Path) -> None:
+    engine = engine_on(tmp_path, gradient_accumulation_steps=2)
+    step(engine)
+    with pytest.raises(RuntimeError, match="gradients are not saved"):
+        engine.save_checkpoint(tmp_path / "out")
+    engine.backward(engine(torch.randn(3, 67)))
+    with pytest.raises(RuntimeError, match="between a backward and the step"):
+        engine.save_checkpoint(tmp_path / "out")
+    engine.step()
+    assert engine.save_checkpoint(tmp_path / "out")
+    engine.close()
+
+
+def test_durability_step_makes_every_step_durable(tmp_path: Path) -> None:
+    engine = engine_on(tmp_path, {"durability": "step"})
+    folder = engine.shards.store.folders()[0]
+    for number in (1, 2, 3):
+        step(engine)
+        assert [file.name for file in folder.glob("manifest-*")] == [f"manifest-{number}.json"]
+    engine.close()
+    assert folder.exists() and not (folder / "lock").exists()
+
+
+def test_keep_is_the_number_of_tags_that_stay(tmp_path: Path) -> None:
+    for keep in (1, 2):
+        (tmp_path / str(keep)).mkdir()
+        engine = engine_on(tmp_path / str(keep), {"keep": keep})
+        for _ in range(3):
+            step(engine)
+            engine.save_checkpoint(tmp_path / str(keep) / "out")
+        assert len(list((tmp_path / str(keep) / "out").glob("global_step*"))) == keep
+        engine.close()
+
+
+@pytest.mark.parametrize("verify", ["always", "resume"])
+def test_verify_says_which_reads_are_compared(tmp_path: Path, verify: str) -> None:
+    engine = engine_on(tmp_path, {"verify": verify, "keep": 1})
+    step(engine)
+    engine.shards.store.settle()
+    engine.shards.drop_head_start()
+    with open(engine.shards.store.folders()[0] / "segment.bin", "r+b") as file:
+        size = file.seek(0, 2)
+        for place in range(100, size, 4096):
+            file.seek(place)
+            byte = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte[0] ^ 1]))
+    if verify == "always":
+        with pytest.raises(CorruptionError):
+            step(engine)
+    else:
+        step(engine)
+    engine.close()
+
+
+def test_a_copy_is_made_while_training_goes_on(tmp_path: Path) -> None:
+    engine = engine_on(tmp_path)
+    step(engine, 2)
+    engine.save_checkpoint(tmp_path / "out", "in place")
+    saved = states_in(tmp_path / "out", "in place")
+    engine.close()
+    engine = engine_on(tmp_path)
+    assert engine.load_checkpoint(tmp_path / "out")[0] is not None
+    engine.save_checkpoint(tmp_path / "out", "copy", copy=True)
+    step(engine, 2)
+    engine.wait_checkpoint()
+    engine.close()
+    assert states_in(tmp_path / "out", "copy") == saved
+    assert all(file.parent == tmp_path / "out" / "copy" for file in (tmp_path / "out" / "copy").rglob("*"))
