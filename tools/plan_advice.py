@@ -117,6 +117,11 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
         for preset in ("compact", "tiny"):
             change = functools.partial(_with, path=("tiermem", "precision"), value=preset)
             yield Candidate(f'tiermem.precision "{preset}" (smaller states)', change)
+    if planned.plan.frozen_disk_bytes:
+        yield Candidate(
+            'tiermem.durability "none" (one slot on NVMe; a checkpoint is a copy)',
+            lambda s: _with(s, ("tiermem", "durability"), "none"),
+        )
     if not scenario.is_checkpointing:
         yield Candidate(
             "activation checkpointing (--checkpointing)", lambda s: dataclasses.replace(s, is_checkpointing=True)

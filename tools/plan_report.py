@@ -31,6 +31,10 @@ def print_plan(planned: Planned, advice: Sequence[Advice], sources: Sequence[str
     console.print(_phase_table(planned))
     for source in sources:
         console.print(f"  {source}", highlight=False)
+    frozen_bytes = planned.plan.frozen_disk_bytes
+    if frozen_bytes:
+        why = planned.plan.why_disk(planned.policy)
+        console.print(f"  {format_bytes(frozen_bytes)} of a rank's NVMe are for checkpoints. {why}", highlight=False)
     if planned.choice is not None:
         console.print(f"  {planned.choice}", highlight=False)
     _print_verdict(planned, advice, console)
@@ -52,6 +56,7 @@ def plan_figures(planned: Planned, advice: Sequence[Advice], sources: Sequence[s
         "tokens_per_s": planned.tokens_per_s,
         "choice": str(planned.choice) if planned.choice is not None else None,
         "sources": list(sources),
+        "frozen_disk_bytes": planned.plan.frozen_disk_bytes,
         "fits": not planned.problems,
         "problems": [problem._asdict() for problem in planned.problems],
         "advice": [

@@ -70,7 +70,7 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
         "resident_bytes": resident_bytes,
         "host_bytes": plan.host_bytes,
         "activation_bytes": activations,
-        "disk_bytes": plan.disk_bytes - plan.frozen_disk_bytes,  # these are taken by the first step after a checkpoint
+        "disk_bytes": plan.disk_bytes - (0 if _freezes(engine, job) else plan.frozen_disk_bytes),
         "peak_bytes": None if is_gpu else resident_bytes + plan.host_bytes + activations,
         "busy_s": {lane: dict(by) for lane, by in forecast.busy_s.items()},
         "rates": {"compute": measured.maths.compute._asdict(), **dataclasses.asdict(rates), "disk": disk},
@@ -88,3 +88,8 @@ def rates_of(measured: Measured, disk: Figures | None) -> Rates:
         gradient_bytes_s=measured.maths.gradient_bytes_s,
         use_s=measured.maths.use_s,
     )
+
+
+def _freezes(engine: Engine, job: Job) -> bool:
+    """Whether steps write beside what a checkpoint holds; it takes its room with the first step after one."""
+    return job.save_every is not None or engine.shards.policy.durability == "step"
