@@ -27,6 +27,7 @@
     pieces        parts of an entry that have a checksum each
     corruption    the error for bytes that are not those that were written
     sums          checksums taken when entries are written, compared when they are read
+    freezes       what every freeze holds
     ranges        parts of an entry as transfers, checked
     under_way     moves that have not ended
     held          memory, files and queues of a store, and their end

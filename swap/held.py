@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from tiermem.swap.arena import Arena
 from tiermem.swap.files import Files
 from tiermem.swap.native import Counters, Fault
+from tiermem.swap.path_weights import weigh
+from tiermem.swap.paths import AnyPath, as_paths
 from tiermem.swap.queues import Queues, add_counters
+from tiermem.swap.run_folder import RunName
 from tiermem.swap.settings import IoSettings
 from tiermem.swap.stats import PathStats
 
@@ -36,6 +39,31 @@ class Held:
         self._io = io
         self._faults = tuple(faults)
         self._past = [add_counters([]) for _ in files.segments]  # of queues that were closed
+
+    @classmethod
+    def take(
+        cls,
+        paths: AnyPath | Sequence[AnyPath],
+        host_bytes: int,
+        disk_bytes: int | None,
+        run: RunName,
+        io: IoSettings,
+        pin: bool,
+        faults: Sequence[Fault],
+    ) -> Held:
+        """Takes memory and files as TensorStore is asked for them. Raises OSError and ValueError; then nothing is held."""
+        arena, known = Arena(host_bytes, pin), as_paths(paths)
+        try:
+            files = Files(known, disk_bytes, run)
+            try:
+                files.reweigh(weigh(known, io))  # once they are known to be usable
+            except BaseException:
+                files.close(keep=False)
+                raise
+        except BaseException:
+            arena.close()
+            raise
+        return cls(arena, files, io, faults)
 
     def queues(self) -> Queues:
         """The queues; opened now if they are not, with the memory carved so far registered. Raises OSError."""

@@ -19,7 +19,6 @@ never waits for a move while it holds its own.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import weakref
@@ -31,16 +30,15 @@ import numpy.typing as npt
 import torch
 
 from tiermem.swap import durable
-from tiermem.swap.arena import Arena, BudgetError, Slot
+from tiermem.swap.arena import BudgetError, Slot
 from tiermem.swap.entry import Entry
-from tiermem.swap.files import Files
 from tiermem.swap.freeze import Freeze
+from tiermem.swap.freezes import Freezes
 from tiermem.swap.held import Held
 from tiermem.swap.home import NvmeHome, changing
 from tiermem.swap.move import Move, wait_for_any
 from tiermem.swap.native import BACKGROUND, NORMAL, READ, WRITE, Fault, Op
-from tiermem.swap.path_weights import weigh
-from tiermem.swap.paths import AnyPath, as_paths
+from tiermem.swap.paths import AnyPath
 from tiermem.swap.queues import Queues, Transfers
 from tiermem.swap.ranges import blocks_of, check_range, home_of, transfers_of
 from tiermem.swap.record import Recorder
@@ -77,18 +75,11 @@ class RangeStore:
         self.sums = Sums(self.recorder)
         self._entries: dict[str, Entry] = {}
         self._under_way = UnderWay()  # and writes that failed, until settle() or close() raises why
-        self._frozen: dict[int, list[NvmeHome]] = {}  # what each freeze holds, by its number
-        self._numbers = itertools.count(1)  # of freezes
+        self._freezes = Freezes()
         self._lock = threading.RLock()  # guards the entries and everything above
         self._owner = os.getpid()
-        self.arena = Arena(host_bytes, pin)
-        io = io or IoSettings()
-        try:
-            self._files = _open_files(paths, disk_bytes, io, self.run)
-        except BaseException:
-            self.arena.close()
-            raise
-        self._held = Held(self.arena, self._files, io, faults)
+        self._held = Held.take(paths, host_bytes, disk_bytes, self.run, io or IoSettings(), pin, faults)
+        self.arena, self._files = self._held.arena, self._held.files
         self._finalizer = weakref.finalize(self, _close_forgotten, os.getpid(), self._held)
 
     def __contains__(self, name: str) -> bool:
@@ -230,28 +221,27 @@ class RangeStore:
         failed may be tried again, except on paths that are used buffered: there the kernel may have dropped what it held.
         """
         self._check_usable()
-        with durable.step("freeze", self.run.folder_name):
-            with self._lock:
-                durable_entries = [e for e in self._entries.values() if e.nvme is not None and e.nvme.is_durable]
-                number, homes = next(self._numbers), [home_of(entry) for entry in durable_entries]
-                self._frozen[number] = homes
-                parts = {e.name: home.freeze(number) for e, home in zip(durable_entries, homes, strict=True)}
-                writes = self._under_way.writes()
-            try:
+        with self._lock:
+            entries = [e for e in self._entries.values() if e.nvme is not None and e.nvme.is_durable]
+            freeze = self._freezes.hold(entries, [segment.file for segment in self._files.segments])
+            writes = self._under_way.writes()
+        try:
+            with durable.step("freeze", self.run.folder_name):
                 self._end_writes(writes)
                 with self._lock:
-                    for entry in durable_entries:
-                        entry.check_written(number)
+                    for entry in entries:
+                        entry.check_written(freeze.number)
                 self._files.sync()
-            except BaseException:
-                self._let_go(number)
-                raise
-            return Freeze(number, tuple(segment.file for segment in self._files.segments), parts)
+        except BaseException:
+            with self._lock:
+                self._freezes.let_go(freeze)
+            raise
+        return freeze
 
     def thaw(self, freeze: Freeze) -> None:
         """Lets what only this freeze held be written, and given back, again. Thawing twice does nothing. Never blocks."""
-        with durable.step("thaw", self.run.folder_name):
-            self._let_go(freeze.number)
+        with durable.step("thaw", self.run.folder_name), self._lock:
+            self._freezes.let_go(freeze)
 
     def folders(self) -> tuple[Path, ...]:
         """The run's folder on each path; what else is put there is removed with the store if run_folder.py knows its name."""
@@ -309,7 +299,7 @@ class RangeStore:
         finally:
             self._entries.clear()
             self._under_way.clear()
-            self._frozen.clear()
+            self._freezes.clear()
             self._held.close()
 
     # ---- inside --------------------------------------------------------------------------------------------------------
@@ -393,11 +383,6 @@ class RangeStore:
                 home.written(parts)
         return move
 
-    def _let_go(self, number: int) -> None:
-        with self._lock:
-            for home in self._frozen.pop(number, ()):
-                home.thaw(number)
-
     def _end_writes(self, writes: Sequence[Move]) -> None:
         """Waits for writes; what they came to is told here, once."""
         errors = [_error_of(move) for move in writes]
@@ -423,18 +408,6 @@ class RangeStore:
 
 
 _NO_QUEUES: Queues = object()  # type: ignore[assignment]  # of moves that have nothing to move
-
-
-def _open_files(paths: AnyPath | Sequence[AnyPath], disk_bytes: int | None, io: IoSettings, run: RunName) -> Files:
-    """The files of all paths, which are weighed once they are known to be usable."""
-    known = as_paths(paths)
-    files = Files(known, disk_bytes, run)
-    try:
-        files.reweigh(weigh(known, io))
-    except BaseException:
-        files.close(keep=False)
-        raise
-    return files
 
 
 def _error_of(move: Move) -> OSError | None:

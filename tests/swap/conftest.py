@@ -48,9 +48,10 @@ def make_store(tmp_path: Path) -> Iterator[Callable[..., TensorStore]]:
         faults: tuple[Fault, ...] = (),
         disk_bytes: int | None = None,
         paths: Sequence[NvmePath] = (),
+        num_slots: int = 1,
     ) -> TensorStore:
         io = IoSettings(engine, block_bytes, depth)
-        stores.append(TensorStore(paths or tmp_path, host_bytes, io, disk_bytes, faults=faults))
+        stores.append(TensorStore(paths or tmp_path, host_bytes, io, disk_bytes, faults=faults, num_slots=num_slots))
         return stores[-1]
 
     yield make
