@@ -1,0 +1,120 @@
+"""Wherever a file operation stops: is there the old content or the new, whole, and is every step announced in order?"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from tiermem.swap import durable
+from tiermem.swap.durable import Step
+
+
+class Stopped(Exception):
+    """A program that ends here."""
+
+
+def steps_of(path: Path) -> list[Step]:
+    seen: list[Step] = []
+    with durable.watch(seen.append):
+        durable.write_file(path, b"new")
+    return seen
+
+
+def stop_at(number: int) -> durable.Observer:
+    seen: list[Step] = []
+
+    def stop(step: Step) -> None:
+        seen.append(step)
+        if len(seen) == number + 1:
+            raise Stopped
+
+    return stop
+
+
+def test_write_file_writes_syncs_renames_and_syncs_the_folder(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    new = str(path) + ".new"
+    done = [("write", new), ("sync", new), ("rename", str(path)), ("sync", str(tmp_path))]
+    assert steps_of(path) == [Step(when, kind, name) for kind, name in done for when in ("before", "after")]  # type: ignore[arg-type]
+    assert path.read_bytes() == b"new"
+    assert [file.name for file in tmp_path.iterdir()] == ["m.json"]
+
+
+def test_file_is_old_or_new_and_whole_wherever_writing_stops(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    steps = steps_of(path)
+    renamed = steps.index(Step("after", "rename", str(path)))
+    for number in range(len(steps)):
+        path.write_bytes(b"old")
+        with pytest.raises(Stopped), durable.watch(stop_at(number)):
+            durable.write_file(path, b"new")
+        assert path.read_bytes() == (b"old" if number < renamed else b"new")
+        assert [file.name for file in tmp_path.iterdir()] == ["m.json"]  # an error, unlike a kill, leaves no .new
+
+
+@pytest.mark.parametrize("kind", ["write", "sync", "rename"])
+def test_error_names_the_file_and_leaves_the_old_one(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "m.json"
+    path.write_bytes(b"old")
+
+    def fail(step: Step) -> None:
+        if (step.when, step.kind) == ("before", kind):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with durable.watch(fail), pytest.raises(OSError, match="No space left") as failure:
+        durable.write_file(path, b"new")
+    assert (failure.value.errno, failure.value.filename) == (errno.ENOSPC, str(path))
+    assert path.read_bytes() == b"old"
+    assert [file.name for file in tmp_path.iterdir()] == ["m.json"]
+
+
+def test_what_a_killed_writer_left_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "m.json.new").write_bytes(b"half of something longer")
+    durable.write_file(tmp_path / "m.json", b"new")
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("m.json", b"new")]
+
+
+def test_large_file_is_written_whole(tmp_path: Path) -> None:
+    data = os.urandom(3_000_001)
+    durable.write_file(tmp_path / "x", data)
+    assert (tmp_path / "x").read_bytes() == data
+    durable.write_file(tmp_path / "x", b"")
+    assert (tmp_path / "x").read_bytes() == b""
+
+
+def test_folders_are_made_and_synced_from_above(tmp_path: Path) -> None:
+    seen: list[Step] = []
+    with durable.watch(seen.append):
+        durable.make_folder(tmp_path / "a" / "b")
+        durable.make_folder(tmp_path / "a" / "b")  # is there
+    told = [(step.kind, Path(step.name).name) for step in seen if step.when == "after"]
+    assert told == [("folder", "a"), ("sync", tmp_path.name), ("folder", "b"), ("sync", "a")]
+
+
+def test_remove_syncs_the_folder_and_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    seen: list[Step] = []
+    with durable.watch(seen.append):
+        durable.remove(tmp_path / "x")
+        with pytest.raises(FileNotFoundError):
+            durable.remove(tmp_path / "x")
+    told = [(step.when, step.kind) for step in seen]
+    assert told == [
+        ("before", "remove"),
+        ("after", "remove"),
+        ("before", "sync"),
+        ("after", "sync"),
+        ("before", "remove"),
+    ]
+
+
+def test_nobody_is_told_after_the_watch_is_over(tmp_path: Path) -> None:
+    seen: list[Step] = []
+    with durable.watch(seen.append):
+        assert durable.is_watched()
+    assert not durable.is_watched()
+    durable.write_file(tmp_path / "x", b"1")
+    assert seen == []
