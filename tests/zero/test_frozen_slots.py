@@ -79,7 +79,7 @@ def test_steps_between_freezes_change_no_bit_and_no_frozen_byte(
     tmp_path: Path, durability: str, keep: int, num_held: int
 ) -> None:
     plain, expected = train(policy_of(tmp_path, durability="none"), 0)
-    losses, weights = train(policy_of(tmp_path, durability=durability, keep=keep), num_held)
+    losses, weights = train(policy_of(tmp_path, durability="checkpoint", keep=keep), num_held=keep)
     assert losses == plain
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
     assert list(tmp_path.iterdir()) == []
