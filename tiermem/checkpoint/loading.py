@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from tiermem.checkpoint.custom import SavedWeights
 from tiermem.checkpoint.everywhere import DAMAGE, everywhere
-from tiermem.checkpoint.finding import Found, NothingSaved, find, read_latest, read_manifest
+from tiermem.checkpoint.finding import Found, NothingSaved, find, read_latest
 from tiermem.checkpoint.fitting import Fitted, fit
 from tiermem.checkpoint.ordinary import check_ordinary, put_ordinary
 from tiermem.checkpoint.plain import decode
@@ -138,7 +138,7 @@ def _open(
     asked: Asked,
 ) -> Loaded:
     topology = shards.topology
-    source = everywhere(topology, f"opening {found}", lambda: Source(read_manifest(found), older, own))
+    source = everywhere(topology, f"opening {found}", lambda: Source.of(found, older, own))
     with source:
         manifest = source.manifest
         agree(topology, {"saved step": f"run {manifest.run_id}, commit {manifest.commit}"}, "load_checkpoint")

@@ -74,6 +74,7 @@ class Saver:
 
     def save(self, content: Content, copies: bool) -> None:
         """Makes a tag, or with no tag a step, durable. Collective; blocks but for what a copy does behind."""
+        self._shards.check_whole()
         self.wait()
         if not copies:
             self.commits.make(content)

@@ -107,13 +107,19 @@ class Source:
         found = find(Path(where), tag)
         for number, each in enumerate(found):
             try:
-                return cls(read_manifest(each), found[number + 1 :])
-            except (ManifestError, OSError) as error:
-                if not allow_older:
-                    raise _with_advice(error, found[number + 1 :]) from error
-                if number == len(found) - 1:
+                return cls.of(each, found[number + 1 :])
+            except (ManifestError, OSError):
+                if not allow_older or number == len(found) - 1:
                     raise
         raise AssertionError("find returns something, or raises")
+
+    @classmethod
+    def of(cls, found: Found, others: Sequence[Found] = (), own: frozenset[Owner] = frozenset()) -> Self:
+        """Opens one durable step; the error says which of the others is whole. Raises ManifestError, OSError."""
+        try:
+            return cls(read_manifest(found), others, own)
+        except (ManifestError, OSError) as error:
+            raise _with_advice(error, others) from error
 
     def __enter__(self) -> Self:
         return self

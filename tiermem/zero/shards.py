@@ -268,14 +268,18 @@ class Shards:
 
     def check_may_change(self) -> None:
         """Raises RuntimeError while units are held present that changes at home would not reach, and for a torn model."""
+        self.check_whole()
+        if self.is_held:
+            raise RuntimeError(
+                "weights cannot be stepped, replaced or set inside unwrap_model_for_generation: leave its block first"
+            )
+
+    def check_whole(self) -> None:
+        """Raises RuntimeError for a model that is neither one step nor another."""
         if self.is_torn:
             raise RuntimeError(
                 "opening a checkpoint failed half-way, so that this model is a mixture of two steps: open one that is whole, "
                 "or close it"
-            )
-        if self.is_held:
-            raise RuntimeError(
-                "weights cannot be stepped, replaced or set inside unwrap_model_for_generation: leave its block first"
             )
 
     def is_of_leaf(self, param: nn.Parameter) -> bool:

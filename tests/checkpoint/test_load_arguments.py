@@ -1,0 +1,288 @@
+"""Do load_checkpoint's arguments mean what the reference documents, and do its errors say what to do?"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from test_resume import check_same, counters, started, states, train
+from torch import nn
+from twins import assert_same_tensors
+
+import tiermem
+from tiermem import checkpoint
+from tiermem.checkpoint.damage import DamagedState
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[tiermem.Engine]:
+    """An engine that has saved `old` after two steps and `new` after three, with room for both."""
+    engine = started(tmp_path)
+    train(engine, range(2))
+    engine.save_checkpoint(tmp_path / "ck", "old", copy=True)
+    train(engine, range(2, 3))
+    engine.save_checkpoint(tmp_path / "ck", "new")
+    yield engine
+    engine.close()
+
+
+def weights(engine: tiermem.Engine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+# ---- what is taken -------------------------------------------------------------------------------------------------------
+
+
+def test_the_module_alone_leaves_states_counters_and_schedule(saved: tiermem.Engine, tmp_path: Path) -> None:
+    other = started(tmp_path, seed=3)
+    train(other, range(1))
+    before, moments = counters(other), {n: v for n, v in states(other).items() if "exp_avg" in n}
+    other.load_checkpoint(tmp_path / "ck", load_module_only=True)
+    assert counters(other) == before
+    assert_same_tensors(weights(other), weights(saved))
+    assert_same_tensors({n: v for n, v in states(other).items() if "exp_avg" in n}, moments)
+    other.close()
+
+
+def test_without_optimizer_states_masters_are_the_weights_and_moments_new(tmp_path: Path) -> None:
+    first, other = started(tmp_path, preset="exact"), started(tmp_path, preset="compact", seed=3)
+    train(first, range(3))
+    first.save_checkpoint(tmp_path / "ck")
+    other.load_checkpoint(tmp_path / "ck", load_optimizer_states=False)
+    found = states(other)
+    assert not any(value.any() for name, value in found.items() if "exp_avg" in name)
+    for name, value in weights(first).items():
+        assert torch.equal(found[f"{name}.weight"], value)
+        if f"{name}.master" in found:
+            assert torch.equal(found[f"{name}.master"], value.float().view(-1))
+    assert other.global_steps == 3
+    assert other.get_lr() == first.get_lr()
+    train(other, range(3, 4))
+    first.close()
+    other.close()
+
+
+def test_the_schedule_may_stay_where_it_is(saved: tiermem.Engine, tmp_path: Path) -> None:
+    other = started(tmp_path, seed=3)
+    assert other.lr_scheduler is not None
+    before = other.lr_scheduler.state_dict()
+    other.load_checkpoint(tmp_path / "ck", load_lr_scheduler_states=False)
+    assert other.lr_scheduler.state_dict() == before
+    assert other.get_lr() == saved.get_lr()  # the groups' own
+    other.close()
+
+
+def test_a_function_of_the_user_may_put_the_weights(saved: tiermem.Engine, tmp_path: Path) -> None:
+    def halve(src: Mapping[str, torch.Tensor], dst: nn.Module) -> None:
+        assert set(src) == set(dst.state_dict())
+        dst.load_state_dict({name: value / 2 for name, value in src.items()})
+
+    other = started(tmp_path, seed=3)
+    other.load_checkpoint(tmp_path / "ck", custom_load_fn=halve)
+    assert_same_tensors(weights(other), {name: value / 2 for name, value in weights(saved).items()})
+    found, due = states(other), states(saved)
+    assert all(torch.equal(found[name], due[name]) for name in due if "exp_avg" in name)
+    assert counters(other) == counters(saved)
+    train(other, range(3, 4))
+    other.close()
+
+
+def test_an_engine_for_inference_takes_the_weights(saved: tiermem.Engine, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}},
+    }
+    other = tiermem.initialize(model=zoo.tied_tower(), config=config)[0]
+    other.load_checkpoint(tmp_path / "ck")
+    assert_same_tensors(weights(other), weights(saved))
+    with torch.no_grad():
+        assert torch.equal(zoo.loss_of(other, 9), zoo.loss_of(saved, 9))
+    other.close()
+
+
+def test_gradients_that_have_added_up_are_dropped(tmp_path: Path) -> None:
+    engine = started(tmp_path, gradient_accumulation_steps=3)
+    train(engine, range(1))
+    engine.save_checkpoint(tmp_path / "ck")
+    due = train(engine, range(1, 2)), states(engine), counters(engine)
+    engine.backward(zoo.loss_of(engine, 50))
+    engine.step()
+    engine.load_checkpoint(tmp_path / "ck")
+    assert train(engine, range(1, 2)) == due[0]
+    check_same(engine, *due[1:])
+    engine.close()
+
+
+def test_the_plain_face_opens_what_it_saved(tmp_path: Path) -> None:
+    model = zoo.Tower()
+    policy = tiermem.OffloadPolicy(optim=tiermem.Tier.NVME, params=tiermem.Tier.NVME, paths=[tmp_path])
+    beside = nn.Parameter(torch.randn(7))
+    with tiermem.shard(model, policy) as shards:
+        optim = tiermem.AdamW([*model.parameters(), beside], lr=0.1)
+        for step in range(4):
+            if step == 2:
+                checkpoint.save(shards, optim, tmp_path / "ck", client_state={"seen": (1, 2)})
+                kept = beside.detach().clone()
+                optim.param_groups[0]["lr"] = 0.7
+            (zoo.loss_of(model, step) + beside.square().sum()).backward()
+            optim.step()
+            optim.zero_grad()
+        loaded = checkpoint.load(shards, optim, tmp_path / "ck")
+        assert loaded is not None
+        assert (loaded.step, loaded.tag, loaded.client_state) == (2, "global_step2", {"seen": (1, 2)})
+        assert torch.equal(beside, kept)
+        assert int(optim.state[beside]["step"]) == 2
+        assert optim.param_groups[0]["lr"] == 0.1
+        assert {shard.num_steps for _, shard in shards.parameters()} == {2}
+
+
+# ---- what does not fit ---------------------------------------------------------------------------------------------------
+
+
+def test_other_parameters_are_an_error_with_both_lists_or_a_warning(
+    saved: tiermem.Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wider() -> nn.Module:
+        model = zoo.tied_tower(num_blocks=2)
+        model.extra = nn.Linear(3, 2)
+        return model
+
+    other = started(tmp_path, build=wider, seed=3)
+    before = weights(other)
+    both = r"Missing in the checkpoint: extra.weight, extra.bias. Not in the model: layers.2.norm.weight, layers.2.norm.bias"
+    with pytest.raises(ValueError, match=both):
+        other.load_checkpoint(tmp_path / "ck")
+    assert_same_tensors(weights(other), before)
+    with caplog.at_level(logging.WARNING, "tiermem"):
+        other.load_checkpoint(tmp_path / "ck", load_module_strict=False)
+    assert any(re.search(both, record.getMessage()) for record in caplog.records)
+    after, due = weights(other), weights(saved)
+    assert all(torch.equal(after[n], before[n] if n.startswith("extra") else due[n]) for n in after)
+    other.close()
+
+
+def test_another_shape_and_another_optimizer_are_refused_before_anything_changes(
+    saved: tiermem.Engine, tmp_path: Path
+) -> None:
+    lion = started(tmp_path, seed=3, optimizer={"type": "Lion", "params": {"lr": 1e-3}})
+    before = states(lion)
+    with pytest.raises(ValueError, match=r"saved by AdamW, and this optimizer is Lion: .* load_optimizer_states=False"):
+        lion.load_checkpoint(tmp_path / "ck")
+    assert_same_tensors(states(lion), before)
+    lion.load_checkpoint(tmp_path / "ck", load_optimizer_states=False)
+    assert_same_tensors(weights(lion), weights(saved))
+    lion.close()
+    narrow = started(tmp_path, build=lambda: nn.ModuleDict({"embed": nn.Embedding(5, 31)}))
+    with pytest.raises(ValueError, match=r"embed.weight is \(61, 31\) in the checkpoint and \(5, 31\) in the model"):
+        narrow.load_checkpoint(tmp_path / "ck", load_module_strict=False)
+    narrow.close()
+
+
+def test_nothing_saved_is_a_warning_and_a_missing_tag_an_error(
+    saved: tiermem.Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "tiermem"):
+        assert saved.load_checkpoint(tmp_path / "nowhere") == (None, None)
+    assert "nothing is opened" in caplog.text
+    with pytest.raises(FileNotFoundError, match="no tag 'newest' here; those there are: new, old"):
+        saved.load_checkpoint(tmp_path / "ck", "newest")
+
+
+# ---- damage --------------------------------------------------------------------------------------------------------------
+
+
+def flip_in_segment(folder: Path, param: str, state: str) -> None:
+    with checkpoint.Source.open(folder) as source:
+        piece = next(p for p in source.parts[0].pieces if (p.param, p.state) == (param, state))
+        file = source.file.parent / source.parts[0].files[piece.file]
+    with open(file, "r+b") as stream:
+        stream.seek(piece.offset + 9)
+        byte = stream.read(1)[0]
+        stream.seek(piece.offset + 9)
+        stream.write(bytes([byte ^ 16]))
+
+
+def test_a_flipped_bit_on_nvme_is_named_and_the_older_tag_opens(saved: tiermem.Engine, tmp_path: Path) -> None:
+    saved.close()
+    flip_in_segment(tmp_path / "ck", "layers.1.up.weight", "exp_avg_sq")
+    other = started(tmp_path, seed=3)
+    with pytest.raises(
+        DamagedState, match=r"exp_avg_sq of layers.1.up.weight.*step 3.*tag='old'.*segment.bin"
+    ) as caught:
+        other.load_checkpoint(tmp_path / "ck")
+    assert caught.value.filename.endswith("segment.bin")
+    other.backward(zoo.loss_of(other, 0))
+    with pytest.raises(RuntimeError, match="mixture of two steps"):
+        other.step()
+    assert other.optimizer is not None
+    other.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="mixture of two steps"):
+        checkpoint.save(other.shards, other.optimizer, tmp_path / "never")
+    path, _ = other.load_checkpoint(tmp_path / "ck", allow_older=True)
+    assert path == str(tmp_path / "ck" / "old")
+    assert other.global_steps == 2
+    train(other, range(2, 3))
+    other.close()
+
+
+def test_a_deleted_or_cut_segment_leaves_the_engine_as_it_was(saved: tiermem.Engine, tmp_path: Path) -> None:
+    saved.close()
+    (segment,) = tmp_path.glob("tiermem-*/segment.bin")
+    os.truncate(segment, 4096)
+    other = started(tmp_path, seed=3)
+    before = states(other)
+    with pytest.raises(ValueError, match=r"segment.bin: has 4096 bytes.*it was cut.*tag='old'"):
+        other.load_checkpoint(tmp_path / "ck")
+    segment.unlink()
+    with pytest.raises(FileNotFoundError, match=r"segment.bin"):
+        other.load_checkpoint(tmp_path / "ck")
+    assert_same_tensors(states(other), before)
+    other.load_checkpoint(tmp_path / "ck", "old")
+    train(other, range(2, 3))
+    other.close()
+
+
+def test_a_read_only_copy_opens(saved: tiermem.Engine, tmp_path: Path) -> None:
+    shutil.copytree(tmp_path / "ck" / "old", tmp_path / "mounted")
+    for file in (tmp_path / "mounted").iterdir():
+        file.chmod(0o400)
+    (tmp_path / "mounted").chmod(0o500)
+    saved.load_checkpoint(tmp_path / "mounted")
+    assert saved.global_steps == 2
+    (tmp_path / "mounted").chmod(0o700)
+
+
+HOLD = """
+import sys, tiermem.swap.run_folder as r, pathlib
+folder = r.RunFolder.claim(pathlib.Path(sys.argv[1]))
+print("held", flush=True); sys.stdin.read(); folder.close(keep=True)
+"""
+
+
+def test_the_store_of_another_live_process_is_refused(saved: tiermem.Engine, tmp_path: Path) -> None:
+    saved.close()
+    (segment,) = tmp_path.glob("tiermem-*/segment.bin")
+    command: list[Any] = [sys.executable, "-c", HOLD, segment.parent]
+    other = started(tmp_path, seed=3)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdin is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(OSError, match=r"somebody has taken it over, to resume or to remove it.*tag='old'"):
+            other.load_checkpoint(tmp_path / "ck")
+        other.load_checkpoint(tmp_path / "ck", "old")
+        holder.stdin.close()
+    other.load_checkpoint(tmp_path / "ck")
+    assert other.global_steps == 3
+    other.close()
