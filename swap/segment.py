@@ -6,7 +6,7 @@ A full disk is thus refused before a run, as ENOSPC, and never met in the middle
 the page cache where that is possible (direct.py), and never shrinks while the run lives, but for a reservation that is
 taken back.
 
-Somebody who deletes the folder under a run does no harm: the open file goes on. Somebody who truncates the file destroys
+Somebody who deletes the folder under a run does no harm: the open file goes on, but it cannot be saved in any more. Somebody who truncates the file destroys
 what lay behind its new end. Reads of that end in ENODATA; `check_whole` refuses writes, which would make the file long
 again and let zeros be read where bytes are lost. (Writes that are with the kernel at that very moment still do; unless one
 of them is the file's last block, the next write finds it short all the same.)
@@ -106,7 +106,8 @@ class Segment:
             )
 
     def sync(self) -> None:
-        """Blocks until what was written is on the disk, and the file's name, too. GIL free. Raises OSError that names it.
+        """Blocks until what was written is on the disk, and the file's name, too. GIL free. Raises OSError that names it:
+        also when somebody has truncated the file (ENODATA), or it is not to be found by its name any more (ENOENT).
 
         Direct writes are the disk's before the sync, which may thus be tried again. Of a file that is used buffered the
         kernel drops what it could not write, and calls it clean: no later sync may be believed.
@@ -118,6 +119,8 @@ class Segment:
                 f"buffered ({self.facts.why_buffered}). Save a copy elsewhere, or resume from the last checkpoint",
                 str(self.file),
             )
+        self.check_whole()
+        self._check_found()
         try:
             durable.sync(self.fd, self.file)
         except OSError:
@@ -127,6 +130,16 @@ class Segment:
             for folder in (self.folder, self.folder.parent):
                 durable.sync_folder(folder)
             self._has_lasting_name = True
+
+    def _check_found(self) -> None:
+        """The open file goes on without a name, but nobody would find what was saved in it."""
+        try:
+            is_found = os.path.samestat(self.file.stat(), os.fstat(self.fd))
+        except FileNotFoundError:
+            is_found = False
+        if not is_found:
+            what = "somebody removed or replaced this file while the run uses it: what is saved in it could not be found again"
+            raise FileNotFoundError(errno.ENOENT, f"{what}. Save a copy elsewhere", str(self.file))
 
     def close(self, keep: bool) -> None:
         """Closes; removes the lock, and the file and the folder unless they are to be kept."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from frozen_bytes import on_disk, write
+from frozen_bytes import content, on_disk, write
 
 from tiermem.swap import durable
 from tiermem.swap.native import Fault
@@ -103,6 +103,28 @@ def test_after_a_failed_sync_a_buffered_path_is_not_believed_any_more(
             store.freeze()
         with pytest.raises(OSError, match=r"the kernel may have dropped what was written.*Save a copy elsewhere"):
             store.freeze()
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "truncated"])
+def test_file_that_nobody_would_find_whole_is_not_frozen(
+    make_store: MakeStore, pattern: Pattern, tmp_path: Path, how: str
+) -> None:
+    store = make_store(num_slots=2)
+    store.put("x", pattern(2 * PAGE), Tier.NVME).wait()
+    store.thaw(store.freeze())  # its name has been synced, once
+    (file,) = tmp_path.glob("tiermem-*/segment.bin")
+    if how == "truncated":
+        os.truncate(file, PAGE)
+    else:
+        file.unlink()
+    if how == "replaced":
+        file.write_bytes(bytes(2 * PAGE))
+    code, words = (errno.ENODATA, "truncated") if how == "truncated" else (errno.ENOENT, "removed or replaced")
+    with pytest.raises(OSError, match=words) as failure:
+        store.freeze()
+    assert (failure.value.errno, failure.value.filename) == (code, str(file))
+    if how != "truncated":
+        assert content(store, "x") == pattern(2 * PAGE).numpy().tobytes()  # the run goes on
 
 
 def test_freeze_tells_its_steps(make_store: MakeStore, pattern: Pattern) -> None:
