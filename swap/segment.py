@@ -6,10 +6,10 @@ A full disk is thus refused before a run, as ENOSPC, and never met in the middle
 the page cache where that is possible (direct.py), and never shrinks while the run lives, but for a reservation that is
 taken back.
 
-Somebody who deletes the folder under a run does no harm: the open file goes on, but it cannot be saved in any more. Somebody who truncates the file destroys
-what lay behind its new end. Reads of that end in ENODATA; `check_whole` refuses writes, which would make the file long
-again and let zeros be read where bytes are lost. (Writes that are with the kernel at that very moment still do; unless one
-of them is the file's last block, the next write finds it short all the same.)
+Somebody who deletes the folder under a run does no harm: the open file goes on, but nothing can be saved in it any more.
+Somebody who truncates the file destroys what lay behind its new end. Reads of that end in ENODATA; `check_whole` refuses
+writes, which would make the file long again and let zeros be read where bytes are lost. (Writes that are with the kernel at
+that very moment still do; unless one of them is the file's last block, the next write finds it short all the same.)
 """
 
 from __future__ import annotations
