@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from twins import assert_same_tensors, seeded
 import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.zero import DeepSpeedTensorOverride, GatheredParameters, Init, ZeroParamStatus
+from tiermem.zero.building.as_built import AsBuilt
 from tiermem.zero.partition_parameters import restore_init_context, shutdown_init_context
 
 POLICY = OffloadPolicy(params=Tier.HOST, persistence_numel=50)
@@ -51,13 +53,37 @@ def test_remote_devices_that_cannot_be_are_refused() -> None:
         Init(remote_device="nvme")
 
 
+def test_a_swapper_of_the_reference_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"zero\.Init was given param_swapper=.*tiers move parameters here"):
+        Init(param_swapper=object())
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["zero_param_parallel_group", "zero_quantized_weights", "zero_quantized_nontrainable_weights", "param_swapper"],
+    ("name", "field"),
+    [("zero_quantized_weights", "quantised_gather"), ("zero_quantized_nontrainable_weights", "quantised_frozen")],
 )
-def test_what_is_said_elsewhere_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"zero.Init was given {name}="):
-        Init(**{name: True})
+def test_quantised_arguments_hold_for_shard_and_initialize(name: str, field: str, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        with Init(config_dict_or_path=config_of(tmp_path), **{name: True}):
+            return zoo.Tower()
+
+    with tiermem.shard(build(), POLICY) as shards:
+        assert getattr(shards.policy, field)
+    engine, _, _, _ = tiermem.initialize(model=build(), config=config_of(tmp_path))
+    assert getattr(engine.shards.policy, field)
+    engine.destroy()
+
+
+def test_arguments_that_a_policy_contradicts_are_refused() -> None:
+    with Init(policy=POLICY, zero_quantized_nontrainable_weights=True) as init:
+        model = zoo.Tower()
+    assert init._nursery is not None
+    built = AsBuilt(fields={"secondary_group_size": 2})
+    assert built.over(POLICY).secondary_group_size == 2
+    with pytest.raises(ValueError, match=r"secondary_group_size=4 in the policy.*arguments say 2"):
+        built.over(dataclasses.replace(POLICY, secondary_group_size=4))
+    with pytest.raises(ValueError, match=r"quantised_frozen=True with stage 2"):
+        tiermem.shard(model, OffloadPolicy(stage=2))
 
 
 def test_the_deprecated_name_of_the_config_warns(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ touch_on_ranks.py OUT NVME [CASE ...]     writes OUT/<rank>.json: {case: "" or w
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import sys
 import traceback
@@ -197,6 +198,60 @@ def a_subclass_says_which_part_is_whose(nvme: Path) -> None:
         SameForAll(policy=policy).__enter__()
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "nvme": {},
+    "cpu": {"gather_way": "all_reduce", "multi_rank_buckets": False, "allgather_partitions": False},
+}
+
+
+@case
+def which_part_is_whose_holds_while_the_model_is_trained(nvme: Path) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for home, fields in WAYS.items():
+        policy, plain = dataclasses.replace(policy_at(nvme, home), **fields), seeded(zoo.tied_tower)
+        with Turned(policy=policy):
+            model = seeded(zoo.tied_tower) if rank == 0 else seeded(zoo.tied_tower, seed=5)  # rank 0's weights win
+        with tiermem.shard(model, policy) as shards:
+            assert (shards.topology.rank, shards.topology.shard_rank) == (rank, world - 1 - rank)
+            part = -(-plain.head.weight.numel() // world)
+            mine = plain.head.weight.detach().flatten()[part * (world - 1 - rank) :][:part]
+            assert torch.equal(shards.local_weight(model.head.weight)[: mine.numel()], mine)
+            optim, twin = tiermem.AdamW(model.parameters(), lr=1e-2), tiermem.AdamW(plain.parameters(), lr=1e-2)
+            for step in range(2):
+                loss = loss_of(model, step)
+                expected = loss_of(plain, step)
+                assert abs(loss.item() - expected.item()) <= 1e-6 * abs(expected.item())
+                loss.backward()
+                expected.backward()
+                average_gradients(plain)
+                for each in (optim, twin):
+                    each.step()
+                    each.zero_grad()
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+@case
+def who_keeps_a_second_copy_is_said_by_hand(nvme: Path) -> None:
+    world = dist.get_world_size()
+    singles = [dist.new_group([rank]) for rank in range(world)]
+    everyone = dist.new_group(list(range(world)))
+    for home, group, size in (("device", everyone, world), ("nvme", singles[dist.get_rank()], 1)):
+        policy = policy_at(nvme, home)
+        with Init(policy=policy, zero_param_parallel_group=group):
+            model = seeded(zoo.tied_tower)
+        with tiermem.shard(model, policy) as shards:
+            assert shards.policy.secondary_group_size == size
+    if world > 2:
+        first_and_last = dist.new_group([0, world - 1])
+        if dist.get_rank() in (0, world - 1):
+            with pytest.raises(
+                ValueError, match=r"holds ranks \[0, 2\] of \[0, 1, 2\].*allowed are \[0\], \[1\], \[2\]; "
+            ):
+                Init(policy=policy_at(nvme), zero_param_parallel_group=first_and_last).__enter__()
+
+
 @case
 def a_subclass_says_who_shares(nvme: Path) -> None:
     policy = policy_at(nvme)
@@ -207,6 +262,15 @@ def a_subclass_says_who_shares(nvme: Path) -> None:
     with GatheredParameters(model.parameters()):  # nobody else's values came in
         own = seeded(zoo.tied_tower, seed=dist.get_rank())
         assert_same_tensors(dict(model.named_parameters()), dict(own.named_parameters()))
+    with tiermem.shard(model, policy) as shards:  # and none do when it is trained
+        assert (shards.topology.world, shards.topology.num_shards) == (1, 1)
+        assert_same_tensors(dict(model.state_dict()), dict(own.state_dict()))
+    with Alone(policy=policy):
+        model = seeded(zoo.tied_tower)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    engine, _, _, _ = tiermem.initialize(model=model, config=config)
+    assert (engine.train_batch_size(), engine.shards.topology.world) == (2, 1)
+    engine.close()
 
 
 @case

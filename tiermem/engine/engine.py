@@ -39,6 +39,7 @@ from tiermem.engine.saving import consolidated, save_weights
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.scaling import LossScaler
 from tiermem.schedule import build_scheduler
+from tiermem.zero.building.as_built import built_with
 from tiermem.zero.device import device_of
 from tiermem.zero.shards import Shards, shard
 from tiermem.zero.weights.gathered import apply_gathered
@@ -69,7 +70,8 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         self._was_step_applied = False
         self._compiled: CompiledForwards | None = None
         self._away: list[LiveUnit] = []  # resident units that offload_states took from the device
-        self._sizes = config.batch(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
+        has_ranks = dist.is_available() and dist.is_initialized()
+        self._sizes = config.batch(dist.get_world_size(built_with(model).group) if has_ranks else 1)
         choice = choose_optimizer(config, model, optimizer, parameters)
         cast_model(model, config)
         agree_on_engine(config, self._sizes, choice, model)

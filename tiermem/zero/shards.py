@@ -38,6 +38,7 @@ from tiermem.swap.run_folder import RunName
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
 from tiermem.zero.building.admission import check_model
+from tiermem.zero.building.as_built import built_with
 from tiermem.zero.device import check_device, device_of
 from tiermem.zero.gradients.grads import GradientHomes
 from tiermem.zero.hooks import Hooks
@@ -83,8 +84,8 @@ def shard(
     Args:
         model: any module, built plainly or under `tiermem.zero.Init`; its parameters keep their identity.
         policy: where things rest; the default keeps everything in memory.
-        group: data-parallel ranks, or a mesh of them (one dimension, or replicas and shards: MiCS); default: the world, if
-            torch.distributed is initialised. Rank 0's weights win.
+        group: data-parallel ranks, or a mesh of them (one dimension, or replicas and shards: MiCS); default: those of the
+            zero.Init that it was built under, or the world, if torch.distributed is initialised. Rank 0's weights win.
         device: where the maths runs; default: where the parameters are.
         is_trained: False for inference: no room is made for gradients and optimizer states.
 
@@ -109,7 +110,8 @@ class Shards:
             raise ValueError("this model is sharded already: close its shards before sharding it again")
         check_model(model, is_trained)
         self.model = model
-        ranks, policy = ranks_of(group, policy)
+        built = built_with(model)
+        ranks, policy = ranks_of(group if group is not None else built.group, built.over(policy))
         self.policy = policy
         everyone = find_topology(policy.stage, ranks, policy.timeout_s)
         self.device = torch.device(device) if device is not None else device_of(model)
@@ -118,7 +120,9 @@ class Shards:
         self.saver: Saver | None = None  # once something of this model has been made durable
         self.is_held = False  # all units are kept present (present.py)
         self.is_torn = False  # a restore failed half-way: a mixture of two steps
-        self.topology: Topology = arrange(everyone, policy, ranks_per_node(), self.device.type)
+        self.topology: Topology = arrange(
+            everyone, policy, ranks_per_node(), self.device.type, built.parts if ranks is built.group else None
+        )
         self._is_closed = False
         self._handles: list[RemovableHandle] = []
         check_device(policy, self.device, is_trained)

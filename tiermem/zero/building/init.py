@@ -41,8 +41,10 @@ from torch.utils.hooks import RemovableHandle
 
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.zero import registry
+from tiermem.zero.building.as_built import AsBuilt, size_of_near
 from tiermem.zero.building.nursery import Nursery
 from tiermem.zero.ranks.collectives import exchange
+from tiermem.zero.ranks.mesh import numbered
 from tiermem.zero.ranks.topology import Topology, find_topology
 from tiermem.zero.weights.touch import needs_values, parameters_in, writes_in_place
 
@@ -80,15 +82,17 @@ class Init:
         enabled: False makes the context do nothing.
         dtype: of the parameters once sharded; default: what the config's precision says, else as built.
         mpu: an object whose `get_data_parallel_group()` says which ranks share the parameters.
-        zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights: say it in the config
-            (zero_hpz_partition_size and the keys of the same name); here they are refused unless they ask for nothing.
+        zero_param_parallel_group: neighbouring ranks, this one among them, that keep a second copy of what is gathered
+            (hpZ): the same as zero_hpz_partition_size of their number.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: as the keys of the same name.
         sequence_data_parallel_group: deprecated name of data_parallel_group.
-        param_swapper: refused; tiers move parameters here.
+        param_swapper: refused: an object of the reference's own that reads and writes files, which tiers do here.
         tensor_overrides: `DeepSpeedTensorOverride` members: whether tensors made inside (by torch.tensor, empty, zeros, ones,
             full, arange, eye, randn) without a dtype get `dtype` if they are floating-point, and without a device the current
             GPU. Default: neither, so that values and buffers are those of a plain build; the reference does both.
         policy: an OffloadPolicy instead of a config.
 
+    What these arguments and a subclass say holds for good: `shard` and `initialize` obey it (as_built.py).
     Raises ValueError for arguments that are wrong or contradict each other, OSError when a path is missing or full.
     """
 
@@ -113,19 +117,17 @@ class Init:
         *,
         policy: OffloadPolicy | None = None,
     ) -> None:
-        _refuse(
-            zero_param_parallel_group=(zero_param_parallel_group, "set zero_hpz_partition_size in the config"),
-            zero_quantized_weights=(zero_quantized_weights, "set the key of that name in the config"),
-            zero_quantized_nontrainable_weights=(
-                zero_quantized_nontrainable_weights,
-                "set the key of that name in the config",
-            ),
-            param_swapper=(param_swapper, "tiers move parameters here; remove it"),
-        )
+        _refuse(param_swapper=(param_swapper, "tiers move parameters here; remove it"))
         self._policy, self._dtype, self._serves_apply = _read(_one_config(config_dict_or_path, config), policy, dtype)
         if remote_device is not None:
             self._policy = _rest_on(self._policy, remote_device)
         self._group = _one_group(data_parallel_group, sequence_data_parallel_group, mpu)
+        self._near = zero_param_parallel_group
+        quantised = {
+            "quantised_gather": zero_quantized_weights,
+            "quantised_frozen": zero_quantized_nontrainable_weights,
+        }
+        self._fields: dict[str, Any] = {name: True for name, is_asked in quantised.items() if is_asked}
         self._pins = pin_memory
         self._overrides = frozenset(tensor_overrides)
         self._enabled = enabled and self._policy.stage == 3
@@ -138,7 +140,7 @@ class Init:
                 self._seen = [weakref.ref(p) for p in module.parameters()]
 
     def get_partition_rank(self) -> int:
-        """Which part of every parameter this rank keeps while the model is built: its place in the group.
+        """Which part of every parameter this rank keeps: its place in the group.
 
         A subclass may give another number; all ranks' numbers together must be 0 to ranks - 1.
         """
@@ -153,9 +155,15 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._enabled:
-            topology = find_topology(3, self.get_dp_process_group(), self._policy.timeout_s)
-            topology, part_of_rank = self._number_parts(topology)
-            self._nursery = Nursery(self._policy, topology, part_of_rank, self._pins)
+            group = self.get_dp_process_group()
+            topology = find_topology(3, group, self._policy.timeout_s)
+            if self._near is not None and group is not None:
+                self._fields["secondary_group_size"] = size_of_near(group, self._near)
+            as_built = AsBuilt(group, self._numbers(topology), self._fields)
+            as_built.over(self._policy)  # which the config may contradict
+            if as_built.parts is not None:
+                topology = numbered(topology, as_built.parts)
+            self._nursery = Nursery(self._policy, topology, as_built, self._pins)
             self._handles = [
                 register_module_module_registration_hook(self._stands),
                 register_module_parameter_registration_hook(self._appears),
@@ -183,17 +191,17 @@ class Init:
         self._seen.clear()
         self._mode = None
 
-    def _number_parts(self, topology: Topology) -> tuple[Topology, list[int] | None]:
-        """The topology with this rank's part, and everybody's where they are not numbered as the ranks are."""
+    def _numbers(self, topology: Topology) -> tuple[int, ...] | None:
+        """Everybody's parts, where they are not numbered as the ranks are. Collective."""
         if type(self).get_partition_rank is Init.get_partition_rank or topology.group is None:
-            return topology, None
+            return None
         numbers = [int(each) for each in exchange(topology, str(self.get_partition_rank()))]
         if sorted(numbers) != list(range(topology.num_shards)):
             raise ValueError(
                 f"get_partition_rank gave {numbers}, in the order of ranks; together they must be 0 to "
                 f"{topology.num_shards - 1}"
             )
-        return replace(topology, shard_rank=numbers[topology.rank]), numbers
+        return tuple(numbers)
 
     def _appears(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and _innermost() is self._mode:

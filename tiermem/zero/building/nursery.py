@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from tiermem.swap.bounce import Bounce
 from tiermem.swap.native import trim_heap
 from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
+from tiermem.zero.building.as_built import AsBuilt
 from tiermem.zero.ranks.agreement import agree
 from tiermem.zero.ranks.collectives import share
 from tiermem.zero.ranks.topology import Topology, paths_of_rank
@@ -39,7 +39,7 @@ class Nursery:
     Args:
         policy: parameters rest on NVMe if theirs do, else in ordinary memory, each rank its part.
         topology: who keeps which part.
-        part_of_rank: which part each rank of the group keeps, where that is not the one of its own number.
+        as_built: what the context was told, for whoever takes the parameters.
         pin_memory: parts that rest in memory are page-locked, where there is a GPU.
     """
 
@@ -47,11 +47,11 @@ class Nursery:
         self,
         policy: OffloadPolicy,
         topology: Topology,
-        part_of_rank: Sequence[int] | None = None,
+        as_built: AsBuilt | None = None,
         pin_memory: bool = False,
     ) -> None:
         self.topology = topology
-        self._part_of_rank = part_of_rank
+        self.as_built = as_built or AsBuilt()
         self._pins = pin_memory and torch.cuda.is_available()
         self._on_nvme = policy.params is Tier.NVME
         self._store: TensorStore | None = None
@@ -243,8 +243,6 @@ class Nursery:
         padded = torch.nn.functional.pad(part, (0, part_numel - part.numel()))
         whole = torch.empty(part_numel * self.topology.num_shards, dtype=child.dtype)
         gather(self.topology, padded, whole, "gathering initial values")
-        if self._part_of_rank is not None:
-            whole = whole.view(self.topology.num_shards, part_numel)[_inverse(self._part_of_rank)].view(-1)
         return whole[:numel]
 
     def _forget(self, child: _Child) -> None:
@@ -265,10 +263,6 @@ class _Child:
         self.part: torch.Tensor | None = None
         self.is_filled = False
         self.is_gone = False
-
-
-def _inverse(part_of_rank: Sequence[int]) -> list[int]:
-    return sorted(range(len(part_of_rank)), key=lambda rank: part_of_rank[rank])
 
 
 def _put_to_sleep(param: nn.Parameter) -> None:

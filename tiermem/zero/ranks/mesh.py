@@ -20,8 +20,10 @@ that do not divide are refused with the arithmetic before any group is made.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -100,8 +102,27 @@ def plan_topology(world: int, policy: OffloadPolicy, ranks_on_node: int) -> Topo
     )
 
 
-def arrange(topology: Topology, policy: OffloadPolicy, ranks_on_node: int, device_type: str = "cpu") -> Topology:
+def numbered(topology: Topology, parts: Sequence[int]) -> Topology:
+    """All ranks of a topology share parameters, each keeping the part that is said: `parts`, in the order of ranks.
+
+    Collective over the topology's ranks; blocks. Raises ValueError where torch cannot make a group in such an order.
+    """
+    ranks = _in_order_of_parts(topology, parts)
+    return dataclasses.replace(
+        topology, shard_rank=parts[topology.rank], shard_group=_group_of(topology, ranks, "shard")
+    )
+
+
+def arrange(
+    topology: Topology,
+    policy: OffloadPolicy,
+    ranks_on_node: int,
+    device_type: str = "cpu",
+    parts: Sequence[int] | None = None,
+) -> Topology:
     """This rank's place and groups under a policy; `topology` as it is when that needs no groups of its own.
+
+    parts: the place that each rank takes in the three dimensions, in the order of ranks; default: that of its number.
 
     Collective over the topology's ranks, which must have agreed on the policy before; blocks. Groups are made once and live as
     long as the topology's own. Raises ValueError when sizes do not divide.
@@ -109,17 +130,18 @@ def arrange(topology: Topology, policy: OffloadPolicy, ranks_on_node: int, devic
     layout = plan_layout(topology.world, policy, ranks_on_node)
     if topology.group is None:
         return topology
-    everyone = dist.get_process_group_ranks(topology.group)
+    own = range(topology.world) if parts is None else parts
+    everyone, place = _in_order_of_parts(topology, own), own[topology.rank]
     has_stages = layout.num_across > 1 and layout.num_within > 1
     groups: dict[str, dist.ProcessGroup] = {}
     for dimension in ("replica", "shard", *(("across", "within") if has_stages else ())):
-        ranks = [everyone[r] for r in layout.peers(topology.rank, dimension)]
-        if len(ranks) == topology.world:
+        ranks = [everyone[r] for r in layout.peers(place, dimension)]
+        if ranks == dist.get_process_group_ranks(topology.group):
             groups[dimension] = topology.group
         elif len(ranks) > 1:
             groups[dimension] = _group_of(topology, ranks, dimension)
     has_parts = any(group is not topology.group for group in groups.values())
-    _, across, within = layout.place(topology.rank)
+    _, across, within = layout.place(place)
     return dataclasses.replace(
         topology,
         num_shards=layout.num_shards,
@@ -167,10 +189,23 @@ def _num_within(num_shards: int, policy: OffloadPolicy, ranks_on_node: int) -> i
     return ranks_on_node if has_two_stages and num_shards % ranks_on_node == 0 else num_shards
 
 
+def _in_order_of_parts(topology: Topology, parts: Sequence[int]) -> list[int]:
+    """The topology's ranks by what they keep."""
+    assert topology.group is not None
+    ranks = dist.get_process_group_ranks(topology.group)
+    return [ranks[index] for index in sorted(range(len(ranks)), key=lambda index: parts[index])]
+
+
 def _group_of(topology: Topology, ranks: list[int], dimension: str) -> dist.ProcessGroup:
     """The process group of some of the topology's ranks; only they call this, in the same order as their other groups."""
     assert topology.group is not None
     made = _GROUPS.setdefault(topology.group, {})
+    order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    if order and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise ValueError(
+            f"ranks were given parts in the order {ranks} (get_partition_rank of a zero.Init), but torch {torch.__version__} "
+            "makes groups in the order of ranks alone: take a newer one, or leave the parts in that order"
+        )
     if tuple(ranks) not in made:
         made[tuple(ranks)] = dist.new_group(
             ranks,
@@ -178,6 +213,7 @@ def _group_of(topology: Topology, ranks: list[int], dimension: str) -> dist.Proc
             backend=dist.get_backend(topology.group),
             use_local_synchronization=True,
             group_desc=f"tiermem {dimension}",
+            **order,
         )
     bound_waits(made[tuple(ranks)], topology.timeout_s)
     return made[tuple(ranks)]
