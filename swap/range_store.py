@@ -274,9 +274,9 @@ class RangeStore:
                 paths=paths,
             )
 
-    def keep_files(self) -> None:
-        """From now on the store's folders stay when it is closed, without their lock, also when nobody closes it."""
-        self._held.keeps_files = True
+    def keep_files(self, keep: bool = True) -> None:
+        """From now on the store's folders stay (or not) when it is closed, without their lock, also when nobody closes it."""
+        self._held.keeps_files = keep
 
     def close(self, keep: bool = False) -> None:
         """Ends every transfer, frees memory and removes the store's files. Raises the first error of a write-back.

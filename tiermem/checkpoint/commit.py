@@ -148,16 +148,29 @@ class Commits:
             self.last_step = kept
         else:
             self.tags.append(kept)
-        self._shards.store.keep_files()
+        self._let_go(doomed)
         for each in doomed:
-            self._shards.store.thaw(each.freeze)
-            for file in each.files:
-                remove(file)
             if self._shards.topology.rank == 0 and each.pointer is not None and each.pointer != kept.pointer:
                 self._drop_pointer(each, kept, save_dir)
         if self.supersedes is not None:
             supersedes, self.supersedes = self.supersedes, None
             supersedes()
+
+    def in_place_of(self, pointer: Path) -> list[Kept]:
+        """The tags of this name, which something else takes the place of: `forget` them once their manifests are gone."""
+        return [each for each in self.tags if each.pointer == pointer]
+
+    def forget(self, gone: Sequence[Kept]) -> None:
+        """Gives up what these tags held; rank 0 has removed their manifests, durably."""
+        self.tags = [each for each in self.tags if each not in gone]
+        self._let_go(gone)
+
+    def _let_go(self, gone: Sequence[Kept]) -> None:
+        self._shards.store.keep_files(self.is_kept)
+        for each in gone:
+            self._shards.store.thaw(each.freeze)
+            for file in each.files:
+                remove(file)
 
     def _drop_pointer(self, old: Kept, new: Kept, save_dir: Path | None) -> None:
         assert old.pointer is not None

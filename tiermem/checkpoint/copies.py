@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from tiermem.checkpoint.commit import Commits
 from tiermem.checkpoint.content import Content, frozen, manifest_of, put_together, told_of_part
 from tiermem.checkpoint.copying import Extent, copy, end_of, lay_out, moved, take_room
 from tiermem.checkpoint.manifest import Part
 from tiermem.checkpoint.pieces import Placed, data_bytes, write_data
-from tiermem.checkpoint.places import copy_name, tag_folder
+from tiermem.checkpoint.places import copy_name, pointer_path, tag_folder
 from tiermem.checkpoint.publish import make_folder, publish, remove
 from tiermem.checkpoint.together import Talk, talk_over, together
 from tiermem.swap import durable
@@ -59,12 +60,13 @@ class _Work(NamedTuple):
 class Copies:
     """The copies of one sharded model, one at a time.
 
-    run_id: the same on every rank.
+    commits: those in the store; one whose tag a copy takes is dropped.
     """
 
-    def __init__(self, shards: Shards, run_id: str) -> None:
+    def __init__(self, shards: Shards, commits: Commits) -> None:
         self._shards = shards
-        self._run_id = run_id
+        self._commits = commits
+        self._run_id = commits.run_id
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -137,6 +139,8 @@ class Copies:
     def _end(self, work: _Work, talk: Talk) -> None:
         """Copies what is frozen and makes the whole known; thaws however it ends. Collective over `talk`; blocks."""
         content, topology = work.content, self._shards.topology
+        assert content.save_dir is not None and content.tag is not None
+        replaced = self._commits.in_place_of(pointer_path(content.save_dir, content.tag))
         with work.undo:
             told = together(talk, WHAT, lambda: self._copy_own(work))
 
@@ -146,9 +150,12 @@ class Copies:
                     manifest = manifest_of(content, self._run_id, work.commit, topology, told, work.folder)
                     name = copy_name(self._run_id, work.commit, None, "json")
                     publish(content, manifest, work.folder / name, work.undo)
+                    for each in replaced:
+                        durable.remove(each.manifest)
 
             together(talk, WHAT, save_all)
             work.undo.pop_all()
+        self._commits.forget(replaced)
         if work.freeze is not None:
             self._shards.store.thaw(work.freeze)
         remove_other_copies(work.folder, f"{self._run_id}-{work.commit}", topology)

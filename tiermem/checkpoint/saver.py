@@ -69,7 +69,7 @@ class Saver:
         run_id = shards.store.run.run_id
         self._shards = shards
         self.commits = Commits(shards, run_id)
-        self._copies = Copies(shards, run_id)
+        self._copies = Copies(shards, self.commits)
         shards.store.sums.advice = lambda place: advice_on(place, self.commits.steps)
 
     def save(self, content: Content, copies: bool) -> None:
@@ -200,6 +200,7 @@ def _draft(
     exclude_frozen: bool,
     is_copy: bool,
 ) -> _Draft:
+    shards.check_whole()
     parameters, excluded = capture.parameters(shards, optimizer, exclude_frozen)
     values = {
         "optimizer": optimizer_json(shards, optimizer),

@@ -1,0 +1,131 @@
+"""Is what was saved before untouched by whatever fails, and does nothing of what failed stay?"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import torch
+from runs import Small, files_below, model, policy, states_in, train
+
+import tiermem
+from tiermem import checkpoint
+from tiermem.precision import Precision
+from tiermem.swap import durable
+
+
+def failing(kind: str, ending: str, number: int = 1, code: int = errno.ENOSPC) -> AbstractContextManager[None]:
+    """The number-th step of a kind on files of some name raises, before it is done."""
+    left = [number]
+
+    def observe(step: durable.Step) -> None:
+        if step.when == "before" and step.kind == kind and step.name.endswith(ending):
+            left[0] -= 1
+            if not left[0]:
+                raise OSError(code, "it fails", step.name)
+
+    return durable.watch(observe)
+
+
+def test_a_step_that_cannot_be_made_durable_leaves_the_one_before(tmp_path: Path) -> None:
+    made = model()
+    with tiermem.shard(made, policy("nvme", tmp_path, durability="step")) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        train(made, optimizer, 2)
+        folder = shards.store.folders()[0]
+        before = {name: (folder / name).read_bytes() for name in ("manifest-2.json", "part-2-0.json", "data-2.bin")}
+        for kind, ending in [("sync", "segment.bin"), ("sync", "data-4.bin"), ("write", "part-5-0.json.new"),
+                             ("rename", "manifest-6.json"), ("remove", "manifest-2.json")]:  # fmt: skip
+            with failing(kind, ending, code=errno.EIO), pytest.raises(OSError, match="it fails") as caught:
+                train(made, optimizer, 1)
+            assert caught.value.errno == errno.EIO
+            optimizer.zero_grad()
+            assert {name: (folder / name).read_bytes() for name in before} == before
+            assert sorted(path.name for path in folder.iterdir()) == sorted([*before, "lock", "segment.bin"])
+        train(made, optimizer, 1)
+        assert (folder / "manifest-8.json").exists() and not (folder / "manifest-2.json").exists()
+
+
+def copy_behind_a_step(made: Small, shards: tiermem.Shards, optimizer: tiermem.AdamW, out: Path) -> None:
+    checkpoint.save(shards, optimizer, out, "second", copy=True)
+    train(made, optimizer, 1)
+    checkpoint.wait(shards)
+
+
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_a_copy_that_fails_is_told_and_leaves_nothing(tmp_path: Path, is_behind: bool) -> None:
+    made, out = model(), tmp_path / "out"
+    with tiermem.shard(made, policy("nvme", tmp_path, keep=2 if is_behind else 1)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        train(made, optimizer, 1)
+        checkpoint.save(shards, optimizer, out, "first")
+        saved, files = states_in(out, "first"), list(files_below(tmp_path))
+        for number, (kind, ending) in enumerate(
+            [("sync", ".bin"), ("write", "0.json.new"), ("rename", "tiermem.json")]
+        ):
+            with failing(kind, ending, 3 if kind == "sync" else 1), pytest.raises(OSError, match="it fails"):
+                copy_behind_a_step(made, shards, optimizer, out)
+            assert list(files_below(tmp_path)) == files and not (out / "second").exists(), (number, ending)
+            assert states_in(out, "first") == saved
+            train(made, optimizer, 1)  # nothing is held that a step would write to
+        checkpoint.wait(shards)  # an error is told once
+        checkpoint.save(shards, optimizer, out, "second", copy=True)
+        train(made, optimizer, 1)
+        checkpoint.save(shards, optimizer, out, "third", copy=True)  # waits for the second
+        assert states_in(out, "second") != saved
+    assert set(states_in(out, "third")) == set(saved)
+
+
+def test_a_copy_without_a_free_slot_is_whole_on_return(tmp_path: Path) -> None:
+    made = model()
+    with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        train(made, optimizer, 1)
+        checkpoint.save(shards, optimizer, tmp_path / "out", "tag")  # holds the one slot beside the live one
+        train(made, optimizer, 1)
+        threads = threading.active_count()
+        checkpoint.save(shards, optimizer, tmp_path / "out", "copy", copy=True)
+        assert threading.active_count() == threads
+        saved = states_in(tmp_path / "out", "copy")
+        train(made, optimizer, 1)
+        assert states_in(tmp_path / "out", "copy") == saved != states_in(tmp_path / "out", "tag")
+
+
+def test_a_copy_under_way_is_ended_by_the_end_of_the_run(tmp_path: Path) -> None:
+    made = model()
+    with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
+        checkpoint.save(shards, None, tmp_path / "out", "t", copy=True)
+    assert states_in(tmp_path / "out", "t")
+    assert not list(tmp_path.glob("tiermem-*"))  # a copy needs no store
+
+
+def test_the_same_tag_may_change_between_a_copy_and_the_store(tmp_path: Path) -> None:
+    made, out = model(), tmp_path / "out"
+    with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        for copy in (True, False, True, True, False):
+            train(made, optimizer, 1)
+            checkpoint.save(shards, optimizer, out, "t", copy=copy)
+            checkpoint.wait(shards)
+            assert states_in(out, "t")["scale", "weight"] == made.scale.detach().numpy().tobytes()
+            assert len(list(files_below(out))) == (5 if copy else 2)
+            assert len(list(tmp_path.glob("tiermem-*/manifest-*"))) == (0 if copy else 1)
+
+
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+def test_masters_that_wait_for_the_first_step_are_saved(tmp_path: Path, where: str) -> None:
+    made = model()
+    for layer in made.layers:
+        layer.bfloat16()
+    fields = {"master_from": "init", "precision": Precision.preset("compact")}
+    made = model(dtype=torch.bfloat16)
+    with tiermem.shard(made, policy(where, tmp_path, **fields)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        checkpoint.save(shards, optimizer, tmp_path / "out", "t")
+        saved = states_in(tmp_path / "out", "t")
+        weight = shards.weight(made.layers[0].weight)
+        assert saved["layers.0.weight", "master"] == weight.float().numpy().tobytes()
+        assert ("layers.0.weight", "exp_avg") not in saved
