@@ -80,6 +80,25 @@ def test_durability_step_makes_every_step_durable(tmp_path: Path) -> None:
     assert folder.exists() and not (folder / "lock").exists()
 
 
+def test_a_step_without_a_tag_gives_way_to_the_run_that_goes_on(tmp_path: Path) -> None:
+    first = engine_on(tmp_path, {"durability": "step"})
+    step(first, 2)
+    folder = first.shards.store.folders()[0]
+    first.close()
+    again = engine_on(tmp_path, {"durability": "step"})
+    assert again.load_checkpoint(folder)[0] is not None
+    assert folder.exists() and again.global_steps == 2
+    step(again)
+    assert not folder.exists() and len(list(tmp_path.glob("tiermem-*"))) == 1
+    again.save_checkpoint(tmp_path / "out")
+    again.close()
+    third = engine_on(tmp_path, {"durability": "step"})
+    assert third.load_checkpoint(tmp_path / "out")[0] is not None
+    step(third)
+    assert len(list(tmp_path.glob("tiermem-*"))) == 2  # a tag stays
+    third.close()
+
+
 def test_keep_is_the_number_of_tags_that_stay(tmp_path: Path) -> None:
     for keep in (1, 2):
         (tmp_path / str(keep)).mkdir()

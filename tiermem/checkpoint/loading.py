@@ -25,6 +25,7 @@ from tiermem.checkpoint.plain import decode
 from tiermem.checkpoint.restore import Wants, restore
 from tiermem.checkpoint.resuming import Group, check_moments, put_groups, put_rng, saved_groups
 from tiermem.checkpoint.source import Source
+from tiermem.checkpoint.superseded import supersede
 from tiermem.optim.base import NativeOptimizer
 from tiermem.swap.run_lock import Owner, this_process
 from tiermem.zero.ranks.agreement import agree
@@ -155,6 +156,8 @@ def _open(
                 put_ordinary(source, optimizer, topology)
         if not asked.module_only:
             _put_rest(source, shards, wants, asked)
+        if wants.states and wants.weights:
+            supersede(shards, source)
         return _loaded(source, wants)
 
 

@@ -6,7 +6,7 @@
     <folder>/part-<commit>-<rank>.json what one rank saved: pieces of states, and in which bytes of which file they lie
     <folder>/segment.bin               states that rest on NVMe lie where they rest; the store's own file is the checkpoint
     <folder>/data-<commit>.bin         states that rest in memory, written when they were saved
-    <dir>/<tag>/data-<run id>-<commit>-<rank>.bin    a complete copy: all states of a rank; its parts and its manifest lie beside
+    <dir>/<tag>/data-<run id>-<commit>-<rank>.bin    a complete copy: all states of a rank; its parts and manifest lie beside
                                        it, with such names, so that a tag that is saved again is replaced by its pointer
 
 <folder> is rank 0's (manifest) or each rank's own run folder, `<path>/tiermem-<run id>[.<rank>]`. A path in a file is
