@@ -153,6 +153,11 @@ def run_folders(path: Path) -> list[Path]:
     return sorted(folder for folder in path.glob(f"{FOLDER_PREFIX}*") if RunName.of(folder) is not None)
 
 
+def is_made(name: str) -> bool:
+    """Whether a file of this name in a run's folder is one that runs make, and may be removed with it."""
+    return _MADE.fullmatch(name) is not None
+
+
 def has_saved(folder: Path) -> bool:
     """Whether a folder holds part of a checkpoint: a manifest, which only the first rank's does, or a rank's part."""
     return any(_MANIFEST.fullmatch(file.name) or _PART.fullmatch(file.name) for file in folder.iterdir())

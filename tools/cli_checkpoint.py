@@ -1,4 +1,4 @@
-"""The command line of what works on checkpoints: import and export. See cli.py."""
+"""The command line of what works on checkpoints: fsck, inspect, import and export. See cli.py."""
 
 from __future__ import annotations
 
@@ -11,6 +11,49 @@ from tiermem.tools.byte_size import parse_bytes
 from tiermem.tools.refusal import refusing
 
 checkpoints = typer.Typer()
+
+
+@checkpoints.command("fsck")
+def fsck(
+    where: Annotated[
+        Path, typer.Argument(metavar="DIR", help="a store's path, a run's folder, a folder of checkpoints")
+    ],
+    verify: Annotated[bool, typer.Option("--verify", help="read everything and compare checksums")] = False,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="remove what killed runs left; only files that runs make")
+    ] = False,
+    shows_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+) -> None:
+    """Say what is in a store: runs live or dead, which steps are durable and whole, space, what is not ours.
+
+    Exit status: 0 nothing is wrong, 1 a killed run has left its folder, 3 something durable is broken or damaged.
+    """
+    from tiermem.tools.fsck import fsck as run_fsck
+    from tiermem.tools.reports import open_console
+
+    with refusing("fsck", debug, "stopped by Ctrl-C; nothing was changed"):
+        status = run_fsck(where, open_console(), verify, shows_json, remove)
+    raise typer.Exit(status)
+
+
+@checkpoints.command("inspect")
+def inspect(
+    where: Annotated[Path, typer.Argument(metavar="DIR", help="a folder of checkpoints, a tag's, or a run's folder")],
+    tag: Annotated[str | None, typer.Option(help="which of the folder's [default: its latest]")] = None,
+    match: Annotated[
+        list[str] | None, typer.Option(help="only names that a pattern matches, such as '*.weight'")
+    ] = None,
+    shows_json: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+) -> None:
+    """List a durable step's tensors like `ls -l`: shapes, states and their formats, bytes, files."""
+    from tiermem.tools.inspect_checkpoint import inspect_checkpoint
+    from tiermem.tools.reports import open_console
+
+    with refusing("inspect", debug):
+        status = inspect_checkpoint(where, open_console(), tag, match or (), shows_json)
+    raise typer.Exit(status)
 
 
 @checkpoints.command("import")

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from tiermem.tools.byte_size import format_bytes
 from tiermem.tools.import_checkpoint import transfer_bar
+from tiermem.tools.resumed import CLIENT_KEY
 
 if TYPE_CHECKING:
     from tiermem.checkpoint.source import Source
@@ -98,5 +99,6 @@ def _config_text(given: Path | None, source: Source) -> str | None:
             raise FileNotFoundError(2, "--config: there is no such file", str(file))
         return file.read_text("utf-8")
     said = source.manifest.client_state
-    kept = said.get("model_config") if isinstance(said, Mapping) else None
-    return json.dumps(kept, indent=2) + "\n" if isinstance(kept, dict) else None
+    run = said.get(CLIENT_KEY) if isinstance(said, Mapping) else None
+    shape = run.get("shape") if isinstance(run, Mapping) else None
+    return json.dumps(shape, indent=2) + "\n" if isinstance(shape, dict) and "model_type" in shape else None

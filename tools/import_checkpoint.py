@@ -50,7 +50,7 @@ def import_checkpoint(
     console.print(Text(f"{foreign.kind}: {what} of {sizes}  ->  {done.folder}"))
     for each in done.left_behind:
         console.print(Text(f"left behind: {each}", style="yellow"))
-    console.print(Text(f'load it with engine.load_checkpoint("{out}") or tiermem train --resume {out}', style="dim"))
+    console.print(Text(f'load it with engine.load_checkpoint("{out}")', style="dim"))
     return 0
 
 

@@ -66,7 +66,7 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
         return [Found(where, None)]
     if not where.is_dir():
         raise NothingSaved(2, "there is no such checkpoint", str(where))
-    tags = _tags(where)
+    tags = tags_of(where)
     if tag is not None:
         if not _is_of_tag(where / tag):
             known = ", ".join(tags) or "none"
@@ -129,8 +129,8 @@ def read_parts(opened: Opened) -> list[tuple[Path, Part]]:
     return found
 
 
-def _tags(where: Path) -> list[str]:
-    """The tags below a folder, newest first."""
+def tags_of(where: Path) -> list[str]:
+    """The tags below a folder, newest first. Raises OSError."""
     found = [(_age(each), each.name) for each in where.iterdir() if _is_of_tag(each)]
     return [name for _, name in sorted(found, reverse=True)]
 

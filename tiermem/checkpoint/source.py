@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -155,6 +155,14 @@ class Source:
         stream = self._streams.get((param, state))
         return None if stream is None else stream.kind
 
+    def files(self, param: str, state: str) -> tuple[Path, ...]:
+        """The files in which a state lies, in the order of its elements."""
+        return tuple(self._streams[param, state].ends())
+
+    def bytes_of(self, param: str, state: str) -> int:
+        """Bytes of a state as it is stored."""
+        return self._streams[param, state].num_bytes
+
     @property
     def num_bytes(self) -> int:
         """Of all states."""
@@ -198,6 +206,12 @@ class Source:
         if stream.kind == kinds.SPLIT:
             return widen_part(self._threads(), values, self.read(param, self._weight_beside(param, rank), start, numel))
         return values.float()
+
+    def verify(self, param: str, state: str) -> Iterator[int]:
+        """Compares every block of a state with its checksum, a chunk for each item: its bytes. Raises DamagedState, OSError."""
+        stream = self._streams[param, state]
+        for first in range(0, -(-stream.num_bytes // CHECKSUM_BYTES), _CHUNK_BLOCKS):
+            yield self._verified(stream, first, first + _CHUNK_BLOCKS).numel()
 
     # ---- inside --------------------------------------------------------------------------------------------------------
 

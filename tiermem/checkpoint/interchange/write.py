@@ -1,6 +1,6 @@
 """Writing a Foreign as a tiermem checkpoint: a complete copy of one rank, which any number of ranks open.
 
-    OUT/<tag>.new/    data-0.bin (preallocated)   part   manifest     each synced, in this order
+    OUT/<tag>.new/    data (preallocated)   part   manifest     each synced, in this order; named as a copy's (places.py)
     OUT/<tag>/        the same folder, renamed
     OUT/latest        the tag
 
@@ -33,9 +33,8 @@ from tiermem.checkpoint.manifest import (
     Part,
     PartFile,
     Piece,
-    manifest_name,
-    part_name,
 )
+from tiermem.checkpoint.places import copy_name
 from tiermem.swap import durable
 from tiermem.swap.checksum import crc32c
 from tiermem.swap.extents import round_up
@@ -93,11 +92,13 @@ def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progre
 def _write_folder(
     foreign: Foreign, folder: Path, tag: str, step: int, progress: Progress | None
 ) -> tuple[list[str], int]:
-    run_id = f"import-{secrets.token_hex(8)}"
-    pieces, sums, num_bytes = _write_data(foreign, folder / "data-0.bin", progress or (lambda _: None))
+    run_id = secrets.token_hex(6)
+    data = copy_name(run_id, _COMMIT, 0, "bin")
+    pieces, sums, num_bytes = _write_data(foreign, folder / data, progress or (lambda _: None))
     scalars, lost = scalars_of(foreign)
-    part = Part(run_id, _COMMIT, 0, None, None, ("data-0.bin",), tuple(pieces)).dump()
-    durable.write_file(folder / part_name(_COMMIT, 0), part)
+    part = Part(run_id, _COMMIT, 0, None, None, (data,), tuple(pieces)).dump()
+    name = copy_name(run_id, _COMMIT, 0, "json")
+    durable.write_file(folder / name, part)
     manifest = Manifest(
         run_id=run_id,
         commit=_COMMIT,
@@ -105,13 +106,13 @@ def _write_folder(
         step=step,
         world=1,
         num_shards=1,
-        parts=(PartFile(0, ".", part_name(_COMMIT, 0), len(part), crc32c_of_text(part)),),
+        parts=(PartFile(0, ".", name, len(part), crc32c_of_text(part)),),
         parameters=tuple(_parameter(p) for p in foreign.parameters),
         excluded=(),
         checksums=sums,
         **scalars._asdict(),
     )
-    durable.write_file(folder / manifest_name(_COMMIT), manifest.dump())
+    durable.write_file(folder / copy_name(run_id, _COMMIT, None, "json"), manifest.dump())
     return [*foreign.left_behind, *lost], num_bytes
 
 

@@ -1,0 +1,232 @@
+"""Does fsck see what is live, dead, whole and damaged, and does it remove only what it names and runs made?"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from rich.console import Console
+from saved_by_hand import write
+
+from tiermem.tools.fsck import EXIT_DAMAGED, EXIT_DEAD, fsck
+from tiermem.tools.inspect_checkpoint import inspect_checkpoint
+
+SCRIPT = Path(__file__).parent / "leaves_a_run.py"
+
+
+class Found(NamedTuple):
+    """What fsck said."""
+
+    status: int
+    text: str
+
+
+class Left(NamedTuple):
+    """What a process has left that was killed: a run with a tag beside it, and a run that had saved nothing."""
+
+    saved: Path
+    unsaved: Path
+    pid: int
+    when_live: Found
+
+    @property
+    def run(self) -> Path:
+        """The folder of the run that had saved."""
+        return next(self.saved.glob("tiermem-*"))
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
+    """Killed once for all tests."""
+    folder = tmp_path_factory.mktemp("left")
+    paths = folder / "saved", folder / "unsaved"
+    for path in paths:
+        path.mkdir()
+    with subprocess.Popen(
+        [sys.executable, str(SCRIPT), *map(str, paths)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            console = Console(markup=False, width=400, file=io.StringIO())
+            status = fsck(folder, console, removes=True)  # live runs stay
+            said = console.file.getvalue()  # type: ignore[attr-defined]
+        finally:
+            process.send_signal(signal.SIGKILL)
+    yield Left(*paths, process.pid, Found(status, said))
+    for path in paths:
+        shutil.rmtree(path)
+
+
+@pytest.fixture
+def left(template: Left, tmp_path: Path) -> Iterator[Left]:
+    """A copy of it."""
+    paths = tmp_path / "saved", tmp_path / "unsaved"
+    for source, path in zip(template, paths, strict=False):
+        assert isinstance(source, Path)
+        shutil.copytree(source, path)
+    yield template._replace(saved=paths[0], unsaved=paths[1])
+    for path in paths:
+        shutil.rmtree(path)
+
+
+def look(where: Path, capsys: pytest.CaptureFixture[str], **options: bool) -> Found:
+    """fsck's exit status and what it prints."""
+    capsys.readouterr()
+    status = fsck(where, Console(markup=False, width=400), **options)
+    return Found(status, capsys.readouterr().out)
+
+
+def line_of(text: str, what: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith(what))
+
+
+def test_live_runs_are_named_and_never_removed(template: Left) -> None:
+    status, text = template.when_live
+    assert status == 0
+    for name in (f"saved/{template.run.name}", "unsaved/tiermem-"):
+        assert f" live process {template.pid} on " in " ".join(line_of(text, name).split())
+    assert " live " in line_of(text, "saved/global_step2")
+    assert "its run lives" in line_of(text, "saved/global_step2")
+    assert template.run.is_dir()
+
+
+def test_a_killed_runs_step_is_found_and_verified(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = look(left.saved, capsys, verifies=True)
+    assert status == EXIT_DEAD
+    assert " dead " in line_of(text, left.run.name)
+    assert "global_step2 (latest)" in line_of(text, "global_step2")
+    assert "whole, verified" in line_of(text, "global_step2")
+    advice = f"was killed; step 2 is durable: resume it, or remove it with tiermem fsck {left.run} --remove"
+    assert advice in text
+
+
+def test_json_says_the_same(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
+    (left.run / "notes.txt").write_text("mine")
+    status, text = look(left.saved, capsys, shows_json=True)
+    found = json.loads(text)
+    assert status == EXIT_DEAD
+    (run,) = found["runs"]
+    assert (run["state"], run["rank"], run["unknown"]) == ("dead", None, ["notes.txt"])
+    (step,) = found["steps"]
+    assert (step["state"], step["step"], step["world"], step["run_id"]) == ("whole", 2, 1, run["run_id"])
+    assert step["num_bytes"] == 4 * 3 * (33 * 65 * 2 + 33 + 65)  # an fp32 weight and two moments
+    assert step["num_bytes"] <= run["held_bytes"] < run["file_bytes"]
+
+
+def a_state(run: Path) -> tuple[dict[str, Any], Path]:
+    """A piece of a run's part, and the file it lies in."""
+    part = json.loads(next(run.glob("part-*.json")).read_text())
+    piece = next(each for each in part["pieces"] if each["state"] == "exp_avg")
+    return piece, run / part["files"][piece["file"]]
+
+
+def test_a_flipped_bit_is_found_by_verifying_alone(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
+    piece, file = a_state(left.run)
+    data = bytearray(file.read_bytes())
+    data[piece["offset"] + 5] ^= 4
+    file.write_bytes(data)
+    assert look(left.saved, capsys).status == EXIT_DEAD
+    status, text = look(left.saved, capsys, verifies=True)
+    assert status == EXIT_DAMAGED
+    assert f"exp_avg of {piece['param']}" in text
+    assert file.name in text
+
+
+@pytest.mark.parametrize("victim", ["manifest", "part", "state"])
+def test_what_is_cut_is_broken(left: Left, capsys: pytest.CaptureFixture[str], victim: str) -> None:
+    piece, file = a_state(left.run)
+    keep = piece["offset"] + 5
+    if victim != "state":
+        file = next(left.run.glob(f"{victim}*"))
+        keep = file.stat().st_size - 3
+    file.write_bytes(file.read_bytes()[:keep])
+    for where in (left.saved, left.saved / "global_step2", left.run):
+        status, text = look(where, capsys)
+        assert status == EXIT_DAMAGED
+        assert " broken " in text
+        assert file.name in text
+
+
+def test_a_run_with_a_durable_step_goes_only_when_it_is_named(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
+    run = left.run
+    status, text = look(left.saved, capsys, removes=True)
+    assert status == EXIT_DEAD
+    assert run.is_dir()
+    assert "step 2 is durable" in text
+    status, text = look(run, capsys, removes=True)
+    assert status == 0
+    assert f"removing {run}, left by process {left.pid}" in text
+    assert not run.exists()
+    assert look(left.saved, capsys).status == EXIT_DAMAGED  # its tag points at what is gone
+
+
+def test_a_killed_run_without_a_step_is_removed(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
+    run = next(left.unsaved.glob("tiermem-*"))
+    (run / "notes.txt").write_text("mine")
+    (left.unsaved / "other.bin").write_text("mine")
+    status, text = look(left.unsaved, capsys)
+    assert status == EXIT_DEAD
+    assert "no durable step: nothing can be resumed. --remove removes it" in text
+    look(left.unsaved, capsys, removes=True)
+    assert [file.name for file in run.iterdir()] == ["notes.txt"]  # only what runs make goes
+    assert (left.unsaved / "other.bin").exists()
+
+
+def test_checkpoints_are_looked_at_tag_by_tag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (1, 2):
+        write(
+            tmp_path, {"w": {"weight": torch.arange(5000.0), "exp_avg": torch.ones(5000)}}, f"t{number}", commit=number
+        )
+    assert look(tmp_path, capsys, verifies=True)[0] == 0
+    file = next((tmp_path / "t2").glob("part-*.json"))
+    file.write_bytes(file.read_bytes().replace(b"exp_avg", b"exp_avh", 1))
+    status, text = look(tmp_path, capsys)
+    assert status == EXIT_DAMAGED
+    lines = {line.split()[0]: line for line in text.splitlines() if line.startswith("t")}
+    assert " whole" in lines["t1"]
+    assert " broken " in lines["t2"]
+    assert "it is damaged" in lines["t2"]
+    (tmp_path / "latest").write_text("t3")
+    assert "names 't3', which is not there" in look(tmp_path, capsys)[1]
+
+
+def test_an_empty_folder_is_clean_and_no_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = look(tmp_path, capsys)
+    assert status == 0
+    assert "no run and no durable step" in text
+    with pytest.raises(NotADirectoryError, match="no such folder"):
+        look(tmp_path / "nowhere", capsys)
+
+
+def test_inspect_lists_every_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    states = {
+        "a.weight": {"weight": torch.randn(3, 5).bfloat16(), "master": torch.randn(3, 5), "exp_avg": torch.randn(3, 5)},
+        "b": {"weight": torch.tensor(1.0)},
+    }
+    write(tmp_path, states, world=2, step=7)
+    console = Console(markup=False, width=400)
+    assert inspect_checkpoint(tmp_path, console) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "step 7" in lines[0]
+    assert "2 ranks" in lines[0]
+    row = next(line for line in lines if "a.weight" in line)
+    assert row.startswith("pts  3 x 5")
+    assert "weight:bf16 master:fp32 exp_avg:fp32" in row
+    assert "150" in row
+    assert lines[-1].startswith("2 tensors, 154 B: weight 34 B, master 60 B, exp_avg 60 B")
+    assert inspect_checkpoint(tmp_path, console, patterns=["b*"], shows_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [tensor["name"] for tensor in found["tensors"]] == ["b"]
+    assert found["totals"] == {"weight": 4}
+    with pytest.raises(ValueError, match=r"no tensor of .* is named c"):
+        inspect_checkpoint(tmp_path, console, patterns=["c"])

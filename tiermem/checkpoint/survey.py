@@ -1,0 +1,217 @@
+"""Survey: what a place holds, looked at and left alone: runs, durable steps, the space they take, what is not ours.
+
+    DIR     a store's path, a run's folder, a folder of checkpoints, a tag's; what lies one folder below is looked at too
+
+A run       live: somebody holds its lock     dead: nobody does, it was killed     kept: it was closed in order
+            unseen: its host is another one, and from here nobody can see whether it lives
+A step      whole: manifest and parts are valid, every file is there and long enough (verified: and every checksum is right)
+            live: of a run that goes on, so only its manifest was looked at   broken: why is said   damaged: a checksum differs
+
+Reading takes a shared lock on what it reads, as resuming does; nothing is written or taken over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+from tiermem.checkpoint.damage import DamagedState
+from tiermem.checkpoint.finding import Found, NothingSaved, find, read_latest, read_manifest, read_parts, tags_of
+from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
+from tiermem.checkpoint.manifest import ManifestError, Part
+from tiermem.checkpoint.source import Source
+from tiermem.swap.run_folder import RunName, is_made, run_folders
+from tiermem.swap.run_lock import is_live, owner_of, share
+
+RunState = Literal["live", "dead", "kept", "unseen"]
+StepState = Literal["whole", "live", "broken", "damaged"]
+
+Progress = Callable[[int], None]
+"""Told how many bytes more have been verified."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunReport:
+    """The folder of one rank of a run on one path."""
+
+    folder: Path
+    run_id: str
+    rank: int | None
+    state: RunState
+    owner: str  # as its lock says; empty without one
+    file_bytes: int  # that its files take on the disk
+    held_bytes: int  # of them, named by durable steps that were found; the rest is live, or free
+    unknown: tuple[str, ...]  # files that no run makes
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """One durable step, or what is said to be one."""
+
+    place: Path  # the tag's folder, or the manifest
+    manifest: Path  # what a pointer points at, where that can be told
+    tag: str | None
+    is_latest: bool  # whether `latest` names it
+    state: StepState
+    why: str  # empty for a whole one
+    step: int | None = None
+    run_id: str | None = None
+    world: int | None = None
+    num_parameters: int | None = None
+    num_bytes: int | None = None  # of states
+    is_verified: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """All of it; `faults` are about no step: a `latest` that names nothing."""
+
+    where: Path
+    runs: tuple[RunReport, ...]
+    steps: tuple[StepReport, ...]
+    faults: tuple[str, ...]
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether something durable is not whole."""
+        return bool(self.faults) or any(step.state in ("broken", "damaged") for step in self.steps)
+
+    @property
+    def dead(self) -> tuple[RunReport, ...]:
+        """The runs that were killed."""
+        return tuple(run for run in self.runs if run.state == "dead")
+
+    def steps_of(self, run_id: str) -> tuple[StepReport, ...]:
+        """The steps of one run that can be opened."""
+        return tuple(step for step in self.steps if step.run_id == run_id and step.state in ("whole", "live"))
+
+
+def survey(where: Path, verifies: bool = False, progress: Progress | None = None) -> Survey:
+    """Looks at a place. Blocks; with `verifies` every byte of every whole step is read. Raises OSError for no such folder."""
+    if not where.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "no such folder", str(where))
+    held = _Held()
+    runs, steps, faults = [], [], []
+    for folder in _folders(where):
+        runs += [folder] if RunName.of(folder) is not None else run_folders(folder)
+        found, wrong = _found(folder)
+        faults += wrong
+        steps += [_step(each, is_latest, verifies, progress, held) for each, is_latest in found]
+    for folder in runs:
+        if folder != where:
+            steps += [_step(each, False, verifies, progress, held) for each, _ in _found(folder)[0]]
+    unique = {step.manifest.resolve(): step for step in reversed(steps)}  # a tag, before the manifest it points at
+    return Survey(where, tuple(_run(folder, held) for folder in runs), tuple(reversed(unique.values())), tuple(faults))
+
+
+def _folders(where: Path) -> list[Path]:
+    """The place itself, and folders below it that are neither a run's nor a tag's."""
+    if RunName.of(where.resolve()) is not None:
+        return [where]
+    tags = set(tags_of(where))
+    below = [each for each in sorted(where.iterdir()) if each.is_dir() and not each.is_symlink()]
+    return [where, *(each for each in below if RunName.of(each) is None and each.name not in tags)]
+
+
+def _found(folder: Path) -> tuple[list[tuple[Found, bool]], list[str]]:
+    """The steps of one folder, each with whether `latest` names it, and what is wrong with `latest`."""
+    try:
+        latest = read_latest(folder)
+        steps = find(folder)
+    except NothingSaved:
+        if latest is None:
+            return [(each, False) for tag in tags_of(folder)[:1] for each in find(folder, tag)], []
+        left = [(each, False) for tag in tags_of(folder)[:1] for each in find(folder, tag)]
+        if is_deepspeed(folder):  # its `latest` is not ours
+            return left, []
+        return left, [f"{folder / 'latest'} names {latest!r}, which is not there"]
+    except ManifestError as error:
+        return [(each, False) for tag in tags_of(folder)[:1] for each in find(folder, tag)], [str(error)]
+    return [(each, latest is not None and each.tag == latest) for each in steps], []
+
+
+def _step(found: Found, is_latest: bool, verifies: bool, progress: Progress | None, held: _Held) -> StepReport:
+    place = found.file if found.tag is None else found.file.parent
+    report = StepReport(place, found.file, found.tag, is_latest, "broken", "")
+    try:
+        opened = read_manifest(found)
+        manifest = opened.manifest
+        report = dataclasses.replace(
+            report,
+            manifest=opened.file.resolve(),
+            tag=manifest.tag if found.tag is None else found.tag,
+            step=manifest.step,
+            run_id=manifest.run_id,
+            world=manifest.world,
+            num_parameters=len(manifest.parameters),
+        )
+        held.add(read_parts(opened))
+        with Source(opened) as source:
+            if verifies:
+                for param in source.parameters:
+                    for each in source.states(param):
+                        for num_bytes in source.verify(param, each):
+                            if progress is not None:
+                                progress(num_bytes)
+            return dataclasses.replace(report, state="whole", num_bytes=source.num_bytes, is_verified=verifies)
+    except DamagedState as error:
+        return dataclasses.replace(report, state="damaged", why=f"{error.filename}: {error.strerror}")
+    except OSError as error:
+        state: StepState = "live" if error.errno == errno.EBUSY else "broken"
+        return dataclasses.replace(report, state=state, why=f"{error.filename}: {error.strerror}")
+    except ManifestError as error:
+        return dataclasses.replace(report, why=str(error))
+
+
+def _run(folder: Path, held: _Held) -> RunReport:
+    name = RunName.of(folder.resolve())
+    assert name is not None  # it was found by its name
+    owner = owner_of(folder)
+    files = [file for file in folder.iterdir() if file.is_file()]
+    return RunReport(
+        folder=folder,
+        run_id=name.run_id,
+        rank=name.rank,
+        state=_state(folder),
+        owner="" if owner is None else str(owner),
+        file_bytes=sum(file.stat().st_blocks * 512 for file in files),
+        held_bytes=sum(held.bytes_of(file) for file in files),
+        unknown=tuple(sorted(each.name for each in folder.iterdir() if not (each.is_file() and is_made(each.name)))),
+    )
+
+
+def _state(folder: Path) -> RunState:
+    if is_live(folder):
+        return "live"
+    if owner_of(folder) is None:
+        return "kept"
+    try:
+        with share(folder):
+            return "dead"
+    except OSError:
+        return "live" if is_live(folder) else "unseen"
+
+
+class _Held:
+    """Which bytes of which files durable steps name."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[Path, set[tuple[int, int]]] = {}
+
+    def add(self, parts: Iterable[tuple[Path, Part]]) -> None:
+        """Takes note of the pieces of a step's parts, each with the folder it lies in."""
+        for place, part in parts:
+            files = [(place / name).resolve() for name in part.files]
+            for piece in part.pieces:
+                self._ranges.setdefault(files[piece.file], set()).add((piece.offset, piece.offset + piece.num_bytes))
+
+    def bytes_of(self, file: Path) -> int:
+        """Bytes that any step names, each counted once."""
+        total = end = 0
+        for start, stop in sorted(self._ranges.get(file.resolve(), ())):
+            total += max(0, stop - max(start, end))
+            end = max(end, stop)
+        return total
