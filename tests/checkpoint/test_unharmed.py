@@ -97,3 +97,19 @@ def test_a_run_that_saved_nothing_where_it_rests_says_so(trained: Callable[..., 
     spoil(shards, tmp_path, "layers.1.weight")
     with pytest.raises(CorruptionError, match="Nothing of this run has been saved where it rests"):
         train(made, optimizer, 1)
+
+
+def test_a_run_goes_on_from_the_step_that_is_whole(trained: Callable[..., Run], tmp_path: Path) -> None:
+    made, shards, optimizer = trained()
+    checkpoint.save(shards, optimizer, tmp_path / "out", "a")
+    due = train(made, optimizer, 1)
+    spoil(shards, tmp_path, "layers.1.weight")
+    with pytest.raises(CorruptionError):
+        train(made, optimizer, 1)
+    for act in (optimizer.step, lambda: checkpoint.save(shards, optimizer, tmp_path / "out", "b")):
+        with pytest.raises(RuntimeError, match="mixture of two steps"):
+            act()
+    optimizer.zero_grad()
+    checkpoint.load(shards, optimizer, tmp_path / "out")
+    assert train(made, optimizer, 1) == due
+    train(made, optimizer, 2)

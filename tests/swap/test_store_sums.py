@@ -171,11 +171,18 @@ def test_what_shares_a_block_with_odd_bytes_keeps_its_sum_and_not_that_of_what_w
     store, data = make_store(), pattern(NUM_BYTES)
     _protected(store, data)
     _flip(tmp_path, data, 10)
-    store.sums.use(None, "resume")
     Bounce(store, PAGE, 2).write("x", 700, pattern(PAGE - 700, seed=3))  # reads the block, the wrong byte with it
-    store.sums.use(None, "always")
     with pytest.raises(CorruptionError, match="part 0 of x"):
         store.fetch("x").wait()
+
+
+def test_wrong_bytes_can_be_overwritten(make_store: MakeStore, pattern: Pattern, tmp_path: Path) -> None:
+    store, data = make_store(), pattern(NUM_BYTES)
+    _protected(store, data)
+    _flip(tmp_path, data, 10)
+    data[3:700] = pattern(697, seed=3)
+    Bounce(store, PAGE, 2).write("x", 3, data[3:700])
+    assert torch.equal(store.fetch("x").wait(), data)
 
 
 def test_a_write_that_failed_is_not_taken_for_what_was_written(

@@ -22,7 +22,8 @@ Both are exact in every precision: what was stored in fewer bits is found again 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -94,12 +95,16 @@ class StateTiles:
         start.begin((tile for tile in self.tiles if work.has_lasting(tile)), work.read_lasting)
 
     def step(self, rule_of: RuleOf) -> None:
-        """Steps every tile once. Blocks; raises OSError when a transfer failed."""
-        self._run(self.tiles, TileStep(self._shards, rule_of, self._moments_of))
+        """Steps every tile once. Blocks; raises OSError when a transfer failed, and then the model is torn."""
+        with self._tears():
+            self._run(self.tiles, TileStep(self._shards, rule_of, self._moments_of))
 
     def step_unit(self, live: LiveUnit, grads: torch.Tensor, rule_of: RuleOf) -> None:
         """Steps one unit's tiles with gradients that rest nowhere: flat, in its shard layout. Blocks."""
-        self._run([t for t in self.tiles if t.live is live], TileStep(self._shards, rule_of, self._moments_of, grads))
+        with self._tears():
+            self._run(
+                [t for t in self.tiles if t.live is live], TileStep(self._shards, rule_of, self._moments_of, grads)
+            )
 
     def state(self, shard: Shard, name: str) -> torch.Tensor:
         """A copy of this rank's part of one state of a parameter, in fp32: flat, without padding. Blocks; raises OSError.
@@ -174,6 +179,15 @@ class StateTiles:
         return tuple(self._moments_of(shard))
 
     # ---- stepping --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _tears(self) -> Iterator[None]:
+        """Round what some tiles may have had when it fails, and others not: nothing goes on from that."""
+        try:
+            yield
+        except BaseException:
+            self._shards.is_torn = True
+            raise
 
     def _run(self, tiles: Sequence[Tile], work: TileStep | TileStart | TileVisit | TileFill) -> None:
         policy, pool = self._shards.policy, self._shards.tile_pool

@@ -119,7 +119,7 @@ class Shards:
         self.states: StateTiles | None = None  # of the optimizer that steps this model
         self.saver: Saver | None = None  # once something of this model has been made durable
         self.is_held = False  # all units are kept present (present.py)
-        self.is_torn = False  # a restore failed half-way: a mixture of two steps
+        self.is_torn = False  # a step or a restore failed half-way: a mixture of two steps
         self.topology: Topology = arrange(
             everyone, policy, ranks_per_node(), self.device.type, built.parts if ranks is built.group else None
         )
@@ -282,8 +282,8 @@ class Shards:
         """Raises RuntimeError for a model that is neither one step nor another."""
         if self.is_torn:
             raise RuntimeError(
-                "opening a checkpoint failed half-way, so that this model is a mixture of two steps: open one that is whole, "
-                "or close it"
+                "a step, or opening a checkpoint, failed half-way, so that this model is a mixture of two steps: open a "
+                "checkpoint that is whole, or close it"
             )
 
     def is_of_leaf(self, param: nn.Parameter) -> bool:
@@ -354,7 +354,8 @@ class Shards:
             return
         self._is_closed = True
         try:
-            self.drop_head_start()
+            if self.head_start is not None:
+                self.head_start.drop()
             self.residency.empty()
             weights = [(s.param, self.weight(s.param)) for _, s in self.parameters()] if materialize else []
             self.homes.settle()
