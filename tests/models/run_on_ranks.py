@@ -1,10 +1,11 @@
 """Launched by test_everyday_models_on_ranks.py: runs programs on all ranks, plain and sharded, and says what differs.
 
-run_on_ranks.py FOLDER NVME NAME...     every rank writes {(program, home): what differs}
+run_on_ranks.py FOLDER NVME [peft] NAME...     every rank writes {(program, home): what differs}
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from program_list import HOMES, PROGRAMS, policy_of
 def main() -> None:
     programs = PROGRAMS | compiled_programs.PROGRAMS
     with as_rank() as (_, out, (nvme, *names)):
+        if names[0] == "peft":
+            programs, names = importlib.import_module("peft_programs").PROGRAMS, names[1:]
         found: dict[tuple[str, str], list[str]] = {}
         for name in names:
             print("running", name, flush=True)  # seen when a rank fails

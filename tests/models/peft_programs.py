@@ -1,0 +1,143 @@
+"""Programs with adapters of the peft library, which has to be installed."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import peft
+import safetensors.torch
+import torch
+import zoo
+from faces import Face, Found, Program, fit
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from tiermem.zero import GatheredParameters
+
+
+def adapted(**fields: Any) -> Any:
+    """A small Llama with adapters whose products are not zero, so that every weight matters from the first step on."""
+    model = peft.get_peft_model(zoo.llama(), peft.LoraConfig(**({"r": 3, "target_modules": ["q_proj"]} | fields)))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.normal_(std=0.02)
+    return model
+
+
+def lora(face: Face) -> Found:
+    return fit(face, adapted(target_modules=["q_proj", "v_proj", "down_proj"]), zoo.loss_of)
+
+
+def lora_with_trained_head(face: Face) -> Found:
+    return fit(face, adapted(target_modules="all-linear", modules_to_save=["lm_head"]), zoo.loss_of)
+
+
+def lora_on_a_bf16_base(face: Face) -> Found:
+    model = adapted().bfloat16()
+    for name, param in model.named_parameters():
+        if "lora_" in name:
+            param.data = param.data.float()
+    return fit(face, model, zoo.loss_of)
+
+
+def dora(face: Face) -> Found:
+    """Its magnitude is a norm of the frozen weight, which is used outside of the Linear's own forward."""
+    return fit(face, adapted(use_dora=True), zoo.loss_of)
+
+
+def adapter_switched_off(face: Face) -> Found:
+    """The frozen base serves as its own reference, as in preference training."""
+    model = face.shard(adapted())
+    optim = face.adamw([p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for step in range(3):
+        with model.disable_adapter():
+            before = zoo.loss_of(model, face.sample(step)).detach()
+        loss = (zoo.loss_of(model, face.sample(step)) - before).square() + zoo.loss_of(model, face.sample(step))
+        loss.backward()
+        face.step(optim)
+        losses.append(loss.item())
+    return {"losses": losses, "weights": face.weights(model)}
+
+
+def two_adapters_in_turn(face: Face) -> Found:
+    model = adapted()
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"]))
+    model.requires_grad_(False)
+    for name, param in model.named_parameters():
+        param.requires_grad_("lora_" in name)
+    model = face.shard(model)
+    optim = face.adamw([p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for step in range(4):
+        model.set_adapter(["default", "second"][step % 2])
+        for name, param in model.named_parameters():  # peft freezes what is not active, and a plan is made once
+            param.requires_grad_("lora_" in name)
+        loss = zoo.loss_of(model, face.sample(step))
+        loss.backward()
+        face.step(optim)
+        losses.append(loss.item())
+    return {"losses": losses, "weights": face.weights(model)}
+
+
+def adapters_saved(face: Face) -> Found:
+    """Every rank gathers, rank 0 writes; the file holds the adapters alone."""
+    model = adapted(target_modules=["q_proj", "v_proj"])
+    found = fit(face, model, zoo.loss_of)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, is_main_process=face.rank == 0)
+        file = Path(folder) / "adapter_model.safetensors"
+        return found | {"file": safetensors.torch.load_file(file) if face.rank == 0 else {}}
+
+
+def adapters_put_back(face: Face) -> Found:
+    """What was taken out of a model is put into it again after more training, and it does as it did."""
+    model = adapted()
+    found = fit(face, model, zoo.loss_of)
+    kept = {name: value.clone() for name, value in peft.get_peft_model_state_dict(model).items()}
+    before = zoo.loss_of(model, 77).item()
+    with GatheredParameters(trained(model), modifier_rank=0), torch.no_grad():
+        for param in trained(model):
+            param.mul_(2.0)
+    between = zoo.loss_of(model, 77).item()
+    peft.set_peft_model_state_dict(model, kept)
+    return found | {"kept": kept, "losses after": [before, between, zoo.loss_of(model, 77).item()]}
+
+
+def adapters_merged(face: Face) -> Found:
+    """Into the frozen base and out of it again, with the weights gathered."""
+    model = adapted()
+    found = fit(face, model, zoo.loss_of)
+    losses = [zoo.loss_of(model, 77).item()]
+    with GatheredParameters(list(model.parameters()), modifier_rank=0):
+        model.merge_adapter()
+    losses.append(zoo.loss_of(model, 77).item())
+    merged = face.weights(model)
+    with GatheredParameters(list(model.parameters()), modifier_rank=0):
+        model.unmerge_adapter()
+    losses.append(zoo.loss_of(model, 77).item())
+    assert any(isinstance(module, LoraLayer) for module in model.modules())
+    return found | {"losses after": losses, "merged": merged}
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+PROGRAMS: dict[str, Program] = {
+    program.__name__: program
+    for program in (
+        lora,
+        lora_with_trained_head,
+        lora_on_a_bf16_base,
+        dora,
+        adapter_switched_off,
+        two_adapters_in_turn,
+        adapters_saved,
+        adapters_put_back,
+        adapters_merged,
+    )
+}
