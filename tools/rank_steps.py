@@ -2,13 +2,17 @@
 
     steps      forward, backward and optimizer of a tower of blocks; each loop is one step of ours, then one of theirs
     overhead   forward and backward of units that compute next to nothing: seconds of this thread's CPU beyond the same
-               modules unsharded, per unit and pass: what the Python around a unit costs
+               modules unsharded, per unit and pass, each loop one pass of the plain modules, of ours and of theirs
+                 python   over a group whose collectives return at once and move nothing: what the Python around a unit costs
+                 gloo     the same with gloo's calls
 
 A script for torch.multiprocessing: `run_rank` is called in every process. Imports torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import itertools
 import time
 from collections.abc import Callable
@@ -18,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import tiermem
@@ -84,18 +88,31 @@ def run_rank(rank: int, job: Job, answers: Any) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // job.num_ranks))
     store = torch._C._distributed_c10d.FileStore(job.store_file, job.num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks, timeout=_TIMEOUT)
-    answer = {"steps": _steps(job), "overhead": _overhead(job)}
+    group, idle = dist.group.WORLD, _idle_group()
+    assert group is not None
+    steps, overhead = _steps(job, group), {"gloo": _overhead(job, group)}
+    if idle is not None:
+        overhead["python"] = _overhead(job, idle)
     if rank == 0:
-        answers.put(answer)
+        answers.put({"steps": steps, "overhead": overhead})
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _steps(job: Job) -> dict[str, list[dict[str, float]]]:
+def _idle_group() -> dist.ProcessGroup | None:
+    """A group of all ranks whose collectives return at once and move nothing between them; None where torch has no such."""
+    with contextlib.suppress(ImportError):  # of torch's own tests, so private
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")
+        group: dist.ProcessGroup = dist.new_group(backend="fake")
+        return group
+    return None
+
+
+def _steps(job: Job, group: dist.ProcessGroup) -> dict[str, list[dict[str, float]]]:
     """Of each contestant, the seconds of every step's phases."""
     ours, theirs = _tower(job), _tower(job)
-    shards = tiermem.shard(ours, OffloadPolicy(stage=3, persistence_numel=0))
-    _fully_shard(theirs, job)
+    shards = tiermem.shard(ours, OffloadPolicy(stage=3, persistence_numel=0), group=group)
+    _fully_shard(theirs, group)
     optims = {"tiermem": tiermem.AdamW(ours.parameters()), "fsdp2": torch.optim.AdamW(theirs.parameters(), fused=True)}
     x = torch.randn(job.num_samples, job.width)
     found: dict[str, list[dict[str, float]]] = {"tiermem": [], "fsdp2": []}
@@ -122,11 +139,11 @@ def _step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> di
     return phases | {"whole": marks[-1] - marks[0]}
 
 
-def _overhead(job: Job) -> dict[str, list[dict[str, float]]]:
+def _overhead(job: Job, group: dist.ProcessGroup) -> dict[str, list[dict[str, float]]]:
     """Of each contestant, CPU seconds of this thread per unit in forward and in backward, beyond the plain modules'."""
     plain, ours, theirs = (Tower([Empty() for _ in range(job.num_empty)]) for _ in range(3))
-    shards = tiermem.shard(ours, OffloadPolicy(stage=3, persistence_numel=0))
-    _fully_shard(theirs, job)
+    shards = tiermem.shard(ours, OffloadPolicy(stage=3, persistence_numel=0), group=group)
+    _fully_shard(theirs, group)
     x = torch.randn(2, _EMPTY_NUMEL)
     found: dict[str, list[dict[str, float]]] = {"tiermem": [], "fsdp2": []}
     for loop in range(job.loops + 2):
@@ -155,8 +172,8 @@ def _tower(job: Job) -> Tower:
     return Tower([Block(job.width) for _ in range(job.num_blocks)])
 
 
-def _fully_shard(model: Tower, job: Job) -> None:
-    mesh = init_device_mesh("cpu", (job.num_ranks,))
+def _fully_shard(model: Tower, group: dist.ProcessGroup) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

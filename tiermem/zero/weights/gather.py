@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -32,6 +33,8 @@ from tiermem.zero.unit import Shard, Unit
 
 Way = Literal["coalesced", "single", "all_reduce"]
 """How the parts of a unit are exchanged; see above."""
+
+_Call = Callable[[], Sequence[Any]]  # starts something and returns what is to be waited for
 
 
 class Gather(Protocol):
@@ -72,10 +75,10 @@ class UnitGather:
         self._first = span.start if span is not None else 0
         self._parts = cut_span(unit, span)
         self._pieces: list[list[torch.Tensor]] = []  # of each parameter, every rank's: views, made in the first gather
+        self._own: list[torch.Tensor] = []  # this rank's of those
+        self._exchanges: list[_Exchange] = []  # made with them, in the order in which they are started
         self._shard: torch.Tensor | None = None
         self._mine: list[torch.Tensor] = []  # views of that
-        self._rounds = _rounds_of(topology)
-        self._is_direct = sends_directly(topology.group, full.device)
 
     @property
     def needs_shard(self) -> bool:
@@ -91,76 +94,80 @@ class UnitGather:
         The shard is free afterwards; on a GPU when the current stream gets there.
         """
         assert shard is not None
-        if not self._pieces:  # a storage without bytes cannot be viewed
-            self._pieces = [self._cut(part) for part in self._parts]
+        if not self._pieces:
+            self._prepare()
         if shard is not self._shard:  # one that rests in memory is the same every time
             self._shard = shard
             places = [(part.shard_offset - self._first, part.numel) for part in self._parts]
             self._mine = [shard[place : place + numel] for place, numel in places]
         if self._parts:
-            own = [pieces[self._topology.shard_rank] for pieces in self._pieces]
-            torch._foreach_copy_(own, self._mine, non_blocking=True)
+            torch._foreach_copy_(self._own, self._mine, non_blocking=True)
 
     def start(self) -> Pending:
         """Starts the exchange, after `put`. Does not block. Raises RankLost."""
-        if self._topology.num_shards == 1 or not self._parts:
-            return self._pending([])
-        everything = list(range(len(self._parts)))
         try:
-            if self._way == "all_reduce":
-                return self._pending([[self._add_up()]])
-            calls = [[index] for index in everything] if self._way == "single" else [everything]
-            rounds = ((call, each) for call in calls for each in self._rounds)
-            first = self._exchange(*next(rounds))
-            rest = (self._exchange(call, each) for call, each in rounds)  # as the wait asks for them
-            return self._pending(itertools.chain([first], rest))
+            return Pending(self._topology, self._what, self._start(), [self._full])
         except RuntimeError as error:
             raise explained(self._topology, self._what, error) from error
+
+    def _start(self) -> Iterable[Sequence[Any]]:
+        """Starts the first round; those after it are started as the wait asks for them."""
+        if self._way == "all_reduce" and self._topology.num_shards > 1 and self._parts:
+            return [[self._add_up()]]
+        if not self._exchanges:
+            return []
+        first = self._begin(self._exchanges[0])
+        if len(self._exchanges) == 1:
+            return [first]
+        return itertools.chain([first], map(self._begin, self._exchanges[1:]))
+
+    def _begin(self, exchange: _Exchange) -> list[Any]:
+        self._topology.traffic.add("all_gather", self._what, exchange.num_bytes, exchange.among)
+        return exchange.start()
+
+    def _prepare(self) -> None:
+        """Makes the views that every gather uses: not before the first, since a storage without bytes cannot be viewed."""
+        self._pieces = [self._cut(part) for part in self._parts]
+        self._own = [pieces[self._topology.shard_rank] for pieces in self._pieces]
+        if self._topology.num_shards == 1 or not self._parts:
+            return
+        everything = list(range(len(self._parts)))
+        calls = [[index] for index in everything] if self._way == "single" else [everything]
+        is_direct = sends_directly(self._topology.group, self._full.device)
+        make = self._messages if is_direct else self._all_gathers
+        self._exchanges = [make(call, each) for call in calls for each in _rounds_of(self._topology)]
 
     def _cut(self, part: Part) -> list[torch.Tensor]:
         """The places of every rank's piece of a parameter in the full layout."""
         return [self._full[part.place_of(rank)] for rank in range(self._topology.num_shards)]
 
-    def _pending(self, rounds: Iterable[list[Any]]) -> Pending:
-        return Pending(self._topology, self._what, rounds, [self._full])
+    def _messages(self, indices: list[int], each: _Round) -> _Exchange:
+        """A round of the exchange of some parameters, as messages of every rank's piece between every two of a group."""
+        group, num_bytes = self._topology.group_of(each.among), 0
+        calls: list[_Call] = []
+        for index in indices:
+            for row, places in enumerate(each.rows):
+                pieces = [self._pieces[index][place] for place in places]
+                num_bytes += sum(piece.nbytes for piece in pieces)
+                tag = (row + 1) * GATHER_TAG + self._parts[index].shard.index
+                calls.append(partial(send_to_all, group, each.me, pieces, tag))
+        return _Exchange(each.among, num_bytes, calls)
 
-    def _exchange(self, indices: list[int], each: _Round) -> list[Any]:
-        """Starts one round of the exchange of some parameters; returns what is to be waited for."""
-        rows = [
-            (index, row, [self._pieces[index][i] for i in places])
-            for index in indices
-            for row, places in enumerate(each.rows)
-        ]
-        num_bytes = sum(piece.nbytes for _, _, pieces in rows for piece in pieces)
-        self._topology.traffic.add("all_gather", self._what, num_bytes, each.among)
-        group = self._topology.group_of(each.among)
-        if not self._is_direct:
-            return self._all_gather(group, each, indices)
-        return [
-            work
-            for index, row, pieces in rows
-            for work in send_to_all(group, each.me, pieces, (row + 1) * GATHER_TAG + self._parts[index].shard.index)
-        ]
-
-    def _all_gather(self, group: dist.ProcessGroup, each: _Round, indices: list[int]) -> list[Any]:
-        """All-gathers of a round, grouped by the backend where torch can; in place where a row lies in one piece."""
-        is_whole = all(row == list(range(row[0], row[-1] + 1)) for row in each.rows) and all(
-            self._parts[index].is_whole for index in indices
-        )
-        grouping = getattr(dist.distributed_c10d, "_coalescing_manager", None)  # private: each is a call without it
-        device = None if is_whole else self._full.device
-        works = []
-        with grouping(group, device, async_ops=True) if grouping else contextlib.nullcontext() as grouped:
-            for part, pieces in ((self._parts[index], self._pieces[index]) for index in indices):
-                for row in each.rows:
-                    mine, start = pieces[row[each.me]], part.place_of(row[0]).start
-                    if is_whole:
-                        whole = self._full[start : start + len(row) * part.numel]
-                        works.append(dist.all_gather_into_tensor(whole, mine, group=group, async_op=True))
-                    else:
-                        row_pieces = [pieces[place] for place in row]
-                        works.append(dist.all_gather(row_pieces, mine, group=group, async_op=True))
-        return works if grouped is None else [grouped]
+    def _all_gathers(self, indices: list[int], each: _Round) -> _Exchange:
+        """The same as all-gathers, grouped by the backend where torch can; in place where a row lies in one piece."""
+        group, num_bytes = self._topology.group_of(each.among), 0
+        is_whole = all(row == list(range(row[0], row[-1] + 1)) for row in each.rows)
+        is_whole = is_whole and all(self._parts[index].is_whole for index in indices)
+        calls: list[_Call] = []
+        for part, pieces in ((self._parts[index], self._pieces[index]) for index in indices):
+            for row in each.rows:
+                mine, start = pieces[row[each.me]], part.place_of(row[0]).start
+                num_bytes += mine.nbytes * len(row)
+                whole = self._full[start : start + len(row) * part.numel] if is_whole else [pieces[i] for i in row]
+                calls.append(partial(_all_gather, whole, mine, group))
+        if self._full.device.type == "cpu":  # nothing to win, and what is grouped cannot be waited for with a time-out
+            return _Exchange(each.among, num_bytes, calls)
+        return _Exchange(each.among, num_bytes, calls, _grouping(group, None if is_whole else self._full.device))
 
     def _add_up(self) -> Any:
         """An all-reduce of the full layout, in which the parts of others are zero."""
@@ -170,6 +177,24 @@ class UnitGather:
                     piece.zero_()
         self._topology.traffic.add("all_reduce", self._what, self._full.nbytes, "shard")
         return dist.all_reduce(self._full.view(torch.int32), group=self._topology.group_of("shard"), async_op=True)
+
+
+class _Exchange(NamedTuple):
+    """Calls that are started together, again and again, with all their arguments."""
+
+    among: str
+    num_bytes: int
+    calls: list[_Call]
+    grouping: Callable[[], contextlib.AbstractContextManager[Any]] | None = None  # makes them one call of the backend's
+
+    def start(self) -> list[Any]:
+        """Returns what is to be waited for."""
+        if self.grouping is None:
+            return [work for call in self.calls for work in call()]
+        with self.grouping() as grouped:
+            for call in self.calls:
+                call()
+        return [grouped]
 
 
 class _Round(NamedTuple):
@@ -191,6 +216,21 @@ def _rounds_of(topology: Topology) -> list[_Round]:
         _Round("across", across.rank, [[row[within.rank] for row in places]]),
         _Round("within", within.rank, places),
     ]
+
+
+def _all_gather(whole: torch.Tensor | list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> list[Any]:
+    """Starts the gather of every rank's `mine` into one tensor, or into one for each rank."""
+    if isinstance(whole, list):
+        return [dist.all_gather(whole, mine, group=group, async_op=True)]
+    gather_flat = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its new name in torch, and its old
+    return [gather_flat(whole, mine, group=group, async_op=True)]
+
+
+def _grouping(
+    group: dist.ProcessGroup, device: torch.device | None
+) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
+    manager = getattr(dist.distributed_c10d, "_coalescing_manager", None)  # private: each is a call without it
+    return None if manager is None else partial(manager, group, device, async_ops=True)
 
 
 class Part(NamedTuple):
