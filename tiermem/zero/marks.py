@@ -73,20 +73,25 @@ class _WeakCall(Generic[Owner]):
             self._on_gradient(owner, grad)
 
 
-def tensors_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor in a value: in nested containers, ModelOutput, dataclasses and plain objects."""
+    found: list[torch.Tensor] = []
+    _collect(value, found, set())
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
     if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, _PLAIN) or callable(value):
-        return []
-    seen = set() if seen is None else seen
-    if id(value) in seen:
-        return []
+        found.append(value)
+        return
+    if isinstance(value, _PLAIN) or callable(value) or id(value) in seen:
+        return
     seen.add(id(value))
-    if isinstance(value, Mapping):
-        inside: Any = value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        inside = value
+    if isinstance(value, (tuple, list, set, frozenset)):
+        inside: Any = value
+    elif isinstance(value, Mapping):
+        inside = value.values()
     else:
         inside = vars(value).values() if hasattr(value, "__dict__") else ()
-    return [tensor for each in list(inside) for tensor in tensors_in(each, seen)]
+    for each in list(inside):
+        _collect(each, found, seen)

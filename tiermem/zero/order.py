@@ -9,6 +9,7 @@ every rank makes the same one.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 
 _LOOK_BEHIND = 4
@@ -27,6 +28,7 @@ class Order:
         self._kind: Hashable = None
         self._seen: list[int] = []  # of this pass
         self._guess: list[int] = []
+        self._places: dict[int, list[int]] = {}  # of each unit in the guess, for distances
         self._place = 0  # in the guess: what comes next
 
     def begin(self, kind: Hashable, has_backward: bool) -> None:
@@ -35,12 +37,13 @@ class Order:
             self._learnt[self._kind] = self._seen
         self._kind, self._seen, self._place = kind, [], 0
         backward = self._first_guess[::-1] if has_backward else []
-        self._guess = self._learnt.get(kind) or self._first_guess + backward
+        self._expect(self._learnt.get(kind) or self._first_guess + backward)
 
     def rewind(self) -> None:
         """Ends a pass whose next is expected to be of the same kind: what it begins with is upcoming."""
         if self._seen:
-            self._learnt[self._kind] = self._guess = self._seen
+            self._learnt[self._kind] = self._seen
+            self._expect(self._seen)
         self._seen, self._place = [], 0
 
     def use(self, unit: int) -> None:
@@ -62,7 +65,11 @@ class Order:
 
     def distance(self, unit: int) -> float:
         """How many uses lie before the unit's next; infinity when none is expected in this pass."""
-        try:
-            return self._guess.index(unit, self._place) - self._place
-        except ValueError:
-            return float("inf")
+        places = self._places.get(unit, ())
+        nearest = bisect_left(places, self._place)
+        return places[nearest] - self._place if nearest < len(places) else float("inf")
+
+    def _expect(self, guess: list[int]) -> None:
+        self._guess, self._places = guess, {}
+        for place, unit in enumerate(guess):
+            self._places.setdefault(unit, []).append(place)

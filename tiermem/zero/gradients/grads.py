@@ -75,6 +75,7 @@ class GradientHomes:
         self._reducer = Reducer(topology, policy, buckets) if topology.group is not None else None
         self._cut: dict[int, list[Bucket]] = {}  # each unit's buckets
         self._shards = [shard for unit in units for shard in unit.shards]
+        self._stand_ins: dict[Shard, ShardedGrad] = {}  # what `p.grad` is between backward and step
         self._arriving: list[Unit] = []  # under way between ranks, a unit for each bucket, oldest first
         self._open: OpenHome | None = None  # what some buckets of a unit have reached
         self._in_turn: list[Unit] = []  # stages 0 to 2: what this backward has not begun to reduce
@@ -190,7 +191,9 @@ class GradientHomes:
         """Lets `p.grad` stand for the gradients that rest at home."""
         for shard in unit.shards:
             if shard.has_gradient and shard.param.grad is None:
-                shard.param.grad = ShardedGrad(shard, self)
+                if shard not in self._stand_ins:
+                    self._stand_ins[shard] = ShardedGrad(shard, self)
+                shard.param.grad = self._stand_ins[shard]
 
     def drop_what_was_zeroed(self) -> None:
         """Outside backward: forgets gradients whose stand-in the user removed."""

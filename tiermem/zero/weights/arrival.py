@@ -55,7 +55,7 @@ class Arrival:
         elif live.gather is None:
             self._copy_in(live, live.shard)
         live.state = UnitState.FETCHED
-        live.mark(ZeroParamStatus.INFLIGHT)
+        live.memory.mark(ZeroParamStatus.INFLIGHT)
 
     def gather(self, live: LiveUnit) -> None:
         """HOME or FETCHED -> GATHERED: starts the exchange. Collective; waits for the read alone. Raises OSError, RankLost."""
@@ -68,7 +68,7 @@ class Arrival:
         else:
             live.memory.allocate()
         live.state = UnitState.GATHERED
-        live.mark(ZeroParamStatus.INFLIGHT)
+        live.memory.mark(ZeroParamStatus.INFLIGHT)
         live.gather.put(
             live.shard if live.shard is not None else self._staged(live) if live.stage is not None else None
         )
@@ -110,7 +110,6 @@ class Arrival:
             live.memory.leave()
             self._give_back(live)
             live.state = UnitState.HOME
-            live.mark(ZeroParamStatus.NOT_AVAILABLE)
 
     # ---- waiting -------------------------------------------------------------------------------------------------------
 

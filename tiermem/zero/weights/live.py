@@ -11,7 +11,6 @@ from tiermem.swap.move import Move
 from tiermem.zero.ranks.collectives import Pending
 from tiermem.zero.unit import Unit
 from tiermem.zero.weights import resting
-from tiermem.zero.weights.attributes import ZeroParamStatus, mark
 from tiermem.zero.weights.gather import Gather
 from tiermem.zero.weights.memory import UnitMemory
 
@@ -77,10 +76,6 @@ class LiveUnit:
         """Nobody needs the unit any more, whoever held it: its parameters rest (resting.py)."""
         self.num_users = 0
         resting.rest(self._streamed)
-
-    def mark(self, status: ZeroParamStatus) -> None:
-        """Says where the parameters' values are; one that holds a copy of its own has them."""
-        mark((shard.param for i, shard in enumerate(self.unit.shards) if not self.memory.is_out(i)), status)
 
     def take_out(self, index: int, value: torch.Tensor) -> None:
         """One parameter holds a copy of its own, whatever becomes of the unit, until `put_back`."""

@@ -13,7 +13,9 @@ right, reads give NaN, writes raise, nothing crashes. (torch lets `fill_` and `z
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +23,8 @@ from torch import nn
 from tiermem.swap.arena import Slot
 from tiermem.zero.unit import Unit
 from tiermem.zero.weights.attributes import ZeroParamStatus, mark
+
+_T = TypeVar("_T")
 
 
 def can_swap_pointers() -> bool:
@@ -56,7 +60,11 @@ class UnitMemory:
         self._storage = full.untyped_storage()
         self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards]
         self._nan = torch.full((), _nothing(unit.dtype), dtype=unit.dtype, device=device)
+        self._may_be_written = (
+            device.type == "cpu" and unit.dtype.is_floating_point
+        )  # where looking at it costs nothing
         self._absent = [self._nan.expand(s.shape) for s in unit.shards]
+        self._params = [shard.param for shard in unit.shards]
         self._storage.resize_(0)
         if unit.full_dtype != unit.dtype and unit.is_trainable:
             for shard in unit.shards:
@@ -95,6 +103,8 @@ class UnitMemory:
         """Gives the bytes up, shown or not; the parameters' data is NaN then. Nothing is written anywhere."""
         if self.is_present:
             self.hide()
+        else:
+            self.mark(ZeroParamStatus.NOT_AVAILABLE)
         if self._lender is not None:
             self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
             self._lender = None
@@ -105,6 +115,10 @@ class UnitMemory:
         """Makes the parameters' data NaN; the bytes stay."""
         self.is_present = False
         self._point(self._absent, ZeroParamStatus.NOT_AVAILABLE)
+
+    def mark(self, status: ZeroParamStatus) -> None:
+        """Says where the parameters' values are; one that holds a copy of its own has them."""
+        mark(self._params if not self._out else self._without_out(self._params), status)
 
     def sees(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of this memory."""
@@ -126,18 +140,16 @@ class UnitMemory:
         _point([self.unit.shards[index].param], [(self.views if self.is_present else self._absent)[index]], status)
 
     def _point(self, tensors: list[torch.Tensor], status: ZeroParamStatus) -> None:
-        params = [shard.param for shard in self.unit.shards]
+        params = self._params
         if self._out:
-            tensors = [tensor for i, tensor in enumerate(tensors) if i not in self._out]
-            params = [param for i, param in enumerate(params) if i not in self._out]
+            params, tensors = self._without_out(params), self._without_out(tensors)
         _point(params, tensors, status)
 
+    def _without_out(self, of_each: list[_T]) -> list[_T]:
+        return [each for i, each in enumerate(of_each) if i not in self._out]
+
     def _check_nothing_was_written(self) -> None:
-        if (
-            self._nan.device.type == "cpu"
-            and self._nan.item() == self._nan.item()
-            and self.unit.dtype.is_floating_point
-        ):
+        if self._may_be_written and not math.isnan(self._nan.item()):
             self._nan.fill_(float("nan"))
             raise RuntimeError(
                 f"a parameter of {self.unit.name!r} was filled while its weights rested elsewhere, so the values were lost: "

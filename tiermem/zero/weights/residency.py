@@ -180,7 +180,9 @@ class Residency:
         """Starts what comes next, nearest first, as far as limits and buffers allow."""
         may_wait = current is not None  # for one read: that of the next unit
         for live in self._ahead(current):
-            is_read = live.gather is not None and live.reads and live.state is not UnitState.PRESENT
+            if live.state is UnitState.PRESENT or (live.state is UnitState.GATHERED and not self._has_reads):
+                continue
+            is_read = live.gather is not None and live.reads
             bring = self._fetch if live.gather is None else self._gather
             if (is_read and not may_wait) or not bring(live, is_urgent=False):
                 break
@@ -201,10 +203,11 @@ class Residency:
         for index in self.order.upcoming():
             if index not in seen:
                 seen.add(index)
-                ahead += self._units[index].unit.full_numel
+                live = self._units[index]
+                ahead += live.unit.full_numel
                 if ahead > self._max_ahead or len(seen) > _MOST_AHEAD:
                     return
-                yield self._units[index]
+                yield live
 
     # ---- who leaves ----------------------------------------------------------------------------------------------------
 
@@ -215,8 +218,8 @@ class Residency:
         """
         mine = -1.0 if is_urgent else self.order.distance(live.unit.index)
         while len(self._full) >= self._most_full or self._full_numel + live.unit.full_numel > self._max_live:
-            farthest = self._farthest(self._full)
-            if farthest is None or self.order.distance(farthest.unit.index) <= mine:
+            farthest, distance = self._farthest(self._full)
+            if farthest is None or distance <= mine:
                 if not is_urgent:
                     return False
                 if self._pool is None or len(self._full) < self._most_full:
@@ -239,15 +242,18 @@ class Residency:
             return slot
         mine = -1.0 if is_urgent else self.order.distance(live.unit.index)
         among = self._staged | {i: u for i, u in self._full.items() if u.stage is not None and u.gather is None}
-        farthest = self._farthest(among)
-        if farthest is not None and self.order.distance(farthest.unit.index) > mine:
+        farthest, distance = self._farthest(among)
+        if farthest is not None and distance > mine:
             self._evict(farthest)
         return self._stages.take()
 
-    def _farthest(self, among: dict[int, LiveUnit]) -> LiveUnit | None:
-        """Of those that nobody uses, the one whose next use lies farthest ahead."""
-        idle = [live for live in among.values() if not live.num_users]
-        return max(idle, key=lambda live: self.order.distance(live.unit.index), default=None)
+    def _farthest(self, among: dict[int, LiveUnit]) -> tuple[LiveUnit | None, float]:
+        """Of those that nobody uses, the one whose next use lies farthest ahead, and how far."""
+        found, farthest = None, -1.0
+        for index, live in among.items():
+            if not live.num_users and (distance := self.order.distance(index)) > farthest:
+                found, farthest = live, distance
+        return found, farthest
 
     def _refuse(self, live: LiveUnit) -> None:
         busy = ", ".join(other.unit.name for other in self._full.values() if other.num_users and other is not live)
