@@ -14,10 +14,10 @@ import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
 
 FORWARD = ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "head"]
-BACKWARD = {  # what forward left in the buffers is not read again
-    2: ["layers.2", "layers.1", "layers.0", "embed"],
-    3: ["layers.1", "layers.0", "embed"],
-    4: ["layers.0", "embed"],
+BACKWARD = {  # what forward left in the buffers is not read again, nor is the embedding: its gradient needs indices alone
+    2: ["layers.2", "layers.1", "layers.0"],
+    3: ["layers.1", "layers.0"],
+    4: ["layers.0"],
     6: [],
 }
 

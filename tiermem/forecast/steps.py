@@ -80,7 +80,6 @@ class _Builder:
         self._phase = ""
         self._last = -1  # the latest task of the program itself: everything it does next comes after
         self._arrivals: dict[int, int] = {}  # unit -> the task that ends its way here
-        self._uses = [*course.uses, *reversed(course.uses)]
         self._loads = tile_loads(
             course.units, course.plan, course.policy, course.topology.shard_rank, course.most_tiles
         )
@@ -100,7 +99,8 @@ class _Builder:
     def build(self, num_steps: int) -> list[Task]:
         for number in range(num_steps):
             for micro in range(self._course.num_micro):
-                self._fetching.begin([use.units for use in self._uses])
+                again = [use.units for use in reversed(self._course.uses) if use.reads_again]
+                self._fetching.begin([use.units for use in self._course.uses] + again)
                 self._forward(number)
                 self._backward(number, micro)
             self._step(number)
@@ -111,7 +111,7 @@ class _Builder:
     def _forward(self, number: int) -> None:
         self._phase = f"{FORWARD} {number}"
         for use in self._course.uses:
-            self._run(use, use.forward_s)
+            self._run(use.name, use.units, use.forward_s)
 
     def _backward(self, number: int, micro: int) -> None:
         self._phase = f"{BACKWARD} {number}"
@@ -119,7 +119,7 @@ class _Builder:
             unit: sum(unit in use.units for use in self._course.uses) for use in self._course.uses for unit in use.units
         }
         for use in reversed(self._course.uses):
-            self._run(use, use.backward_s)
+            self._run(use.name, use.units if use.reads_again else (), use.backward_s)
             if not self._fetching.expects_reads():
                 self._begin_tiles()
             for index in use.units:
@@ -132,12 +132,12 @@ class _Builder:
         while self._under_way:
             self._arrive()
 
-    def _run(self, use: Use, seconds: float) -> None:
+    def _run(self, name: str, units: Sequence[int], seconds: float) -> None:
         """One module's maths, once its units have come; what is fetched ahead is begun before it."""
-        for begun in self._fetching.use(use.units):
+        for begun in self._fetching.use(units):
             self._begin(begun)
-        arrivals = [self._arrivals[index] for index in use.units if index in self._arrivals]
-        self._last = self._add(use.name, MATHS, seconds + self._rates.use_s, [self._last, *arrivals])
+        arrivals = [self._arrivals[index] for index in units if index in self._arrivals]
+        self._last = self._add(name, MATHS, seconds + self._rates.use_s, [self._last, *arrivals])
 
     def _begin(self, start: Start) -> None:
         """A unit begins its way, or a part of it."""

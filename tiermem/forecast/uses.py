@@ -13,6 +13,7 @@ from torch import nn
 
 from tiermem.forecast.rates import Compute
 from tiermem.zero.unit import Division
+from tiermem.zero.uses import reads_weights_again
 
 
 class Use(NamedTuple):
@@ -22,6 +23,7 @@ class Use(NamedTuple):
     units: tuple[int, ...]  # indices of the units it needs, streamed or not
     forward_s: float
     backward_s: float
+    reads_again: bool = True  # whether its backward needs the units as well
 
 
 def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]:
@@ -38,7 +40,8 @@ def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]
         counted |= matrices
         numel = 0 if has_rest and module not in in_list else sum(param.numel() for param in matrices)
         forward_s, backward_s = numel * compute.forward_s, numel * compute.backward_s
-        uses.append(Use(names[module], tuple(unit.index for unit in units), forward_s, backward_s))
+        indices = tuple(unit.index for unit in units)
+        uses.append(Use(names[module], indices, forward_s, backward_s, reads_weights_again(module)))
     left = sum(param.numel() for param in _left(in_list if has_rest else set(model.modules())) - counted)
     if left or not uses:
         uses.append(Use("what is always present", (), left * compute.forward_s, left * compute.backward_s))

@@ -10,7 +10,8 @@ Rooms, and the files outside them, in the order in which to read (imports go the
     plan         bytes of every tier, beforehand        estimate     needs of an imagined model
     weights/     a unit's values, at rest and present
     gradients/   from autograd to where they rest until the step
-    marks        where backward is                      hooks        forward and backward call the rest
+    marks        where backward is                      uses         what backward has not answered yet
+    hooks        forward and backward call the rest
     building/    a model that may not fit: zero.Init, tiles, leaf modules
     pools        the arena, carved as planned           settling     weights go home
     shards       a sharded model

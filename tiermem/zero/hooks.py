@@ -9,10 +9,8 @@ Only hooks that torch offers are used. For every module that triggers units:
                      everything in between has been computed then): answered; the unit's own parameters have their
                      gradients, since autograd accumulates those at once
 
-Each forward with gradients makes a *use*, held by the autograd graph alone: a graph that is thrown away (an exception, an
-evaluation without backward) takes its uses with it. Reentrant checkpointing runs forward without gradients first; that is
-a *promise* of a use, made when backward computes forward again. When no use of a unit is left unanswered, and none promised,
-its gradients are final; what is left when backward ends (inputs without gradients, such as token ids) is finished there.
+Each forward with gradients makes a *use* (uses.py), which backward answers. When none of a unit is left unanswered its
+gradients are final; what is left when backward ends (inputs without gradients, such as token ids) is finished there.
 Gradients add up at home, so a use that is answered late costs time, never correctness.
 
 When backward has asked for a unit and no further read of parameters is expected, `on_last_read` is called: from then on the
@@ -24,7 +22,6 @@ called again in the same backward, and for every micro-batch; it is called at th
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -35,20 +32,9 @@ from torch.utils.hooks import RemovableHandle
 from tiermem.zero.gradients.grads import GradientHomes
 from tiermem.zero.marks import handed_back, handed_over, made_by, mark, tensors_in
 from tiermem.zero.outside_graphs import outside_graphs
+from tiermem.zero.uses import Use, Uses, reads_weights_again
 from tiermem.zero.weights.residency import LiveUnit, Residency
 from tiermem.zero.weights.resting import RestingParameter
-
-
-class Use:
-    """One forward of a module with gradients: which units it needs again, and whether backward has asked for them."""
-
-    def __init__(self, units: Sequence[LiveUnit]) -> None:
-        self.units = list(units)
-        self.is_held = False
-        self.answered_in = 0  # the number of a backward
-        self.entered = 0  # by the clock of forwards that begin and end
-        self.left = 0
-        self.start_ns = time.monotonic_ns()  # of the forward, then of the backward
 
 
 class Frame:
@@ -84,9 +70,8 @@ class Hooks:
         self._residency = residency
         self._recorder = residency.recorder
         self._homes = homes
-        self._uses: dict[int, weakref.WeakSet[Use]] = {u.unit.index: weakref.WeakSet() for u in units}
+        self._uses = Uses(units)
         self._held: list[Use] = []  # asked for by the backward under way
-        self._promised: dict[int, int] = dict.fromkeys(self._uses, 0)  # uses that reentrant checkpointing will make
         self._frames: list[Frame] = []  # forwards under way, the innermost last
         self._returned: list[LiveUnit] = []  # of parameters that the root has returned; held until backward has ended
         self._is_training_pass = False  # the root's forward is under way and began with gradients
@@ -140,7 +125,7 @@ class Hooks:
 
     # ---- forward ---------------------------------------------------------------------------------------------------------
 
-    def enter(self, needed: Sequence[LiveUnit], args: Any, kwargs: Any) -> Frame:
+    def enter(self, needed: Sequence[LiveUnit], args: Any, kwargs: Any, reads_again: bool = True) -> Frame:
         """A forward begins: its units are made present; its inputs are marked when gradients will flow."""
         frame = Frame(tuple(needed), None)
         for live in frame.needed:
@@ -149,14 +134,13 @@ class Hooks:
         self._frames.append(frame)
         if not torch.is_grad_enabled():
             if self._is_training_pass:
-                self._promise(frame.needed, 1)
+                self._uses.promise(frame.needed, 1)
             return frame
         if _in_backward():
-            self._promise(frame.needed, -1)
-        use = frame.use = Use(frame.needed)
+            self._uses.promise(frame.needed, -1)
+        use = frame.use = Use(frame.needed, reads_again)
         use.entered = self._tick()
-        for live in frame.needed:
-            self._uses[live.unit.index].add(use)
+        self._uses.add(use)
         given = handed_over(args, kwargs)
         mark([tensor for tensor in given if tensor.grad_fn is not None], use, self._computed)
         mark([tensor for tensor in given if tensor.grad_fn is None], use, self._computed_to_a_leaf)
@@ -242,9 +226,8 @@ class Hooks:
         live.hold()
         self._residency.ensure(live)
         frame.borrowed.append(live)
-        if frame.use is not None and live not in frame.use.units:
-            frame.use.units.append(live)
-            self._uses[live.unit.index].add(frame.use)
+        if frame.use is not None:
+            self._uses.extend(frame.use, live)
 
     def _keep(self, live: LiveUnit) -> None:
         """The root has returned a parameter: its unit stays until backward has ended, or the next pass begins."""
@@ -252,22 +235,16 @@ class Hooks:
         self._residency.ensure(live)
         self._returned.append(live)
 
-    def _promise(self, needed: Sequence[LiveUnit], change: int) -> None:
-        for live in needed:
-            self._promised[live.unit.index] = max(0, self._promised[live.unit.index] + change)
-
     # ---- backward ----------------------------------------------------------------------------------------------------------
 
     def answer(self, use: Use) -> None:
         """A use's backward has been computed: its units are let go, and their gradients received if they are final."""
         use.answered_in = self._num_backwards
-        for live in use.units:
-            self._uses[live.unit.index].discard(use)
+        self._uses.answer(use)
         self._let_go(use)
         with torch._C.DisableTorchFunctionSubclass():  # asking resting parameters for their gradients is quicker so
             for live in use.units:
-                is_final = not self._uses[live.unit.index] and not self._promised[live.unit.index]
-                if live.unit.is_trainable and is_final and self.may_receive():
+                if live.unit.is_trainable and self._uses.is_final(live) and self.may_receive():
                     self._homes.receive(live.unit)
 
     def check_backward_ended(self) -> None:
@@ -282,7 +259,7 @@ class Hooks:
     def finish_backward(self) -> None:
         """Receives what is left of gradients and lets every held unit go. Runs by itself at the end of backward."""
         self._is_backward = False
-        self._promised = dict.fromkeys(self._promised, 0)
+        self._uses.forget_promises()
         while self._held:
             self.answer(self._held[-1])
         while self._returned:
@@ -307,10 +284,9 @@ class Hooks:
         use.is_held = True
         if grad is not None and grad.requires_grad:  # a backward through this one needs the units until it is back here
             mark([grad], use, self._come_back)
-        for live in use.units:
-            self._uses[live.unit.index].add(use)
+        self._uses.add(use)
         self._held.append(use)
-        for live in use.units:
+        for live in use.needed_again:
             live.hold()
             self._residency.ensure(live)
         use.start_ns = time.monotonic_ns()
@@ -343,7 +319,7 @@ class Hooks:
             use.is_held = False
             self._held.remove(use)
             self._record("backward", use)
-            for live in use.units:
+            for live in use.needed_again:
                 live.let_go()
                 self._residency.release(live)
 
@@ -387,7 +363,7 @@ class _ModuleHooks:
     @outside_graphs
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._frames.append(None)
-        self._frames[-1] = self._hooks.enter(self._needed, args, kwargs)
+        self._frames[-1] = self._hooks.enter(self._needed, args, kwargs, reads_weights_again(module))
 
     @outside_graphs
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

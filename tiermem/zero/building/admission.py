@@ -2,6 +2,7 @@
 
     lazy parameters      have no shape yet: nothing can be planned
     sparse embeddings    their gradients are lists of rows, which are neither reduced nor stepped here (frozen ones are welcome)
+    max_norm embeddings  they write weights in forward, where a copy may be; the master is not (frozen ones are welcome)
     complex parameters   no optimizer here steps them (frozen ones are welcome)
 
 What depends on the policy (dtypes of masters, sizes of buffers) is asked where it is planned (plan.py, unit.py).
@@ -28,10 +29,19 @@ def check_model(model: nn.Module, is_trained: bool) -> None:
                 "parameter and torch.view_as_complex that in forward, or freeze it"
             )
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not module.sparse:
-            continue
-        if is_trained and module.weight.requires_grad:
-            raise ValueError(
-                f"module {name!r} makes sparse gradients, which are neither reduced nor stepped here: build it with "
-                "sparse=False, or freeze it"
-            )
+        if is_trained and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.weight.requires_grad:
+            _check_embedding(name, module)
+
+
+def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    if module.sparse:
+        raise ValueError(
+            f"module {name!r} makes sparse gradients, which are neither reduced nor stepped here: build it with "
+            "sparse=False, or freeze it"
+        )
+    if module.max_norm is not None:
+        raise ValueError(
+            f"module {name!r} has max_norm={module.max_norm}: it writes its weights in forward, where they are a copy of what "
+            "is stepped, so that would be lost. Build it with max_norm=None and divide the rows that it looks up by their "
+            "norms, or freeze it"
+        )
