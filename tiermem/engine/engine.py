@@ -145,6 +145,8 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         with self._accumulation.step() as is_boundary:
             if is_boundary:
                 self._step(optimizer, lr_kwargs or {})
+            else:
+                self.shards.residency.end_pass()  # what the next one begins with is known, and stays
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of a step; with managed_gradient_accumulation false: in `step` only."""

@@ -70,10 +70,12 @@ class Fetching:
         self._place = 0
         self._starts: list[Start] = []
 
-    def begin(self, uses: Iterable[Sequence[int]]) -> None:
-        """Begins a pass whose uses need these units."""
+    def begin(self, uses: Iterable[Sequence[int]]) -> list[Start]:
+        """Begins a pass whose uses need these units; returns what begins ahead of the first, unless a step has begun it."""
         self._sequence = _without_repeats(unit for units in uses for unit in units if unit in self._numels)
         self._place = 0
+        self._look_ahead(None)
+        return self._taken()
 
     def use(self, units: Sequence[int]) -> list[Start]:
         """The next use; returns what begins, because it needs it or ahead of those that will, in order.

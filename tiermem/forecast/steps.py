@@ -99,8 +99,6 @@ class _Builder:
     def build(self, num_steps: int) -> list[Task]:
         for number in range(num_steps):
             for micro in range(self._course.num_micro):
-                again = [use.units for use in reversed(self._course.uses) if use.reads_again]
-                self._fetching.begin([use.units for use in self._course.uses] + again)
                 self._forward(number)
                 self._backward(number, micro)
             self._step(number)
@@ -110,6 +108,9 @@ class _Builder:
 
     def _forward(self, number: int) -> None:
         self._phase = f"{FORWARD} {number}"
+        again = [use.units for use in reversed(self._course.uses) if use.reads_again]
+        for begun in self._fetching.begin([use.units for use in self._course.uses] + again):
+            self._begin(begun)
         for use in self._course.uses:
             self._run(use.name, use.units, use.forward_s)
 

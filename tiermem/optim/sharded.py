@@ -77,7 +77,7 @@ class ShardedModel:
                 self._count_steps(live)
             self.tiles.step(lambda shard: self._step_of(shard, factor))
             self._regather(trainable)
-            shards.residency.prefetch_first()
+            shards.residency.end_pass()
         return Outcome(norm, was_refused=False)
 
     def _step_unit(self, live: LiveUnit, grads: torch.Tensor) -> None:

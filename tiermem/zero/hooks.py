@@ -177,7 +177,7 @@ class Hooks:
                 live.let_all_go()
         self._is_training_pass = torch.is_grad_enabled()
         has_backward = torch.is_grad_enabled() and module.training
-        self._residency.order.begin((has_backward, module.training), has_backward)
+        self._residency.begin_pass((has_backward, module.training), has_backward)
 
     @outside_graphs
     def _end_pass(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -190,6 +190,8 @@ class Hooks:
             if type(tensor) is RestingParameter and id(tensor) in self._by_param:
                 self._keep(self._by_param[id(tensor)])
         mark(made, self, Hooks._see_backward)
+        if not _in_backward() and not torch.is_grad_enabled():
+            self._residency.end_pass()  # of an evaluation: no step follows that would change weights
 
     # ---- parameters of other modules -------------------------------------------------------------------------------------
 

@@ -1,10 +1,10 @@
 """Order: the sequence in which units are used, learnt while it happens and used to look ahead.
 
 A *pass* begins when the root module's forward begins. The sequence of one pass (forward, and backward when there was one)
-is the guess for the next pass of the same kind; before the first, the guess is the order of definition and then its
-reverse. When the program does something else the guess is taken up again at the next place where it fits: a wrong guess
-costs time, never correctness. The guess depends on the program's sequence of uses alone, never on time or memory, so that
-every rank makes the same one.
+is the guess for the next pass of the same kind; before the first, the guess is the order of definition and then the reverse
+of what backward needs of it. When the program does something else the guess is taken up again at the next place where it
+fits: a wrong guess costs time, never correctness. The guess depends on the program's sequence of uses alone, never on time
+or memory, so that every rank makes the same one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ class Order:
     """The learnt sequence of unit indices, with a place in it.
 
     Args:
-        first_guess: units in the order of definition.
+        forward: units in the order of definition.
+        backward: those that backward needs, in its order; default: all.
     """
 
-    def __init__(self, first_guess: Sequence[int]) -> None:
-        self._first_guess = list(first_guess)
+    def __init__(self, forward: Sequence[int], backward: Sequence[int] | None = None) -> None:
+        self._forward = list(forward)
+        self._backward = self._forward[::-1] if backward is None else list(backward)
         self._learnt: dict[Hashable, list[int]] = {}
         self._kind: Hashable = None
         self._seen: list[int] = []  # of this pass
@@ -36,8 +38,8 @@ class Order:
         if self._seen:
             self._learnt[self._kind] = self._seen
         self._kind, self._seen, self._place = kind, [], 0
-        backward = self._first_guess[::-1] if has_backward else []
-        self._expect(self._learnt.get(kind) or self._first_guess + backward)
+        first_guess = self._forward + (self._backward if has_backward else [])
+        self._expect(self._learnt.get(kind) or first_guess)
 
     def rewind(self) -> None:
         """Ends a pass whose next is expected to be of the same kind: what it begins with is upcoming."""

@@ -42,7 +42,6 @@ from tiermem.zero.building.as_built import built_with
 from tiermem.zero.device import check_device, device_of
 from tiermem.zero.gradients.grads import GradientHomes
 from tiermem.zero.hooks import Hooks
-from tiermem.zero.order import Order
 from tiermem.zero.plan import BOUNCE_BYTES, make_plan
 from tiermem.zero.pools import carve
 from tiermem.zero.ranks.agreement import agree, facts_of, facts_of_plan
@@ -57,7 +56,8 @@ from tiermem.zero.ranks.topology import (
     ranks_per_node,
 )
 from tiermem.zero.settling import release, settle, show_parts
-from tiermem.zero.unit import Shard, Unit, divide
+from tiermem.zero.unit import Division, Shard, divide
+from tiermem.zero.uses import first_order
 from tiermem.zero.weights.live import LiveUnit
 from tiermem.zero.weights.lowering import watch_autocast
 from tiermem.zero.weights.residency import Residency
@@ -148,7 +148,7 @@ class Shards:
         try:
             if self.plan.disk_bytes:
                 self.store.reserve_disk(self.plan.disk_bytes, self.plan.why_disk(policy))
-            self._build(division.triggers, division.units, Order([u.index for u in division.order()]))
+            self._build(division)
         except BaseException:
             self.store.close()
             self.workers.close()
@@ -379,7 +379,8 @@ class Shards:
 
     # ---- building ------------------------------------------------------------------------------------------------------
 
-    def _build(self, triggers: dict[nn.Module, list[Unit]], units: list[Unit], order: Order) -> None:
+    def _build(self, division: Division) -> None:
+        units, order = division.units, first_order(division)
         bounce = Bounce(self.store, BOUNCE_BYTES // 4) if self.policy.paths else None
         pools = carve(self.store.arena, self.plan)
         updating = Updating(self.topology, self.policy, pools.updates)
@@ -392,7 +393,7 @@ class Shards:
         trainable = [u for u in units if u.is_trainable]
         plan, grads, sums = self.plan.grads, pools.gradients, pools.sums
         self.homes = GradientHomes(trainable, plan, self.store, self.topology, self.workers, grads, sums, self.policy)
-        live = {module: [self.units[u.index] for u in needed] for module, needed in triggers.items()}
+        live = {module: [self.units[u.index] for u in needed] for module, needed in division.triggers.items()}
         self.triggers = list(live)  # modules that make units present
         self.hooks = Hooks(self.model, live, self.units, self.residency, self.homes)
         lowered = [s.param for u in units if u.full_dtype != u.dtype for s in u.shards]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -107,11 +107,12 @@ class Division:
     triggers: dict[nn.Module, list[Unit]]  # modules whose forward needs units, in the order of the model
     most_at_once: int  # streamed units that a module needs, with those of the modules around it
 
-    def order(self) -> list[Unit]:
-        """The streamed units in the order in which their modules were defined: the first guess of a forward."""
+    def order(self, counts: Callable[[nn.Module], bool] = lambda module: True) -> list[Unit]:
+        """The streamed units in the order in which their modules, those that count, were defined: the first guess."""
         seen: dict[int, Unit] = {}
-        for units in self.triggers.values():
-            seen.update((unit.index, unit) for unit in units if not unit.is_resident)
+        for module, units in self.triggers.items():
+            if counts(module):
+                seen.update((unit.index, unit) for unit in units if not unit.is_resident)
         return list(seen.values())
 
 

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from tiermem.zero.order import Order
+from tiermem.zero.unit import Division
 from tiermem.zero.weights.live import LiveUnit
 
 _HOOKS_OF_A_MODULE = 1  # that hooks.py puts before its forward, and behind it
@@ -82,6 +84,12 @@ class Uses:
         """Whether a unit's gradients are all there."""
         index = live.unit.index
         return not self._open[index] and not self._promised[index]
+
+
+def first_order(division: Division) -> Order:
+    """What a model's first pass is expected to need, by definition: forward, and then what backward reads again."""
+    forward, backward = division.order(), division.order(reads_weights_again)
+    return Order([unit.index for unit in forward], [unit.index for unit in reversed(backward)])
 
 
 def reads_weights_again(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ are no units of this file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import torch
 
@@ -108,8 +108,16 @@ class Residency:
         upcoming = (self._units[index] for index in self.order.upcoming())
         return any(live.state is UnitState.HOME and live.reads for live in upcoming)
 
-    def prefetch_first(self) -> None:
-        """Starts fetching what the next pass is expected to begin with."""
+    def begin_pass(self, kind: Hashable, has_backward: bool) -> None:
+        """A pass of a kind begins: starts fetching what it is expected to begin with, unless that is under way."""
+        self.order.begin(kind, has_backward)
+        self._look_ahead(None)
+
+    def end_pass(self) -> None:
+        """A pass has ended whose next is expected to be of the same kind: starts fetching what that begins with.
+
+        To be called when weights do not change before it: after a step, an evaluation, a micro-batch that ends no step.
+        """
         self.order.rewind()
         self._look_ahead(None)
 
