@@ -11,12 +11,14 @@ buffered, and `why_buffered` says why:
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
 import secrets
 from pathlib import Path
 
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
 ALIGNMENT = 4096  # of offsets, lengths and memory; what every file system with O_DIRECT accepts here
 
 
@@ -77,6 +79,17 @@ def preallocate(fd: int, start: int, num_bytes: int) -> None:
             os.posix_fadvise(buffered, start, num_bytes, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(buffered)
+
+
+def give_back(fd: int, start: int, num_bytes: int) -> None:
+    """Takes a range's blocks out of a file, which keeps its length and reads zeros there. Raises OSError.
+
+    EOPNOTSUPP where the file system cannot. Python has posix_fallocate, which only takes.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(num_bytes)):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def why_buffered(fd: int) -> str:

@@ -282,8 +282,8 @@ class RangeStore:
     def close(self, keep: bool = False) -> None:
         """Ends every transfer, frees memory and removes the store's files. Raises the first error of a write-back.
 
-        With `keep`, or after `keep_files`, the folders stay, without their lock. Calling it twice does nothing; nor does
-        calling it in a forked child.
+        With `keep`, or after `keep_files`, the folders stay, without their lock, with what is frozen: the room of everything
+        else is given back to the disk. Calling it twice does nothing; nor does calling it in a forked child.
         """
         if os.getpid() != self._owner or self._finalizer.detach() is None:
             return
@@ -298,6 +298,8 @@ class RangeStore:
             finally:
                 self._end_queues()
         finally:
+            if self._held.keeps_files:
+                self._drop_homes()
             self._entries.clear()
             self._under_way.clear()
             self._freezes.clear()
@@ -395,6 +397,12 @@ class RangeStore:
 
     def _nothing_to_move(self, result: object, name: str) -> Move:
         return Move(_NO_QUEUES, (), result, name, self.recorder)
+
+    def _drop_homes(self) -> None:
+        """Gives back every extent that no freeze holds."""
+        for entry in self._entries.values():
+            if entry.nvme is not None:
+                entry.nvme.drop()
 
     def _end_queues(self) -> None:
         """Lets every transfer end and closes the queues; the next transfer opens others."""

@@ -19,7 +19,7 @@ import errno
 import os
 
 from tiermem.swap import durable
-from tiermem.swap.direct import ALIGNMENT, preallocate
+from tiermem.swap.direct import ALIGNMENT, give_back, preallocate
 from tiermem.swap.extents import FreeRanges, round_up
 from tiermem.swap.paths import NvmePath
 from tiermem.swap.probe import probe_path
@@ -131,6 +131,16 @@ class Segment:
                 durable.sync_folder(folder)
             self._has_lasting_name = True
 
+    def _shrink(self, fd: int) -> None:
+        """Gives the disk back what nobody holds, where its file system can."""
+        with contextlib.suppress(OSError):  # it takes more than it has to
+            end = self.size_bytes - self._free.tail(self.size_bytes)
+            if end < self.size_bytes <= os.fstat(fd).st_size:
+                os.ftruncate(fd, end)
+            for start, stop in self._free.ranges():
+                if stop <= end:
+                    give_back(fd, start, stop - start)
+
     def _check_found(self) -> None:
         """The open file goes on without a name, but nobody would find what was saved in it."""
         try:
@@ -142,9 +152,11 @@ class Segment:
             raise FileNotFoundError(errno.ENOENT, f"{what}. Save a copy elsewhere", str(self.file))
 
     def close(self, keep: bool) -> None:
-        """Closes; removes the lock, and the file and the folder unless they are to be kept."""
+        """Closes; removes the lock, and the file and the folder unless they are to be kept: then without what is free."""
         fd, self.fd, self.used_bytes = self.fd, -1, 0
         try:
+            if keep and fd >= 0:
+                self._shrink(fd)
             self._folder.close(keep)
         finally:
             if fd >= 0:

@@ -2,8 +2,8 @@
 
     the test --rules, one line of JSON each--> stdin    this program    /dev/fuse <--> the kernel <--> the store
 
-Every file is a temporary one of a real file system. A read or a write that a rule covers is answered with the rule's errno,
-or with the first `keep` bytes of it; the kernel hands that to whichever engine asked, as it hands over a real disk's answer.
+Every file is a temporary one of a real file system. A read, a write or a sync that a rule covers is answered with the rule's
+errno, or with the first `keep` bytes of it; the kernel hands that to whoever asked, as it hands over a real disk's answer.
 `python lying_disk.py MOUNTPOINT` says "mounted", then "ok" for each line of rules; it unmounts and ends when stdin closes.
 It does no more than a store asks of a file system.
 """
@@ -37,7 +37,10 @@ _DETACH = 2
 
 @dataclass
 class Rule:
-    """What becomes of the next `times` transfers of a kind ("read", "write") that touch bytes start to stop."""
+    """What becomes of the next `times` transfers of a kind ("read", "write") that touch bytes start to stop.
+
+    A "sync" touches all of them.
+    """
 
     kind: str
     start: int
@@ -85,6 +88,7 @@ class LyingDisk:
             _READDIR: _list,
             _READ: self._read,
             _WRITE: self._write,
+            _FSYNC: self._sync,
             _FALLOCATE: self._allocate,
             _UNLINK: self._remove,
             _RMDIR: self._remove,
@@ -92,7 +96,7 @@ class LyingDisk:
             _RENAME2: lambda node, body: self._rename(node, body, 16),
             _STATFS: lambda node, body: struct.pack("<5Q10I", *[1 << 20] * 5, 4096, 255, 4096, *[0] * 7),
         }
-        for quiet in (_RELEASE, _RELEASEDIR, _FLUSH, _FSYNC, _ACCESS):
+        for quiet in (_RELEASE, _RELEASEDIR, _FLUSH, _ACCESS):
             self._answers[quiet] = lambda node, body: b""
 
     def answer(self, request: bytes) -> bytes | None:
@@ -150,6 +154,10 @@ class LyingDisk:
         _, offset, length = struct.unpack_from("<QQI", body)
         kept = self._kept("write", offset, length)
         return struct.pack("<II", os.pwrite(node.data.fileno(), body[40 : 40 + kept], offset), 0)
+
+    def _sync(self, node: Node, body: bytes) -> bytes:
+        self._kept("sync", 0, 1 << 62)
+        return b""
 
     def _kept(self, kind: str, offset: int, length: int) -> int:
         """How many bytes of a transfer are done. Raises OSError when a rule says so."""

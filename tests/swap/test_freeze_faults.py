@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from frozen_bytes import content, on_disk, write
+from lies import Lies
 
 from tiermem.swap import durable
 from tiermem.swap.native import Fault
+from tiermem.swap.paths import NvmePath
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 
@@ -92,6 +94,20 @@ def test_sync_that_fails_freezes_nothing_names_the_file_and_may_be_tried_again(
     assert on_disk(first, "x", 2 * PAGE) == pattern(2 * PAGE).numpy().tobytes()
     expected = torch.cat([pattern(PAGE, 2), pattern(2 * PAGE, seed=1)[PAGE:]])
     assert on_disk(second, "x", 2 * PAGE) == expected.numpy().tobytes()
+
+
+def test_sync_that_the_disk_fails_is_told_as_it_was(lies: Lies, make_store: MakeStore, pattern: Pattern) -> None:
+    store = make_store(num_slots=2, paths=[NvmePath(lies.point)])
+    store.put("x", pattern(2 * PAGE), Tier.NVME).wait()
+    first = store.freeze()
+    write(store, "x", 0, pattern(PAGE, seed=1))
+    lies.tell({"kind": "sync", "start": 0, "stop": 1, "code": errno.EIO})
+    with pytest.raises(OSError, match="Input/output error") as failure:
+        store.freeze()
+    assert (failure.value.errno, failure.value.filename) == (errno.EIO, str(first.files()[0]))
+    second = store.freeze()
+    assert on_disk(first, "x", 2 * PAGE) == pattern(2 * PAGE).numpy().tobytes()
+    assert on_disk(second, "x", PAGE) == pattern(PAGE, seed=1).numpy().tobytes()
 
 
 def test_after_a_failed_sync_a_buffered_path_is_not_believed_any_more(

@@ -306,6 +306,30 @@ def test_store_that_is_kept_leaves_its_files_also_after_an_error_and_when_forgot
         assert [file.name for file in folder.iterdir()] == ["segment.bin"]
 
 
+def test_kept_store_gives_the_disk_back_what_no_freeze_holds(
+    tmp_path: Path, pattern: Callable[..., torch.Tensor]
+) -> None:
+    mib = 1 << 20
+    with TensorStore(tmp_path, 8 * mib, num_slots=2) as store:
+        store.reserve_disk(32 * mib)
+        for name in "abc":
+            store.put(name, pattern(mib, seed=ord(name)), Tier.NVME).wait()
+        first = store.freeze()
+        for name in "ac":
+            store.fetch(name).wait().zero_()
+            store.release(name, dirty=True)
+        store.settle()
+        second = store.freeze()  # b where it was, the others in their second slots
+        store.thaw(first)
+        store.keep_files()
+    (file,) = second.files()
+    assert file.stat().st_blocks * 512 == 3 * mib
+    for name in "abc":
+        (place,) = second.ranges(name, 0, mib)
+        data = pattern(mib, seed=ord("b")) if name == "b" else torch.zeros(mib, dtype=torch.uint8)
+        assert file.read_bytes()[place.file_offset :][:mib] == data.numpy().tobytes()
+
+
 def test_bytes_of_a_kept_store_are_found_by_its_last_freeze(
     tmp_path: Path, pattern: Callable[..., torch.Tensor]
 ) -> None:
