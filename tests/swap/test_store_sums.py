@@ -15,6 +15,7 @@ from tiermem.swap.bounce import Bounce
 from tiermem.swap.checksum import crc32c
 from tiermem.swap.corruption import CorruptionError
 from tiermem.swap.native import Fault, Workers
+from tiermem.swap.paths import NvmePath
 from tiermem.swap.pieces import ROTATION, Pieces
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
@@ -174,6 +175,26 @@ def test_what_shares_a_block_with_odd_bytes_keeps_its_sum_and_not_that_of_what_w
     Bounce(store, PAGE, 2).write("x", 700, pattern(PAGE - 700, seed=3))  # reads the block, the wrong byte with it
     with pytest.raises(CorruptionError, match="part 0 of x"):
         store.fetch("x").wait()
+
+
+def test_the_file_that_is_named_is_the_one_of_its_path(
+    make_store: MakeStore, pattern: Pattern, two_paths: list[NvmePath]
+) -> None:
+    store, named = make_store(paths=two_paths), set()
+    for seed in range(4):
+        data = pattern(NUM_BYTES, seed)
+        _protected(store, data, f"x{seed}")
+        (path,) = [
+            each.path
+            for each in two_paths
+            if data.numpy().tobytes() in next(each.path.glob("tiermem-*/segment.bin")).read_bytes()
+        ]
+        _flip(path, data, 2 * PAGE)
+        with pytest.raises(CorruptionError) as caught:
+            store.fetch(f"x{seed}").wait()
+        assert Path(caught.value.filename).parents[1] == path
+        named.add(path)
+    assert len(named) == 2
 
 
 def test_wrong_bytes_can_be_overwritten(make_store: MakeStore, pattern: Pattern, tmp_path: Path) -> None:
