@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tiermem import OffloadPolicy, Shards, Tier
-from tiermem.checkpoint.blocks import Fragment
+from tiermem.checkpoint.blocks import Run
 from tiermem.checkpoint.capture import sharded
 from tiermem.precision import PRESETS
 
@@ -49,7 +49,7 @@ class Summed(NamedTuple):
 
     first_byte: int
     data: torch.Tensor
-    fragments: list[Fragment]
+    fragments: list[Run]
 
 
 def summed(shards: Shards) -> dict[tuple[str, str], list[Summed]]:
@@ -65,7 +65,7 @@ def summed(shards: Shards) -> dict[tuple[str, str], list[Summed]]:
         assert [*starts, each.offset + each.num_bytes] == [each.offset, *stops]  # without a gap
         shift = each.first_byte - each.offset
         rows = zip(starts, stops, table.crcs[inside].tolist(), strict=True)
-        fragments = [Fragment(start + shift, stop - start, crc) for start, stop, crc in rows]
+        fragments = [Run(start + shift, stop - start, [crc]) for start, stop, crc in rows]
         data = each.read(0, each.num_bytes).clone()
         found.setdefault((each.param, each.state), []).append(Summed(each.first_byte, data, fragments))
     return found

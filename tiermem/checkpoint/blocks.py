@@ -12,16 +12,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from tiermem.checkpoint.manifest import CHECKSUM_BYTES
 from tiermem.swap.checksum import combine
 
+Offsets = npt.NDArray[np.int64]
 
-class Fragment(NamedTuple):
-    """The checksum of bytes of a state that lie within one block."""
+
+class Run(NamedTuple):
+    """Bytes of a state, and the checksum of what each block holds of them."""
 
     start: int
     num_bytes: int
-    crc: int
+    crcs: list[int]
 
 
 def cuts(start: int, num_bytes: int) -> list[tuple[int, int]]:
@@ -34,30 +39,45 @@ def cuts(start: int, num_bytes: int) -> list[tuple[int, int]]:
     return found
 
 
-def merge(fragments: Iterable[Fragment]) -> list[Fragment]:
-    """The same bytes in fewer fragments: neighbours within a block become one."""
-    found: list[Fragment] = []
-    for each in sorted(fragments):
-        last = found[-1] if found else None
-        if last is not None and last.start + last.num_bytes == each.start and each.start % CHECKSUM_BYTES:
-            found[-1] = Fragment(
-                last.start, last.num_bytes + each.num_bytes, combine(last.crc, each.crc, each.num_bytes)
-            )
+def run_of(starts: Offsets, stops: Offsets, crcs: Sequence[int]) -> Run | None:
+    """A run out of pieces in the order of their bytes; None unless each lies in one block and begins where one ends."""
+    if (starts[1:] != stops[:-1]).any() or (starts // CHECKSUM_BYTES != (stops - 1) // CHECKSUM_BYTES).any():
+        return None
+    start, num_bytes = int(starts[0]), int(stops[-1] - starts[0])
+    inner = np.flatnonzero(starts[1:] % CHECKSUM_BYTES) + 1  # pieces that go on in a block
+    if not len(inner):
+        return Run(start, num_bytes, list(crcs))
+    found: list[int] = []
+    lengths, goes_on = (stops - starts).tolist(), set(inner.tolist())
+    for number, crc in enumerate(crcs):
+        if number in goes_on:
+            found[-1] = combine(found[-1], crc, lengths[number])
         else:
-            found.append(each)
+            found.append(crc)
+    return Run(start, num_bytes, found)
+
+
+def joined(runs: Iterable[Run]) -> list[Run]:
+    """The same bytes in as few runs as there are."""
+    found: list[Run] = []
+    for each in sorted(runs, key=lambda run: run.start):
+        last = found[-1] if found else None
+        if last is None or last.start + last.num_bytes != each.start:
+            found.append(Run(each.start, each.num_bytes, list(each.crcs)))
+            continue
+        shared = each.start % CHECKSUM_BYTES
+        if shared:
+            num_bytes = min(each.num_bytes, CHECKSUM_BYTES - shared)
+            last.crcs[-1] = combine(last.crcs[-1], each.crcs[0], num_bytes)
+        last.crcs.extend(each.crcs[1:] if shared else each.crcs)
+        found[-1] = last._replace(num_bytes=last.num_bytes + each.num_bytes)
     return found
 
 
-def checksums(fragments: Iterable[Fragment], what: str) -> tuple[int, ...]:
-    """The checksum of every block of a state, from fragments that hold all of it once. Raises RuntimeError otherwise."""
-    found = merge(fragments)
-    _check_whole(found, what)
-    return tuple(each.crc for each in found)
-
-
-def _check_whole(fragments: Sequence[Fragment], what: str) -> None:
-    end = 0
-    for each in fragments:
-        if each.start != end or (each.start % CHECKSUM_BYTES and each.start):
-            raise RuntimeError(f"{what}: byte {min(end, each.start)} is saved twice, or by no rank")
-        end += each.num_bytes
+def checksums(runs: Iterable[Run], what: str) -> tuple[int, ...]:
+    """The checksum of every block of a state, from runs that hold all of it once. Raises RuntimeError otherwise."""
+    found = joined(runs)
+    if len(found) != 1 or found[0].start:
+        places = ", ".join(f"{run.start} to {run.start + run.num_bytes}" for run in found[:4])
+        raise RuntimeError(f"{what}: bytes {places} are saved; a state is saved once and whole")
+    return tuple(found[0].crcs)

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from tiermem.checkpoint.blocks import Fragment, checksums, merge
+from tiermem.checkpoint.blocks import Run, checksums, joined
 from tiermem.checkpoint.crc import crc32c
 from tiermem.checkpoint.manifest import Manifest, Parameter, PartFile
-from tiermem.checkpoint.pieces import Fragments, Placed, frozen_pieces
+from tiermem.checkpoint.pieces import Placed, Runs, frozen_pieces
 from tiermem.checkpoint.places import written
 from tiermem.checkpoint.plain import Json
 from tiermem.checkpoint.stretch import Stretch
@@ -48,7 +48,7 @@ class Content:
         return [each for each in self.stretches if each.entry is None]
 
 
-def told_of_part(file: Path, data: bytes, sums: Fragments) -> Json:
+def told_of_part(file: Path, data: bytes, sums: Runs) -> Json:
     """What a rank tells of its part: where it is, its size and checksum, and those of its states."""
     rows = [[param, state, [list(each) for each in found]] for (param, state), found in sums.items()]
     return {"folder": str(file.parent), "file": file.name, "bytes": len(data), "crc32c": crc32c(data), "sums": rows}
@@ -62,10 +62,10 @@ def manifest_of(
         PartFile(rank, written(Path(each["folder"]), folder), each["file"], each["bytes"], each["crc32c"])
         for rank, each in enumerate(told)
     )
-    sums: dict[str, dict[str, list[Fragment]]] = {}
+    sums: dict[str, dict[str, list[Run]]] = {}
     for each in told:
-        for param, state, fragments in each["sums"]:
-            sums.setdefault(param, {}).setdefault(state, []).extend(Fragment(*row) for row in fragments)
+        for param, state, runs in each["sums"]:
+            sums.setdefault(param, {}).setdefault(state, []).extend(Run(*row) for row in runs)
     return Manifest(
         run_id=run_id,
         commit=commit,
@@ -86,12 +86,12 @@ def manifest_of(
 
 def put_together(placed: Iterable[Placed]) -> Placed:
     """Pieces from several files; a state may have some in each."""
-    pieces, sums = [], dict[tuple[str, str], list[Fragment]]()
+    pieces, sums = [], dict[tuple[str, str], list[Run]]()
     for each in placed:
         pieces += each.pieces
-        for key, fragments in each.sums.items():
-            sums.setdefault(key, []).extend(fragments)
-    return Placed(pieces, {key: merge(fragments) for key, fragments in sums.items()})
+        for key, runs in each.sums.items():
+            sums.setdefault(key, []).extend(runs)
+    return Placed(pieces, {key: joined(runs) for key, runs in sums.items()})
 
 
 def frozen(shards: Shards, content: Content, freeze: Freeze) -> Placed:

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tiermem.checkpoint import kinds
-from tiermem.checkpoint.blocks import Fragment, cuts, merge
-from tiermem.checkpoint.manifest import CHECKSUM_BYTES, Piece
+from tiermem.checkpoint.blocks import Run, cuts, joined, run_of
+from tiermem.checkpoint.manifest import Piece
 from tiermem.checkpoint.stretch import Stretch
 from tiermem.swap.checksum import crc32c
 from tiermem.swap.extents import round_up
@@ -28,7 +28,7 @@ from tiermem.swap.writer import FileWriter
 CHUNK_BYTES = 4 << 20
 _ALIGN = 64  # bytes
 
-Fragments = Mapping[tuple[str, str], Sequence[Fragment]]
+Runs = Mapping[tuple[str, str], Sequence[Run]]
 """Checksums of what a rank holds of each (parameter, state)."""
 
 TableOf = Callable[[str], PieceTable | None]
@@ -59,14 +59,14 @@ class Placed(NamedTuple):
     """A rank's pieces and the checksums of their bytes."""
 
     pieces: list[Piece]
-    sums: Fragments
+    sums: Runs
 
 
 def frozen_pieces(stretches: Sequence[Stretch], ranges_of: RangesOf, table_of: TableOf, workers: Workers) -> Placed:
     """The pieces of stretches on NVMe, by the number of the path whose file they lie in. Blocks only where a checksum is
     not known: then the bytes are read. Raises OSError."""
     pieces: list[Piece] = []
-    sums: dict[tuple[str, str], list[Fragment]] = {}
+    sums: dict[tuple[str, str], list[Run]] = {}
     tables: dict[str, PieceTable | None] = {}
     for stretch in stretches:
         assert stretch.entry is not None
@@ -74,7 +74,8 @@ def frozen_pieces(stretches: Sequence[Stretch], ranges_of: RangesOf, table_of: T
         if stretch.entry not in tables:
             tables[stretch.entry] = table_of(stretch.entry)
         known = _known(stretch, tables[stretch.entry])
-        sums.setdefault((stretch.param, stretch.state), []).extend(known or _summed(stretch, workers))
+        found = [known] if known is not None else [_sum(start, data, workers) for start, data in _chunks(stretch)]
+        sums.setdefault((stretch.param, stretch.state), []).extend(found)
     return Placed(pieces, _merged(sums))
 
 
@@ -84,7 +85,7 @@ def write_data(stretches: Sequence[Stretch], path: Path, file: int, workers: Wor
     Raises OSError, and then there is no such file.
     """
     pieces: list[Piece] = []
-    sums: dict[tuple[str, str], list[Fragment]] = {}
+    sums: dict[tuple[str, str], list[Run]] = {}
     with FileWriter(path, data_bytes(stretches)) as out:
         for stretch in stretches:
             out.skip_to(round_up(out.position, _ALIGN))
@@ -92,7 +93,7 @@ def write_data(stretches: Sequence[Stretch], path: Path, file: int, workers: Wor
             found = sums.setdefault((stretch.param, stretch.state), [])
             for start, data in _chunks(stretch):
                 out.put(data)
-                found += _sum(start, data, workers)
+                found.append(_sum(start, data, workers))
     return Placed(pieces, _merged(sums))
 
 
@@ -118,35 +119,24 @@ def _piece(stretch: Stretch, first: int, numel: int, file: int, offset: int) -> 
     return Piece(stretch.param, stretch.state, stretch.kind, stretch.start + first, numel, file, offset, num_bytes)
 
 
-def _known(stretch: Stretch, table: PieceTable | None) -> list[Fragment]:
-    """What the store knows of a stretch, if its pieces are whole and lie in one block each; else nothing."""
+def _known(stretch: Stretch, table: PieceTable | None) -> Run | None:
+    """What the store knows of a stretch, if it knows all of it."""
     if table is None:
-        return []
+        return None
     inside = table.inside(stretch.offset, stretch.num_bytes)
     starts, stops = table.pieces.starts[inside], table.pieces.stops[inside]
     if not len(starts) or not table.is_known[inside].all():
-        return []
-    first, last = starts + (stretch.first_byte - stretch.offset), stops + (stretch.first_byte - stretch.offset)
-    is_whole = first[0] == stretch.first_byte and last[-1] == stretch.first_byte + stretch.num_bytes
-    if (
-        not is_whole
-        or (first[1:] != last[:-1]).any()
-        or (first // CHECKSUM_BYTES != (last - 1) // CHECKSUM_BYTES).any()
-    ):
-        return []
-    rows = zip(first.tolist(), (last - first).tolist(), table.crcs[inside].tolist(), strict=True)
-    return [Fragment(*row) for row in rows]
+        return None
+    if starts[0] != stretch.offset or stops[-1] != stretch.offset + stretch.num_bytes:
+        return None
+    shift = stretch.first_byte - stretch.offset
+    return run_of(starts + shift, stops + shift, table.crcs[inside].tolist())
 
 
-def _summed(stretch: Stretch, workers: Workers) -> list[Fragment]:
-    return [each for start, data in _chunks(stretch) for each in _sum(start, data, workers)]
-
-
-def _sum(start: int, data: torch.Tensor, workers: Workers) -> list[Fragment]:
+def _sum(start: int, data: torch.Tensor, workers: Workers) -> Run:
     """The checksums of bytes that begin at `start` of their state."""
-    parts = cuts(start, data.numel())
-    crcs = crc32c([data[at - start : at - start + num_bytes] for at, num_bytes in parts], workers)
-    return [Fragment(at, num_bytes, crc) for (at, num_bytes), crc in zip(parts, crcs, strict=True)]
+    parts = [data[at - start : at - start + num_bytes] for at, num_bytes in cuts(start, data.numel())]
+    return Run(start, data.numel(), crc32c(parts, workers))
 
 
 def _chunks(stretch: Stretch) -> Iterator[tuple[int, torch.Tensor]]:
@@ -156,5 +146,5 @@ def _chunks(stretch: Stretch) -> Iterator[tuple[int, torch.Tensor]]:
         yield stretch.first_byte + offset, stretch.read(offset, num_bytes)
 
 
-def _merged(sums: Mapping[tuple[str, str], list[Fragment]]) -> Fragments:
-    return {key: merge(fragments) for key, fragments in sums.items()}
+def _merged(sums: Mapping[tuple[str, str], list[Run]]) -> Runs:
+    return {key: joined(runs) for key, runs in sums.items()}

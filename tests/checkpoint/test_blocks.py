@@ -1,0 +1,48 @@
+"""Is a state's checksum by MiB the same however its bytes were cut?"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tiermem.checkpoint.blocks import Run, checksums, cuts, joined, run_of
+from tiermem.swap.checksum import crc32c
+
+MIB = 1 << 20
+DATA = torch.randint(0, 256, (3 * MIB + 12345,), dtype=torch.uint8)
+
+
+def run(start: int, stop: int) -> Run:
+    return Run(start, stop - start, crc32c([DATA[at : at + n].clone() for at, n in cuts(start, stop - start)]))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_runs_of_any_sizes_give_the_checksums_of_whole_blocks(seed: int) -> None:
+    chance = random.Random(seed)
+    edges = sorted(
+        {0, DATA.numel(), *(chance.choice([chance.randrange(DATA.numel()), MIB, 2 * MIB]) for _ in range(9))}
+    )
+    runs = [run(start, stop) for start, stop in itertools.pairwise(edges)]
+    chance.shuffle(runs)
+    due = tuple(crc32c([block.clone() for block in DATA.split(MIB)]))
+    assert checksums(runs, "w") == due
+    half = len(runs) // 2
+    assert checksums(joined(runs[:half]) + joined(runs[half:]), "w") == due
+
+
+def test_pieces_within_blocks_become_a_run() -> None:
+    edges = np.array([100, 5000, MIB, MIB + 1, 2 * MIB, 2 * MIB + 77], np.int64)
+    crcs = crc32c([DATA[a:b].clone() for a, b in zip(edges.tolist(), edges.tolist()[1:], strict=False)])
+    assert run_of(edges[:-1], edges[1:], crcs) == run(100, 2 * MIB + 77)
+    assert run_of(edges[:-1:2], edges[1::2], crcs[::2]) is None  # a hole
+    assert run_of(edges[[1]], edges[[3]], crcs[:1]) is None  # through two blocks
+
+
+def test_what_is_missing_or_twice_is_an_error() -> None:
+    for runs in ([run(0, 100), run(101, 200)], [run(0, 100), run(0, 100)], [run(5, 100)]):
+        with pytest.raises(RuntimeError, match="once and whole"):
+            checksums(runs, "w")
