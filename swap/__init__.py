@@ -30,6 +30,7 @@
     freezes       what every freeze holds
     ranges        parts of an entry as transfers, checked
     under_way     moves that have not ended
+    host_memory   the arena, and whom to wait for when it is full
     held          memory, files and queues of a store, and their end
     stats         what a store has moved and holds
     range_store   byte ranges of entries, freezes, the store as a whole

@@ -30,13 +30,13 @@ import numpy.typing as npt
 import torch
 
 from tiermem.swap import durable
-from tiermem.swap.arena import BudgetError, Slot
 from tiermem.swap.entry import Entry
 from tiermem.swap.freeze import Freeze
 from tiermem.swap.freezes import Freezes
 from tiermem.swap.held import Held
 from tiermem.swap.home import NvmeHome, changing
-from tiermem.swap.move import Move, wait_for_any
+from tiermem.swap.host_memory import HostMemory
+from tiermem.swap.move import Move
 from tiermem.swap.native import BACKGROUND, NORMAL, READ, WRITE, Fault, Op
 from tiermem.swap.paths import AnyPath
 from tiermem.swap.queues import Queues, Transfers
@@ -80,6 +80,7 @@ class RangeStore:
         self._owner = os.getpid()
         self._held = Held.take(paths, host_bytes, disk_bytes, self.run, io or IoSettings(), pin, faults)
         self.arena, self._files = self._held.arena, self._held.files
+        self._memory = HostMemory(self.arena, self._under_way, self._lock)
         self._finalizer = weakref.finalize(self, _close_forgotten, os.getpid(), self._held)
 
     def __contains__(self, name: str) -> bool:
@@ -105,7 +106,7 @@ class RangeStore:
             self._entries[name] = entry
         if home is Tier.HOST:
             try:
-                entry.occupy(self._carve(entry.num_bytes, f"{name!r}, resting on HOST,"))
+                entry.occupy(self._memory.take(entry.num_bytes, f"{name!r}, resting on HOST,"))
             except BaseException:
                 self.drop(name)
                 raise
@@ -312,24 +313,6 @@ class RangeStore:
             raise RuntimeError("this store belongs to the process that opened it; a forked child may not use it")
         if self._held.is_closed:
             raise RuntimeError("this store is closed")
-
-    def _carve(self, num_bytes: int, what: str) -> Slot:
-        """HOST memory, when need be after write-backs have given theirs back. Raises BudgetError."""
-        while True:
-            try:
-                return self.arena.take(num_bytes, what)
-            except BudgetError:
-                if not self._await_memory():
-                    raise
-
-    def _await_memory(self) -> bool:
-        """Waits until a write-back under way has ended; False when there is none whose end could free memory."""
-        carved = self.arena.carved_bytes
-        with self._lock:
-            writes = self._under_way.unfinished(is_write=True)
-        if writes and self.arena.carved_bytes >= carved:
-            wait_for_any([[move] for move in writes])  # whichever path is faster
-        return bool(writes) or self.arena.carved_bytes < carved
 
     def _read_ops(self, entry: Entry, offset: int, buffer: torch.Tensor) -> list[Op]:
         check_range(entry, offset, buffer)

@@ -71,7 +71,7 @@ class TensorStore(RangeStore):
         entry = self._entries[name]
         try:
             if home is Tier.NVME:
-                entry.occupy(self._carve(entry.padded_bytes, f"{name!r}, on its way to NVME,"))
+                entry.occupy(self._memory.take(entry.padded_bytes, f"{name!r}, on its way to NVME,"))
             assert entry.slot is not None
             entry.tensor(entry.slot).copy_(tensor)
             move = self.release(name, dirty=True)
@@ -94,7 +94,7 @@ class TensorStore(RangeStore):
                 with self._lock:
                     return self._fetch(self._entries[name], into, priority)
             except BudgetError:
-                if not self._await_memory():
+                if not self._memory.await_some():
                     raise
 
     def release(self, name: str, dirty: bool = False) -> Move | None:
