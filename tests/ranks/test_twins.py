@@ -20,7 +20,7 @@ from twin_on_ranks import train_all
 
 HERE = Path(__file__).parent
 ROUNDING = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
-OTHER_ORDER = 1e-2  # most distance of weights after three steps from sums in another order
+OTHER_ORDER = {"fp32": 1e-2, "bf16": 3e-2, "fp16": 3e-2}  # most distance of weights after three steps, for another order
 
 Found = dict[str, dict[str, Run]]
 SELECTED = [(num_ranks, case) for num_ranks in NUM_RANKS for case in selection(num_ranks)]
@@ -99,7 +99,7 @@ def assert_equals_twins(num_ranks: int, case: Case, found: list[Found]) -> None:
             assert different(ours, twin) == []
         else:
             assert ours.losses == pytest.approx(twin.losses, rel=2 * ROUNDING[case.precision])
-            assert distance(ours, twin) <= OTHER_ORDER
+            assert distance(ours, twin) <= OTHER_ORDER[case.precision]
         if case.precision == "fp32":
             ddp = of_rank[str(case)]["ddp"]
             assert ours.losses == pytest.approx(ddp.losses, rel=1e-6)
