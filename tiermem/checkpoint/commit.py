@@ -114,8 +114,8 @@ class Commits:
         shards, rank = self._shards, self._shards.topology.rank
         freeze = shards.store.freeze()
         undo.callback(shards.store.thaw, freeze)
-        files = list(freeze.files())
-        folder = shards.store.folders()[0]
+        files = [each.absolute() for each in freeze.files()]  # what is written must be found from anywhere
+        folder = shards.store.folders()[0].absolute()
         placed = [frozen(shards, content, freeze)]
         if content.in_memory:
             files.append(folder / data_name(commit))
