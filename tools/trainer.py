@@ -107,6 +107,7 @@ class Trainer:
                 self._load(model, Path(job.checkpoint))
             if job.resume is not None:
                 self._resume(engine, job.resume)
+            engine.step_client_state = {CLIENT_KEY: job.to_save}
             give_back_free_memory()
             self._announce(engine, num_params, ceiling, predict(engine, job, measured, ceiling, resident_bytes))
             before = store_counts(engine.shards.store), kernel_counts(), written_by_path(engine.shards.store)
@@ -296,6 +297,7 @@ class Trainer:
             kernel_written_bytes=moved_by_kernel.written_bytes,
             paths=[[path, total - written.get(path, 0), total] for path, total in since_made.items()],
             host_peak_bytes=host_peak_bytes,
+            is_every_step_durable=engine.shards.policy.durability == "step",
             peak_rss_bytes=own_resident().peak_bytes,
             is_interrupted=self._stop.is_asked,
         )

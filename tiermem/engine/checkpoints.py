@@ -35,6 +35,7 @@ class EngineCheckpoints:
     global_steps: int
     global_samples: int
     skipped_steps: int
+    step_client_state: Mapping[str, Any]  # saved with every step of durability="step"; yours to set
     _scaler: LossScaler
     _accumulation: Accumulation
     _was_step_applied: bool
@@ -141,7 +142,7 @@ class EngineCheckpoints:
     def _end_step(self) -> None:
         """When everything that a step changes has changed. Collective with durability="step"."""
         if self.shards.policy.durability == "step":
-            make_durable(self.shards, self.optimizer, self._beside(None))
+            make_durable(self.shards, self.optimizer, self._beside(self.step_client_state))
 
     def _beside(self, client_state: Mapping[str, Any] | None) -> Beside:
         """What is saved beside the states."""

@@ -97,6 +97,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
             self.shards.close()
             raise
         self.training_dataloader: Any = None  # whose place is saved; `initialize` sets its own
+        self.step_client_state = {}
         self._accumulation = Accumulation(self.shards, self._sizes.accumulation, config.managed_gradient_accumulation)
         self._dump_state()
 
