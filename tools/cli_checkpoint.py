@@ -63,15 +63,19 @@ def import_(
     tag: Annotated[str | None, typer.Option(help="which of a DeepSpeed folder's [default: its latest]")] = None,
     new_tag: Annotated[str | None, typer.Option(help="of what is written [default: global_step<N>]")] = None,
     optimizer: Annotated[Path | None, typer.Option(help="a file with a torch optimizer's state dict")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="the model's config.json, for train --resume [default: beside the weights]")
+    ] = None,
     shows_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
 ) -> None:
     """Make a tiermem checkpoint of another system's: weights, masters, moments, steps, loss scale."""
-    from tiermem.tools.import_checkpoint import import_checkpoint
+    from tiermem.tools.import_checkpoint import ImportOptions, import_checkpoint
     from tiermem.tools.reports import open_console
 
     with refusing("import", debug, "stopped by Ctrl-C; nothing was written"):
-        status = import_checkpoint(source, out, open_console(), tag, new_tag, optimizer, shows_json)
+        options = ImportOptions(source, out, tag, new_tag, optimizer, config, shows_json)
+        status = import_checkpoint(options, open_console())
     raise typer.Exit(status)
 
 

@@ -18,14 +18,13 @@ from rich.console import Console
 from rich.text import Text
 
 from tiermem.tools.byte_size import format_bytes
-from tiermem.tools.import_checkpoint import transfer_bar
+from tiermem.tools.import_checkpoint import CONFIG_NAME, transfer_bar
 from tiermem.tools.resumed import CLIENT_KEY
 
 if TYPE_CHECKING:
     from tiermem.checkpoint.source import Source
 
 MADE_BY = "tiermem export"
-_CONFIG_NAME = "config.json"
 
 
 class ExportOptions(NamedTuple):
@@ -94,7 +93,7 @@ def _export_dcp(options: ExportOptions, source: Source, dtype: Any, console: Con
 def _config_text(given: Path | None, source: Source) -> str | None:
     """The model's config.json: the file given, or what the run that saved said of its model."""
     if given is not None:
-        file = given / _CONFIG_NAME if given.is_dir() else given
+        file = given / CONFIG_NAME if given.is_dir() else given
         if not file.is_file():
             raise FileNotFoundError(2, "--config: there is no such file", str(file))
         return file.read_text("utf-8")

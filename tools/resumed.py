@@ -45,6 +45,11 @@ def options_to_save(
     return {"name": name, "shape": shape, "config": config, "is_checkpointing": options.is_checkpointing, **kept}
 
 
+def options_of_model(name: str, shape: dict[str, Any]) -> dict[str, Any]:
+    """What makes another program's checkpoint one to go on from: its model. All else is said when it is resumed, or default."""
+    return {"name": name, "shape": shape, "config": None, "is_checkpointing": False, **dict.fromkeys(_CARRIED)}
+
+
 def find_resumed(where: Path) -> Resumed:
     """The newest durable step of a place. Raises OSError when there is none; ValueError for one that is not whole, or that
     another program saved."""

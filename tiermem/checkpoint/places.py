@@ -13,7 +13,8 @@ from tiermem.checkpoint.manifest import LATEST_FILE, POINTER_FILE
 
 
 def written(path: Path, base: Path) -> str:
-    """A path as a file in `base` names it; both absolute."""
+    """A path as a file in `base` names it; either may be relative to the working directory, or pass through links."""
+    path, base = path.resolve(), base.resolve()
     if path == base:
         return "."
     if path.parent == base:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -74,7 +75,8 @@ def tensors_in(found: Any) -> Iterator[torch.Tensor]:
 def _load(file: Path | io.BytesIO, what: str, foreign: Sequence[str], is_mapped: bool) -> Any:
     stand_ins = [(type(name.rpartition(".")[2], (Attributes,), {}), name) for name in foreign]
     try:
-        with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]  # pairs are documented
+        with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():  # type: ignore[arg-type]  # pairs too
+            warnings.simplefilter("ignore")  # of a protocol that it then refuses
             return torch.load(file, map_location="cpu", mmap=is_mapped or None, weights_only=True)
     except (OSError, MemoryError):
         raise

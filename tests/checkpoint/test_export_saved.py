@@ -1,0 +1,109 @@
+"""Are weights, masters and moments exported from what tiermem saved, in every precision and tier, what the run had?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import tiermem
+
+from checkpoint.test_deepspeed_import import values_of  # isort: skip
+from tiermem import OffloadPolicy, Precision, Tier
+from tiermem.checkpoint import save
+from tiermem.checkpoint.interchange.from_dcp import read_dcp
+from tiermem.checkpoint.interchange.to_dcp import export_dcp
+from tiermem.checkpoint.interchange.to_weights import export_weights
+from tiermem.checkpoint.interchange.weights_of import weights_of
+from tiermem.checkpoint.source import Source
+from tiermem.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, zero_to_fp32
+
+
+class Net(nn.Module):
+    """Odd sizes, tied and frozen parameters, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 67)
+        self.frozen = nn.Linear(67, 67).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(67, affine=False)
+        self.gain = nn.LayerNorm(67)
+        self.head = nn.Linear(67, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.gain(self.norm(self.frozen(self.embed(x)).float()).to(self.scale.dtype)) * self.scale)
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Iterator[Path]:
+    """A path whose kept stores are gone when the test ends."""
+    (tmp_path / "nvme").mkdir()
+    yield tmp_path / "nvme"
+    for folder in (tmp_path / "nvme").glob("tiermem-*"):
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("preset", "dtype", "tier"),
+    [
+        ("exact", torch.float32, Tier.NVME),
+        ("exact", torch.bfloat16, Tier.HOST),
+        ("compact", torch.bfloat16, Tier.NVME),
+        ("bf16", torch.bfloat16, Tier.NVME),
+        ("tiny", torch.bfloat16, Tier.NVME),
+        ("tiny", torch.bfloat16, Tier.HOST),
+    ],
+)
+def test_what_is_exported_is_what_the_run_had(
+    tmp_path: Path, nvme: Path, preset: str, dtype: torch.dtype, tier: Tier
+) -> None:
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    model.norm.float()  # its statistics
+    paths = [str(nvme)] if tier is Tier.NVME else []
+    precision = Precision.preset(preset)
+    policy = OffloadPolicy(params=tier, optim=tier, paths=paths, host_bytes=64 << 20, precision=precision)
+    with tiermem.shard(model, policy) as shards:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            x = torch.randint(0, 13, (6,))
+            nn.functional.cross_entropy(model(x).float(), x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        save(shards, optimizer, tmp_path / "ckpt")
+        weights = {name: shards.weight(p).clone() for name, p in model.named_parameters()}
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        masters = {name: safe_get_full_fp32_param(p) for name, p in trained}
+        moments = {
+            name: {state: safe_get_full_optimizer_state(p, state) for state in ("exp_avg", "exp_avg_sq")}
+            for name, p in trained
+        }
+        buffers = {name: value.clone() for name, value in model.named_buffers()}
+    with Source.open(tmp_path / "ckpt") as source:
+        export_weights(weights_of(source), tmp_path / "hf", 5000)
+        export_dcp(source, tmp_path / "dcp")
+    exported = {}
+    for file in (tmp_path / "hf").glob("*.safetensors"):
+        exported |= load_file(file)
+    assert set(exported) == {*weights, *buffers}
+    for name, value in (weights | buffers).items():
+        assert exported[name].dtype == value.dtype
+        assert torch.equal(exported[name], value), name
+    fp32 = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ckpt")
+    assert set(fp32) == {*weights, *buffers, "head.weight"}
+    read = {p.name: p for p in read_dcp(tmp_path / "dcp").parameters}
+    for name, value in masters.items():
+        assert torch.equal(fp32[name], value), name
+        states = values_of(read[name])
+        assert torch.equal(states["weight"], value), name
+        assert read[name].num_steps == 2
+        for state, moment in moments[name].items():
+            assert torch.equal(states[state], moment.float()), (name, state)
