@@ -175,6 +175,18 @@ def test_meta_models_take_no_memory() -> None:
     )
 
 
+def test_a_disk_too_small_for_two_slots_is_told_what_one_needs() -> None:
+    two = planned(config_of(), Cluster(1, 1))
+    one = planned(config_of(durability="none"), Cluster(1, 1))
+    assert one.plan.frozen_disk_bytes == 0 < two.plan.frozen_disk_bytes
+    assert two.tier_bytes("NVME") - one.tier_bytes("NVME") == two.plan.frozen_disk_bytes
+    rows = {line.what: line.num_bytes for line in two.lines if line.tier == "NVME"}
+    assert rows["frozen slots"] == rows["parameters"] + rows["optimizer states"]
+    short = planned(config_of(), Cluster(1, 1, nvme_bytes=one.tier_bytes("NVME")))
+    assert [problem.where for problem in short.problems] == ["the disks of a node"]
+    assert any("tiermem.durability" in each.words and each.fits for each in advise(short, most=20))
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
