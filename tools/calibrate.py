@@ -2,8 +2,8 @@
 
 The copy has the real width, sequence and batch, embedding, head and loss, but few blocks. It is built and sharded as the run
 will be, its blocks coming from the disk into two buffers and its gradients leaving for their home, so that what slows the
-maths there slows it here: cold weights, fresh gradients, the disk's transfers, the hooks. No step is taken. Each figure is
-read off the recorder's spans, waits for the disk left out (the forecast plays those itself):
+maths there slows it here: cold weights, fresh gradients, the disk's transfers, the hooks. No step is taken, no checksum. Each
+figure is read off the recorder's spans, waits for the disk left out (the forecast plays those itself):
 
     |-wait-|--block 0--|use|--block 1--|use| ... |rest|            forward
     |rest|--block n--|reduce|use|--block n-1--|reduce|use| ...     backward
@@ -11,6 +11,7 @@ read off the recorder's spans, waits for the disk left out (the forecast plays t
     a block      what its spans cover                        the rest    what is left of a pass: embedding, head, loss
     a use        the gaps between blocks' spans              gradients   bytes of a reduce span, from autograd's to home's
     kernels      an AdamW step of some Mi bf16 parameters with fp32 states, in bytes of memory traffic a second
+    sums         checksums of some MiB, in bytes a second
 
 Its memory is that of the run with few blocks. On a machine that does other things the figures are of what is left of it.
 """
@@ -43,6 +44,7 @@ _USUAL_ROOM_BYTES = 64 << 20  # of weights on their way home while the copy is b
 _NUM_WARM_UP, _NUM_TIMED = 1, 4
 _KERNEL_BYTES = 28  # of memory traffic per parameter: 12 of states both ways, weight and gradient
 MOST_KERNEL_NUMEL = 1 << 24
+_SUMMED_BYTES = 32 << 20
 _GPU_USE_S = 150e-6
 
 Span = tuple[float, float]
@@ -125,6 +127,27 @@ def measure_kernels(num_params: int = MOST_KERNEL_NUMEL) -> float:
         optim.step()
         times.append(time.monotonic() - start)
     return num_params * _KERNEL_BYTES / statistics.median(times[_NUM_WARM_UP:])
+
+
+def measure_sums() -> float:
+    """Bytes a second that are summed for checksums, by all threads of this process. Takes 32 MiB; blocks."""
+    import torch
+
+    from tiermem.swap.checksum import crc32c
+    from tiermem.swap.native import Workers
+
+    memory = torch.ones(_SUMMED_BYTES, dtype=torch.uint8)
+    pieces = list(memory.split(1 << 20))
+    workers = Workers(torch.get_num_threads())
+    times = []
+    try:
+        for _ in range(_NUM_WARM_UP + _NUM_TIMED):
+            start = time.monotonic()
+            crc32c(pieces, workers)
+            times.append(time.monotonic() - start)
+    finally:
+        workers.close()
+    return _SUMMED_BYTES / statistics.median(times[_NUM_WARM_UP:])
 
 
 def maths_of(
@@ -213,6 +236,8 @@ def _policy(precision: str, folders: Sequence[Path]) -> OffloadPolicy:
         tile_buffers=1,
         tile_numel=1 << 12,
         persistence_numel=0,
+        durability="none",
+        verify="resume",
     )
 
 

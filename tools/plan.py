@@ -141,7 +141,7 @@ def tuned_speed(file: Path) -> DiskSpeed:
 def _speed(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> tuple[Speed, list[str]]:
     """Every rate, and a line for each on where it is from."""
     from tiermem.forecast.rates import Rates
-    from tiermem.tools.calibrate import measure_kernels
+    from tiermem.tools.calibrate import measure_kernels, measure_sums
     from tiermem.tools.planned import Speed
 
     disk = _disk_speed(options, config)
@@ -171,7 +171,8 @@ def _speed(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -
     )
     if maths is None:
         return Speed(rates, options.flops), sources
-    rates = dataclasses.replace(rates, gradient_bytes_s=maths.gradient_bytes_s, use_s=maths.use_s)
+    sums = measure_sums() / options.ranks
+    rates = dataclasses.replace(rates, gradient_bytes_s=maths.gradient_bytes_s, sum_bytes_s=sums, use_s=maths.use_s)
     return Speed(rates, None, maths.compute), sources
 
 

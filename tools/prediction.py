@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiermem.tools.budget import ModelSizes, activation_terms
-from tiermem.tools.calibrate import MOST_KERNEL_NUMEL, Maths, copy_bytes, measure_kernels, measure_maths
+from tiermem.tools.calibrate import MOST_KERNEL_NUMEL, Maths, copy_bytes, measure_kernels, measure_maths, measure_sums
 from tiermem.tools.job import Job
 
 if TYPE_CHECKING:
@@ -31,10 +31,11 @@ Figures = dict[str, Any]
 
 
 class Measured(NamedTuple):
-    """What this machine takes for the model's maths, and its rate of the optimizer's."""
+    """What this machine takes for the model's maths, and its rates of the optimizer's and of checksums."""
 
     maths: Maths
     kernel_bytes_s: float
+    sum_bytes_s: float
 
 
 def measure(job: Job, room_bytes: int | None) -> Measured | str:
@@ -48,7 +49,7 @@ def measure(job: Job, room_bytes: int | None) -> Measured | str:
     except ValueError as error:
         return str(error)
     numel = MOST_KERNEL_NUMEL if room_bytes is None else min(MOST_KERNEL_NUMEL, room_bytes // (2 * _KERNEL_ROOM_BYTES))
-    return Measured(maths, measure_kernels(max(_LEAST_KERNEL_NUMEL, numel)))
+    return Measured(maths, measure_kernels(max(_LEAST_KERNEL_NUMEL, numel)), measure_sums())
 
 
 def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | None, resident_bytes: int) -> Figures:
@@ -86,6 +87,7 @@ def rates_of(measured: Measured, disk: Figures | None) -> Rates:
         disk_write_bytes_s=disk["write_bytes_s"] if disk else _NO_DISK,
         kernel_bytes_s=measured.kernel_bytes_s,
         gradient_bytes_s=measured.maths.gradient_bytes_s,
+        sum_bytes_s=measured.sum_bytes_s,
         use_s=measured.maths.use_s,
     )
 

@@ -107,3 +107,22 @@ def test_what_is_stepped_in_backward_moves_there(tmp_path: Path) -> None:
     assert stepped.edge_bytes(HOST_TO_NVME) == held.edge_bytes(HOST_TO_NVME)
     assert stepped.seconds["step"] == 0 < held.seconds["step"]
     assert stepped.seconds["backward"] > held.seconds["backward"]
+
+
+def test_checksums_take_their_time_as_often_as_they_are_taken(tmp_path: Path) -> None:
+    model = seeded(zoo.Tower)
+
+    def maths_s(**fields: Any) -> float:
+        policy = OffloadPolicy(paths=[tmp_path], **ALL_ON_NVME, **fields)
+        division, topology = divide(model, policy, 1), Topology(None, 0, 1, 1, 0)
+        plan = make_plan(division, policy, topology, False, 1)
+        uses, rates = uses_of(model, division, Compute(1e-9, 2e-9)), dataclasses.replace(RATES, sum_bytes_s=1e6)
+        said = forecast_step(division, plan, policy, topology, uses, rates)
+        return sum(said.busy_s["maths"].values())
+
+    none = maths_s(verify="resume", durability="none")
+    moved = forecast_of(model, OffloadPolicy(paths=[tmp_path], **ALL_ON_NVME))
+    written, read = moved.edge_bytes(HOST_TO_NVME), moved.edge_bytes(NVME_TO_HOST)
+    assert maths_s(verify="resume") - none == pytest.approx(written / 1e6)
+    assert maths_s() - none == pytest.approx((written + read) / 1e6)
+    assert maths_s(verify="sample") - none == pytest.approx((written + read / 16) / 1e6)

@@ -13,7 +13,7 @@ from rich.console import Console
 pytest.importorskip("transformers")
 
 from tiermem.swap.record import Event
-from tiermem.tools.calibrate import maths_of, measure_kernels, measure_maths
+from tiermem.tools.calibrate import maths_of, measure_kernels, measure_maths, measure_sums
 from tiermem.tools.job import Job
 from tiermem.tools.prediction import measure
 from tiermem.tools.presets import preset
@@ -44,8 +44,9 @@ def test_a_copy_is_timed_block_by_block_and_for_the_rest(
     assert not list(tmp_path.iterdir())
 
 
-def test_kernels_have_a_rate() -> None:
+def test_kernels_and_checksums_have_a_rate() -> None:
     assert measure_kernels(1 << 16) > 0
+    assert measure_sums() > 0
 
 
 MS = 1_000_000

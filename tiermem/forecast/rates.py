@@ -56,6 +56,8 @@ class Rates:
     """Between ranks of one node. None: as fast as the network."""
     gradient_bytes_s: float | None = None
     """Of gradients on their way home: read, added up and written. None: as fast as kernels."""
+    sum_bytes_s: float | None = None
+    """Checksums of what is read from the disk and written there. None: they cost nothing."""
     use_s: float = 150e-6
     """Seconds of bookkeeping around each module's forward, and each backward."""
     tile_s: float = 100e-6
@@ -64,7 +66,7 @@ class Rates:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            may_be_none = field.name in ("gradient_bytes_s", "near_bytes_s") and value is None
+            may_be_none = field.name in ("gradient_bytes_s", "near_bytes_s", "sum_bytes_s") and value is None
             if field.name != "is_disk_duplex" and not (
                 may_be_none or value > 0 or (field.name in ("use_s", "tile_s") and value == 0)
             ):

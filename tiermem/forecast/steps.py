@@ -28,6 +28,7 @@ from tiermem.zero.gradients.buckets import Bucket
 from tiermem.zero.gradients.reduce import num_under_way
 from tiermem.zero.plan import Plan
 from tiermem.zero.ranks.topology import Topology
+from tiermem.zero.state_pieces import keeps_sums
 from tiermem.zero.unit import Unit
 
 NVME_TO_HOST, HOST_TO_NVME = "NVME -> HOST", "HOST -> NVME"
@@ -38,6 +39,7 @@ MATHS = "maths"
 
 _BEHIND = 1  # priority of what nobody waits for yet
 _GRAD_BUFFERS = 2
+_CHECKED = {"always": 1.0, "sample": 1 / 16, "resume": 0.0}  # part of what is read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +94,7 @@ class _Builder:
         self._fetching = Fetching(streamed, bounds, on_nvme, self._gathered_units())
         self._begun: list[int] = []  # head start: tasks that read the first tiles
         self._grad_writes: list[int] = []
+        self._unchecked: set[int] = set()  # units that have been read and not been used yet
         self._staged: dict[int, int] = {}  # unit -> the task that reads its shard
         self._seconds: set[int] = set()  # units of which a second copy is near by
         self._under_way: list[_Reducing] = []  # oldest first
@@ -138,13 +141,17 @@ class _Builder:
         for begun in self._fetching.use(units):
             self._begin(begun)
         arrivals = [self._arrivals[index] for index in units if index in self._arrivals]
-        self._last = self._add(name, MATHS, seconds + self._rates.use_s, [self._last, *arrivals])
+        landing = [self._unit(index).shard_bytes for index in units if index in self._unchecked]
+        self._unchecked.difference_update(units)
+        seconds += self._rates.use_s + self._sum_s(sum(landing), 0)
+        self._last = self._add(name, MATHS, seconds, [self._last, *arrivals])
 
     def _begin(self, start: Start) -> None:
         """A unit begins its way, or a part of it."""
         course, after, unit = self._course, self._last, self._unit(start.unit)
         if start.what != "gather" and course.plan.unit_homes.get(unit.index) is Tier.NVME:
             after = self._read(unit.name, unit.shard_bytes, [after])
+            self._unchecked.add(unit.index)
         if start.what == "read":
             self._staged[unit.index] = after
             return
@@ -318,7 +325,16 @@ class _Builder:
     def _kernel(self, load: TileLoad, after: list[int]) -> int:
         lane = "kernels" if self._course.is_gpu else MATHS
         seconds = load.memory_bytes / self._rates.kernel_bytes_s + load.num_tiles * self._rates.tile_s
+        seconds += self._sum_s(load.lasting_bytes, load.written_bytes)
         return self._add("tile", lane, seconds, after)
+
+    def _sum_s(self, read_bytes: int, written_bytes: int) -> float:
+        """Seconds of checksums: of what is read as often as the policy says, of what is written where any are kept."""
+        if self._rates.sum_bytes_s is None:
+            return 0.0
+        policy = self._course.policy
+        num_bytes = read_bytes * _CHECKED[policy.verify] + written_bytes * keeps_sums(policy)
+        return num_bytes / self._rates.sum_bytes_s
 
     def _put(self, name: str, memory_bytes: int, after: list[int]) -> int:
         lane = "kernels" if self._course.is_gpu else MATHS
