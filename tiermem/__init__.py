@@ -5,7 +5,8 @@ Start at `shard` for plain PyTorch, or at `initialize` and `zero.Init` with a De
 
     tiermem.swap     tensors at rest and on the move                     tiermem.zero     units, partitioning, gradients
     tiermem.optim    optimizer states, tile by tile                      tiermem.config   JSON to one frozen OffloadPolicy
-    tiermem.engine   initialize, backward, step                          tiermem.tools    the `tiermem` command
+    tiermem.engine   initialize, backward, step                          tiermem.checkpoint   durable steps
+    tiermem.tools    the `tiermem` command
 
 Names are imported when first used, so that `import tiermem` costs nothing.
 """
@@ -16,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tiermem import checkpoint as checkpoint
     from tiermem import config as config
     from tiermem import utils as utils
     from tiermem import zero as zero
@@ -62,7 +64,7 @@ _HOMES = {
     "shard": "tiermem.zero.shards",
     "with_tuned": "tiermem.tuned",
 }
-_PACKAGES = ("config", "utils", "zero")
+_PACKAGES = ("checkpoint", "config", "utils", "zero")
 
 __all__ = [*_HOMES, *_PACKAGES]
 

@@ -297,7 +297,8 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         return self
 
     def close(self) -> None:
-        """Ends the store; what it kept on paths is removed. Raises the first error of a write-back."""
+        """Ends the store; what it kept on paths is removed, unless it holds a checkpoint. Raises the first error of a write-back
+        and of a copy under way."""
         if self._compiled is not None:
             self._compiled.restore()
         self.shards.close()

@@ -345,7 +345,7 @@ class Shards:
     # ---- the end -------------------------------------------------------------------------------------------------------
 
     def close(self, materialize: bool = False) -> None:
-        """Takes the hooks off and ends the store; what it kept on paths is removed.
+        """Takes the hooks off and ends the store; what it kept on paths is removed, unless it holds a checkpoint.
 
         With materialize the parameters become ordinary tensors with their weights (collective; takes the whole model's
         memory); without, parameters that are not resident are left as NaN. Raises the first error of a write-back.
