@@ -230,3 +230,17 @@ def test_a_bf16_model_opens_in_fp32_and_back(tmp_path: Path) -> None:
     assert all(torch.equal(halves[name], wholes[name]) for name in halves if name.endswith((".master", ".exp_avg")))
     first.close()
     second.close()
+
+
+# ---- other ways to keep states -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("durability", ["none", "step"])
+def test_every_durability_goes_on(durability: str, tmp_path: Path) -> None:
+    check_goes_on(tmp_path, own={"durability": durability}, preset="compact")
+
+
+def test_frozen_weights_in_8_bits_go_on(tmp_path: Path) -> None:
+    zero = {"stage": 3, "zero_quantized_nontrainable_weights": True, "stage3_param_persistence_threshold": 50}
+    zero["offload_param"] = zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}
+    check_goes_on(tmp_path, build=zoo.frozen_tower, preset="exact", zero_optimization=zero)
