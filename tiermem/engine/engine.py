@@ -297,8 +297,10 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         return self
 
     def close(self) -> None:
-        """Ends the store; what it kept on paths is removed, unless it holds a checkpoint. Raises the first error of a write-back
-        and of a copy under way."""
+        """Ends the store; what it kept on paths is removed, unless it holds a checkpoint.
+
+        Waits for a copy under way. Raises its error, and the first one of a write-back.
+        """
         if self._compiled is not None:
             self._compiled.restore()
         self.shards.close()
