@@ -8,9 +8,11 @@
 
 Each arrow is durable before the next begins, so that whenever all stop, what a manifest names is whole: the step before or
 this one. An error on any rank is raised on all of them, everything new is removed and thawed, and what was durable before is
-untouched. Steps write to slots that no kept commit holds (swap/slots.py), as soon as this returns.
+untouched. A rank that is lost while rank 0 writes leaves the others unsure whether the manifest stands: they leave all as it
+is, and whoever opens the folder finds the one step or the other. Steps write to slots that no kept commit holds
+(swap/slots.py), as soon as this returns.
 
-    tags    the newest `keep` of this run; an older one is dropped, with a warning that names it
+    tags    the newest `keep`, of earlier runs too (predecessors.py); an older one is dropped, with a warning that names it
     step    durability="step" commits after every step, without a tag; the one before is dropped
 """
 
@@ -19,14 +21,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tiermem.checkpoint.content import Content, frozen, manifest_of, put_together, told_of_part
-from tiermem.checkpoint.manifest import Part, data_name, manifest_name, part_name
+from tiermem.checkpoint.manifest import Manifest, Part, data_name, manifest_name, part_name
 from tiermem.checkpoint.pieces import write_data
 from tiermem.checkpoint.places import latest_path, pointer_path, written
+from tiermem.checkpoint.predecessors import drop_step, drop_tags
 from tiermem.checkpoint.publish import publish, remove, remove_empty
 from tiermem.checkpoint.together import talk_over, together
 from tiermem.swap import durable
@@ -63,7 +66,7 @@ class Commits:
         self.number = 0  # of the last attempt
         self.tags: list[Kept] = []  # in the order in which they were saved
         self.last_step: Kept | None = None  # durability="step"
-        self.supersedes: Callable[[], None] | None = None  # called once this run has a durable step of its own
+        self._opened: Path | None = None  # an earlier run's step without a tag that this model was opened from
 
     @property
     def is_kept(self) -> bool:
@@ -101,9 +104,14 @@ class Commits:
                     manifest = manifest_of(content, self.run_id, commit, topology, told, kept.manifest.parent)
                     publish(content, manifest, kept.manifest, undo)
                     for each in doomed:
-                        durable.remove(each.manifest)
+                        remove(each.manifest)
 
-            together(talk, WHAT, save_all)
+            def unheard(went_well: bool) -> None:
+                if topology.rank or went_well:
+                    undo.pop_all()
+                    self._shards.store.keep_files()
+
+            together(talk, WHAT, save_all, unheard)
             undo.pop_all()
         self._take_over(kept, doomed, content.save_dir)
 
@@ -152,9 +160,21 @@ class Commits:
         for each in doomed:
             if self._shards.topology.rank == 0 and each.pointer is not None and each.pointer != kept.pointer:
                 self._drop_pointer(each, kept, save_dir)
-        if self.supersedes is not None:
-            supersedes, self.supersedes = self.supersedes, None
-            supersedes()
+        if self._shards.topology.rank == 0:
+            self._drop_predecessors(kept, save_dir)
+
+    def _drop_predecessors(self, kept: Kept, save_dir: Path | None) -> None:
+        """What earlier runs have left that this commit stands in for."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            drop_step(opened, f"{opened} is removed: this run has gone on from it, and has a durable step of its own")
+        if save_dir is not None:
+            num_own = sum(each.pointer is not None and each.pointer.parent.parent == save_dir for each in self.tags)
+            drop_tags(save_dir, self.run_id, max(0, self._shards.policy.keep - num_own))
+
+    def went_on_from(self, manifest: Path, opened: Manifest) -> None:
+        """The model is what that manifest says; an earlier run's step without a tag is replaced by the next commit."""
+        self._opened = manifest if opened.tag is None and opened.run_id != self.run_id else None
 
     def in_place_of(self, pointer: Path) -> list[Kept]:
         """The tags of this name, which something else takes the place of: `forget` them once their manifests are gone."""

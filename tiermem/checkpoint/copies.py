@@ -40,7 +40,7 @@ from tiermem.zero.shards import Shards
 logger = logging.getLogger("tiermem")
 
 WHAT = "copying the checkpoint"
-_OURS = re.compile(r"(?:manifest|part|data)-([0-9a-f]{1,32}-\d+)(?:-(\d+))?\.(?:json|bin)")
+_OURS = re.compile(r"(?:manifest|part|data)-([0-9a-f]{1,32}-\d+)(?:-(\d+))?\.(?:json|bin)(?:\.new)?")
 
 
 class _Work(NamedTuple):
@@ -151,9 +151,13 @@ class Copies:
                     name = copy_name(self._run_id, work.commit, None, "json")
                     publish(content, manifest, work.folder / name, work.undo)
                     for each in replaced:
-                        durable.remove(each.manifest)
+                        remove(each.manifest)
 
-            together(talk, WHAT, save_all)
+            def unheard(went_well: bool) -> None:
+                if topology.rank or went_well:  # a manifest may name what is here
+                    work.undo.pop_all()
+
+            together(talk, WHAT, save_all, unheard)
             work.undo.pop_all()
         self._commits.forget(replaced)
         if work.freeze is not None:

@@ -24,8 +24,8 @@ from tiermem.checkpoint.ordinary import check_ordinary, put_ordinary
 from tiermem.checkpoint.plain import decode
 from tiermem.checkpoint.restore import Wants, restore
 from tiermem.checkpoint.resuming import Group, check_moments, put_groups, put_rng, saved_groups
+from tiermem.checkpoint.saver import saver_of
 from tiermem.checkpoint.source import Source
-from tiermem.checkpoint.superseded import supersede
 from tiermem.optim.base import NativeOptimizer
 from tiermem.swap.run_lock import Owner, this_process
 from tiermem.zero.ranks.agreement import agree
@@ -157,7 +157,7 @@ def _open(
         if not asked.module_only:
             _put_rest(source, shards, wants, asked)
         if wants.states and wants.weights:
-            supersede(shards, source)
+            saver_of(shards).commits.went_on_from(source.file, manifest)
         return _loaded(source, wants)
 
 

@@ -24,8 +24,13 @@ def talk_over(topology: Topology) -> Talk:
     return lambda text: exchange(topology, text)
 
 
-def together(talk: Talk, what: str, stage: Callable[[], Any]) -> list[Any]:
+def together(
+    talk: Talk, what: str, stage: Callable[[], Any], unheard: Callable[[bool], None] | None = None
+) -> list[Any]:
     """Runs a stage and returns what it returned on every rank: JSON values, in the order of ranks. Collective; blocks.
+
+    unheard: called, with whether this rank's own stage went well, when another rank is lost before it has been heard. What
+        the stage has done may stand then, or may not: whoever takes it back must know that it does not.
 
     Raises this rank's own error as it is; where only others failed an OSError or RuntimeError that tells of them.
     """
@@ -34,7 +39,12 @@ def together(talk: Talk, what: str, stage: Callable[[], Any]) -> list[Any]:
         value = stage()
     except Exception as error:
         own = error
-    said = [json.loads(each) for each in talk(json.dumps([value, None if own is None else _told(own)]))]
+    try:
+        said = [json.loads(each) for each in talk(json.dumps([value, None if own is None else _told(own)]))]
+    except BaseException:
+        if unheard is not None:
+            unheard(own is None)
+        raise
     if own is not None:
         raise own
     failed = [(rank, told) for rank, (_, told) in enumerate(said) if told is not None]

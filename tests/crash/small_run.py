@@ -1,0 +1,145 @@
+"""A small training run that may be killed at any moment, and what it says as it goes.
+
+    <place>/nvme      the path of its store          <place>/saved    where it saves
+    <place>/said      one line of JSON for each thing that has happened: survives whatever happens to the run
+
+It opens the newest durable state that it finds, trains to the last step and saves on the way. Data is a function of the step
+alone, so that a run that was killed and opened says the same losses, to the bit, as one that was not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import tiermem
+from tiermem import utils
+
+
+class Plan(NamedTuple):
+    """How a run trains and saves."""
+
+    durability: str = "checkpoint"
+    save_every: int = 2
+    keep: int = 1
+    copies: bool = False
+    precision: str = "compact"
+    num_steps: int = 6
+    tile_numel: int = 4096
+
+
+class Block(nn.Module):
+    """Sizes that no tile, shard or page divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(61, 123), nn.Linear(123, 61, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(torch.tanh(self.wide(x)))  # type: ignore[no-any-return]
+
+
+class Small(nn.Module):
+    """Three units, a tied weight and a parameter of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 61)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(61, 31, bias=False)
+        self.head.weight = self.embed.weight
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) * self.gain
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def config_of(place: Path, plan: Plan) -> dict[str, Any]:
+    """As a user of a JSON config would write it."""
+    nvme = {"device": "nvme", "nvme_path": str(place / "nvme")}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}},
+        "zero_optimization": {
+            "stage": 3, "sub_group_size": plan.tile_numel, "offload_param": nvme, "offload_optimizer": nvme,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "tiermem": {"precision": plan.precision, "durability": plan.durability, "keep": plan.keep},
+    }  # fmt: skip
+
+
+def train(place: Path, plan: Plan, rank: int = 0) -> None:
+    """Trains to the last step, from the newest durable state that there is. Every rank calls it."""
+    said = Said(place / f"said.{rank}")
+    torch.manual_seed(7)
+    engine, *_ = tiermem.initialize(model=Small(), config=config_of(place, plan))
+    opened = _open_newest(engine, place)
+    said(opened=engine.global_steps, name=opened)
+    while engine.global_steps < plan.num_steps:
+        said(step=engine.global_steps + 1, loss=step_once(engine, rank).hex())
+        if plan.durability == "step":
+            said(durable=engine.global_steps)
+        if plan.save_every and engine.global_steps % plan.save_every == 0:
+            engine.save_checkpoint(str(place / "saved"), **({"copy": True} if plan.copies else {}))
+            if not plan.copies:  # a copy goes on behind
+                said(durable=engine.global_steps)
+    said(end=digest(engine))
+    engine.destroy()
+
+
+def step_once(engine: Any, rank: int) -> float:
+    """One step on data that is a function of the step and the rank; returns its loss."""
+    generator = torch.Generator().manual_seed(100 * engine.global_steps + rank)
+    loss = engine(torch.randint(0, 31, (2, 9), generator=generator))
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def digest(engine: Any) -> str:
+    """Of every weight, master and moment, whole. Collective."""
+    found = hashlib.sha256()
+    for name, param in engine.module.named_parameters():
+        values = [utils.safe_get_full_fp32_param(param)]
+        values += [utils.safe_get_full_optimizer_state(param, state) for state in ("exp_avg", "exp_avg_sq")]
+        for value in values:
+            assert value is not None
+            found.update(name.encode() + value.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+class Said:
+    """Appends lines to a file, one system call each."""
+
+    def __init__(self, file: Path) -> None:
+        self._fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def __call__(self, **what: Any) -> None:
+        os.write(self._fd, json.dumps(what).encode() + b"\n")
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """What a run has said."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _open_newest(engine: Any, place: Path) -> str | None:
+    """Opens what `latest` names, or the run whose manifest is the newest: as the user of a killed run does."""
+    manifests = sorted((place / "nvme").glob("tiermem-*/manifest-*.json"), key=lambda file: file.stat().st_mtime_ns)
+    is_by_step = engine.shards.policy.durability == "step" and manifests
+    if not is_by_step and not (place / "saved" / "latest").exists():
+        return None
+    path, _ = engine.load_checkpoint(str(manifests[-1].parent if is_by_step else place / "saved"))
+    return None if path is None else str(path)
