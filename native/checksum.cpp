@@ -19,7 +19,9 @@
 
 namespace {
 
-const uint64_t CHUNK = 256 << 10; // stays in a core's own cache, and is long beside what a task costs
+const uint64_t CHUNK = 1 << 20;       // of a piece: one task
+const uint64_t SMALL_CHUNK = 1 << 18; // when there is so little that threads would stand idle
+const uint64_t LITTLE = 8 * CHUNK;
 
 struct PlainTable {
     uint32_t of[8][256];
@@ -34,6 +36,7 @@ struct Sums {
     tm_crc_loop loop;
     const void *const *pieces;
     const uint64_t *bytes;
+    uint64_t chunk_bytes;
     std::vector<uint64_t> first; // chunk of each piece, and the number of all
     std::vector<uint32_t> chunks;
 };
@@ -78,22 +81,31 @@ static tm_crc_loop best_loop() {
 
 static void sum_chunk(void *context, uint64_t index) {
     Sums *sums = (Sums *)context;
-    const uint64_t piece =
-        (uint64_t)(std::upper_bound(sums->first.begin(), sums->first.end(), index) - sums->first.begin()) - 1;
-    const uint64_t begin = (index - sums->first[piece]) * CHUNK;
-    const uint64_t bytes = std::min(CHUNK, sums->bytes[piece] - begin);
+    const auto behind = std::upper_bound(sums->first.begin(), sums->first.end(), index);
+    const uint64_t piece = (uint64_t)(behind - sums->first.begin()) - 1;
+    const uint64_t begin = (index - sums->first[piece]) * sums->chunk_bytes;
+    const uint64_t bytes = std::min(sums->chunk_bytes, sums->bytes[piece] - begin);
     sums->chunks[index] = ~sums->loop(~0u, (const uint8_t *)sums->pieces[piece] + begin, bytes);
 }
 
-static uint32_t combined(const Sums *sums, uint64_t piece) {
-    uint32_t crc = 0;
-    uint64_t left = sums->bytes[piece];
-    for (uint64_t chunk = sums->first[piece]; chunk < sums->first[piece + 1]; ++chunk) {
-        const uint64_t bytes = std::min(CHUNK, left);
-        crc = crc ? tm_crc32c_combine(crc, sums->chunks[chunk], bytes) : sums->chunks[chunk];
-        left -= bytes;
-    }
-    return crc;
+// power: of x, by what a whole chunk shifts.
+static uint32_t combined(const Sums *sums, uint64_t piece, uint32_t power) {
+    const uint64_t first = sums->first[piece], last = sums->first[piece + 1];
+    if (first == last)
+        return 0;
+    uint32_t crc = sums->chunks[first];
+    for (uint64_t chunk = first + 1; chunk + 1 < last; ++chunk)
+        crc = tm_crc_multiply(crc, power) ^ sums->chunks[chunk];
+    if (last - first == 1)
+        return crc;
+    return tm_crc32c_combine(crc, sums->chunks[last - 1], sums->bytes[piece] - (last - 1 - first) * sums->chunk_bytes);
+}
+
+static uint64_t chunk_bytes_of(uint64_t n, const uint64_t *bytes) {
+    uint64_t total = 0;
+    for (uint64_t i = 0; i < n && total < LITTLE; ++i)
+        total += std::min(bytes[i], LITTLE);
+    return total < LITTLE ? SMALL_CHUNK : CHUNK;
 }
 
 int tm_crc32c(tm_workers *workers, uint64_t n, const void *const *pieces, const uint64_t *bytes, uint32_t *crcs) {
@@ -104,13 +116,14 @@ int tm_crc32c(tm_workers *workers, uint64_t n, const void *const *pieces, const 
         if (bytes[i] && !pieces[i])
             return -EINVAL;
     try {
-        Sums sums{loop, pieces, bytes, std::vector<uint64_t>(n + 1), {}};
+        Sums sums{loop, pieces, bytes, chunk_bytes_of(n, bytes), std::vector<uint64_t>(n + 1), {}};
         for (uint64_t i = 0; i < n; ++i)
-            sums.first[i + 1] = sums.first[i] + (bytes[i] + CHUNK - 1) / CHUNK;
+            sums.first[i + 1] = sums.first[i] + (bytes[i] + sums.chunk_bytes - 1) / sums.chunk_bytes;
         sums.chunks.resize(sums.first[n]);
         tm_workers_run(workers, sums.first[n], sum_chunk, &sums);
+        const uint32_t power = tm_crc_power(8 * sums.chunk_bytes);
         for (uint64_t i = 0; i < n; ++i)
-            crcs[i] = combined(&sums, i);
+            crcs[i] = combined(&sums, i, power);
     } catch (const std::bad_alloc &) {
         return -ENOMEM;
     }

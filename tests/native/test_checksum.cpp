@@ -115,10 +115,10 @@ static void combining_is_right_for_any_length() {
     }
 }
 
-static void pieces_are_shared_and_cut_without_a_difference(uint32_t num_threads) {
-    const std::vector<uint8_t> data = random_bytes(3 * (1 << 20) + 12345, 36);
-    const uint64_t starts[] = {0, 5, 5, 1000, (256 << 10) - 1, 300000, 1 << 20}, K = 256 << 10;
-    const uint64_t bytes[] = {data.size(), 0, 1, K, K + 1, 2 * K - 1, 2 << 20};
+static void pieces_are_shared_and_cut_without_a_difference(uint32_t num_threads, uint64_t chunk) {
+    const std::vector<uint8_t> data = random_bytes(chunk == 1 << 20 ? 9 << 20 : 3 << 20, 36);
+    const uint64_t starts[] = {0, 5, 5, 1000, chunk - 1, 300000, chunk};
+    const uint64_t bytes[] = {chunk == 1 << 20 ? data.size() : 12345, 0, 1, chunk, chunk + 1, 2 * chunk - 1, 2 * chunk};
     std::vector<const void *> pieces;
     for (uint64_t start : starts)
         pieces.push_back(data.data() + start);
@@ -160,6 +160,7 @@ int main() {
     RUN(two_combine_to_that_of_both);
     RUN(combining_is_right_for_any_length);
     for (uint32_t num_threads : {1u, 2u, 5u})
-        RUN(pieces_are_shared_and_cut_without_a_difference, num_threads);
+        for (uint64_t chunk : {1 << 18, 1 << 20})
+            RUN(pieces_are_shared_and_cut_without_a_difference, num_threads, chunk);
     RUN(bad_arguments_are_refused);
 }
