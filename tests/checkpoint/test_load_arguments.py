@@ -147,6 +147,20 @@ def test_the_plain_face_opens_what_it_saved(tmp_path: Path) -> None:
         assert {shard.num_steps for _, shard in shards.parameters()} == {2}
 
 
+def test_frozen_parameters_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:
+    first, other = (started(tmp_path, build=zoo.frozen_tower, seed=seed) for seed in (0, 3))
+    train(first, range(2))
+    first.save_checkpoint(tmp_path / "ck", exclude_frozen_parameters=True)
+    before, due = weights(other), weights(first)
+    other.load_checkpoint(tmp_path / "ck")
+    for name, value in weights(other).items():
+        is_frozen = not first.module.get_parameter(name).requires_grad
+        assert torch.equal(value, before[name] if is_frozen else due[name]), name
+    train(other, range(2, 3))
+    first.close()
+    other.close()
+
+
 # ---- what does not fit ---------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,11 @@ from twin_on_ranks import train_all
 
 HERE = Path(__file__).parent
 ROUNDING = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
-OTHER_ORDER = {"fp32": 1e-2, "bf16": 3e-2, "fp16": 3e-2}  # most distance of weights after three steps, for another order
+OTHER_ORDER = {
+    "fp32": 1e-2,
+    "bf16": 3e-2,
+    "fp16": 3e-2,
+}  # most distance of weights after three steps, for another order
 
 Found = dict[str, dict[str, Run]]
 SELECTED = [(num_ranks, case) for num_ranks in NUM_RANKS for case in selection(num_ranks)]
