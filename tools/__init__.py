@@ -11,6 +11,7 @@
     trainer        the training loop, inside the capped process       counts       our bytes beside the kernel's
     trained_model  the model that it trains, built at home            calibrate    a model's maths, from a few of its blocks
     prediction     what a training is expected to take                chosen       and what its plan is chosen by
+    heap           its C heap, while it is built and while it is trained
     disk_rate      the disk's ceiling, measured now                   progress     what a person sees while it runs
     run_record     what a run told, kept as runs/<id>/run.json        reports      tables
     timeline       its events, as lanes and rows                      plots, chrome_trace   its pictures

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from tiermem.tools.byte_size import format_bytes
 from tiermem.tools.channel import LineReader, Message
+from tiermem.tools.heap import KEEP_BYTES, MAP_FROM_BYTES
 from tiermem.tools.memory_limit import Charge, MemoryLimit
 from tiermem.tools.process_tree import ProcessTree, own_resident
 
@@ -34,8 +35,8 @@ CHILD_ENVIRONMENT = {
     # the heap they leave holes. Measured (24 layers of 1024 sharing one block's weights, 128 tokens, 2 quiet cores, glibc
     # 2.36), backward and peak above the imports: mapped from 128 KiB on 1.24 s, 217 MiB; glibc's own moving threshold 0.72
     # s, 288 MiB; kept up to 32 MiB and never trimmed 0.68 s, 294 MiB. The last does not depend on what was freed before.
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(MAP_FROM_BYTES),
+    "MALLOC_TRIM_THRESHOLD_": str(KEEP_BYTES),
 }
 """What trainer and peers alike find in their environment."""
 

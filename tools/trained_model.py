@@ -7,7 +7,6 @@ transformers is imported when it is first asked for, and typed as Any: it is typ
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -42,13 +41,6 @@ def enable_checkpointing(model: Any) -> None:
     """Activation checkpointing of a Hugging Face model, by the name its version has for it."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
-
-
-def give_back_free_memory() -> None:
-    """Hands the heap's free pages back to the kernel: what building left must not sit beside what training takes."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
-    if trim is not None:
-        trim(0)
 
 
 def transformers() -> Any:

@@ -29,12 +29,13 @@ from tiermem.tools.channel import Channel
 from tiermem.tools.chosen import choose_config
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.counts import IoCounts, counts_at_rest, kernel_counts, store_counts, written_by_path
+from tiermem.tools.heap import give_back_free_memory, large_blocks_mapped
 from tiermem.tools.job import Job
 from tiermem.tools.prediction import Measured, measure, predict, rates_of
 from tiermem.tools.process_tree import own_resident
 from tiermem.tools.resumed import CLIENT_KEY
 from tiermem.tools.train_config import Config, precision_of, with_host_bytes
-from tiermem.tools.trained_model import build_model, give_back_free_memory, hf_config, transformers
+from tiermem.tools.trained_model import build_model, hf_config, transformers
 
 if TYPE_CHECKING:
     import torch
@@ -97,11 +98,12 @@ class Trainer:
         measured = measure(job, self._budget.host_bytes if self._budget is not None else None)
         config = self._choose(config, measured, ceiling)
         give_back_free_memory()
-        self._channel.phase("building the model")
-        model = build_model(job, config)
+        with large_blocks_mapped():
+            self._channel.phase("building the model")
+            model = build_model(job, config)
+            self._channel.phase("initialize")
+            engine = self._initialize(model, config)
         num_params = sum(p.numel() for p in model.parameters())
-        self._channel.phase("initialize")
-        engine = self._initialize(model, config)
         try:
             if job.checkpoint is not None:
                 self._load(model, Path(job.checkpoint))
