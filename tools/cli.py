@@ -180,6 +180,9 @@ def plan(
     ] = None,
     link: Annotated[str, typer.Option(help="bytes a second between memory and GPU, each way")] = "25GB",
     network: Annotated[str, typer.Option(help="bytes a second that a rank sends to others")] = "10GB",
+    near_network: Annotated[
+        str | None, typer.Option(help="bytes a second that it sends within its node; as --network when left out")
+    ] = None,
     seq: Annotated[int, typer.Option(help="tokens of a sequence")] = 2048,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="recompute activations in backward")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
@@ -206,6 +209,7 @@ def plan(
             flops=parse_flops(flops) if flops is not None else None,
             link_bytes_s=parse_bytes(link),
             network_bytes_s=parse_bytes(network),
+            near_bytes_s=parse_bytes(near_network) if near_network is not None else None,
             seq=seq,
             is_checkpointing=checkpointing,
             json_file=json_file,

@@ -54,6 +54,7 @@ class PlanOptions:
     flops: float | None = None
     link_bytes_s: float = 25e9
     network_bytes_s: float = 10e9
+    near_bytes_s: float | None = None
     seq: int = 2048
     is_checkpointing: bool = False
     json_file: Path | None = None
@@ -66,6 +67,7 @@ class PlanOptions:
             ("--flops", self.flops),
             ("--link", self.link_bytes_s),
             ("--network", self.network_bytes_s),
+            ("--near-network", self.near_bytes_s),
         ):
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}; it must be more than 0")
@@ -159,6 +161,8 @@ def _speed(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -
         sources.append(f"CPU kernels: {kernels / 1e9:.0f} GB/s of memory traffic, measured{shared}")
     if options.ranks * options.nodes > 1:
         sources.append(f"between ranks: {options.network_bytes_s / 1e9:g} GB/s a rank, by --network")
+    if options.near_bytes_s is not None:
+        sources.append(f"between ranks of a node: {options.near_bytes_s / 1e9:g} GB/s a rank, by --near-network")
     if options.gpu_bytes is not None:
         sources.append(f"between memory and GPU: {options.link_bytes_s / 1e9:g} GB/s each way, by --link")
     rates = Rates(
@@ -166,6 +170,7 @@ def _speed(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -
         disk_write_bytes_s=disk.write_bytes_s,
         link_bytes_s=options.link_bytes_s,
         network_bytes_s=options.network_bytes_s,
+        near_bytes_s=options.near_bytes_s,
         kernel_bytes_s=kernels,
         is_disk_duplex=disk.is_duplex,
     )

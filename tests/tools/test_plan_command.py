@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 import tiermem
 from tiermem.forecast import Rates
-from tiermem.forecast.steps import HOST_TO_DEVICE, HOST_TO_NVME, NVME_TO_HOST, RANK_TO_RANK
+from tiermem.forecast.steps import HOST_TO_DEVICE, HOST_TO_NVME, NVME_TO_HOST, RANK_TO_NEAR, RANK_TO_RANK
 from tiermem.tools.cli import EXIT_USER, main
 from tiermem.tools.plan import EXIT_FITS, EXIT_TOO_SMALL, PlanOptions, parse_rates, plan, tuned_speed
 from tiermem.tools.plan_advice import advise, tiling_hint
@@ -185,6 +186,17 @@ def test_a_disk_too_small_for_two_slots_is_told_what_one_needs() -> None:
     short = planned(config_of(), Cluster(1, 1, nvme_bytes=one.tier_bytes("NVME")))
     assert [problem.where for problem in short.problems] == ["the disks of a node"]
     assert any("tiermem.durability" in each.words and each.fits for each in advise(short, most=20))
+
+
+def test_a_second_copy_near_by_pays_where_the_near_network_is_faster() -> None:
+    rates = dataclasses.replace(SPEED.rates, network_bytes_s=1e8, near_bytes_s=1e10)
+    cluster, speed = Cluster(num_nodes=2, ranks_per_node=2), Speed(rates, flops=1e15)
+    plain, second = config_of("cpu"), config_of("cpu")
+    second["zero_optimization"]["zero_hpz_partition_size"] = 2
+    far, near = planned(plain, cluster, speed), planned(second, cluster, speed)
+    assert near.forecast.edge_bytes(RANK_TO_NEAR) > 0 == far.forecast.edge_bytes(RANK_TO_NEAR)
+    assert near.forecast.edge_bytes(RANK_TO_RANK) < far.forecast.edge_bytes(RANK_TO_RANK)
+    assert near.forecast.total_s < far.forecast.total_s
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

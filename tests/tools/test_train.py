@@ -68,6 +68,7 @@ def test_a_capped_run_on_nvme_equals_one_in_memory_to_the_bit(folder: Path) -> N
         assert said["host_bytes"] == pytest.approx(run["host_peak_bytes"], rel=0.01)
         assert min(said["forward_s"], said["backward_s"], said["step_s"]) > 0
     assert "predicted before the first step, and real" in done.stdout
+    assert nvme["choice"].startswith("planned by ") and cpu["choice"] is None  # without a cap nothing is scarce
 
 
 def test_a_run_leaves_its_reports_and_nothing_on_nvme(folder: Path) -> None:
