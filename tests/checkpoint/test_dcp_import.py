@@ -76,6 +76,7 @@ def test_a_common_first_key_and_none_at_all_are_understood(tmp_path: Path) -> No
     assert found.groups == []
 
 
+@pytest.mark.slow
 def test_two_ranks_of_fsdp2_go_on_through_us_to_the_bit(tmp_path: Path) -> None:
     """FSDP2 saves; we read it, and write it again; FSDP2 opens that and goes on as the first goes on."""
     ranks = tmp_path / "ranks"

@@ -20,7 +20,11 @@ Opening:
     source     an opened step, verified           fitting    names and shapes            filling  formats
     resuming   groups, generators                 ordinary   beside the model            custom   weights as a mapping
     restore    put where a model rests            everywhere ranks that fail alike       loading  all of it
-    interchange/   other formats
+
+Looking and exchanging:
+
+    survey     runs and steps of a place, left alone      interchange/   other systems' checkpoints, in and out
+    zero_to_fp32   the reference's functions that take weights out
 """
 
 from __future__ import annotations
