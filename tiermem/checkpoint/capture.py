@@ -90,8 +90,7 @@ def buffers(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
 
 def sharded(shards: Shards, names: set[str]) -> Iterator[Stretch]:
     """The weights and states of chosen parameters that this rank saves. Blocks on nothing; the bytes are read later."""
-    topology = shards.topology
-    if topology.rank >= topology.num_shards:  # a replica
+    if shards.topology.replica:  # another rank saves the same
         return
     for live, shard in shards.parameters():
         if shard.name in names and shards.values.num_mine(shard):

@@ -141,7 +141,7 @@ def arrange(
         elif len(ranks) > 1:
             groups[dimension] = _group_of(topology, ranks, dimension)
     has_parts = any(group is not topology.group for group in groups.values())
-    _, across, within = layout.place(place)
+    replica, across, within = layout.place(place)
     return dataclasses.replace(
         topology,
         num_shards=layout.num_shards,
@@ -152,6 +152,7 @@ def arrange(
         within=Peers(groups["within"], within, layout.num_within) if has_stages else None,
         gathers_in_stages=has_stages and policy.two_stage_gather,
         packs_reductions=policy.quantised_reduction and layout.num_shards > 1,
+        replica=replica,
         mesh=_mesh(layout, everyone, groups, device_type) if has_parts else None,
     )
 

@@ -53,6 +53,7 @@ class Topology:
     within: Peers | None = dataclasses.field(default=None, compare=False)  # the shard group's ranks on this node
     gathers_in_stages: bool = dataclasses.field(default=False, compare=False)  # across nodes first, then within
     packs_reductions: bool = dataclasses.field(default=False, compare=False)  # gradients cross as 8-bit blocks
+    replica: int = dataclasses.field(default=0, compare=False)  # which copy of its part this rank holds
     mesh: DeviceMesh | None = dataclasses.field(
         default=None, compare=False
     )  # of those, where there are parts (mesh.py)
