@@ -15,6 +15,12 @@ from faces import Plain, Sharded, compare, run
 from program_list import HOMES, policy_of
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_before() -> None:
+    """torch starts a thread of tqdm's with its first compilation, and keeps it: no test is blamed for that."""
+    torch.compile(torch.nn.Linear(2, 2), backend="aot_eager")(torch.ones(1, 2))
+
+
 def test_compiled_blocks_share_one_graph_and_train_as_in_plain_pytorch(tmp_path: Path) -> None:
     graphs: list[int] = []
 
