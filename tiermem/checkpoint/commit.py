@@ -13,7 +13,7 @@ is, and whoever opens the folder finds the one step or the other. Steps write to
 (swap/slots.py), as soon as this returns.
 
     tags    the newest `keep`, of earlier runs too (predecessors.py); an older one is dropped, with a warning that names it
-    step    durability="step" commits after every step, without a tag; the one before is dropped
+    step    durability="step" commits after every step, without a tag; the one before is dropped, as it is for a tag
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Commits:
 
             told = together(talk, WHAT, save_own)
             [kept] = saved
-            doomed = self._doomed(kept)
+            doomed = self._doomed(kept, content.is_whole)
 
             def save_all() -> None:
                 if topology.rank == 0:
@@ -141,17 +141,20 @@ class Commits:
         kept = Kept(commit, content.step, content.tag, freeze, folder / manifest_name(commit), pointer, own)
         return kept, told_of_part(path, part, whole.sums)
 
-    def _doomed(self, kept: Kept) -> list[Kept]:
-        """What goes once the new one is durable: the same tag, tags beyond `keep`, the step before. The same on all ranks."""
+    def _doomed(self, kept: Kept, is_whole: bool) -> list[Kept]:
+        """What goes once the new one is durable: the step before, the same tag, tags beyond `keep`. The same on all ranks."""
+        before = [self.last_step] if self.last_step is not None and is_whole else []
         if kept.tag is None:
-            return [self.last_step] if self.last_step is not None else []
+            return before
         same = [each for each in self.tags if each.pointer == kept.pointer]
         others = [each for each in self.tags if each.pointer != kept.pointer]
-        return same + others[: max(0, len(others) + 1 - self._shards.policy.keep)]
+        return before + same + others[: max(0, len(others) + 1 - self._shards.policy.keep)]
 
     def _take_over(self, kept: Kept, doomed: Sequence[Kept], save_dir: Path | None) -> None:
         """The new commit stands; what it takes the place of goes."""
         self.tags = [each for each in self.tags if each not in doomed]
+        if self.last_step in doomed:
+            self.last_step = None
         if kept.tag is None:
             self.last_step = kept
         else:

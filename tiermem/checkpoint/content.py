@@ -38,6 +38,11 @@ class Content:
     stretches: Sequence[Stretch]
 
     @property
+    def is_whole(self) -> bool:
+        """Whether a run can go on from it alone: no parameter is left out, and the optimizer is in it."""
+        return not self.excluded and self.values["optimizer"] is not None
+
+    @property
     def on_disk(self) -> list[Stretch]:
         """What rests on NVMe."""
         return [each for each in self.stretches if each.entry is not None]

@@ -20,19 +20,19 @@ from pathlib import Path
 from tiermem.checkpoint.finding import Found, read_latest, read_manifest, read_parts
 from tiermem.checkpoint.manifest import POINTER_FILE, ManifestError, Pointer, parse_pointer
 from tiermem.checkpoint.publish import remove, remove_empty
-from tiermem.swap.run_folder import RunFolder
+from tiermem.swap.run_folder import RunFolder, RunName
 
 logger = logging.getLogger("tiermem")
 
 
 def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
     """Of tags that other runs have saved, keeps the newest `num_more` that are whole. Blocks; never raises OSError."""
-    pointers = [(file, pointer) for file, pointer in _pointers(save_dir) if pointer.run_id != run_id]
-    whole = [(file, _manifest_of(file, pointer)) for file, pointer in pointers]
-    for file, manifest in whole:
+    others = [(file, _manifest_of(file, pointer)) for file, pointer in _pointers(save_dir) if pointer.run_id != run_id]
+    stores = [(file, manifest) for file, manifest in others if RunName.of(manifest.parent) is not None]  # and no copies
+    for file, manifest in stores:
         if not manifest.exists():  # a death came between the two
             _drop_pointer(file)
-    for file, manifest in [each for each in whole if each[1].exists()][num_more:]:
+    for file, manifest in [each for each in stores if each[1].exists()][num_more:]:
         if drop_step(manifest, f"checkpoint {file.parent.name!r} of an earlier run is dropped: newer ones are kept"):
             _drop_pointer(file)
 
