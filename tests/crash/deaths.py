@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -254,12 +255,12 @@ PLANS = (
 
 
 def every_step(plan: Plan, num_ranks: int, reference: Reference) -> Iterator[Case]:
-    """A death before and one after every durable step of every rank; every other one is a power failure."""
+    """A death before and one after every durable step of every rank; two of three are power failures."""
+    losses: Iterator[Loss | None] = itertools.cycle((None, "all", "some"))
     for rank in range(num_ranks):
         for at in range(reference.num_steps[rank]):
             for when in ("before", "after"):
-                for loss in (None, "all", "some"):
-                    yield Case(plan, num_ranks, (Death(rank, at, when),), loss)  # type: ignore[arg-type]
+                yield Case(plan, num_ranks, (Death(rank, at, when),), next(losses))
 
 
 def at_random(plan: Plan, num_ranks: int, reference: Reference, chance: random.Random) -> Iterator[Case]:

@@ -53,7 +53,7 @@ class World:
         """Trains a few steps on some ranks from `latest`, saves, and ends, or is killed on the way."""
         num_ranks, num_steps = self.chance.choice((1, 1, 1, 2, 3)), self.chance.choice((1, 2))
         durability = self.chance.choice(("checkpoint", "checkpoint", "step"))
-        copies = self.chance.random() < 0.2
+        copies = durability == "checkpoint" and self.chance.random() < 0.3  # else its last step is left as well
         plan = Plan(durability, copies=copies, keep=self.chance.choice((1, 2)), num_steps=num_steps)
         death = self.chance.choice((None, None, self._death(num_ranks)))
         how = run_ranks(self.place, plan, num_ranks, death, body=train_on)
@@ -85,8 +85,13 @@ class World:
         self.totals["export"] += 1
 
     def bury(self) -> None:
-        """fsck --remove takes what dead runs have left that holds nothing durable."""
+        """fsck --remove takes what dead runs have left that holds nothing durable, and the others that it is told to take."""
         command(["fsck", str(self.place / "nvme"), "--remove"], self.place)
+        pointers = [file.read_text() for file in self.place.glob("saved/*/tiermem.json")]
+        for folder in sorted((self.place / "nvme").iterdir()):
+            run = folder.name.split(".")[0]
+            if (folder / "lock").exists() and not any(run in pointer for pointer in pointers):
+                command(["fsck", str(folder), "--remove"], self.place)
         self.num_dead = 0
         self.totals["remove"] += 1
 
