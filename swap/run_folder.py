@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.swap import durable
-from tiermem.swap.run_lock import LOCK, is_dead, lock_new, owner_of, take_over
+from tiermem.swap.run_lock import LOCK, is_dead, is_stillborn, lock_new, owner_of, take_over
 
 FOLDER_PREFIX = "tiermem-"
 SEGMENT = "segment.bin"
@@ -91,7 +91,8 @@ class RunFolder:
 
         Raises OSError: EBUSY when its run lives, or may live on another host; ENOENT when this is no run's folder.
         """
-        if RunName.of(folder) is None or (not (folder / LOCK).exists() and not (folder / SEGMENT).exists()):
+        is_left = any((folder / name).exists() for name in (LOCK, SEGMENT)) or is_stillborn(folder)
+        if RunName.of(folder) is None or not is_left:
             raise FileNotFoundError(errno.ENOENT, "this is no folder that a run has left", str(folder))
         claimed = cls.__new__(cls)
         claimed.folder, claimed._made, claimed._lock = folder, [], take_over(folder)

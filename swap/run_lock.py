@@ -45,6 +45,7 @@ _ONE_HOST = frozenset(  # file systems that only one kernel has mounted, whose l
 )
 _MOST_LOCK_BYTES = 4096
 _LOOK_S, _MOST_LOOKS = 0.01, 10
+_BIRTH_S = 5.0
 
 logger = logging.getLogger("tiermem")
 
@@ -180,7 +181,17 @@ def is_live(folder: Path) -> bool:
 
 def is_dead(folder: Path) -> bool:
     """Whether a folder has a lock that nobody holds: its process was killed. Somebody else's that is unreadable is not."""
-    return os.access(folder / LOCK, os.R_OK) and not _is_held(folder / LOCK)
+    return (os.access(folder / LOCK, os.R_OK) and not _is_held(folder / LOCK)) or is_stillborn(folder)
+
+
+def is_stillborn(folder: Path) -> bool:
+    """Whether a folder's process was killed before it had a lock: for longer than that takes there has been nothing."""
+    new = folder / _NEW_LOCK
+    try:
+        is_bare = {file.name for file in folder.iterdir()} <= {_NEW_LOCK}
+        return is_bare and time.time() - folder.stat().st_mtime > _BIRTH_S and not (new.exists() and _is_held(new))
+    except OSError:  # gone, or somebody else's
+        return False
 
 
 def this_process() -> Owner:

@@ -28,11 +28,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from deaths import Death, errors_of, fresh, run_ranks
 from small_run import Plan, Said, Small, config_of, digest, lines_of, step_once
 
+from tiermem.swap.run_folder import has_saved
 from tiermem.tools.cli import main as tiermem_command
 
 _KNOWN = re.compile(
     r"(nvme|saved|out.*|(said|errors|steps)\.\d+"
-    r"|nvme/tiermem-[0-9a-f]+(\.\d+)?(/(segment\.bin|lock|(data|manifest|part)-\d+(-\d+)?\.(bin|json)))?"
+    r"|nvme/tiermem-[0-9a-f]+(\.\d+)?(/(segment\.bin|lock(\.new)?|(data|manifest|part)-\d+(-\d+)?\.(bin|json)(\.new)?))?"
     r"|saved/latest|saved/global_step\d+(/.*)?)"
 )
 _MOST_RUN_BYTES = (
@@ -47,7 +48,8 @@ class World:
         self.place, self.chance = fresh(place), chance
         self.totals = Counter[str]()
         self.digest_at: dict[int, str] = {}  # of the states saved at a step
-        self.num_dead = 0
+        left = {folder.name.split(".")[0] for folder in (self.place / "nvme").iterdir() if not has_saved(folder)}
+        self.num_dead = len(left)  # killed a moment ago, before they had a lock: that may still be a run that begins
 
     def train(self) -> None:
         """Trains a few steps on some ranks from `latest`, saves, and ends, or is killed on the way."""
@@ -92,7 +94,8 @@ class World:
             run = folder.name.split(".")[0]
             if (folder / "lock").exists() and not any(run in pointer for pointer in pointers):
                 command(["fsck", str(folder), "--remove"], self.place)
-        self.num_dead = 0
+        left = {folder.name.split(".")[0] for folder in (self.place / "nvme").iterdir() if not has_saved(folder)}
+        self.num_dead = len(left)  # killed a moment ago, before they had a lock: that may still be a run that begins
         self.totals["remove"] += 1
 
     def check(self) -> None:

@@ -153,6 +153,19 @@ def test_what_is_no_runs_folder_is_not_claimed(tmp_path: Path) -> None:
         assert [file.name for file in (tmp_path / name).iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("name", ["lock.new", None])
+def test_run_that_was_killed_before_it_had_a_lock_is_dead_after_a_while(tmp_path: Path, name: str | None) -> None:
+    folder = tmp_path / "tiermem-0123456789ab"
+    folder.mkdir()
+    if name is not None:
+        (folder / name).touch()
+    assert not is_dead(folder)  # it may be just beginning
+    os.utime(folder, (1e9, 1e9))
+    assert is_dead(folder)
+    RunFolder.claim(folder).close(keep=False)
+    assert not folder.exists()
+
+
 def test_another_hosts_lock_is_taken_over_only_where_its_flock_is_seen(
     dead: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
