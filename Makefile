@@ -2,7 +2,7 @@
 #
 #   make demo         trains a 419 M-parameter Llama, its states on disk, under a 1250 MiB cap
 #   make test         the tests (not those marked slow or soak)
-#   make test-all     also the slow ones        make soak    only the soak
+#   make test-all     also the slow ones        make soak    only the soak; seeds and totals go to build/soak
 #   make native-test  floor 0 under sanitizers  make lint    what CI checks before it tests
 #   make yardsticks   build/yardsticks/{bare_loop,bare_stream,bench_native}, which benchmarks and people measure against
 #   make clean        removes what was built, and .venv
@@ -31,7 +31,8 @@ test-all: .venv/.installed
 	@$(PYTEST) -m "not soak"
 
 soak: .venv/.installed
-	@$(BIN)/python -m pytest -q -m soak --timeout=0
+	@mkdir -p build/soak
+	@TIERMEM_SOAK_TOTALS=$(CURDIR)/build/soak $(BIN)/python -m pytest -q -m soak --timeout=0
 
 lint: .venv/.installed .venv/.tools
 	$(BIN)/ruff format --check .
