@@ -101,7 +101,6 @@ FAULTS = [
     (0, "write", "manifest-4.json.new"),
     (0, "rename", "tiermem.json"),
     (0, "rename", "latest"),
-    (0, "remove", "manifest-2.json"),
 ]
 
 
@@ -116,7 +115,6 @@ def run_faults(rank: int, folder: Path) -> list[Any]:
         saved, used = states_in(out, "first"), None
         for number, (failing, kind, ending) in enumerate(FAULTS):
             ending = ending.replace("part-3", f"part-{number + 2}").replace("manifest-4", f"manifest-{number + 2}")
-            ending = ending.replace("manifest-2", "manifest-1")
             try:
                 with fail_on(rank, failing, kind, ending):
                     checkpoint.save(shards, optimizer, out, "second")
