@@ -21,6 +21,7 @@ behind the master, where the moments, still zero, have not been put yet:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal, NamedTuple
 
 import torch
@@ -90,13 +91,13 @@ class StateLayout:
     precision: Precision
     num_moments: int
 
-    @property
+    @functools.cached_property
     def master(self) -> StatePart | None:
         """The master kept beside the parameter; None: the parameter is its own."""
         kind = self.precision.master_of(self.dtype)
         return None if kind is None else StatePart(0, kind)
 
-    @property
+    @functools.cached_property
     def parts(self) -> tuple[StatePart, ...]:
         """Every part, in the order in which they lie."""
         master = self.master

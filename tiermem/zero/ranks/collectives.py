@@ -28,6 +28,9 @@ from tiermem.zero.ranks.topology import Topology
 _COMPARING = "comparing what ranks were given"
 
 
+_NEWER_NAMES = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
+
+
 class Pending:
     """Collectives under way: what must stay alive until they end, and the wait for them.
 
@@ -91,13 +94,19 @@ class Pending:
             failure = None  # its traceback holds this frame
 
 
+def newest(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective by the name that this torch prefers: newer ones warn of the names that older ones have alone."""
+    found: Callable[..., Any] = getattr(dist, _NEWER_NAMES.get(collective.__name__, ""), collective)
+    return found
+
+
 def start(topology: Topology, what: str, collective: Callable[..., Any], *args: Any, among: str = "world") -> Pending:
     """Starts a collective of torch.distributed among the ranks of a dimension (`Topology.group_of`); does not block.
 
     Raises RankLost.
     """
     try:
-        work = collective(*args, group=topology.group_of(among), async_op=True)
+        work = newest(collective)(*args, group=topology.group_of(among), async_op=True)
     except RuntimeError as error:
         raise explained(topology, what, error) from error
     tensors = [each for each in args if isinstance(each, torch.Tensor)]
@@ -134,7 +143,7 @@ def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     whole = torch.empty(topology.world * len(digest), dtype=torch.uint8, device=device)
     try:
-        work = dist.all_gather_into_tensor(whole, mine, group=topology.group, async_op=True)
+        work = newest(dist.all_gather_into_tensor)(whole, mine, group=topology.group, async_op=True)
         meet(topology.group, work, topology.timeout_s) if device == "cpu" else work.wait()
     except RuntimeError as error:
         raise explained(topology, _COMPARING, error) from error

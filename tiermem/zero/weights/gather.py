@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from tiermem.zero.ranks.collectives import Pending, call, explained
+from tiermem.zero.ranks.collectives import Pending, call, explained, newest
 from tiermem.zero.ranks.messages import GATHER_TAG, send_to_all, sends_directly
 from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.unit import Shard, Unit
@@ -222,8 +222,7 @@ def _all_gather(whole: torch.Tensor | list[torch.Tensor], mine: torch.Tensor, gr
     """Starts the gather of every rank's `mine` into one tensor, or into one for each rank."""
     if isinstance(whole, list):
         return [dist.all_gather(whole, mine, group=group, async_op=True)]
-    gather_flat = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its new name in torch, and its old
-    return [gather_flat(whole, mine, group=group, async_op=True)]
+    return [newest(dist.all_gather_into_tensor)(whole, mine, group=group, async_op=True)]
 
 
 def _grouping(
