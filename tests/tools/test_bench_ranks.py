@@ -51,5 +51,7 @@ def test_two_ranks_measure_both_ways(tmp_path: Path) -> None:
     )
     assert bench_ranks(options, Console(file=io.StringIO())) == 0
     found = json.loads((tmp_path / "r.json").read_text())["overhead_us_per_unit_and_pass"]
-    assert {way: set(whos) for way, whos in found.items()} == {way: {"tiermem", "fsdp2"} for way in ("gloo", "python")}
-    assert all(cost["backward"] > 0 for whos in found.values() for cost in whos.values())
+    assert {way: set(contestants) for way, contestants in found.items()} == {
+        way: {"tiermem", "fsdp2"} for way in ("gloo", "python")
+    }
+    assert all(cost["backward"] > 0 for contestants in found.values() for cost in contestants.values())
