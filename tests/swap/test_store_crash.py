@@ -96,7 +96,8 @@ def check_what_is_left(folder: Path, expected: list[dict[str, torch.Tensor]]) ->
         data = (folder / "segment.bin").read_bytes()
         for name, places in json.loads(file.read_text()).items():
             found = b"".join(data[offset : offset + num_bytes] for _, offset, num_bytes in places)
-            assert found == expected[number][name][: SIZES[name]].numpy().tobytes(), (file.name, name)
+            is_same = found == expected[number][name][: SIZES[name]].numpy().tobytes()
+            assert is_same, (file.name, name)  # not compared here: where CI is set pytest would show every byte
     return max(manifests, default=-1)
 
 
