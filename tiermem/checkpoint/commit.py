@@ -30,7 +30,7 @@ from tiermem.checkpoint.manifest import Manifest, Part, data_name, manifest_name
 from tiermem.checkpoint.pieces import write_data
 from tiermem.checkpoint.places import latest_path, pointer_path, written
 from tiermem.checkpoint.predecessors import drop_step, drop_tags
-from tiermem.checkpoint.publish import publish, remove, remove_empty
+from tiermem.checkpoint.publish import publish, remove, remove_pointer
 from tiermem.checkpoint.together import talk_over, together
 from tiermem.swap import durable
 from tiermem.swap.freeze import Freeze
@@ -197,8 +197,7 @@ class Commits:
 
     def _drop_pointer(self, old: Kept, new: Kept, save_dir: Path | None) -> None:
         assert old.pointer is not None
-        remove(old.pointer)
-        remove_empty(old.pointer.parent)
+        remove_pointer(old.pointer)
         latest = latest_path(save_dir) if save_dir is not None else None
         still = latest is not None and latest.exists() and latest.read_text() == old.tag
         logger.warning(

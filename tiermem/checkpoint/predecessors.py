@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tiermem.checkpoint.finding import Found, read_latest, read_manifest, read_parts
 from tiermem.checkpoint.manifest import POINTER_FILE, ManifestError, Pointer, parse_pointer
-from tiermem.checkpoint.publish import remove, remove_empty
+from tiermem.checkpoint.publish import remove, remove_pointer
 from tiermem.swap.run_folder import RunFolder, RunName
 
 logger = logging.getLogger("tiermem")
@@ -31,10 +31,10 @@ def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
     stores = [(file, manifest) for file, manifest in others if RunName.of(manifest.parent) is not None]  # and no copies
     for file, manifest in stores:
         if not manifest.exists():  # a death came between the two
-            _drop_pointer(file)
+            remove_pointer(file)
     for file, manifest in [each for each in stores if each[1].exists()][num_more:]:
         if drop_step(manifest, f"checkpoint {file.parent.name!r} of an earlier run is dropped: newer ones are kept"):
-            _drop_pointer(file)
+            remove_pointer(file)
 
 
 def drop_step(manifest: Path, why: str) -> bool:
@@ -91,8 +91,3 @@ def _pointers(save_dir: Path) -> list[tuple[Path, Pointer]]:
 
 def _manifest_of(file: Path, pointer: Pointer) -> Path:
     return (file.parent / pointer.folder / pointer.file).resolve()
-
-
-def _drop_pointer(file: Path) -> None:
-    remove(file)
-    remove_empty(file.parent)

@@ -61,6 +61,12 @@ def remove(path: Path) -> None:
         logger.warning("%s is left: %s", path, error.strerror)
 
 
+def remove_pointer(pointer: Path) -> None:
+    """Removes a tag's pointer, and its folder if there is nothing else in it."""
+    remove(pointer)
+    remove_empty(pointer.parent)
+
+
 def remove_empty(folder: Path) -> None:
     """Removes a folder if there is nothing in it."""
     with contextlib.suppress(OSError):
