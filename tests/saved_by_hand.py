@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from tiermem.checkpoint import kinds
-from tiermem.checkpoint.crc import crc32c as crc32c_of_text
-from tiermem.checkpoint.manifest import (
+from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.crc import crc32c as crc32c_of_text
+from tiermem.checkpoint.format.manifest import (
     CHECKSUM_BYTES,
     Manifest,
     Parameter,

@@ -22,7 +22,7 @@ from tiermem.tools.import_checkpoint import CONFIG_NAME, transfer_bar
 from tiermem.tools.resumed import CLIENT_KEY
 
 if TYPE_CHECKING:
-    from tiermem.checkpoint.source import Source
+    from tiermem.checkpoint.opening.source import Source
 
 MADE_BY = "tiermem export"
 
@@ -44,7 +44,7 @@ class ExportOptions(NamedTuple):
 
 def export_checkpoint(options: ExportOptions, console: Console) -> int:
     """Writes OUT and returns 0. Blocks; raises ValueError and OSError, and then nothing of ours is left there."""
-    from tiermem.checkpoint.source import Source
+    from tiermem.checkpoint.opening.source import Source
     from tiermem.checkpoint.zero_to_fp32 import dtype_of
 
     if options.is_pytorch and options.is_dcp:

@@ -20,8 +20,8 @@ from rich.text import Text
 from tiermem.tools.byte_size import format_bytes
 
 if TYPE_CHECKING:
-    from tiermem.checkpoint.manifest import Parameter
-    from tiermem.checkpoint.source import Source
+    from tiermem.checkpoint.format.manifest import Parameter
+    from tiermem.checkpoint.opening.source import Source
 
 MADE_BY = "tiermem inspect"
 
@@ -50,7 +50,7 @@ def inspect_checkpoint(
     where: Path, console: Console, tag: str | None = None, patterns: Sequence[str] = (), shows_json: bool = False
 ) -> int:
     """Prints the step and returns 0. Blocks; raises ValueError and OSError for what cannot be opened or matches nothing."""
-    from tiermem.checkpoint.source import Source
+    from tiermem.checkpoint.opening.source import Source
 
     with Source.open(where, tag) as source:
         rows = [row for row in _rows(source) if not patterns or any(fnmatch.fnmatchcase(row.name, p) for p in patterns)]

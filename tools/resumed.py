@@ -53,7 +53,7 @@ def options_of_model(name: str, shape: dict[str, Any]) -> dict[str, Any]:
 def find_resumed(where: Path) -> Resumed:
     """The newest durable step of a place. Raises OSError when there is none; ValueError for one that is not whole, or that
     another program saved."""
-    from tiermem.checkpoint.source import Source  # imports torch
+    from tiermem.checkpoint.opening.source import Source  # imports torch
 
     found: list[tuple[int, Path, Any]] = []
     for place in _places(where):
@@ -98,7 +98,7 @@ def with_saved(options: TrainOptions, resumed: Resumed) -> TrainOptions:
 
 def _places(where: Path) -> list[Path]:
     """What may hold a durable step there."""
-    from tiermem.checkpoint.finding import NothingSaved, find
+    from tiermem.checkpoint.format.finding import NothingSaved, find
 
     if not where.exists():
         raise FileNotFoundError(2, "--resume: there is no such folder", str(where))

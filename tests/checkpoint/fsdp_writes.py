@@ -22,7 +22,7 @@ from launch import as_rank
 from tiermem.checkpoint.interchange.from_dcp import read_dcp
 from tiermem.checkpoint.interchange.to_dcp import export_dcp
 from tiermem.checkpoint.interchange.write import write_checkpoint
-from tiermem.checkpoint.source import Source
+from tiermem.checkpoint.opening.source import Source
 
 
 def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tiermem.checkpoint import kinds
-from tiermem.checkpoint.crc import crc32c
-from tiermem.checkpoint.manifest import Manifest, Parameter, Part, PartFile, Piece, Pointer
+from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.crc import crc32c
+from tiermem.checkpoint.format.manifest import Manifest, Parameter, Part, PartFile, Piece, Pointer
 
 RUN = "0123456789ab"
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
-from tiermem.checkpoint.cover import cover
-from tiermem.checkpoint.crc import crc32c
-from tiermem.checkpoint.manifest import Manifest, Part, parse_manifest, parse_part, parse_pointer
+from tiermem.checkpoint.format.cover import cover
+from tiermem.checkpoint.format.crc import crc32c
+from tiermem.checkpoint.format.manifest import Manifest, Part, parse_manifest, parse_part, parse_pointer
 
 
 class Small(nn.Module):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tiermem.checkpoint.blocks import Run, checksums, cuts, joined, run_of
+from tiermem.checkpoint.saving.blocks import Run, checksums, cuts, joined, run_of
 from tiermem.swap.checksum import crc32c
 
 MIB = 1 << 20

@@ -19,7 +19,7 @@ from tiermem.checkpoint.interchange.from_dcp import read_dcp
 from tiermem.checkpoint.interchange.to_dcp import export_dcp
 from tiermem.checkpoint.interchange.to_weights import export_weights
 from tiermem.checkpoint.interchange.weights_of import weights_of
-from tiermem.checkpoint.source import Source
+from tiermem.checkpoint.opening.source import Source
 from tiermem.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, zero_to_fp32
 
 

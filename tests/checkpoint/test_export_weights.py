@@ -18,7 +18,7 @@ from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, of
 from tiermem.checkpoint.interchange.to_weights import export_weights
 from tiermem.checkpoint.interchange.weights_of import weights_of
 from tiermem.checkpoint.interchange.write import write_checkpoint
-from tiermem.checkpoint.source import CHUNK_NUMEL, Source
+from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Source
 from tiermem.utils import zero_to_fp32
 
 

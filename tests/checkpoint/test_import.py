@@ -16,7 +16,7 @@ from checkpoint.test_deepspeed_import import values_of
 from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, ForeignState, of_tensor
 from tiermem.checkpoint.interchange.from_deepspeed import read_deepspeed
 from tiermem.checkpoint.interchange.write import write_checkpoint
-from tiermem.checkpoint.source import Source
+from tiermem.checkpoint.opening.source import Source
 
 
 def check(out: Path, foreign: Foreign) -> None:

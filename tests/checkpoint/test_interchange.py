@@ -19,8 +19,8 @@ from tiermem import OffloadPolicy, Precision, Tier
 from tiermem.checkpoint.interchange.opening import read_foreign
 from tiermem.checkpoint.interchange.to_dcp import export_dcp
 from tiermem.checkpoint.interchange.write import write_checkpoint
-from tiermem.checkpoint.loading import load
-from tiermem.checkpoint.source import Source
+from tiermem.checkpoint.opening.loading import load
+from tiermem.checkpoint.opening.source import Source
 from tiermem.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 MAKERS = {"plain": plain, "two_groups": two_groups, "by_name": by_name}

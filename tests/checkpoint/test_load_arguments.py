@@ -21,7 +21,7 @@ from twins import assert_same_tensors
 
 import tiermem
 from tiermem import checkpoint
-from tiermem.checkpoint.damage import DamagedState
+from tiermem.checkpoint.opening.damage import DamagedState
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from manifests import manifest, parts, piece, pointer
 
-from tiermem.checkpoint.cover import cover
-from tiermem.checkpoint.crc import crc32c
-from tiermem.checkpoint.fields import seal
-from tiermem.checkpoint.manifest import ManifestError, parse_manifest, parse_part, parse_pointer
+from tiermem.checkpoint.format.cover import cover
+from tiermem.checkpoint.format.crc import crc32c
+from tiermem.checkpoint.format.fields import seal
+from tiermem.checkpoint.format.manifest import ManifestError, parse_manifest, parse_part, parse_pointer
 
 
 def changed(data: bytes, change: Any) -> bytes:

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manifests import manifest, parts, pointer
 
-from tiermem.checkpoint.cover import cover
-from tiermem.checkpoint.crc import crc32c
-from tiermem.checkpoint.manifest import Manifest, ManifestError, Part, parse_manifest, parse_part, parse_pointer
+from tiermem.checkpoint.format.cover import cover
+from tiermem.checkpoint.format.crc import crc32c
+from tiermem.checkpoint.format.manifest import Manifest, ManifestError, Part, parse_manifest, parse_part, parse_pointer
 
 Parse = Callable[[bytes, str], Any]
 

@@ -11,8 +11,8 @@ from torch import nn
 import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.checkpoint import save
-from tiermem.checkpoint.places import written
-from tiermem.checkpoint.source import Source
+from tiermem.checkpoint.format.places import written
+from tiermem.checkpoint.opening.source import Source
 
 
 @pytest.mark.parametrize("is_linked", [False, True])

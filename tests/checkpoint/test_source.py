@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from saved_by_hand import write
 
-from tiermem.checkpoint.damage import DamagedState
-from tiermem.checkpoint.finding import NothingSaved
-from tiermem.checkpoint.manifest import CHECKSUM_BYTES, ManifestError
-from tiermem.checkpoint.source import Source
+from tiermem.checkpoint.format.finding import NothingSaved
+from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, ManifestError
+from tiermem.checkpoint.opening.damage import DamagedState
+from tiermem.checkpoint.opening.source import Source
 from tiermem.swap.native import Workers, widen_part
 
 NUMEL = 3 * CHECKSUM_BYTES // 4 + 101  # fp32: three blocks and a tail
@@ -181,7 +181,7 @@ def test_without_an_older_step_the_error_says_so(tmp_path: Path) -> None:
 
 def test_a_newer_version_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr("tiermem.checkpoint.manifest.VERSION", 2)
+        newer.setattr("tiermem.checkpoint.format.manifest.VERSION", 2)
         write(tmp_path, states(7))
     with pytest.raises(ManifestError, match="version 2 of the format; this tiermem reads version 1"):
         Source.open(tmp_path)

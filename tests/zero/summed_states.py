@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tiermem import OffloadPolicy, Shards, Tier
-from tiermem.checkpoint.blocks import Run
-from tiermem.checkpoint.capture import sharded
+from tiermem.checkpoint.saving.blocks import Run
+from tiermem.checkpoint.saving.capture import sharded
 from tiermem.precision import PRESETS
 
 

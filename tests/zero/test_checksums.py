@@ -15,8 +15,8 @@ from summed_states import model, policy, summed, train
 
 import tiermem
 from tiermem import Shards
-from tiermem.checkpoint.blocks import checksums
-from tiermem.checkpoint.manifest import CHECKSUM_BYTES
+from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
+from tiermem.checkpoint.saving.blocks import checksums
 from tiermem.optim.tile_moves import TileMoves
 from tiermem.precision import PRESETS
 from tiermem.swap.checksum import crc32c

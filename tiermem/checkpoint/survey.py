@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
-from tiermem.checkpoint.damage import DamagedState
-from tiermem.checkpoint.finding import Found, NothingSaved, find, read_latest, read_manifest, read_parts, tags_of
+from tiermem.checkpoint.format.finding import Found, NothingSaved, find, read_latest, read_manifest, read_parts, tags_of
+from tiermem.checkpoint.format.manifest import ManifestError, Part
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
-from tiermem.checkpoint.manifest import ManifestError, Part
-from tiermem.checkpoint.source import Source
+from tiermem.checkpoint.opening.damage import DamagedState
+from tiermem.checkpoint.opening.source import Source
 from tiermem.swap.run_folder import RunName, is_made, run_folders
 from tiermem.swap.run_lock import is_live, owner_of, share
 

@@ -1,22 +1,35 @@
-"""Together: a stage that every rank goes through by itself, and then all know how it went.
+"""Together: what every rank goes through by itself, and then all know how it went.
 
-    stage on every rank -> exchange -> nobody failed: what each said
-                                       somebody failed: an error on every rank, which names the rank, the path and the reason
+    together     a stage of saving: everybody's own value for everybody; a rank's own error there, on the others one that
+                 tells of it
+    everywhere   something done with what was saved: only if all that failed found damage do all raise damage, so that ranks
+                 which may fall back to an older step all do or none does
 
-So no rank goes on to the next stage while another has failed, and none waits for one that will not come.
+So no rank goes on while another has failed, and none waits for one that will not come.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+from tiermem.checkpoint.format.manifest import ManifestError
 from tiermem.zero.ranks.collectives import exchange
 from tiermem.zero.ranks.topology import Topology
 
+T = TypeVar("T")
+
 Talk = Callable[[str], list[str]]
 """Hands a string to every rank and returns everybody's, in the order of ranks."""
+
+DAMAGE = (ManifestError, OSError)
+"""Errors of a step that is not whole."""
+
+
+class DamageElsewhere(OSError):
+    """Another rank could not read its part of a saved step; errno is EIO, the text that of its error."""
 
 
 def talk_over(topology: Topology) -> Talk:
@@ -37,29 +50,61 @@ def together(
     value, own = None, None
     try:
         value = stage()
-    except Exception as error:
+    except Exception as error:  # raised below, once the others know
         own = error
     try:
-        said = [json.loads(each) for each in talk(json.dumps([value, None if own is None else _told(own)]))]
+        values, failed = _heard(talk, value, own)
     except BaseException:
         if unheard is not None:
             unheard(own is None)
         raise
     if own is not None:
         raise own
-    failed = [(rank, told) for rank, (_, told) in enumerate(said) if told is not None]
     if failed:
-        raise _of_others(what, failed)
-    return [value for value, _ in said]
+        text, number = _told_of(what, failed), failed[0].errno
+        raise RuntimeError(text) if number is None else OSError(number, text)
+    return values
 
 
-def _told(error: Exception) -> dict[str, Any]:
+def everywhere(topology: Topology, what: str, act: Callable[[], T]) -> T:
+    """Does something on every rank and returns what it has returned here. Collective; blocks.
+
+    Raises, where somebody failed: damage if all of them found damage (its own error on a rank that did, DamageElsewhere on the
+    others); else what is no damage, and RuntimeError on ranks where nothing or damage was found.
+    """
+    done: list[T] = []
+    own: Exception | None = None
+    try:
+        done.append(act())
+    except Exception as error:  # raised below, once the others know
+        own = error
+    _, failed = _heard(talk_over(topology), None, own)
+    if not failed:
+        return done[0]
+    is_all_damage = all(each.is_damage for each in failed)
+    if own is not None and (is_all_damage or not isinstance(own, DAMAGE)):
+        raise own
+    if is_all_damage:
+        raise DamageElsewhere(errno.EIO, _told_of(what, failed))
+    raise RuntimeError(_told_of(what, failed)) from own
+
+
+class _Failed(NamedTuple):
     """What other ranks hear of an error."""
-    number = error.errno if isinstance(error, OSError) else None
-    return {"errno": number, "text": f"{type(error).__name__}: {error}", "path": getattr(error, "filename", None)}
+
+    rank: int
+    text: str
+    errno: int | None
+    is_damage: bool
 
 
-def _of_others(what: str, failed: list[tuple[int, dict[str, Any]]]) -> Exception:
-    text = f"{what} failed on " + "; ".join(f"rank {rank}: {told['text']}" for rank, told in failed[:4])
-    _, first = failed[0]
-    return RuntimeError(text) if first["errno"] is None else OSError(first["errno"], text)
+def _heard(talk: Talk, value: Any, own: Exception | None) -> tuple[list[Any], list[_Failed]]:
+    """Everybody's values, and who failed."""
+    number = own.errno if isinstance(own, OSError) else None
+    told = None if own is None else [f"{type(own).__name__}: {own}", number, isinstance(own, DAMAGE)]
+    said = [json.loads(each) for each in talk(json.dumps([value, told]))]
+    return [each for each, _ in said], [_Failed(rank, *told) for rank, (_, told) in enumerate(said) if told is not None]
+
+
+def _told_of(what: str, failed: list[_Failed]) -> str:
+    return f"{what} failed on " + "; ".join(f"rank {each.rank}: {each.text}" for each in failed[:4])

@@ -16,7 +16,7 @@ from torch import nn
 
 from tiermem.checkpoint.interchange.to_weights import export_weights
 from tiermem.checkpoint.interchange.weights_of import Weight, weights_of
-from tiermem.checkpoint.source import Source
+from tiermem.checkpoint.opening.source import Source
 
 PathLike = str | os.PathLike[str]
 _UNITS = (

@@ -3,8 +3,8 @@
     save_checkpoint    a tag, between steps; with durability="step" every step is made durable, too
     load_checkpoint    by the engine that saved it, right after, as well as by a new one
 
-The model and its optimizer are checkpoint/saver.py's and loading.py's; here are the engine's own counters, schedule, loss scale
-and place in the data.
+The model and its optimizer are checkpoint/saving/saver.py's and opening/loading.py's; here are the engine's own counters,
+schedule, loss scale and place in the data.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from tiermem.checkpoint.loading import CustomLoad, Loaded, load
-from tiermem.checkpoint.saver import Beside, make_durable, save, wait
+from tiermem.checkpoint.opening.loading import CustomLoad, Loaded, load
+from tiermem.checkpoint.saving.saver import Beside, make_durable, save, wait
 from tiermem.config import TiermemConfig
 from tiermem.engine.accumulation import Accumulation
 from tiermem.optim.base import NativeOptimizer

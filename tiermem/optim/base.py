@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tiermem.checkpoint.saver import make_durable
+from tiermem.checkpoint.saving.saver import make_durable
 from tiermem.optim import ordinary, state_dicts
 from tiermem.optim.arguments import IMPLEMENTATION, check_implementation
 from tiermem.optim.rules import Group, Rule

@@ -66,7 +66,7 @@ from tiermem.zero.weights.updating import Updating
 from tiermem.zero.weights.values import Values, initial_master
 
 if TYPE_CHECKING:
-    from tiermem.checkpoint.saver import Saver
+    from tiermem.checkpoint.saving.saver import Saver
     from tiermem.optim.tiles import StateTiles
 
 logger = logging.getLogger("tiermem")

@@ -7,8 +7,8 @@ every MiB of its state's bytes, counted from the first element of the WHOLE para
     pieces                     [  |   |    |  |     ][   |  |    | |      ]
 
 A piece lies in one block, one tile and one rank, so that it is written and read whole; CRC-32C combines, so the pieces of a
-block give its one checksum, whatever tiles and ranks there are (checkpoint/blocks.py). Pieces are cut with arrays, a run of
-bytes at a time. Padding between parameters has no checksum, nor has what rests in memory, nor gradients.
+block give its one checksum, whatever tiles and ranks there are (checkpoint/saving/blocks.py). Pieces are cut with arrays, a
+run of bytes at a time. Padding between parameters has no checksum, nor has what rests in memory, nor gradients.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from tiermem.checkpoint.format.plain import Json, decode, encode
 from tiermem.checkpoint.interchange.foreign import Foreign
-from tiermem.checkpoint.plain import Json, decode, encode
-from tiermem.checkpoint.source import Source
+from tiermem.checkpoint.opening.source import Source
 from tiermem.optim.arguments import IMPLEMENTATION
 from tiermem.optim.layout import EXP_AVG, EXP_AVG_SQ
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiermem.checkpoint.finding import NothingSaved, find
+from tiermem.checkpoint.format.finding import NothingSaved, find
 from tiermem.checkpoint.interchange.foreign import Foreign
 from tiermem.checkpoint.interchange.from_dcp import is_dcp, read_dcp
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed, read_deepspeed

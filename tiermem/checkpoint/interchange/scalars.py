@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from tiermem.checkpoint.format.plain import Json, encode
 from tiermem.checkpoint.interchange.foreign import Foreign, LossScale
 from tiermem.checkpoint.interchange.groups import optimizer_of
-from tiermem.checkpoint.plain import Json, encode
 
 
 class Scalars(NamedTuple):

@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from tiermem.checkpoint import kinds
+from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.interchange.foreign import STEP
 from tiermem.checkpoint.interchange.groups import torch_groups
 from tiermem.checkpoint.interchange.weights_of import Weight, weights_of
-from tiermem.checkpoint.manifest import MASTER, WEIGHT, Parameter
-from tiermem.checkpoint.source import CHUNK_NUMEL, Source
+from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Source
 from tiermem.swap import durable
 
 Read = Callable[[], torch.Tensor]

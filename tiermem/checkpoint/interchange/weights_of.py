@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 import torch
 
-from tiermem.checkpoint import kinds
-from tiermem.checkpoint.manifest import MASTER, WEIGHT, Parameter
-from tiermem.checkpoint.source import CHUNK_NUMEL, Source
+from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
+from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Source
 
 
 @dataclasses.dataclass(frozen=True)

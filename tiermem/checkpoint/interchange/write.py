@@ -20,12 +20,10 @@ from typing import NamedTuple
 
 import torch
 
-from tiermem.checkpoint import kinds
-from tiermem.checkpoint.crc import crc32c as crc32c_of_text
-from tiermem.checkpoint.finding import is_tag
-from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, ForeignState
-from tiermem.checkpoint.interchange.scalars import scalars_of
-from tiermem.checkpoint.manifest import (
+from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.crc import crc32c as crc32c_of_text
+from tiermem.checkpoint.format.finding import is_tag
+from tiermem.checkpoint.format.manifest import (
     CHECKSUM_BYTES,
     LATEST_FILE,
     Manifest,
@@ -34,7 +32,9 @@ from tiermem.checkpoint.manifest import (
     PartFile,
     Piece,
 )
-from tiermem.checkpoint.places import copy_name
+from tiermem.checkpoint.format.places import copy_name
+from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, ForeignState
+from tiermem.checkpoint.interchange.scalars import scalars_of
 from tiermem.swap import durable
 from tiermem.swap.checksum import crc32c
 from tiermem.swap.extents import round_up

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from tiermem.checkpoint import kinds
-from tiermem.checkpoint.manifest import MASTER, WEIGHT, Parameter
-from tiermem.checkpoint.stretch import Read, Stretch, in_memory
+from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
+from tiermem.checkpoint.saving.stretch import Read, Stretch, in_memory
 from tiermem.optim import ordinary
 from tiermem.optim.layout import StatePart
 from tiermem.optim.tile import Segment, Tile

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tiermem.checkpoint.fields import Fields, ManifestError
-from tiermem.checkpoint.kinds import DTYPES, dtype_of, name_of
+from tiermem.checkpoint.format.fields import Fields, ManifestError
+from tiermem.checkpoint.format.kinds import DTYPES, dtype_of, name_of
 
 Json = Any
 """What json.loads returns: None, bool, int, float, str, and lists and dicts of those."""

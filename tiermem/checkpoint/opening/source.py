@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tiermem.checkpoint import kinds
-from tiermem.checkpoint.cover import cover
-from tiermem.checkpoint.damage import DamagedState
-from tiermem.checkpoint.finding import Found, Opened, find, read_manifest, read_parts
-from tiermem.checkpoint.manifest import CHECKSUM_BYTES, MASTER, WEIGHT, Manifest, ManifestError, Parameter, Part
-from tiermem.checkpoint.streams import Span, Stream
+from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.cover import cover
+from tiermem.checkpoint.format.finding import Found, Opened, find, read_manifest, read_parts
+from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, MASTER, WEIGHT, Manifest, ManifestError, Parameter, Part
+from tiermem.checkpoint.opening.damage import DamagedState
+from tiermem.checkpoint.opening.streams import Span, Stream
 from tiermem.optim.layout import is_positive
 from tiermem.swap.checksum import crc32c
 from tiermem.swap.native import Workers, widen_part

@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from tiermem.checkpoint import kinds
-from tiermem.checkpoint.blocks import Run, cuts, joined, run_of
-from tiermem.checkpoint.manifest import Piece
-from tiermem.checkpoint.stretch import Stretch
+from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.manifest import Piece
+from tiermem.checkpoint.saving.blocks import Run, cuts, joined, run_of
+from tiermem.checkpoint.saving.stretch import Stretch
 from tiermem.swap.checksum import crc32c
 from tiermem.swap.extents import round_up
 from tiermem.swap.native import Workers

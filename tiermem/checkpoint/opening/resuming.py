@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tiermem.checkpoint.fitting import Fitted, shown
-from tiermem.checkpoint.manifest import ManifestError
-from tiermem.checkpoint.plain import Json, decode
-from tiermem.checkpoint.source import Source
+from tiermem.checkpoint.format.manifest import ManifestError
+from tiermem.checkpoint.format.plain import Json, decode
+from tiermem.checkpoint.opening.fitting import Fitted, shown
+from tiermem.checkpoint.opening.source import Source
 from tiermem.optim.arguments import IMPLEMENTATION
 from tiermem.optim.base import NativeOptimizer
 from tiermem.zero.shards import Shards

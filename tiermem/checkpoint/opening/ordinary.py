@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.checkpoint.fitting import shown
-from tiermem.checkpoint.manifest import MASTER, WEIGHT
-from tiermem.checkpoint.source import Source
+from tiermem.checkpoint.format.manifest import MASTER, WEIGHT
+from tiermem.checkpoint.opening.fitting import shown
+from tiermem.checkpoint.opening.source import Source
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.ordinary import STEP
 from tiermem.zero import registry

@@ -48,9 +48,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tiermem.checkpoint import kinds
-from tiermem.checkpoint.fields import LARGEST, Fields, ManifestError, seal, unseal
-from tiermem.checkpoint.plain import Json, check
+from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.fields import LARGEST, Fields, ManifestError, seal, unseal
+from tiermem.checkpoint.format.plain import Json, check
 
 __all__ = [
     "CHECKSUM_BYTES",

@@ -9,10 +9,10 @@ import contextlib
 import logging
 from pathlib import Path
 
-from tiermem.checkpoint.content import Content
-from tiermem.checkpoint.crc import crc32c
-from tiermem.checkpoint.manifest import Manifest, Pointer
-from tiermem.checkpoint.places import latest_path, pointer_path, written
+from tiermem.checkpoint.format.crc import crc32c
+from tiermem.checkpoint.format.manifest import Manifest, Pointer
+from tiermem.checkpoint.format.places import latest_path, pointer_path, written
+from tiermem.checkpoint.saving.content import Content
 from tiermem.swap import durable
 
 logger = logging.getLogger("tiermem")

@@ -16,16 +16,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiermem.checkpoint.custom import SavedWeights
-from tiermem.checkpoint.everywhere import DAMAGE, everywhere
-from tiermem.checkpoint.finding import Found, NothingSaved, find, read_latest
-from tiermem.checkpoint.fitting import Fitted, fit
-from tiermem.checkpoint.ordinary import check_ordinary, put_ordinary
-from tiermem.checkpoint.plain import decode
-from tiermem.checkpoint.restore import Wants, restore
-from tiermem.checkpoint.resuming import Group, check_moments, put_groups, put_rng, saved_groups
-from tiermem.checkpoint.saver import saver_of
-from tiermem.checkpoint.source import Source
+from tiermem.checkpoint.format.finding import Found, NothingSaved, find, read_latest
+from tiermem.checkpoint.format.plain import decode
+from tiermem.checkpoint.opening.custom import SavedWeights
+from tiermem.checkpoint.opening.fitting import Fitted, fit
+from tiermem.checkpoint.opening.ordinary import check_ordinary, put_ordinary
+from tiermem.checkpoint.opening.restore import Wants, restore
+from tiermem.checkpoint.opening.resuming import Group, check_moments, put_groups, put_rng, saved_groups
+from tiermem.checkpoint.opening.source import Source
+from tiermem.checkpoint.saving.saver import saver_of
+from tiermem.checkpoint.together import DAMAGE, everywhere
 from tiermem.optim.base import NativeOptimizer
 from tiermem.swap.run_lock import Owner, this_process
 from tiermem.zero.ranks.agreement import agree

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from tiermem.checkpoint.blocks import Run, checksums, joined
-from tiermem.checkpoint.crc import crc32c
-from tiermem.checkpoint.manifest import Manifest, Parameter, PartFile
-from tiermem.checkpoint.pieces import Placed, Runs, frozen_pieces
-from tiermem.checkpoint.places import written
-from tiermem.checkpoint.plain import Json
-from tiermem.checkpoint.stretch import Stretch
+from tiermem.checkpoint.format.crc import crc32c
+from tiermem.checkpoint.format.manifest import Manifest, Parameter, PartFile
+from tiermem.checkpoint.format.places import written
+from tiermem.checkpoint.format.plain import Json
+from tiermem.checkpoint.saving.blocks import Run, checksums, joined
+from tiermem.checkpoint.saving.pieces import Placed, Runs, frozen_pieces
+from tiermem.checkpoint.saving.stretch import Stretch
 from tiermem.swap.freeze import Freeze
 from tiermem.swap.pieces import PieceTable
 from tiermem.zero.ranks.topology import Topology

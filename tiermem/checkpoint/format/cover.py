@@ -8,8 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from tiermem.checkpoint import kinds
-from tiermem.checkpoint.manifest import CHECKSUM_BYTES, MASTER, WEIGHT, Manifest, ManifestError, Parameter, Part, Piece
+from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.manifest import (
+    CHECKSUM_BYTES,
+    MASTER,
+    WEIGHT,
+    Manifest,
+    ManifestError,
+    Parameter,
+    Part,
+    Piece,
+)
 
 States = Mapping[tuple[str, str], Sequence[tuple[int, Piece]]]
 """(rank, piece) of each (parameter, state), by element."""

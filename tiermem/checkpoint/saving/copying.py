@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.checkpoint.manifest import Piece
+from tiermem.checkpoint.format.manifest import Piece
 from tiermem.swap import durable
 from tiermem.swap.direct import ALIGNMENT, open_direct, preallocate
 from tiermem.swap.extents import round_up

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from tiermem.checkpoint import kinds
+from tiermem.checkpoint.format import kinds
 
 Read = Callable[[int, int], torch.Tensor]
 """(offset, bytes) -> those bytes: uint8, contiguous, on the CPU; valid until the next call."""

@@ -25,12 +25,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tiermem.checkpoint.content import Content, frozen, manifest_of, put_together, told_of_part
-from tiermem.checkpoint.manifest import Manifest, Part, data_name, manifest_name, part_name
-from tiermem.checkpoint.pieces import write_data
-from tiermem.checkpoint.places import latest_path, pointer_path, written
-from tiermem.checkpoint.predecessors import drop_step, drop_tags
-from tiermem.checkpoint.publish import publish, remove, remove_pointer
+from tiermem.checkpoint.format.manifest import Manifest, Part, data_name, manifest_name, part_name
+from tiermem.checkpoint.format.places import latest_path, pointer_path, written
+from tiermem.checkpoint.saving.content import Content, frozen, manifest_of, put_together, told_of_part
+from tiermem.checkpoint.saving.pieces import write_data
+from tiermem.checkpoint.saving.predecessors import drop_step, drop_tags
+from tiermem.checkpoint.saving.publish import publish, remove, remove_pointer
 from tiermem.checkpoint.together import talk_over, together
 from tiermem.swap import durable
 from tiermem.swap.freeze import Freeze

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from tiermem.checkpoint.commit import Commits
-from tiermem.checkpoint.content import Content, frozen, manifest_of, put_together, told_of_part
-from tiermem.checkpoint.copying import Extent, copy, end_of, lay_out, moved, take_room
-from tiermem.checkpoint.manifest import Part
-from tiermem.checkpoint.pieces import Placed, data_bytes, write_data
-from tiermem.checkpoint.places import copy_name, pointer_path, tag_folder
-from tiermem.checkpoint.publish import make_folder, publish, remove
+from tiermem.checkpoint.format.manifest import Part
+from tiermem.checkpoint.format.places import copy_name, pointer_path, tag_folder
+from tiermem.checkpoint.saving.commit import Commits
+from tiermem.checkpoint.saving.content import Content, frozen, manifest_of, put_together, told_of_part
+from tiermem.checkpoint.saving.copying import Extent, copy, end_of, lay_out, moved, take_room
+from tiermem.checkpoint.saving.pieces import Placed, data_bytes, write_data
+from tiermem.checkpoint.saving.publish import make_folder, publish, remove
 from tiermem.checkpoint.together import Talk, talk_over, together
 from tiermem.swap import durable
 from tiermem.swap.direct import ALIGNMENT

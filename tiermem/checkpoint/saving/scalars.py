@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tiermem.checkpoint.plain import Json, encode
+from tiermem.checkpoint.format.plain import Json, encode
 from tiermem.zero.shards import Shards
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from tiermem.checkpoint.everywhere import everywhere
-from tiermem.checkpoint.filling import Filling, shown
-from tiermem.checkpoint.fitting import Fitted
-from tiermem.checkpoint.manifest import MASTER, WEIGHT
-from tiermem.checkpoint.source import CHUNK_NUMEL, Source
+from tiermem.checkpoint.format.manifest import MASTER, WEIGHT
+from tiermem.checkpoint.opening.filling import Filling, shown
+from tiermem.checkpoint.opening.fitting import Fitted
+from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Source
+from tiermem.checkpoint.together import everywhere
 from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.shards import Shards
 from tiermem.zero.unit import Shard

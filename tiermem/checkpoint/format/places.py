@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiermem.checkpoint.finding import is_tag
-from tiermem.checkpoint.manifest import LATEST_FILE, POINTER_FILE
+from tiermem.checkpoint.format.finding import is_tag
+from tiermem.checkpoint.format.manifest import LATEST_FILE, POINTER_FILE
 
 
 def written(path: Path, base: Path) -> str:

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from tiermem.checkpoint import capture
-from tiermem.checkpoint.commit import WHAT, Commits, Kept
-from tiermem.checkpoint.content import Content
-from tiermem.checkpoint.copies import Copies, remove_other_copies
-from tiermem.checkpoint.places import tag_folder
-from tiermem.checkpoint.plain import Json, encode
-from tiermem.checkpoint.scalars import optimizer_json, rng_json, state_json
+from tiermem.checkpoint.format.places import tag_folder
+from tiermem.checkpoint.format.plain import Json, encode
+from tiermem.checkpoint.saving import capture
+from tiermem.checkpoint.saving.commit import WHAT, Commits, Kept
+from tiermem.checkpoint.saving.content import Content
+from tiermem.checkpoint.saving.copies import Copies, remove_other_copies
+from tiermem.checkpoint.saving.scalars import optimizer_json, rng_json, state_json
+from tiermem.checkpoint.saving.unharmed import advice_on
 from tiermem.checkpoint.together import talk_over, together
-from tiermem.checkpoint.unharmed import advice_on
 from tiermem.policy import Tier
 from tiermem.swap.checksum import crc32c
 from tiermem.swap.paths import as_paths

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.checkpoint.crc import crc32c
-from tiermem.checkpoint.manifest import (
+from tiermem.checkpoint.format.crc import crc32c
+from tiermem.checkpoint.format.manifest import (
     LATEST_FILE,
     POINTER_FILE,
     Manifest,

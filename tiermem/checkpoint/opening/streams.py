@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.checkpoint.kinds import BLOCK, CODE_SCALES, CODES, PACKED, PACKED_SCALES, bytes_of
-from tiermem.checkpoint.manifest import Piece
+from tiermem.checkpoint.format.kinds import BLOCK, CODE_SCALES, CODES, PACKED, PACKED_SCALES, bytes_of
+from tiermem.checkpoint.format.manifest import Piece
 
 _SCALED = frozenset({CODES, PACKED})
 _SCALES = frozenset({CODE_SCALES, PACKED_SCALES})

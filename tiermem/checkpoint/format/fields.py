@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from tiermem.checkpoint.crc import crc32c
+from tiermem.checkpoint.format.crc import crc32c
 
 LARGEST = (1 << 63) - 1
 _TRAILER = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n\Z')

@@ -19,9 +19,9 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from tiermem.checkpoint import kinds
-from tiermem.checkpoint.manifest import MASTER, WEIGHT
-from tiermem.checkpoint.source import CHUNK_NUMEL, Source
+from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.manifest import MASTER, WEIGHT
+from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Source
 from tiermem.optim.layout import is_positive
 from tiermem.optim.tile_fill import Places
 from tiermem.swap.native import Workers, narrow_part

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tiermem.checkpoint.manifest import CHECKSUM_BYTES
+from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
 from tiermem.swap.checksum import combine
 
 Offsets = npt.NDArray[np.int64]

@@ -17,9 +17,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiermem.checkpoint.finding import Found, read_latest, read_manifest, read_parts
-from tiermem.checkpoint.manifest import POINTER_FILE, ManifestError, Pointer, parse_pointer
-from tiermem.checkpoint.publish import remove, remove_pointer
+from tiermem.checkpoint.format.finding import Found, read_latest, read_manifest, read_parts
+from tiermem.checkpoint.format.manifest import POINTER_FILE, ManifestError, Pointer, parse_pointer
+from tiermem.checkpoint.saving.publish import remove, remove_pointer
 from tiermem.swap.run_folder import RunFolder, RunName
 
 logger = logging.getLogger("tiermem")

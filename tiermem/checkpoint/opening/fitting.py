@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from tiermem.checkpoint.capture import buffers
-from tiermem.checkpoint.manifest import Parameter
-from tiermem.checkpoint.source import Source
+from tiermem.checkpoint.format.manifest import Parameter
+from tiermem.checkpoint.opening.source import Source
+from tiermem.checkpoint.saving.capture import buffers
 from tiermem.zero.shards import Shards
 from tiermem.zero.unit import Shard
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from tiermem.checkpoint.streams import FileRange
+from tiermem.checkpoint.opening.streams import FileRange
 
 
 class DamagedState(OSError):

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from tiermem.checkpoint import kinds
-from tiermem.checkpoint.manifest import WEIGHT, Parameter
-from tiermem.checkpoint.source import Source
+from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.manifest import WEIGHT, Parameter
+from tiermem.checkpoint.opening.source import Source
 
 
 class SavedWeights(Mapping[str, torch.Tensor]):
