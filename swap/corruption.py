@@ -1,4 +1,11 @@
-"""CorruptionError: bytes that came back from a file are not those that were written there."""
+"""CorruptionError: bytes that came back from a file are not those that were written there.
+
+    CorruptionError        whatever it was that came back wrong: catch this one
+        DamagedEntry       of a run's own store, while it trains
+        DamagedState       of a saved step, while it is opened, exported or verified    tiermem/checkpoint/opening/damage.py
+
+A file that says what lies where (manifest, part, pointer) is a ManifestError when it is damaged: it has no bytes of states.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +17,22 @@ class CorruptionError(OSError):
 
     Attributes:
         filename: the file.
-        offset, length: where in the file the piece begins, and its bytes; a piece may go on elsewhere in it.
+        offset, length: where in the file the bytes begin, and how many there are; they may go on elsewhere.
+        written, seen: CRC-32C of what was written and of what came.
+    """
+
+    def __init__(self, what: str, filename: str, offset: int, length: int, written: int, seen: int) -> None:
+        super().__init__(errno.EIO, what, filename)
+        self.offset, self.length = offset, length
+        self.written, self.seen = written, seen
+
+
+class DamagedEntry(CorruptionError):
+    """Bytes of a store's entry.
+
+    Attributes:
         entry, entry_offset: which tensor of the store, and where in it.
         piece: what its owner calls it; None when nobody said.
-        written, seen: CRC-32C of what was written and of what came.
     """
 
     def __init__(
@@ -29,19 +48,16 @@ class CorruptionError(OSError):
         advice: str,
     ) -> None:
         what = "" if piece is None else f"{piece}: "
-        super().__init__(
-            errno.EIO,
-            f"{what}{length} bytes at offset {offset} are not those that were written (CRC-32C {seen:#010x}, written "
-            f"{written:#010x}; bytes {entry_offset} to {entry_offset + length} of {entry!r}). {advice}",
-            filename,
+        what += (
+            f"{length} bytes at offset {offset} are not those that were written (CRC-32C {seen:#010x}, written "
+            f"{written:#010x}; bytes {entry_offset} to {entry_offset + length} of {entry!r}). {advice}"
         )
-        self.offset, self.length = offset, length
+        super().__init__(what, filename, offset, length, written, seen)
         self.entry, self.entry_offset = entry, entry_offset
         self.piece = piece
-        self.written, self.seen = written, seen
         self._advice = advice
 
-    def anew(self) -> CorruptionError:
+    def anew(self) -> DamagedEntry:
         """The same error without a traceback, to be raised once more."""
         place = (str(self.filename), self.offset, self.length, self.entry, self.entry_offset)
-        return CorruptionError(*place, self.piece, self.written, self.seen, self._advice)
+        return DamagedEntry(*place, self.piece, self.written, self.seen, self._advice)

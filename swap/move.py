@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiermem.swap.corruption import CorruptionError
+from tiermem.swap.corruption import DamagedEntry
 from tiermem.swap.native import NORMAL, READ, URGENT, Answer
 from tiermem.swap.queues import Queues, Transfers
 from tiermem.swap.record import Recorder
@@ -70,7 +70,7 @@ class Move:
         priority: int = NORMAL,
         after: Move | None = None,
         on_end: Callable[[bool], None] | None = None,
-        check: Callable[[], CorruptionError | None] | None = None,
+        check: Callable[[], DamagedEntry | None] | None = None,
     ) -> None:
         self.name = name
         self._queue = queue

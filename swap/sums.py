@@ -3,7 +3,7 @@
     protect(entry, pieces)     from now on its pieces have checksums (pieces.py)
     write     the bytes are summed before they are given to the disk: nobody may change them under it
     read      what is expected is kept when the read starts; when the bytes have come they are summed, before anybody sees
-              them. A difference is the Move's failure: CorruptionError, which names file, offset and piece
+              them. A difference is the Move's failure: DamagedEntry, which names file, offset and piece
 
 What is summed lies in memory that has just been computed or has just come, on the threads that kernels share, while the disk
 goes on with other transfers. Reads of a part of a piece are not checked. Whoever knows what to do about a corruption gives
@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from tiermem.swap.checksum import crc32c
-from tiermem.swap.corruption import CorruptionError
+from tiermem.swap.corruption import DamagedEntry
 from tiermem.swap.native import Op, Workers, crc32c_of
 from tiermem.swap.pieces import Crcs, Offsets, Pieces, PieceTable
 from tiermem.swap.record import Recorder
@@ -209,7 +209,7 @@ class Check:
         self._recorder = recorder
         self._advice = advice
 
-    def __call__(self) -> CorruptionError | None:
+    def __call__(self) -> DamagedEntry | None:
         """Sums what has come; an error for the first piece that is not what was written. Blocks."""
         addresses = _joined([each.base + each.starts for each in self._expected])
         num_bytes = _joined([each.num_bytes for each in self._expected])
@@ -219,7 +219,7 @@ class Check:
             return None
         return self._error(int(wrong[0]), int(seen[wrong[0]]), len(wrong) - 1)
 
-    def _error(self, number: int, seen: int, num_others: int) -> CorruptionError:
+    def _error(self, number: int, seen: int, num_others: int) -> DamagedEntry:
         each = self._expected[0]
         for each in self._expected:
             if number < len(each.numbers):
@@ -231,7 +231,7 @@ class Check:
         piece, written = each.pieces.name(int(each.numbers[number])), int(each.crcs[number])
         file, offset, _ = place.ranges[0]
         advice = f"{others}{self._advice(place)}"
-        return CorruptionError(file, offset, length, each.entry, start, piece, written, seen, advice)
+        return DamagedEntry(file, offset, length, each.entry, start, piece, written, seen, advice)
 
     def _ranges(self, address: int, num_bytes: int) -> Iterator[FileRange]:
         """What of which files memory was filled from."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from tiermem.checkpoint.format.finding import NothingSaved
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, ManifestError
 from tiermem.checkpoint.opening.damage import DamagedState
 from tiermem.checkpoint.opening.source import Source
+from tiermem.swap.corruption import CorruptionError
 from tiermem.swap.native import Workers, widen_part
 
 NUMEL = 3 * CHECKSUM_BYTES // 4 + 101  # fp32: three blocks and a tail
@@ -105,7 +107,12 @@ def test_a_flipped_bit_is_named_and_the_older_step_is_whole(tmp_path: Path) -> N
     with Source.open(tmp_path) as source, pytest.raises(DamagedState) as caught:
         source.read("big", "exp_avg", piece.start, 10)
     error = caught.value
+    assert isinstance(error, CorruptionError) and error.errno == errno.EIO
     assert (error.param, error.state, error.step) == ("big", "exp_avg", 20)
+    assert Path(error.filename).parent.samefile(file.parent)  # a block may begin in another rank's file
+    with Source.open(tmp_path) as source:
+        sums = source.manifest.checksums["big"]["exp_avg"]
+    assert error.written in sums and error.seen != error.written
     assert error.start <= piece.start + 5 < error.stop
     assert "step 10" in str(error)
     assert "tag='old'" in str(error)

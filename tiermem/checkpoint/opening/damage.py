@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import errno
-
 from tiermem.checkpoint.opening.streams import FileRange
+from tiermem.swap.corruption import CorruptionError
 
 
-class DamagedState(OSError):
+class DamagedState(CorruptionError):
     """Bytes of a state have another checksum than its manifest says: errno EIO, where, what they are, and what to do.
 
     Attributes:
-        filename, offset, length: the first bytes of the block, which may go on elsewhere.
+        filename, offset, length: the first bytes of the block, which may go on elsewhere; the checksums are of all of it.
         param, state, start, stop: the elements that they hold.
         step: the durable step that is damaged.
     """
 
     def __init__(
-        self, places: list[FileRange], param: str, state: str, start: int, stop: int, step: int, advice: str
+        self,
+        places: list[FileRange],
+        param: str,
+        state: str,
+        start: int,
+        stop: int,
+        step: int,
+        written: int,
+        seen: int,
+        advice: str,
     ) -> None:
         first, *rest = places
         elsewhere = f" (and {len(rest)} other places, {rest[0].path}@{rest[0].offset} the next)" if rest else ""
-        super().__init__(
-            errno.EIO,
+        what = (
             f"{state} of {param}, elements {start} to {stop}, is not what was saved at step {step}: {first.num_bytes} bytes at "
-            f"offset {first.offset}{elsewhere} have another CRC-32C. {advice}",
-            str(first.path),
+            f"offset {first.offset}{elsewhere} have another CRC-32C ({seen:#010x}, saved {written:#010x}). {advice}"
         )
-        self.offset, self.length = first.offset, first.num_bytes
+        super().__init__(what, str(first.path), first.offset, first.num_bytes, written, seen)
         self.param, self.state, self.start, self.stop, self.step = param, state, start, stop, step

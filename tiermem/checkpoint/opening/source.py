@@ -319,14 +319,15 @@ class Source:
         due = self.manifest.checksums[stream.param][stream.state][first_block:last_block]
         for number, (seen, saved) in enumerate(zip(found, due, strict=True)):
             if seen != saved:
-                self._refuse(stream, begin + number * CHECKSUM_BYTES, end)
+                self._refuse(stream, begin + number * CHECKSUM_BYTES, end, saved, seen)
         return data
 
-    def _refuse(self, stream: Stream, begin: int, end: int) -> None:
+    def _refuse(self, stream: Stream, begin: int, end: int, saved: int, seen: int) -> None:
         stop = min(begin + CHECKSUM_BYTES, end)
         start, behind = stream.elements_of(begin, stop)
         places, step = list(stream.ranges(begin, stop)), self.manifest.step
-        raise DamagedState(places, stream.param, stream.state, start, behind, step, advice(self._others))
+        what = advice(self._others)
+        raise DamagedState(places, stream.param, stream.state, start, behind, step, saved, seen, what)
 
     def _reader(self, path: Path) -> FileReader:
         if path not in self._readers:
