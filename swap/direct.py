@@ -18,6 +18,8 @@ import os
 import secrets
 from pathlib import Path
 
+from tiermem.swap.remedy import remedy
+
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
 ALIGNMENT = 4096  # of offsets, lengths and memory; what every file system with O_DIRECT accepts here
 
@@ -79,6 +81,30 @@ def preallocate(fd: int, start: int, num_bytes: int) -> None:
             os.posix_fadvise(buffered, start, num_bytes, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(buffered)
+
+
+def take_room(fd: int, start: int, num_bytes: int, name: Path) -> None:
+    """`preallocate`, whose OSError names the file, the bytes that are needed and those that are free, and what to do."""
+    try:
+        preallocate(fd, start, num_bytes)
+    except OSError as error:
+        free, advice = os.fstatvfs(fd), remedy(error.errno)
+        what = (
+            f"{num_bytes} bytes are needed, {free.f_bavail * free.f_frsize} are free: {os.strerror(error.errno or 0)}"
+        )
+        raise OSError(error.errno, f"{what} ({advice})" if advice else what, str(name)) from None
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Raises OSError with the arithmetic when a folder has no room for so many bytes: takes it, and gives it back.
+
+    For what others write there, whose own errors tell less well.
+    """
+    fd, _ = open_unnamed(folder)
+    try:
+        take_room(fd, 0, num_bytes, folder)
+    finally:
+        os.close(fd)
 
 
 def give_back(fd: int, start: int, num_bytes: int) -> None:

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from tiermem.swap.remedy import remedy
+
 Kind = Literal["sync", "write", "rename", "remove", "folder", "freeze", "thaw", "slot"]
 
 NEW_SUFFIX = ".new"  # of a file that is being written
@@ -63,6 +65,15 @@ def step(kind: Kind, name: str | os.PathLike[str]) -> Iterator[None]:
     _announce("after", kind, name)
 
 
+@contextlib.contextmanager
+def named(name: Path) -> Iterator[None]:
+    """What the block raises as OSError names this path, and says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise _naming(error, name) from None
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Makes or replaces a small file; whole and on the disk on return. Blocks. Raises OSError that names the path.
 
@@ -99,13 +110,13 @@ def sync(fd: int, name: Path) -> None:
 
     After an error nothing is known of what was written since the last sync that went well.
     """
-    with _named(name), step("sync", name):
+    with named(name), step("sync", name):
         os.fdatasync(fd)
 
 
 def sync_folder(folder: Path) -> None:
     """Blocks until the names in a folder are on the disk. Raises OSError that names it."""
-    with _named(folder):
+    with named(folder):
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with step("sync", folder):
@@ -116,32 +127,35 @@ def sync_folder(folder: Path) -> None:
 
 def rename(old: Path, new: Path) -> None:
     """Gives a file another name, in place of what has it; not synced: see `sync_folder`. Raises OSError."""
-    with step("rename", new):
+    with named(new), step("rename", new):
         old.rename(new)
 
 
 def remove(path: Path, syncs: bool = True) -> None:
     """Removes a file, and syncs its folder unless told not to. Raises OSError; FileNotFoundError when there is none."""
-    with step("remove", path):
+    with named(path), step("remove", path):
         path.unlink()
     if syncs:
         sync_folder(path.parent)
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder and those above it that are missing, and syncs each one's parent. One that exists already is fine."""
+    """Makes a folder and those above it that are missing, and syncs each one's parent. One that exists already is fine.
+
+    Raises OSError that names the folder which could not be made.
+    """
     if folder.is_dir():
         return
     if folder.parent != folder:
         make_folder(folder.parent)
-    with step("folder", folder):
+    with named(folder), step("folder", folder):
         folder.mkdir(exist_ok=True)
     sync_folder(folder.parent)
 
 
 def remove_folder(folder: Path) -> None:
     """Removes an empty folder and syncs the one above it. Raises OSError."""
-    with step("remove", folder):
+    with named(folder), step("remove", folder):
         folder.rmdir()
     sync_folder(folder.parent)
 
@@ -159,14 +173,9 @@ def _fsync_folder(fd: int) -> None:
             raise
 
 
-@contextlib.contextmanager
-def _named(name: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _naming(error, name) from None
-
-
 def _naming(error: OSError, name: Path) -> OSError:
-    """The same error, told of a path."""
-    return OSError(error.errno, error.strerror or str(error), os.fspath(name))
+    """The same error, told of a path, with what to do about it."""
+    text, advice = error.strerror or str(error), remedy(error.errno)
+    if advice and advice not in text:
+        text = f"{text} ({advice})"
+    return OSError(error.errno, text, os.fspath(name))

@@ -33,6 +33,7 @@ from tiermem.swap.parts import (
     check_parts,
     check_split,
 )
+from tiermem.swap.remedy import remedy
 
 ENGINES = {"auto": lib.TM_ENGINE_AUTO, "uring": lib.TM_ENGINE_URING, "aio": lib.TM_ENGINE_AIO}
 ENGINES["threads"] = lib.TM_ENGINE_THREADS
@@ -50,22 +51,15 @@ _VERBS = {READ: "reading", WRITE: "writing", SYNC: "syncing"}
 _RULES = {"adamw": lib.TM_ADAMW, "adam": lib.TM_ADAM, "adagrad": lib.TM_ADAGRAD, "lion": lib.TM_LION, "sgd": lib.TM_SGD}
 _SCALARS = tuple(name for name, _ in ffi.typeof("tm_step_scalars").fields)  # fields of StepRule by the same names
 _DTYPES = {None: lib.TM_NONE, torch.float32: lib.TM_F32, torch.bfloat16: lib.TM_BF16, torch.float16: lib.TM_F16}
+_REFUSED = "the file system refuses this alignment or O_DIRECT"
 _CRC_ROWS = ("const void *const *", "const uint64_t *", "uint32_t *")
-_ADVICE = {
-    errno.ENOSPC: "the file system is full: free some space or add a path",
-    errno.ENODATA: "the file is shorter than what was written to it: something truncated it",
-    errno.EIO: "the device reports a failure: see the kernel log",
-    errno.EINVAL: "the file system refuses this alignment or O_DIRECT",
-    errno.EROFS: "the file system has turned read-only: see the kernel log",
-    errno.EFBIG: "the file may not grow so long: see ulimit -f",
-}
 
 
 class TransferError(OSError):
     """A block that could not be moved: errno, filename, offset, length, and what to do."""
 
     def __init__(self, code: int, kind: int, path: str, offset: int, length: int) -> None:
-        advice = _ADVICE.get(code, "see the kernel log")
+        advice = _REFUSED if code == errno.EINVAL else remedy(code) or "see the kernel log"
         what = f"{_VERBS.get(kind, 'moving')} {length} bytes at offset {offset} failed: {os.strerror(code)} ({advice})"
         super().__init__(code, what, path)
         self.kind = kind

@@ -17,7 +17,7 @@ import torch
 
 from tiermem.swap import durable
 from tiermem.swap.arena import Arena
-from tiermem.swap.direct import ALIGNMENT, open_direct, preallocate
+from tiermem.swap.direct import ALIGNMENT, open_direct, take_room
 from tiermem.swap.extents import round_up
 from tiermem.swap.native import WRITE, Op, Queue
 
@@ -43,14 +43,15 @@ class FileWriter:
         self._tags: list[int | None] = [None] * _NUM_PIECES
         self._closing: contextlib.ExitStack | None = None
         with contextlib.ExitStack() as opened:
-            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            with durable.named(self.path):
+                os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             opened.callback(self.path.unlink, missing_ok=True)
             self._fd, _ = open_direct(self.path, os.O_RDWR)
             closing = contextlib.ExitStack()
             opened.push(closing)
             closing.callback(os.close, self._fd)
             if num_bytes:
-                self._take_room(round_up(num_bytes, ALIGNMENT))
+                take_room(self._fd, 0, round_up(num_bytes, ALIGNMENT), self.path)
             arena = Arena(_PIECE_BYTES * _NUM_PIECES)
             closing.callback(arena.close)
             self._pieces = [arena.take(_PIECE_BYTES, "a write buffer").tensor for _ in range(_NUM_PIECES)]
@@ -133,14 +134,6 @@ class FileWriter:
         self._pieces.clear()
         if closing is not None:
             closing.close()
-
-    def _take_room(self, num_bytes: int) -> None:
-        try:
-            preallocate(self._fd, 0, num_bytes)
-        except OSError as error:
-            free = os.fstatvfs(self._fd)
-            what = f"{num_bytes} bytes are needed, {free.f_bavail * free.f_frsize} are free: {os.strerror(error.errno or 0)}"
-            raise OSError(error.errno, what, str(self.path)) from None
 
     def _piece(self) -> torch.Tensor:
         """The buffer at hand, once what it held before is written."""

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.checkpoint.format.manifest import Piece
-from tiermem.swap import durable
-from tiermem.swap.direct import ALIGNMENT, open_direct, preallocate
+from tiermem.swap import direct, durable
+from tiermem.swap.direct import ALIGNMENT, open_direct
 from tiermem.swap.extents import round_up
 
 _FICLONERANGE = 0x4020940D
@@ -77,13 +77,10 @@ def take_room(path: Path, extents: Sequence[Extent]) -> None:
     if not extents:
         return
     start, stop = extents[0].place, end_of(extents, 0)
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    with durable.named(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        preallocate(fd, start, stop - start)
-    except OSError as error:
-        free = os.fstatvfs(fd)
-        what = f"{stop - start} bytes are needed, {free.f_bavail * free.f_frsize} are free: {os.strerror(error.errno or 0)}"
-        raise OSError(error.errno, what, str(path)) from None
+        direct.take_room(fd, start, stop - start, path)
     finally:
         os.close(fd)
 
@@ -113,7 +110,8 @@ def _copy_from(source: Path, extents: Sequence[Extent], target: int, path: Path)
                     done += ways[0](fd, each.offset + done, length, target, each.place + done)
                 except OSError as error:
                     if len(ways) == 1 or error.errno not in _NOT_HERE:
-                        raise OSError(error.errno, f"copying {source}: {error.strerror}", str(path)) from None
+                        with durable.named(path):
+                            raise OSError(error.errno, f"copying {source}: {error.strerror}") from None
                     ways.pop(0)
     finally:
         os.close(fd)
