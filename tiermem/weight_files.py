@@ -9,6 +9,7 @@ the same storage. `torch.load(weights_only=True)` reads the latter, weights.py a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -19,7 +20,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tiermem.swap import durable
+from tiermem.swap.direct import check_room, take_room
 from tiermem.weights import dtype_code
+
+MOST_AROUND_BYTES = 4096
+"""More than torch's formats take around one tensor: its name, its header, padding, its part of the pickle."""
 
 
 class WeightEntry(NamedTuple):
@@ -64,16 +70,27 @@ class SafetensorsFile:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._base = 8 + len(text)
-        self._file = open(path, "wb")  # noqa: SIM115 - closed by `close`
-        self._file.write(len(text).to_bytes(8, "little") + text)
-        _make_room(self._file.fileno(), self._base + place)
+        self._path = path
+        with contextlib.ExitStack() as opened:
+            with durable.named(path):
+                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            opened.callback(os.close, self._fd)
+            take_room(self._fd, 0, self._base + place, path)
+            self._write(memoryview(len(text).to_bytes(8, "little") + text), 0)
+            self._closing = opened.pop_all()
 
     def put(self, entry: WeightEntry, start: int, values: torch.Tensor) -> None:
-        self._file.seek(self._base + self._places[entry.names[0]] + start * entry.dtype.itemsize)
-        self._file.write(values.contiguous().view(-1).view(torch.uint8).numpy().data)
+        raw = values.contiguous().view(-1).view(torch.uint8).numpy().data
+        self._write(raw, self._base + self._places[entry.names[0]] + start * entry.dtype.itemsize)
 
     def close(self) -> None:
-        self._file.close()
+        self._closing.close()
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        with durable.named(self._path):
+            while data:
+                done = os.pwrite(self._fd, data, offset)
+                data, offset = data[done:], offset + done
 
 
 class TorchFile:
@@ -84,12 +101,13 @@ class TorchFile:
         for entry in entries:
             empty = torch.empty(entry.shape, dtype=entry.dtype)  # no page of it is ever touched
             layout.update(dict.fromkeys(entry.names, empty))
-        path.write_bytes(b"")  # raises what torch.save would tell less well
+        num_bytes = sum(entry.num_bytes for entry in entries)
+        check_room(path.parent, num_bytes + MOST_AROUND_BYTES * (len(layout) + 1))  # torch tells less well
         with torch.serialization.skip_data():
             torch.save(layout, path)
         del layout
-        with open(path, "r+b") as file:
-            _make_room(file.fileno(), os.path.getsize(path))  # else a full disk would be a SIGBUS
+        with durable.named(path), open(path, "r+b") as file:
+            take_room(file.fileno(), 0, os.path.getsize(path), path)  # else a full disk would be a SIGBUS
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             self._tensors: dict[str, torch.Tensor] = torch.load(path, mmap=True, weights_only=True)
 
@@ -98,9 +116,3 @@ class TorchFile:
 
     def close(self) -> None:
         self._tensors.clear()
-
-
-def _make_room(descriptor: int, num_bytes: int) -> None:
-    """Takes a file's room on the disk. Raises OSError when there is not enough."""
-    if num_bytes:
-        os.posix_fallocate(descriptor, 0, num_bytes)

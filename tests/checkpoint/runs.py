@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tiermem import OffloadPolicy, Tier
 from tiermem.checkpoint.format.cover import cover
 from tiermem.checkpoint.format.crc import crc32c
 from tiermem.checkpoint.format.manifest import Manifest, Part, parse_manifest, parse_part, parse_pointer
+from tiermem.swap import durable
 
 
 class Small(nn.Module):
@@ -118,3 +121,25 @@ def files_below(*folders: Path) -> Iterator[str]:
 
 def counts(text: str) -> Any:
     return json.loads(text)
+
+
+def failing(kind: str, ending: str, number: int = 1, code: int = errno.ENOSPC) -> AbstractContextManager[None]:
+    """The number-th step of a kind on files of some name raises, before it is done."""
+    left = [number]
+
+    def observe(step: durable.Step) -> None:
+        if step.when == "before" and step.kind == kind and step.name.endswith(ending):
+            left[0] -= 1
+            if not left[0]:
+                raise OSError(code, "it fails", step.name)
+
+    return durable.watch(observe)
+
+
+def error_of(act: Callable[[], object]) -> OSError | None:
+    """The OSError that something ends with; None: it goes well."""
+    try:
+        act()
+    except OSError as error:
+        return error
+    return None

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import errno
 import threading
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
-from runs import Small, files_below, model, policy, states_in, train
+from runs import Small, failing, files_below, model, policy, states_in, train
 
 import tiermem
 from tiermem import checkpoint
 from tiermem.precision import Precision
-from tiermem.swap import durable
-
-
-def failing(kind: str, ending: str, number: int = 1, code: int = errno.ENOSPC) -> AbstractContextManager[None]:
-    """The number-th step of a kind on files of some name raises, before it is done."""
-    left = [number]
-
-    def observe(step: durable.Step) -> None:
-        if step.when == "before" and step.kind == kind and step.name.endswith(ending):
-            left[0] -= 1
-            if not left[0]:
-                raise OSError(code, "it fails", step.name)
-
-    return durable.watch(observe)
 
 
 def test_a_step_that_cannot_be_made_durable_leaves_the_one_before(tmp_path: Path) -> None:

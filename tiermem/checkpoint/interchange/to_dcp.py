@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
@@ -31,6 +32,8 @@ from tiermem.checkpoint.interchange.groups import torch_groups
 from tiermem.checkpoint.interchange.weights_of import Weight, weights_of
 from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Source
 from tiermem.swap import durable
+from tiermem.swap.direct import check_room
+from tiermem.weight_files import MOST_AROUND_BYTES
 
 Read = Callable[[], torch.Tensor]
 Progress = Callable[[int], None]
@@ -51,18 +54,34 @@ def export_dcp(source: Source, out: Path, dtype: torch.dtype | None = None, prog
         state["optim"] = {"state": _optimizer(source, lazy), "param_groups": torch_groups(source)}
     new = out.with_name(f"{out.name}{durable.NEW_SUFFIX}")
     durable.make_folder(out.parent)
-    new.mkdir()
+    with durable.named(new):
+        new.mkdir()
     with contextlib.ExitStack() as undoing:
         undoing.callback(_remove, new)
-        with warnings.catch_warnings(), _quiet():
-            warnings.simplefilter("ignore")  # that there is one process
-            save(state, storage_writer=FileSystemWriter(new), planner=_Planner(lazy), no_dist=True)
+        check_room(new, lazy.num_bytes + MOST_AROUND_BYTES * (lazy.num_tensors + 1))  # torch tells less well
+        _save(state, new, _Planner(lazy))
+        durable.sync_folder(new)
         with contextlib.suppress(FileNotFoundError):
             out.rmdir()
+        undoing.callback(_remove, out)
         durable.rename(new, out)
+        durable.sync_folder(out.parent)
         undoing.pop_all()
-    durable.sync_folder(out.parent)
     return lazy.num_bytes
+
+
+def _save(state: dict[str, Any], folder: Path, planner: DefaultSavePlanner) -> None:
+    """torch's own `save`. Raises what it failed with, where torch raises a BaseException that tells of it."""
+    try:
+        with warnings.catch_warnings(), _quiet():
+            warnings.simplefilter("ignore")  # that there is one process
+            save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+    except CheckpointException as wrapper:
+        error = next((error for error, _ in wrapper.failures.values()), wrapper)
+        if isinstance(error, OSError) and error.filename is None:
+            with durable.named(folder):
+                raise error from None
+        raise error from None
 
 
 class _Lazy:
@@ -73,6 +92,11 @@ class _Lazy:
         self._progress = progress
         self._reads: dict[int, Read] = {}
         self._kept: list[torch.Tensor] = []  # so that no id is used twice
+
+    @property
+    def num_tensors(self) -> int:
+        """So far."""
+        return len(self._kept)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> torch.Tensor:
         """A tensor on the meta device that stands for what `read` returns."""
@@ -169,7 +193,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _remove(folder: Path) -> None:
-    """What was made here a moment ago."""
-    for file in folder.iterdir():
-        file.unlink()
-    folder.rmdir()
+    """What was made here a moment ago, if it is there; what cannot be removed is left: the first error is told."""
+    with contextlib.suppress(OSError):
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()

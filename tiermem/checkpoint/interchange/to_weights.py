@@ -62,19 +62,21 @@ def export_weights(
     if there:
         raise FileExistsError(17, f"{', '.join(there)} there already; choose another folder", str(out))
     durable.make_folder(out)
-    with contextlib.ExitStack() as undoing:
+    with contextlib.ExitStack() as undoing, contextlib.ExitStack() as placing:
         for name in names:
-            undoing.callback(_partial(out, name).unlink, missing_ok=True)
+            undoing.callback(_remove, _partial(out, name))
         for shard in shards:
             _write_shard(out, shard, is_safetensors, progress or (lambda _: None))
         for name, text in texts.items():
-            _partial(out, name).write_text(text, "utf-8")
+            _write_text(_partial(out, name), text)
         for name in names:
             with open(_partial(out, name), "rb") as file:
                 durable.sync(file.fileno(), _partial(out, name))
         for name in names:
+            placing.callback(_remove, out / name)
             durable.rename(_partial(out, name), out / name)
         durable.sync_folder(out)
+        placing.pop_all()
     return shards
 
 
@@ -127,6 +129,17 @@ def _index(shards: Sequence[Shard]) -> str:
     }
     total = {"total_size": sum(shard.num_bytes for shard in shards)}
     return json.dumps({"metadata": total, "weight_map": place}, indent=2, sort_keys=True) + "\n"
+
+
+def _write_text(path: Path, text: str) -> None:
+    with durable.named(path), open(path, "wb", buffering=0) as file:
+        durable.write_all(file.fileno(), text.encode(), path)
+
+
+def _remove(path: Path) -> None:
+    """What this export has made; what cannot be removed is left: the first error is told."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _partial(out: Path, name: str) -> Path:

@@ -37,6 +37,7 @@ from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, Fo
 from tiermem.checkpoint.interchange.scalars import scalars_of
 from tiermem.swap import durable
 from tiermem.swap.checksum import crc32c
+from tiermem.swap.direct import take_room
 from tiermem.swap.extents import round_up
 
 _BUFFER_BYTES = 16 * CHECKSUM_BYTES
@@ -77,15 +78,18 @@ def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progre
     if folder.exists():
         raise FileExistsError(17, "is there already; choose another tag or folder", str(folder))
     durable.make_folder(folder.parent)
-    new.mkdir()
+    with durable.named(new):
+        new.mkdir()
+    made = new
     try:
         left_behind, num_bytes = _write_folder(foreign, new, tag, step, progress)
         durable.rename(new, folder)
+        made = folder
         durable.sync_folder(folder.parent)
+        durable.write_file(out / LATEST_FILE, tag.encode())
     except BaseException:
-        shutil.rmtree(new, ignore_errors=True)  # made here, a moment ago
+        shutil.rmtree(made, ignore_errors=True)  # a moment old
         raise
-    durable.write_file(out / LATEST_FILE, tag.encode())
     return Imported(folder, tag, step, len(foreign.parameters), num_bytes, tuple(left_behind))
 
 
@@ -136,19 +140,21 @@ def _write_data(
                 end = round_up(end + pieces[-1].num_bytes, _ALIGNMENT)
     sums: dict[str, dict[str, tuple[int, ...]]] = {p.name: {} for p in foreign.parameters}
     states = {p.name: p.states for p in foreign.parameters}
-    with open(path, "wb", buffering=0) as file:
+    with durable.named(path):
+        file = open(path, "wb", buffering=0)  # noqa: SIM115 - its own errors alone are named so
+    with file:
         if end:
-            os.posix_fallocate(file.fileno(), 0, end)
+            take_room(file.fileno(), 0, end, path)
         buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
         for piece in pieces:
             state = states[piece.param][piece.state]
-            sums[piece.param][piece.state] = _write_state(file.fileno(), piece, state, buffer, progress)
+            sums[piece.param][piece.state] = _write_state(file.fileno(), path, piece, state, buffer, progress)
         durable.sync(file.fileno(), path)
     return pieces, sums, sum(piece.num_bytes for piece in pieces)
 
 
 def _write_state(
-    fd: int, piece: Piece, state: ForeignState, buffer: torch.Tensor, progress: Progress
+    fd: int, path: Path, piece: Piece, state: ForeignState, buffer: torch.Tensor, progress: Progress
 ) -> tuple[int, ...]:
     """One state through the buffer, a multiple of 1 MiB at a time; its checksums."""
     sums: list[int] = []
@@ -158,7 +164,8 @@ def _write_state(
         nonlocal filled, done
         data = buffer[:filled]
         sums.extend(crc32c(data.split(CHECKSUM_BYTES)))
-        _write_at(fd, data, piece.offset + done)
+        with durable.named(path):
+            _write_at(fd, data, piece.offset + done)
         progress(filled)
         done, filled = done + filled, 0
 

@@ -1,0 +1,76 @@
+"""When an export fails, is the error what went wrong, and is nothing left of it, whatever the format?"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import error_of, failing, files_below, model, policy, train
+
+import tiermem
+from tiermem import checkpoint
+from tiermem.checkpoint.interchange.from_torch import read_torch
+from tiermem.checkpoint.interchange.to_dcp import export_dcp
+from tiermem.checkpoint.interchange.to_weights import export_weights
+from tiermem.checkpoint.interchange.weights_of import weights_of
+from tiermem.checkpoint.interchange.write import write_checkpoint
+from tiermem.checkpoint.opening.damage import DamagedState
+
+Export = Callable[[checkpoint.Source, Path], object]
+
+WAYS: dict[str, Export] = {
+    "safetensors": lambda source, out: export_weights(weights_of(source), out, 3000, config="{}"),
+    "bin": lambda source, out: export_weights(weights_of(source), out, 3000, is_safetensors=False),
+    "dcp": lambda source, out: export_dcp(source, out),
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A complete copy of a small model after a step."""
+    made = model()
+    with tiermem.shard(made, policy("cpu", tmp_path)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        train(made, optimizer, 1)
+        checkpoint.save(shards, optimizer, tmp_path / "saved", "t")
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_damaged_state_ends_the_export_and_is_what_is_raised(tmp_path: Path, saved: Path, way: str) -> None:
+    with checkpoint.Source.open(saved) as source:
+        (file,) = source.files("embed.weight", "weight")
+        file.write_bytes(bytes(file.stat().st_size))
+        with pytest.raises(DamagedState, match="not what was saved at step 1"):
+            WAYS[way](source, tmp_path / "out" / "x")
+    assert not list(files_below(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["rename", "sync"])
+def test_an_export_that_fails_at_any_step_leaves_nothing(tmp_path: Path, saved: Path, way: str, kind: str) -> None:
+    out = tmp_path / "out" / "x"
+    (tmp_path / "out").mkdir()
+    with checkpoint.Source.open(saved) as source:
+        for number in range(1, 40):
+            with failing(kind, "", number, errno.EIO):
+                error = error_of(lambda: WAYS[way](source, out))
+            if error is None:
+                break
+            assert (error.errno, str(error.filename).startswith(str(tmp_path / "out"))) == (errno.EIO, True)
+            assert "it fails" in str(error)
+            assert not list(files_below(tmp_path / "out")), number
+    assert number > 1 and list(files_below(out))
+
+
+def test_an_import_that_cannot_be_named_latest_leaves_nothing(tmp_path: Path, saved: Path) -> None:
+    with checkpoint.Source.open(saved) as source:
+        export_weights(weights_of(source), tmp_path / "plain", None)
+    foreign = read_torch(tmp_path / "plain")
+    for kind, name in [("rename", "latest"), ("rename", "tag"), ("write", "latest.new"), ("sync", ".bin")]:
+        with failing(kind, name, code=errno.EIO), pytest.raises(OSError, match="it fails"):
+            write_checkpoint(foreign, tmp_path / "out", "tag")
+        assert not list((tmp_path / "out").iterdir())
+    write_checkpoint(foreign, tmp_path / "out", "tag")
