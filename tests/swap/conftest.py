@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from lies import Lies
-from mounts import run_or_skip
+from mounts import mount as mount
 
 from tiermem.swap.native import Fault, Queue
 from tiermem.swap.paths import NvmePath
@@ -72,36 +71,6 @@ def two_paths(tmp_path: Path) -> list[NvmePath]:
     for each in paths:
         each.path.mkdir()
     return paths
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts a file system of its own below tmp_path; skips the test where this is not allowed.
-
-    Those of the ext family lie in `MOUNTPOINT.image`, through a loop device, or on the device that is given.
-    """
-    mounted: list[Path] = []
-
-    def make(kind: str, num_bytes: int = 0, options: str = "", folder: Path = tmp_path, device: str = "") -> Path:
-        point = tmp_path / f"mounted {kind}"
-        point.mkdir()
-        command = ["mount", "-t", kind, "-o", options or "rw", kind, str(point)]
-        if kind.startswith("ext"):
-            image = folder / f"{point.name}.image"
-            if not device:
-                image.touch()
-                os.truncate(image, num_bytes)
-            journal = [] if kind == "ext2" else ["-O", "^has_journal"]
-            run_or_skip(f"mkfs.{kind}", "-q", "-m", "0", *journal, device or str(image))
-            command = ["mount", "-o", options or "rw", device or str(image), str(point)]
-            command[2] += "" if device else ",loop"
-        run_or_skip(*command)
-        mounted.append(point)
-        return point
-
-    yield make
-    for point in reversed(mounted):
-        subprocess.run(["umount", "-l", str(point)], check=True)
 
 
 @pytest.fixture

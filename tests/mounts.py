@@ -6,12 +6,51 @@ import fcntl
 import os
 import struct
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 _FIBMAP = 1
 SECTOR = 512
+_FORMAT = {
+    "ext2": ("-q", "-m", "0"),
+    "ext4": ("-q", "-m", "0", "-O", "^has_journal"),
+    "xfs": ("-q", "-m", "reflink=1"),
+    "btrfs": ("-q",),
+}
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts a file system of its own below tmp_path; skips the test where this is not allowed.
+
+    Those of a disk lie in `MOUNTPOINT.image`, through a loop device, or on the device that is given. One that is mounted with
+    `name` may have others of its kind beside it.
+    """
+    mounted: list[Path] = []
+
+    def make(
+        kind: str, num_bytes: int = 0, options: str = "", folder: Path = tmp_path, device: str = "", name: str = ""
+    ) -> Path:
+        point = tmp_path / (name or f"mounted {kind}")
+        point.mkdir()
+        command = ["mount", "-t", kind, "-o", options or "rw", kind, str(point)]
+        if kind in _FORMAT:
+            image = folder / f"{point.name}.image"
+            if not device:
+                image.touch()
+                os.truncate(image, num_bytes)
+            run_or_skip(f"mkfs.{kind}", *_FORMAT[kind], device or str(image))
+            command = ["mount", "-o", options or "rw", device or str(image), str(point)]
+            command[2] += "" if device else ",loop"
+        run_or_skip(*command)
+        mounted.append(point)
+        return point
+
+    yield make
+    for point in reversed(mounted):
+        subprocess.run(["umount", "-l", str(point)], check=True)
 
 
 def run_or_skip(*command: str, stdin: str = "") -> str:
