@@ -133,3 +133,24 @@ int tm_crc32c(tm_workers *workers, uint64_t n, const void *const *pieces, const 
 uint32_t tm_crc32c_combine(uint32_t a, uint32_t b, uint64_t b_bytes) {
     return tm_crc_multiply(a, tm_crc_power(8 * b_bytes)) ^ b;
 }
+
+// Messages of one length follow one another often: what a length shifts is kept for the next.
+int tm_crc32c_join(uint64_t n, const uint64_t *first, const uint32_t *crcs, const uint64_t *bytes, uint32_t *joined) {
+    if (n && (!first || !joined || (first[n] > first[0] && (!crcs || !bytes))))
+        return -EINVAL;
+    for (uint64_t i = 0; i < n; ++i)
+        if (first[i] > first[i + 1])
+            return -EINVAL;
+    uint64_t length = 0;
+    uint32_t power = tm_crc_power(0);
+    for (uint64_t i = 0; i < n; ++i) {
+        uint32_t crc = first[i] < first[i + 1] ? crcs[first[i]] : 0;
+        for (uint64_t each = first[i] + 1; each < first[i + 1]; ++each) {
+            if (bytes[each] != length)
+                length = bytes[each], power = tm_crc_power(8 * length);
+            crc = tm_crc_multiply(crc, power) ^ crcs[each];
+        }
+        joined[i] = crc;
+    }
+    return 0;
+}

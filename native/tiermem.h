@@ -9,7 +9,7 @@
  *   queue    tm_queue_open · _submit · _wait · _promote · _cancel · _counters · _latencies · _close
  *   workers  tm_workers_open · _pin · _close            threads that the kernels share
  *   kernels  tm_optimizer_step · tm_part_widen · tm_part_narrow · tm_gradient_store · tm_isa_choose
- *   checksum tm_crc32c · tm_crc32c_combine
+ *   checksum tm_crc32c · tm_crc32c_combine · tm_crc32c_join
  *
  * The Python binding is generated from the part between the two BINDING lines; it holds plain
  * declarations only.
@@ -352,6 +352,11 @@ int tm_crc32c(tm_workers *workers, uint64_t n, const void *const *pieces, const 
 
 /* The CRC-32C of A and B behind it, from those of A and of B, which is b_bytes long. Takes about a microsecond. */
 uint32_t tm_crc32c_combine(uint32_t a, uint32_t b, uint64_t b_bytes);
+
+/* joined[i] = the CRC-32C of the messages first[i] to first[i + 1] - 1 behind one another, from the CRC-32C and the
+ * length of each; 0 for none. `first` holds n + 1 numbers, ascending. -EINVAL: a missing pointer, numbers that descend.
+ */
+int tm_crc32c_join(uint64_t n, const uint64_t *first, const uint32_t *crcs, const uint64_t *bytes, uint32_t *joined);
 
 /* BINDING ENDS */
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tiermem.swap.native import Workers, crc32c_combine, crc32c_of
+from tiermem.swap.native import Workers, crc32c_combine, crc32c_join, crc32c_of
 
-__all__ = ["combine", "crc32c"]
+__all__ = ["combine", "crc32c", "crc32c_join"]
 
 
 def crc32c(tensors: Sequence[torch.Tensor], workers: Workers | None = None) -> list[int]:

@@ -12,6 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+
 
 class FrozenRange(NamedTuple):
     """Bytes of one path's segment that nobody writes."""
@@ -19,6 +24,16 @@ class FrozenRange(NamedTuple):
     path_index: int
     file_offset: int
     num_bytes: int
+
+
+class FrozenRows(NamedTuple):
+    """Where many ranges lie: flat int64 arrays, a row for each piece of a range, ranges in order and each by its bytes."""
+
+    request: Numbers  # which range
+    start: Numbers  # byte of the entry
+    path_index: Numbers
+    file_offset: Numbers
+    num_bytes: Numbers
 
 
 class FrozenPart(NamedTuple):
@@ -43,6 +58,30 @@ class Freeze:
     def files(self) -> tuple[Path, ...]:
         """The segment file of each path; a range's `path_index` counts them."""
         return self.paths
+
+    def find(self, entries: Sequence[str], entry: Numbers, offset: Numbers, num_bytes: Numbers) -> FrozenRows:
+        """Where bytes [offset[i], offset[i] + num_bytes[i]) of entries[entry[i]] lie, for all i at once.
+
+        Raises KeyError for what is not frozen, ValueError for bytes outside it.
+        """
+        parts = [part for name in entries for part in self.parts[name]]
+        table = np.array([(start, *place) for start, place in parts], np.int64).reshape(-1, 4)
+        ends = np.cumsum([len(self.parts[name]) for name in entries], dtype=np.int64)
+        sizes = table[ends - 1, 0] + table[ends - 1, 3]
+        if (offset < 0).any() or (num_bytes < 0).any() or (offset + num_bytes > sizes[entry]).any():
+            raise ValueError("bytes are asked for that lie outside their entry")
+        bases = np.cumsum(sizes) - sizes  # as if all entries lay behind one another
+        own = np.repeat(bases, np.diff(ends, prepend=0))
+        starts, (first, path_index, file_offset, _) = table[:, 0] + own, table.T
+        stops = np.append(starts[1:], sizes.sum())
+        low, high = bases[entry] + offset, bases[entry] + offset + num_bytes
+        at = np.searchsorted(starts, low, "right") - 1
+        counts = np.where(num_bytes > 0, np.searchsorted(starts, high, "left") - at, 0)
+        request = np.repeat(np.arange(len(entry)), counts)
+        part = at[request] + np.arange(len(request)) - (np.cumsum(counts) - counts)[request]
+        begin, end = np.maximum(low[request], starts[part]), np.minimum(high[request], stops[part])
+        within = begin - starts[part]
+        return FrozenRows(request, first[part] + within, path_index[part], file_offset[part] + within, end - begin)
 
     def ranges(self, entry: str, offset: int, num_bytes: int) -> list[FrozenRange]:
         """Where bytes [offset, offset + num_bytes) of an entry lie, in order; any bytes, not whole blocks alone.

@@ -53,6 +53,7 @@ _SCALARS = tuple(name for name, _ in ffi.typeof("tm_step_scalars").fields)  # fi
 _DTYPES = {None: lib.TM_NONE, torch.float32: lib.TM_F32, torch.bfloat16: lib.TM_BF16, torch.float16: lib.TM_F16}
 _REFUSED = "the file system refuses this alignment or O_DIRECT"
 _CRC_ROWS = ("const void *const *", "const uint64_t *", "uint32_t *")
+_JOIN_ROWS = ("const uint64_t *", "const uint32_t *", "const uint64_t *", "uint32_t *")
 
 
 class TransferError(OSError):
@@ -485,6 +486,21 @@ def crc32c_of(
     code = lib.tm_crc32c(ffi.NULL if workers is None else workers.handle, len(addresses), *rows)
     check(code, f"checksums of {len(addresses)} pieces")
     return crcs
+
+
+def crc32c_join(
+    first: npt.NDArray[np.uint64], crcs: npt.NDArray[np.uint32], num_bytes: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint32]:
+    """The CRC-32C of messages first[i] to first[i + 1] behind one another, from theirs and their lengths. Flat arrays."""
+    if crcs.shape != num_bytes.shape or not len(first) or int(first[-1]) > len(crcs):
+        raise ValueError(f"{len(crcs)} checksums of {len(num_bytes)} messages, joined up to {first[-1:]}")
+    joined: npt.NDArray[np.uint32] = np.empty(len(first) - 1, np.uint32)
+    first, crcs = np.ascontiguousarray(first, np.uint64), np.ascontiguousarray(crcs, np.uint32)
+    num_bytes = np.ascontiguousarray(num_bytes, np.uint64)
+    pointers = (first.ctypes.data, crcs.ctypes.data, num_bytes.ctypes.data, joined.ctypes.data)
+    rows = [ffi.cast(kind, pointer) for kind, pointer in zip(_JOIN_ROWS, pointers, strict=True)]
+    check(lib.tm_crc32c_join(len(joined), *rows), "joining checksums")
+    return joined
 
 
 def crc32c_combine(a: int, b: int, b_bytes: int) -> int:

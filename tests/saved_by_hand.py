@@ -24,6 +24,7 @@ from tiermem.checkpoint.format.manifest import (
     Piece,
     manifest_name,
     part_name,
+    states_of,
 )
 from tiermem.swap.checksum import crc32c
 
@@ -97,7 +98,7 @@ class _Files:
     def close(self, commit: int) -> PartFile:
         for name, data in zip(self._names, self._data, strict=True):
             (self._folder / name).write_bytes(data)
-        text = Part("byhand", commit, self._rank, None, None, self._names, tuple(self._pieces)).dump()
+        text = Part("byhand", commit, self._rank, None, None, self._names, states_of(self._pieces)).dump()
         name = part_name(commit, self._rank)
         (self._folder / name).write_bytes(text)
         return PartFile(self._rank, ".", name, len(text), crc32c_of_text(text))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.crc import crc32c
-from tiermem.checkpoint.format.manifest import Manifest, Parameter, Part, PartFile, Piece, Pointer
+from tiermem.checkpoint.format.manifest import Manifest, Parameter, Part, PartFile, Piece, Pointer, states_of
 
 RUN = "0123456789ab"
 
@@ -26,7 +26,7 @@ def parts() -> list[Part]:
         ]
         if rank == 0:
             pieces.append(piece("b", "weight", "fp32", 0, 6, 0, file=1))
-        found.append(Part(RUN, 3, rank, {"torch": None}, {}, ("segment.bin", "data-3.bin"), tuple(pieces)))
+        found.append(Part(RUN, 3, rank, {"torch": None}, {}, ("segment.bin", "data-3.bin"), states_of(pieces)))
     return found
 
 

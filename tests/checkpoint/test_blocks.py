@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 
-import numpy as np
 import pytest
 import torch
 
-from tiermem.checkpoint.saving.blocks import Run, checksums, cuts, joined, run_of
+from tiermem.checkpoint.saving.blocks import Run, checksums, cuts, joined
 from tiermem.swap.checksum import crc32c
 
 MIB = 1 << 20
@@ -32,14 +31,6 @@ def test_runs_of_any_sizes_give_the_checksums_of_whole_blocks(seed: int) -> None
     assert checksums(runs, "w") == due
     half = len(runs) // 2
     assert checksums(joined(runs[:half]) + joined(runs[half:]), "w") == due
-
-
-def test_pieces_within_blocks_become_a_run() -> None:
-    edges = np.array([100, 5000, MIB, MIB + 1, 2 * MIB, 2 * MIB + 77], np.int64)
-    crcs = crc32c([DATA[a:b].clone() for a, b in zip(edges.tolist(), edges.tolist()[1:], strict=False)])
-    assert run_of(edges[:-1], edges[1:], crcs) == run(100, 2 * MIB + 77)
-    assert run_of(edges[:-1:2], edges[1::2], crcs[::2]) is None  # a hole
-    assert run_of(edges[[1]], edges[[3]], crcs[:1]) is None  # through two blocks
 
 
 def test_what_is_missing_or_twice_is_an_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -11,7 +12,7 @@ from manifests import manifest, parts, piece, pointer
 from tiermem.checkpoint.format.cover import cover
 from tiermem.checkpoint.format.crc import crc32c
 from tiermem.checkpoint.format.fields import seal
-from tiermem.checkpoint.format.manifest import ManifestError, parse_manifest, parse_part, parse_pointer
+from tiermem.checkpoint.format.manifest import ManifestError, PartState, parse_manifest, parse_part, parse_pointer
 
 
 def changed(data: bytes, change: Any) -> bytes:
@@ -120,12 +121,16 @@ def test_each_wrong_field_of_a_manifest_is_named(change: Any, said: str | None) 
 WRONG_PARTS = [
     (put("files", ["segment.bin", "segment.bin"]), "listed twice"),
     (put("files", "segment.bin"), "files"),
-    (put("pieces", 0, "kind", "pickle"), "kind"),
-    (put("pieces", 0, "file", 2), "file"),
-    (put("pieces", 0, "bytes", 199), "bytes is 199; 200"),
-    (put("pieces", 0, "numel", 0), "numel"),
-    (put("pieces", 0, "start", (1 << 63) - 1), "beyond"),
-    (put("pieces", 0, "offset", (1 << 63) - 1), "beyond"),
+    (put("states", 0, "kind", "pickle"), "kind"),
+    (put("states", 0, "pieces", {}), "pieces"),
+    (put("states", 0, "other", 1), "no such field"),
+    (put("states", 1, "state", "weight"), "listed twice"),
+    (put("states", 0, "pieces", 0, 2, 2), "file is 2"),
+    (put("states", 0, "pieces", 0, 1, 0), "no element"),
+    (put("states", 0, "pieces", 0, 0, (1 << 63) - 1), "beyond"),
+    (put("states", 0, "pieces", 0, 3, (1 << 63) - 1), "beyond"),
+    (put("states", 0, "pieces", 0, 0, True), "four whole numbers"),
+    (put("states", 0, "pieces", 0, [0, 1, 0]), "four whole numbers"),
     (put("rank", "0"), "rank"),
     (put("rng", {"$": "object"}), "rng"),
 ]
@@ -143,7 +148,8 @@ def test_pieces_that_overlap_leave_holes_or_belong_to_nobody_are_refused() -> No
     def with_piece(index: int, **fields: Any) -> list[Any]:
         pieces = list(both[1].pieces)
         pieces[index] = pieces[index]._replace(**fields)
-        return [both[0], type(both[1])(**{**vars(both[1]), "pieces": tuple(pieces)})]
+        states = (PartState(p.param, p.state, p.kind, [(p.start, p.numel, p.file, p.offset)]) for p in pieces)
+        return [both[0], dataclasses.replace(both[1], states=tuple(states))]
 
     for fields, said in [
         ({"start": 99}, "there twice"),
@@ -156,11 +162,11 @@ def test_pieces_that_overlap_leave_holes_or_belong_to_nobody_are_refused() -> No
     ]:
         with pytest.raises(ManifestError, match=said):
             cover(manifest(), with_piece(0, **fields), "m")
-    lone = type(both[0])(**{**vars(both[0]), "pieces": both[0].pieces[:-1]})
+    lone = dataclasses.replace(both[0], states=both[0].states[:-1])
     with pytest.raises(ManifestError, match="has no weight"):
         cover(manifest(), [lone, both[1]], "m")
     with pytest.raises(ManifestError, match="of run"):
-        cover(manifest(), [type(both[0])(**{**vars(both[0]), "commit": 2}), both[1]], "m")
+        cover(manifest(), [dataclasses.replace(both[0], commit=2), both[1]], "m")
     assert piece("w", "weight", "bf16", 0, 3, 0).num_bytes == 6
 
 

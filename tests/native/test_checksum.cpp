@@ -103,6 +103,28 @@ static void two_combine_to_that_of_both() {
     }
 }
 
+static void many_join_in_their_groups() {
+    const std::vector<uint8_t> data = random_bytes(5000, 37);
+    const uint64_t bytes[] = {100, 0, 900, 900, 1, 900, 2199}, first[] = {0, 0, 3, 4, 7};
+    uint32_t crcs[7], joined[] = {7, 7, 7, 7, 7};
+    uint64_t starts[8] = {0};
+    for (int i = 0; i < 7; ++i) {
+        starts[i + 1] = starts[i] + bytes[i];
+        crcs[i] = ~tm_crc_plain(~0u, data.data() + starts[i], bytes[i]);
+    }
+    CHECK_EQUAL(tm_crc32c_join(4, first, crcs, bytes, joined), 0);
+    CHECK_EQUAL(joined[0], 0);
+    for (int i = 1; i < 4; ++i) {
+        const uint64_t start = starts[first[i]];
+        CHECK_EQUAL(joined[i], ~tm_crc_plain(~0u, data.data() + start, starts[first[i + 1]] - start));
+    }
+    CHECK_EQUAL(joined[4], 7);
+    const uint64_t descends[] = {3, 1};
+    CHECK_EQUAL(tm_crc32c_join(1, descends, crcs, bytes, joined), -EINVAL);
+    CHECK_EQUAL(tm_crc32c_join(1, first + 1, nullptr, bytes, joined), -EINVAL);
+    CHECK_EQUAL(tm_crc32c_join(1, first, nullptr, nullptr, joined), 0); // of nothing
+}
+
 // Zeros behind a message, by doubling; further than memory goes.
 static void combining_is_right_for_any_length() {
     const uint32_t a = crc_of(random_bytes(100, 35));
@@ -158,6 +180,7 @@ int main() {
         RUN(any_flipped_bit_is_seen, loops[i]);
     }
     RUN(two_combine_to_that_of_both);
+    RUN(many_join_in_their_groups);
     RUN(combining_is_right_for_any_length);
     for (uint32_t num_threads : {1u, 2u, 5u})
         for (uint64_t chunk : {1 << 18, 1 << 20})

@@ -58,8 +58,6 @@ def bytes_of(kind: str, numel: int) -> int:
     return numel * (2 if kind == SPLIT else _DTYPES[kind].itemsize)
 
 
-def numel_of(kind: str, num_bytes: int) -> int:
-    """The most elements that so many bytes hold: whole blocks, where there are scales."""
-    if kind in (CODE_SCALES, PACKED_SCALES):
-        return num_bytes // (1 if kind == CODE_SCALES else 4) * BLOCK
-    return num_bytes // bytes_of(kind, 1)
+def grain_of(kind: str) -> tuple[int, int]:
+    """The fewest bytes that hold whole elements, and how many those are: a block's, where there are scales."""
+    return bytes_of(kind, 1), BLOCK if kind in (CODE_SCALES, PACKED_SCALES) else 1

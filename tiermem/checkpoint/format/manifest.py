@@ -23,7 +23,7 @@ manifest  format, version, run_id, commit · tag (null: a step that was made dur
           parameters [{name, aliases, role, shape, dtype, trainable, num_steps, group}] · excluded (frozen parameters left
           out when asked to) · checksums {parameter: {state: [CRC-32C of each MiB]}}
 part      format, version, run_id, commit · rank · rng, data (values) · files [path] ·
-          pieces [{param, state, kind, start, numel, file, offset, bytes}]
+          states [{param, state, kind, pieces [[start, numel, file, offset]]}], each (param, state) once
 
 role      "parameter": of the sharded model; "buffer": of the model; "ordinary": stepped by the optimizer, not sharded
 group     which of the optimizer's parameter groups; null: of none. num_steps: optimizer steps that its states have seen
@@ -31,9 +31,10 @@ state     "weight" (a buffer's too) · "master": the fp32 value, where the weigh
           ("exp_avg", ...) · "<state>.scales" beside states in 8 bits · "<state>.rank<r>": of a buffer or an ordinary
           parameter that is not the same on rank r as on rank 0
 kind      how a piece's elements are stored, see kinds.py; one kind for all pieces of a (parameter, state)
-piece     elements start to start + numel of the whole parameter, row-major. The pieces of a (parameter, state), over all
-          parts, cover it exactly once, if there are any; those of one file do not overlap. Pieces may have any size, and a
-          state without pieces is the one before the first step: zero, and a master is the weight
+piece     elements start to start + numel of the whole parameter, row-major, from byte `offset` on in one of the files, which
+          are counted from 0. The pieces of a (parameter, state), over all parts, cover it exactly once, if there are any;
+          those of one file do not overlap. Pieces may have any size, and a state without pieces is the one before the first
+          step: zero, and a master is the weight
 checksums of each 1 MiB of a state's bytes, put in the order of its elements as if it lay in one piece: they do not depend
           on tiles, ranks or files. The last one is of what is left. With 8-bit states codes and scales have their own
 
@@ -44,8 +45,9 @@ that names the file and the field. Nothing in a file is executed, and no more me
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tiermem.checkpoint.format import kinds
@@ -60,11 +62,13 @@ __all__ = [
     "Parameter",
     "Part",
     "PartFile",
+    "PartState",
     "Piece",
     "Pointer",
     "parse_manifest",
     "parse_part",
     "parse_pointer",
+    "states_of",
 ]
 
 FORMAT, VERSION = "tiermem", 1
@@ -90,6 +94,26 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
+class PartState(NamedTuple):
+    """What a part has of one state of one parameter; a piece is (start, numel, file, offset), as in Piece."""
+
+    param: str
+    state: str
+    kind: str
+    pieces: list[Sequence[int]]
+
+
+def states_of(pieces: Iterable[Piece]) -> tuple[PartState, ...]:
+    """Pieces as a part has them. Raises ValueError for two kinds of one state, which no part holds."""
+    found: dict[tuple[str, str], PartState] = {}
+    for each in pieces:
+        state = found.setdefault((each.param, each.state), PartState(each.param, each.state, each.kind, []))
+        if state.kind != each.kind:
+            raise ValueError(f"{each.state} of {each.param} is {state.kind} and {each.kind}")
+        state.pieces.append((each.start, each.numel, each.file, each.offset))
+    return tuple(found.values())
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """What one rank saved."""
@@ -100,7 +124,16 @@ class Part:
     rng: Json
     data: Json
     files: tuple[str, ...]
-    pieces: tuple[Piece, ...]
+    states: tuple[PartState, ...]
+
+    @functools.cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All pieces, one by one."""
+        return tuple(
+            Piece(param, state, kind, start, numel, file, offset, kinds.bytes_of(kind, numel))
+            for param, state, kind, pieces in self.states
+            for start, numel, file, offset in pieces
+        )
 
     def dump(self) -> bytes:
         """The file's bytes."""
@@ -111,7 +144,7 @@ class Part:
                 "rng": self.rng,
                 "data": self.data,
                 "files": self.files,
-                "pieces": [dict(zip(_PIECE_FIELDS, piece, strict=True)) for piece in self.pieces],
+                "states": [each._asdict() for each in self.states],
             }
         )
 
@@ -236,9 +269,14 @@ def parse_part(data: bytes, source: str) -> Part:
     run_id, commit = fields.text("run_id", 64), fields.integer("commit")
     rank, files = fields.integer("rank", _MOST_RANKS), fields.texts("files")
     values = {name: check(fields.any(name), f"{source}: {name}") for name in ("rng", "data")}
-    pieces = tuple(_piece(value, where, len(files)) for where, value in fields.items("pieces"))
+    states = tuple(_part_state(value, where, len(files)) for where, value in fields.items("states"))
     fields.done()
-    return Part(run_id, commit, rank, values["rng"], values["data"], files, pieces)
+    seen: set[tuple[str, str]] = set()
+    for each in states:
+        if (each.param, each.state) in seen:
+            raise ManifestError(f"{source}: states: {each.state} of {each.param[:80]!r} is listed twice")
+        seen.add((each.param, each.state))
+    return Part(run_id, commit, rank, values["rng"], values["data"], files, states)
 
 
 def parse_manifest(data: bytes, source: str) -> Manifest:
@@ -275,7 +313,6 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
 
 
 _VALUES = ("optimizer", "scheduler", "loss_scaler", "engine", "client_state", "config")
-_PIECE_FIELDS = ("param", "state", "kind", "start", "numel", "file", "offset", "bytes")
 
 
 def _head(run_id: str, commit: int) -> dict[str, Any]:
@@ -365,18 +402,23 @@ def _checksums(value: Any, names: set[str], source: str) -> dict[str, dict[str, 
     return found
 
 
-def _piece(value: Any, where: str, num_files: int) -> Piece:
+def _part_state(value: Any, where: str, num_files: int) -> PartState:
     fields = Fields(value, where)
     param, state = fields.text("param"), fields.text("state", 255)
     kind = fields.text("kind", allowed=kinds.KINDS)
-    start, numel = fields.integer("start"), fields.integer("numel", least=1)
-    file, offset = fields.integer("file"), fields.integer("offset")
-    num_bytes, due = fields.integer("bytes"), kinds.bytes_of(kind, numel)
+    pieces: list[Sequence[int]] = [_piece(value, place, kind, num_files) for place, value in fields.items("pieces")]
     fields.done()
+    return PartState(param, state, kind, pieces)
+
+
+def _piece(value: Any, where: str, kind: str, num_files: int) -> tuple[int, int, int, int]:
+    if not (isinstance(value, list) and len(value) == 4 and all(type(n) is int and 0 <= n <= LARGEST for n in value)):
+        raise ManifestError(f"{where}: four whole numbers of 0 to {LARGEST} are due: start, numel, file, offset")
+    start, numel, file, offset = value
+    if not numel:
+        raise ManifestError(f"{where}: holds no element")
     if file >= num_files:
-        fields.refuse("file", file, f"the number of one of {num_files} files")
-    if num_bytes != due:
-        fields.refuse("bytes", num_bytes, f"{due} ({numel} elements of {kind})")
-    if start + numel > LARGEST or offset + num_bytes > LARGEST:
+        raise ManifestError(f"{where}: file is {file}; the number of one of {num_files} files is due")
+    if start + numel > LARGEST or offset + kinds.bytes_of(kind, numel) > LARGEST:
         raise ManifestError(f"{where}: ends beyond {LARGEST}")
-    return Piece(param, state, kind, start, numel, file, offset, num_bytes)
+    return start, numel, file, offset

@@ -31,6 +31,7 @@ from tiermem.checkpoint.format.manifest import (
     Part,
     PartFile,
     Piece,
+    states_of,
 )
 from tiermem.checkpoint.format.places import copy_name
 from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, ForeignState
@@ -100,7 +101,7 @@ def _write_folder(
     data = copy_name(run_id, _COMMIT, 0, "bin")
     pieces, sums, num_bytes = _write_data(foreign, folder / data, progress or (lambda _: None))
     scalars, lost = scalars_of(foreign)
-    part = Part(run_id, _COMMIT, 0, None, None, (data,), tuple(pieces)).dump()
+    part = Part(run_id, _COMMIT, 0, None, None, (data,), states_of(pieces)).dump()
     name = copy_name(run_id, _COMMIT, 0, "json")
     durable.write_file(folder / name, part)
     manifest = Manifest(

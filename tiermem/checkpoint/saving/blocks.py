@@ -9,16 +9,11 @@ Bytes are counted in the order of a state's elements, of the whole parameter, as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
 from tiermem.swap.checksum import combine
-
-Offsets = npt.NDArray[np.int64]
 
 
 class Run(NamedTuple):
@@ -37,24 +32,6 @@ def cuts(start: int, num_bytes: int) -> list[tuple[int, int]]:
         found.append((start, stop - start))
         start = stop
     return found
-
-
-def run_of(starts: Offsets, stops: Offsets, crcs: Sequence[int]) -> Run | None:
-    """A run out of pieces in the order of their bytes; None unless each lies in one block and begins where one ends."""
-    if (starts[1:] != stops[:-1]).any() or (starts // CHECKSUM_BYTES != (stops - 1) // CHECKSUM_BYTES).any():
-        return None
-    start, num_bytes = int(starts[0]), int(stops[-1] - starts[0])
-    inner = np.flatnonzero(starts[1:] % CHECKSUM_BYTES) + 1  # pieces that go on in a block
-    if not len(inner):
-        return Run(start, num_bytes, list(crcs))
-    found: list[int] = []
-    lengths, goes_on = (stops - starts).tolist(), set(inner.tolist())
-    for number, crc in enumerate(crcs):
-        if number in goes_on:
-            found[-1] = combine(found[-1], crc, lengths[number])
-        else:
-            found.append(crc)
-    return Run(start, num_bytes, found)
 
 
 def joined(runs: Iterable[Run]) -> list[Run]:

@@ -18,6 +18,7 @@ from torch import nn
 
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
+from tiermem.checkpoint.saving.resting import Resting
 from tiermem.checkpoint.saving.stretch import Read, Stretch, in_memory
 from tiermem.optim import ordinary
 from tiermem.optim.layout import StatePart
@@ -88,15 +89,22 @@ def buffers(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
     return list(found.values())
 
 
-def sharded(shards: Shards, names: set[str]) -> Iterator[Stretch]:
-    """The weights and states of chosen parameters that this rank saves. Blocks on nothing; the bytes are read later."""
-    if shards.topology.replica:  # another rank saves the same
-        return
-    for live, shard in shards.parameters():
-        if shard.name in names and shards.values.num_mine(shard):
-            yield from _weight(shards, live, shard)
-            if shards.states is not None and live.unit.is_trainable:
-                yield from _states(shards, live, shard)
+class Captures:
+    """The weights and states that this rank saves. What rests on NVMe is put into arrays once, and again when something has
+    moved between tiers, been stepped for the first time, or is asked for besides."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._seen: tuple[object, ...] = ()
+        self._resting = Resting([])
+
+    def take(self, names: Sequence[str]) -> tuple[Resting, list[Stretch]]:
+        """What chosen parameters have on NVMe, and in memory. Blocks on nothing; the bytes are read later."""
+        seen = _what_decides(self._shards, names)
+        if seen != self._seen:
+            self._resting = Resting(list(_sharded(self._shards, frozenset(names), is_on_nvme=True)))
+            self._seen = seen
+        return self._resting, list(_sharded(self._shards, frozenset(names), is_on_nvme=False))
 
 
 def own(shards: Shards, optimizer: NativeOptimizer | None) -> list[OwnTensor]:
@@ -114,33 +122,56 @@ def own(shards: Shards, optimizer: NativeOptimizer | None) -> list[OwnTensor]:
 # ---- sharded -------------------------------------------------------------------------------------------------------------
 
 
+def _what_decides(shards: Shards, names: Sequence[str]) -> tuple[object, ...]:
+    """What `_sharded` depends on; its stretches on NVMe are the same while this is."""
+    units = tuple((live.entry, live.unit.is_packed, live.unit.is_trainable) for live in shards.units)
+    tiles = shards.states
+    if tiles is None:
+        return tuple(names), units
+    states = tuple((tile.home, tile.is_started) for tile in tiles.tiles)
+    moments = tuple(tiles.names(shard) for live, shard in shards.parameters() if live.unit.is_trainable)
+    return tuple(names), units, tiles, states, moments
+
+
+def _sharded(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterator[Stretch]:
+    """What chosen parameters have there."""
+    if shards.topology.replica:  # another rank saves the same
+        return
+    for live, shard in shards.parameters():
+        if shard.name in names and shards.values.num_mine(shard):
+            if (live.entry is not None) == is_on_nvme:
+                yield from _weight(shards, live, shard)
+            if shards.states is not None and live.unit.is_trainable:
+                yield from _states(shards, live, shard, is_on_nvme)
+
+
 def _weight(shards: Shards, live: LiveUnit, shard: Shard) -> Iterator[Stretch]:
     unit, numel = live.unit, shards.values.num_mine(shard)
     first, offset = shard.shard_numel * shards.topology.shard_rank, shard.shard_offset
     if not unit.is_packed:
         size = unit.dtype.itemsize
-        place = _Place(shards, live.entry, live.shard, offset * size)
-        yield place.stretch(shard, WEIGHT, kinds.name_of(unit.dtype), first, numel, first * size)
+        place = _place(live.entry, live.shard, offset * size)
+        yield Stretch(shard.name, WEIGHT, kinds.name_of(unit.dtype), first, numel, first * size, place)
         return
     codes, scales = byte_ranges(unit.packed_numel, offset, offset + numel)
-    yield _Place(shards, live.entry, live.shard, codes.start).stretch(shard, WEIGHT, kinds.PACKED, first, numel, first)
-    place, before = (
-        _Place(shards, live.entry, live.shard, scales.start),
-        _scales_before(shards, shard, kinds.PACKED_SCALES),
-    )
-    yield place.stretch(shard, WEIGHT + kinds.SCALES, kinds.PACKED_SCALES, first, numel, before)
+    yield Stretch(shard.name, WEIGHT, kinds.PACKED, first, numel, first, _place(live.entry, live.shard, codes.start))
+    before = _scales_before(shards, shard, kinds.PACKED_SCALES)
+    place = _place(live.entry, live.shard, scales.start)
+    yield Stretch(shard.name, WEIGHT + kinds.SCALES, kinds.PACKED_SCALES, first, numel, before, place)
 
 
-def _states(shards: Shards, live: LiveUnit, shard: Shard) -> Iterator[Stretch]:
+def _states(shards: Shards, live: LiveUnit, shard: Shard, is_on_nvme: bool) -> Iterator[Stretch]:
     tiles = shards.states
     assert tiles is not None
     pieces = tiles.pieces(shard)
     if not all(tile.is_started for tile, _ in pieces):
-        if initial_master(live.unit) in shards.store and pieces[0][0].layout.master is not None:
+        if not is_on_nvme and initial_master(live.unit) in shards.store and pieces[0][0].layout.master is not None:
             for tile, segment in pieces:
                 yield _initial(shards, tile, segment)
         return
     for tile, segment in pieces:
+        if (tile.home is Tier.NVME) != is_on_nvme:
+            continue
         if tile.layout.master is not None:
             yield from _part(shards, tile, segment, tile.layout.master, MASTER)
         for number, name in enumerate(tiles.names(shard)):
@@ -153,13 +184,13 @@ def _part(shards: Shards, tile: Tile, segment: Segment, part: StatePart, state: 
     memory = None if tile.home is Tier.NVME else shards.store.view(tile.entry)
     entry = tile.entry if memory is None else None
     ranges = tile.layout.ranges(part, tile.numel, segment.start, segment.numel)
-    place = _Place(shards, entry, memory, ranges[0].offset)
-    yield place.stretch(shard, state, part.kind, first, segment.numel, kinds.bytes_of(part.kind, first))
+    place, before = _place(entry, memory, ranges[0].offset), kinds.bytes_of(part.kind, first)
+    yield Stretch(shard.name, state, part.kind, first, segment.numel, before, place)
     if part.kind == kinds.CODES:
         before = _scales_before(shards, shard, kinds.CODE_SCALES)
         before += (first - shard.shard_numel * shards.topology.shard_rank) // kinds.BLOCK
-        place = _Place(shards, entry, memory, ranges[1].offset)
-        yield place.stretch(shard, state + kinds.SCALES, kinds.CODE_SCALES, first, segment.numel, before)
+        place = _place(entry, memory, ranges[1].offset)
+        yield Stretch(shard.name, state + kinds.SCALES, kinds.CODE_SCALES, first, segment.numel, before, place)
 
 
 def _initial(shards: Shards, tile: Tile, segment: Segment) -> Stretch:
@@ -180,24 +211,12 @@ def _scales_before(shards: Shards, shard: Shard, kind: str) -> int:
     return shards.topology.shard_rank * kinds.bytes_of(kind, shard.shard_numel)
 
 
-class _Place(NamedTuple):
+def _place(entry: str | None, memory: torch.Tensor | None, offset: int) -> tuple[str, int] | Read:
     """Where bytes lie: behind an offset of an entry on NVMe, or of memory."""
-
-    shards: Shards
-    entry: str | None
-    memory: torch.Tensor | None
-    offset: int
-
-    def stretch(self, shard: Shard, state: str, kind: str, first: int, numel: int, first_byte: int) -> Stretch:
-        """Elements of a state that lie there."""
-        return Stretch(shard.name, state, kind, first, numel, first_byte, self._read, self.entry, self.offset)
-
-    def _read(self, offset: int, num_bytes: int) -> torch.Tensor:
-        start = self.offset + offset
-        if self.entry is not None:
-            return self.shards.values.read_part(self.entry, torch.uint8, slice(start, start + num_bytes))
-        assert self.memory is not None
-        return in_memory(self.memory)(start, num_bytes)
+    if entry is not None:
+        return entry, offset
+    assert memory is not None
+    return in_memory(memory, offset)
 
 
 # ---- what every rank has for itself ------------------------------------------------------------------------------------------
@@ -234,4 +253,4 @@ def _ordinary_kind(key: str, value: torch.Tensor, state: Sequence[str] | dict[st
     return key, kinds.SPLIT if value.dtype == torch.int16 else kinds.name_of(value.dtype)
 
 
-__all__ = ["OwnTensor", "Read", "buffers", "own", "parameters", "sharded"]
+__all__ = ["Captures", "OwnTensor", "buffers", "own", "parameters"]

@@ -27,8 +27,8 @@ from typing import Any
 
 from tiermem.checkpoint.format.manifest import Manifest, Part, data_name, manifest_name, part_name
 from tiermem.checkpoint.format.places import latest_path, pointer_path, written
-from tiermem.checkpoint.saving.content import Content, frozen, manifest_of, put_together, told_of_part
-from tiermem.checkpoint.saving.pieces import write_data
+from tiermem.checkpoint.saving.content import Content, frozen, manifest_of, told_of_part
+from tiermem.checkpoint.saving.pieces import put_together, write_data
 from tiermem.checkpoint.saving.predecessors import drop_step, drop_tags
 from tiermem.checkpoint.saving.publish import publish, remove, remove_pointer
 from tiermem.checkpoint.together import talk_over, together
@@ -130,7 +130,7 @@ class Commits:
             undo.callback(remove, files[-1])
             placed.append(write_data(content.in_memory, files[-1], len(files) - 1, shards.workers))
         whole, names = put_together(placed), tuple(written(file, folder) for file in files)
-        part = Part(self.run_id, commit, rank, content.rng, content.data, names, tuple(whole.pieces)).dump()
+        part = Part(self.run_id, commit, rank, content.rng, content.data, names, whole.rows.states()).dump()
         path = folder / part_name(commit, rank)
         undo.callback(remove, path)
         durable.write_file(path, part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from tiermem.checkpoint.format.crc import crc32c
 from tiermem.checkpoint.format.manifest import Manifest, Parameter, PartFile
 from tiermem.checkpoint.format.places import written
 from tiermem.checkpoint.format.plain import Json
-from tiermem.checkpoint.saving.blocks import Run, checksums, joined
-from tiermem.checkpoint.saving.pieces import Placed, Runs, frozen_pieces
+from tiermem.checkpoint.saving.blocks import Run, checksums
+from tiermem.checkpoint.saving.pieces import Placed, Runs
+from tiermem.checkpoint.saving.resting import Resting
 from tiermem.checkpoint.saving.stretch import Stretch
 from tiermem.swap.freeze import Freeze
 from tiermem.swap.pieces import PieceTable
@@ -24,7 +25,7 @@ from tiermem.zero.shards import Shards
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """What is saved: the same on every rank, but for `save_dir`, `rng`, `data` and `stretches`, which are this rank's."""
+    """What is saved: the same on every rank, but for `save_dir`, and for `rng` and what follows, which are this rank's."""
 
     step: int
     tag: str | None  # None: a step that is made durable without one
@@ -35,22 +36,13 @@ class Content:
     excluded: Sequence[str]
     rng: Json
     data: Json
-    stretches: Sequence[Stretch]
+    resting: Resting  # on NVMe
+    in_memory: Sequence[Stretch]
 
     @property
     def is_whole(self) -> bool:
         """Whether a run can go on from it alone: no parameter is left out, and the optimizer is in it."""
         return not self.excluded and self.values["optimizer"] is not None
-
-    @property
-    def on_disk(self) -> list[Stretch]:
-        """What rests on NVMe."""
-        return [each for each in self.stretches if each.entry is not None]
-
-    @property
-    def in_memory(self) -> list[Stretch]:
-        """What does not."""
-        return [each for each in self.stretches if each.entry is None]
 
 
 def told_of_part(file: Path, data: bytes, sums: Runs) -> Json:
@@ -89,20 +81,14 @@ def manifest_of(
     )
 
 
-def put_together(placed: Iterable[Placed]) -> Placed:
-    """Pieces from several files; a state may have some in each."""
-    pieces, sums = [], dict[tuple[str, str], list[Run]]()
-    for each in placed:
-        pieces += each.pieces
-        for key, runs in each.sums.items():
-            sums.setdefault(key, []).extend(runs)
-    return Placed(pieces, {key: joined(runs) for key, runs in sums.items()})
-
-
 def frozen(shards: Shards, content: Content, freeze: Freeze) -> Placed:
     """The pieces of what rests on NVMe, by the number of the file in `freeze.files()`. Blocks only for unknown checksums."""
 
-    def table_of(entry: str) -> PieceTable | None:
-        return shards.store.sums.complete(entry, lambda a, b: shards.values.read_part(entry, torch.uint8, slice(a, b)))
+    def read(entry: str, start: int, stop: int) -> torch.Tensor:
+        return shards.values.read_part(entry, torch.uint8, slice(start, stop))
 
-    return frozen_pieces(content.on_disk, freeze.ranges, table_of, shards.workers)
+    def table_of(entry: str) -> PieceTable | None:
+        return shards.store.sums.complete(entry, lambda start, stop: read(entry, start, stop))
+
+    resting = content.resting
+    return Placed(resting.rows(freeze), resting.sums(table_of, read, shards.workers))

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from tiermem.checkpoint.format.manifest import Part
 from tiermem.checkpoint.format.places import copy_name, pointer_path, tag_folder
 from tiermem.checkpoint.saving.commit import Commits
-from tiermem.checkpoint.saving.content import Content, frozen, manifest_of, put_together, told_of_part
-from tiermem.checkpoint.saving.copying import Extent, copy, end_of, lay_out, moved, take_room
-from tiermem.checkpoint.saving.pieces import Placed, data_bytes, write_data
+from tiermem.checkpoint.saving.content import Content, frozen, manifest_of, told_of_part
+from tiermem.checkpoint.saving.copying import Extent, copy, end_of, lay_out, take_room
+from tiermem.checkpoint.saving.pieces import Placed, data_bytes, put_together, write_data
 from tiermem.checkpoint.saving.publish import make_folder, publish, remove
 from tiermem.checkpoint.together import Talk, talk_over, together
 from tiermem.swap import durable
@@ -114,20 +114,21 @@ class Copies:
         assert content.save_dir is not None and content.tag is not None
         folder = tag_folder(content.save_dir, content.tag)
         make_folder(folder, undo)
-        freeze, pieces = None, Placed([], {})
+        freeze, placed = None, []
         sources: tuple[Path, ...] = ()
-        if content.on_disk:
+        if content.resting.entries:
             freeze = shards.store.freeze()
             undo.callback(shards.store.thaw, freeze)
-            pieces, sources = frozen(shards, content, freeze), freeze.files()
+            placed, sources = [frozen(shards, content, freeze)], freeze.files()
         data = folder / copy_name(self._run_id, commit, rank, "bin")
         undo.callback(remove, data)
         held = write_data(content.in_memory, data, 0, shards.workers)
-        start = round_up(data_bytes(content.in_memory), ALIGNMENT)
-        extents = lay_out(pieces.pieces, start)
+        extents: list[Extent] = []
+        for number, each in enumerate(placed):
+            extents, rows = lay_out(each.rows, round_up(data_bytes(content.in_memory), ALIGNMENT), file=0)
+            placed[number] = each._replace(rows=rows)
         take_room(data, extents)
-        copied = Placed(moved(pieces.pieces, extents, 0), pieces.sums)
-        return _Work(content, commit, folder, data, freeze, sources, extents, put_together([held, copied]), undo)
+        return _Work(content, commit, folder, data, freeze, sources, extents, put_together([held, *placed]), undo)
 
     def _run(self, work: _Work, talk: Talk) -> None:
         """In the thread."""
@@ -169,7 +170,7 @@ class Copies:
             copy(work.sources, work.extents, work.data)
         rank, content = self._shards.topology.rank, work.content
         part = Part(
-            self._run_id, work.commit, rank, content.rng, content.data, (work.data.name,), tuple(work.placed.pieces)
+            self._run_id, work.commit, rank, content.rng, content.data, (work.data.name,), work.placed.rows.states()
         ).dump()
         path = work.folder / copy_name(self._run_id, work.commit, rank, "json")
         work.undo.callback(remove, path)

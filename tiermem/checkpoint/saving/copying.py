@@ -16,14 +16,15 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.checkpoint.format.manifest import Piece
+import numpy as np
+
+from tiermem.checkpoint.saving.rows import Rows
 from tiermem.swap import direct, durable
 from tiermem.swap.direct import ALIGNMENT, open_direct
-from tiermem.swap.extents import round_up
 
 _FICLONERANGE = 0x4020940D
 _STEP_BYTES = 16 << 20
@@ -39,32 +40,22 @@ class Extent(NamedTuple):
     place: int
 
 
-def lay_out(pieces: Iterable[Piece], start: int) -> list[Extent]:
-    """The extents that hold these pieces, one behind the other in the copy from byte `start` on (a multiple of 4096)."""
-    found: list[Extent] = []
-    for piece in sorted(pieces, key=lambda each: (each.file, each.offset)):
-        first = piece.offset // ALIGNMENT * ALIGNMENT
-        stop = round_up(piece.offset + piece.num_bytes, ALIGNMENT)
-        last = found[-1] if found else None
-        if last is not None and last.file == piece.file and first <= last.offset + last.num_bytes:
-            found[-1] = last._replace(num_bytes=max(stop, last.offset + last.num_bytes) - last.offset)
-        else:
-            found.append(Extent(piece.file, first, stop - first, 0))
-    placed = []
-    for each in found:
-        placed.append(each._replace(place=start))
-        start += each.num_bytes
-    return placed
-
-
-def moved(pieces: Iterable[Piece], extents: Sequence[Extent], file: int) -> list[Piece]:
-    """The same pieces where the copy has them: in its file number `file`."""
-    found, at = [], 0
-    for piece in sorted(pieces, key=lambda each: (each.file, each.offset)):
-        while not _holds(extents[at], piece):
-            at += 1
-        found.append(piece._replace(file=file, offset=piece.offset - extents[at].offset + extents[at].place))
-    return found
+def lay_out(rows: Rows, start: int, file: int) -> tuple[list[Extent], Rows]:
+    """The extents that hold these rows, one behind the other in the copy from byte `start` on (a multiple of 4096), and the
+    rows where the copy has them: in its file number `file`."""
+    order = np.lexsort((rows.offset, rows.file))
+    source, offset = rows.file[order], rows.offset[order]
+    first = offset // ALIGNMENT * ALIGNMENT
+    stop = -(-(offset + rows.num_bytes[order]) // ALIGNMENT) * ALIGNMENT
+    is_new = np.concatenate(([True], (source[1:] != source[:-1]) | (first[1:] > stop[:-1])))[: len(order)]
+    heads = np.flatnonzero(is_new)
+    ends = np.append(heads, len(order))[1:] - 1
+    sizes = stop[ends] - first[heads]  # rows do not overlap, so the last one of an extent ends it
+    places = start + np.cumsum(sizes) - sizes
+    moved = np.empty_like(offset)
+    moved[order] = offset + (places - first[heads])[np.cumsum(is_new) - 1]
+    columns = zip(source[heads].tolist(), first[heads].tolist(), sizes.tolist(), places.tolist(), strict=True)
+    return [Extent(*each) for each in columns], rows._replace(file=np.full_like(rows.file, file), offset=moved)
 
 
 def end_of(extents: Sequence[Extent], start: int) -> int:
@@ -146,7 +137,3 @@ def _read_and_write(source: int, offset: int, num_bytes: int, target: int, place
             while written < num_bytes:
                 written += os.pwrite(target, view[written:], place + written)
     return num_bytes
-
-
-def _holds(extent: Extent, piece: Piece) -> bool:
-    return extent.file == piece.file and extent.offset <= piece.offset < extent.offset + extent.num_bytes

@@ -25,6 +25,7 @@ import torch
 from tiermem.checkpoint.format.places import tag_folder
 from tiermem.checkpoint.format.plain import Json, encode
 from tiermem.checkpoint.saving import capture
+from tiermem.checkpoint.saving.capture import Captures, OwnTensor
 from tiermem.checkpoint.saving.commit import WHAT, Commits, Kept
 from tiermem.checkpoint.saving.content import Content
 from tiermem.checkpoint.saving.copies import Copies, remove_other_copies
@@ -68,6 +69,7 @@ class Saver:
     def __init__(self, shards: Shards) -> None:
         run_id = shards.store.run.run_id
         self._shards = shards
+        self.captures = Captures(shards)
         self.commits = Commits(shards, run_id)
         self._copies = Copies(shards, self.commits)
         shards.store.sums.advice = lambda place: advice_on(place, self.commits.steps)
@@ -184,7 +186,7 @@ class _Draft(NamedTuple):
     """What a rank would save, before it has heard of the others."""
 
     content: Content
-    own: list[capture.OwnTensor]
+    own: list[OwnTensor]
     facts: dict[str, Json]  # must be the same on every rank
     is_copy: bool
 
@@ -210,10 +212,10 @@ def _draft(
         "client_state": encode(dict(beside.client_state), "client_state"),
         "config": encode(dict(beside.config), "config"),
     }
-    stretches = list(capture.sharded(shards, {each.name for each in parameters}))
+    resting, in_memory = saver_of(shards).captures.take([each.name for each in parameters])
     content = Content(
         steps, tag, save_dir, save_latest, values, parameters, excluded, rng_json(shards.device),
-        state_json(beside.loader, "loader"), stretches,
+        state_json(beside.loader, "loader"), resting, in_memory,
     )  # fmt: skip
     facts = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen, "steps": steps}
     return _Draft(content, capture.own(shards, optimizer), facts, is_copy)
@@ -243,8 +245,8 @@ def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValida
     tag = _agreed_tag([each["tag"] for each in told], tag_validation, rank)
     first = {(param, state): crc for param, state, crc in told[0]["own"]}
     own = [each for each in draft.own if rank == 0 or first.get((each.param, each.state)) != _sum(each.data)]
-    stretches = [*draft.content.stretches, *(each.stretch(rank) for each in own)]
-    content = dataclasses.replace(draft.content, tag=tag, stretches=stretches)
+    in_memory = [*draft.content.in_memory, *(each.stretch(rank) for each in own)]
+    content = dataclasses.replace(draft.content, tag=tag, in_memory=in_memory)
     return content, any(each["is_copy"] for each in told)
 
 

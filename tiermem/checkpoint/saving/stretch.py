@@ -1,7 +1,7 @@
 """Stretch: elements of one state that lie in one range of bytes of this rank's, on NVMe or in memory.
 
-A stretch on NVMe is what the store's entry holds when it is frozen; nothing of it is copied. One in memory is read in bounded
-pieces while it is written to a file.
+A stretch on NVMe is what the store's entry holds when it is frozen; nothing of it is copied (resting.py). One in memory is
+read in bounded pieces while it is written to a file.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ class Stretch:
 
     Attributes:
         first_byte: of them in the bytes of the whole state.
-        entry, offset: where on NVMe; entry None: in memory.
-        read: how they are read.
+        place: where on NVMe, an entry and an offset in it; or how they are read from memory.
     """
 
     param: str
@@ -33,9 +32,7 @@ class Stretch:
     start: int
     numel: int
     first_byte: int
-    read: Read
-    entry: str | None = None
-    offset: int = 0
+    place: tuple[str, int] | Read
 
     @property
     def num_bytes(self) -> int:
@@ -43,7 +40,7 @@ class Stretch:
         return kinds.bytes_of(self.kind, self.numel)
 
 
-def in_memory(data: torch.Tensor) -> Read:
-    """Reads a flat tensor on any device."""
+def in_memory(data: torch.Tensor, offset: int = 0) -> Read:
+    """Reads a tensor on any device, from a byte of it on."""
     flat = data.detach().reshape(-1).view(torch.uint8)
-    return lambda offset, num_bytes: flat[offset : offset + num_bytes].cpu()
+    return lambda start, num_bytes: flat[offset + start : offset + start + num_bytes].cpu()

@@ -51,7 +51,7 @@ class RollCall:
 
     def meet(self) -> None:
         """Remembers where every rank runs. To be called when all have come: after a collective. Raises RankLost."""
-        if self._known:
+        if len(self._known) == len(self._ranks):
             return
         try:
             self._known = {rank: tuple(json.loads(self._store.get(f"{_PREFIX}/{rank}"))) for rank in self._ranks}
@@ -98,7 +98,18 @@ class RollCall:
         except RuntimeError:
             return None
 
+    def _hear(self) -> None:
+        """Takes note of where ranks run that have said so since, or before all could meet."""
+        for rank in set(self._ranks) - set(self._known):
+            key = f"{_PREFIX}/{rank}"
+            try:
+                if self._store.check([key]):
+                    self._known[rank] = tuple(json.loads(self._store.get(key)))
+            except RuntimeError:
+                return  # the store is gone
+
     def _lost(self) -> set[int]:
+        self._hear()
         lost = {rank for rank, (host, pid, started) in self._known.items() if _has_died(host, pid, started)}
         try:
             for rank in self._ranks:
