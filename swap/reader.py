@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import os
 from pathlib import Path
 from types import TracebackType
@@ -17,9 +16,10 @@ from typing import NamedTuple
 import torch
 
 from tiermem.swap.arena import Arena
-from tiermem.swap.direct import ALIGNMENT, open_direct
+from tiermem.swap.direct import ALIGNMENT
 from tiermem.swap.extents import round_up
 from tiermem.swap.native import READ, Op, Queue
+from tiermem.swap.read_file import ReadFile
 
 _PIECE_BYTES = 4 << 20
 _NUM_PIECES = 4
@@ -34,13 +34,13 @@ class FileReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         with contextlib.ExitStack() as opened:
-            self._fd, _ = open_direct(self.path, os.O_RDONLY)
-            opened.callback(os.close, self._fd)
-            self.num_bytes = os.fstat(self._fd).st_size
+            self._file = ReadFile(self.path)
+            opened.callback(self._file.close)
+            self.num_bytes = self._file.num_bytes
             arena = Arena(_PIECE_BYTES * _NUM_PIECES)
             opened.callback(arena.close)
             self._pieces = [arena.take(_PIECE_BYTES, "a read buffer").tensor for _ in range(_NUM_PIECES)]
-            self._queue = Queue(depth=32, path_of=lambda fd: str(self.path), files=[self._fd])
+            self._queue = Queue(depth=32, path_of=lambda fd: str(self.path), files=[self._file.fd])
             opened.callback(self._queue.close)
             self._closing = opened.pop_all()
 
@@ -58,8 +58,7 @@ class FileReader:
         stop = start + num_bytes
         if start < 0 or num_bytes < 0:
             raise ValueError(f"bytes {start} to {stop} of {self.path} are no range")
-        if stop > self.num_bytes:
-            raise self._past_end(start, stop, self.num_bytes)
+        self._file.check(start, stop)
         wanted = _Wanted(start, stop, torch.empty(num_bytes, dtype=torch.uint8))
         under_way: collections.deque[_Piece] = collections.deque()
         try:
@@ -79,13 +78,11 @@ class FileReader:
         length = min(_PIECE_BYTES, round_up(wanted.stop - offset, ALIGNMENT), self.num_bytes - offset)
         whole = length // ALIGNMENT * ALIGNMENT
         if whole:
-            tag = self._queue.submit([Op(READ, self._fd, buffer.data_ptr(), whole, offset)])
+            tag = self._queue.submit([Op(READ, self._file.fd, buffer.data_ptr(), whole, offset)])
             under_way.append(_Piece(offset, buffer[:whole], tag))
         if length > whole:
             tail = buffer[whole : whole + ALIGNMENT]
-            num_read = os.preadv(self._fd, [tail.numpy()], offset + whole)  # type: ignore[list-item]  # numpy is a buffer
-            if num_read < length - whole:
-                raise self._past_end(offset + whole, offset + length, offset + whole + num_read)
+            self._file.read_tail(offset + whole, length - whole, tail)
             wanted.keep(offset + whole, tail[: length - whole])
 
     def _take_out(self, under_way: collections.deque[_Piece], wanted: _Wanted) -> None:
@@ -94,12 +91,6 @@ class FileReader:
         assert answer is not None  # no time-out was given
         self._queue.raise_for(answer)
         wanted.keep(offset, buffer)
-
-    def _past_end(self, start: int, stop: int, end: int) -> OSError:
-        what = (
-            f"bytes {start} to {stop} are asked for, the file ends at {end}: it is truncated, or another file is meant"
-        )
-        return OSError(errno.ENODATA, what, str(self.path))
 
 
 class _Wanted(NamedTuple):

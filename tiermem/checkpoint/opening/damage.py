@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tiermem.checkpoint.opening.streams import FileRange
 from tiermem.swap.corruption import CorruptionError
+from tiermem.swap.read_ahead import FileRange
 
 
 class DamagedState(CorruptionError):

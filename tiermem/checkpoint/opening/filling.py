@@ -15,14 +15,15 @@ moments stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT
-from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Source
+from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Elements, Source
 from tiermem.optim.layout import is_positive
+from tiermem.optim.tile import Tile
 from tiermem.optim.tile_fill import Places
 from tiermem.swap.native import Workers, narrow_part
 from tiermem.swap.parts import Moment, Quantised
@@ -48,7 +49,18 @@ class Filling:
         self._has_weights = has_weights
         self._has_states = has_states
         self.conversions: set[tuple[str, str, str]] = set()  # (state, saved as, kept as)
-        self.has_moments: set[Shard] = set()  # parameters with a moment that is not all zero
+        self.has_moments: set[Shard] = set()  # parameters never stepped with a moment that is not all zero
+
+    def reads(self, tile: Tile, shard_rank: int) -> Iterator[Elements]:
+        """What `fill` reads for a tile, in order."""
+        for segment in tile.segments:
+            name = self._names.get(segment.shard)
+            if name is None:
+                continue
+            states, first = self._states_of(name, tile), tile.first_element(segment, shard_rank)
+            for start in range(0, segment.numel, CHUNK_NUMEL):
+                numel = min(CHUNK_NUMEL, segment.numel - start)
+                yield from (Elements(name, state, first + start, numel) for state in states)
 
     def fill(self, places: Places) -> None:
         """Fills elements of one parameter. Blocks; raises OSError."""
@@ -70,6 +82,22 @@ class Filling:
         values = self._source.fp32(name, MASTER, start, numel)
         self._note(WEIGHT, self._source.kind(name, WEIGHT), kinds.name_of(dtype))
         return values.to(dtype)
+
+    def _states_of(self, name: str, tile: Tile) -> list[str]:
+        """The saved states that are read for a parameter in a tile."""
+        found, saved = [], self._source.kind(name, WEIGHT)
+        master = tile.layout.master
+        is_from_master = (
+            master is not None and master.kind == "split" and self._source.kind(name, MASTER) != kinds.SPLIT
+        )
+        if self._has_weights and not (is_from_master and self._has_states):
+            found.append(WEIGHT if saved == kinds.name_of(tile.dtype) else MASTER)
+        if self._has_weights and self._has_states and master is not None:
+            found.append(MASTER)
+        if self._has_states:
+            moments = (each for each in self._source.states(name) if each not in (WEIGHT, MASTER))
+            found += [each for each in moments if not each.endswith(kinds.SCALES)]
+        return found
 
     def _put_weight(self, name: str, places: Places) -> None:
         """The weight and its master."""
@@ -117,7 +145,8 @@ class Filling:
             narrow_part(self._workers, values, place, is_positive=is_positive(moment))
         if saved != kept:
             self._note(moment, saved, kept)
-        if places.shard not in self.has_moments and _any(place):
+        is_new = self._source.parameters[name].num_steps == 0  # of what was stepped nobody asks
+        if is_new and places.shard not in self.has_moments and _any(place):
             self.has_moments.add(places.shard)
 
     def _note(self, state: str, saved: str | None, kept: str) -> None:

@@ -5,27 +5,35 @@
     agree   whether that has gone well everywhere                             exchange
     show    counts of steps, buffers, and what is held present                                all ranks together
 
-A rank reads its own elements and the blocks around them, tile by tile: no parameter is ever whole in memory. When a rank
+A rank reads its own elements and the blocks around them, tile by tile: no parameter is ever whole in memory. The next tiles
+are read while one is filled and others are written, all within the buffers that the optimizer's tiles have. When a rank
 fails, all raise; then the model is a mixture of old and new, which no step touches until another restore has gone well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
+from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT
 from tiermem.checkpoint.opening.filling import Filling, shown
 from tiermem.checkpoint.opening.fitting import Fitted
-from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Source
+from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Elements, Source
+from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES
 from tiermem.checkpoint.together import everywhere
+from tiermem.swap.arena import PAGE_BYTES, Slot
 from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.shards import Shards
 from tiermem.zero.unit import Shard
 from tiermem.zero.weights.live import LiveUnit
 from tiermem.zero.weights.values import initial_master
+
+_LENT_OF = 4  # buffers of tiles, one is lent to what is read ahead
 
 logger = logging.getLogger("tiermem")
 
@@ -58,17 +66,53 @@ def restore(shards: Shards, source: Source, fitted: Fitted, wants: Wants) -> Non
 
 def _put(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: Filling) -> None:
     """This rank's part."""
-    if shards.states is not None:
-        keeps = not (wants.weights and wants.states) or not fitted.is_complete
-        shards.states.fill(filling.fill, keeps)
     shards.drop_head_start()
-    for live, shard in shards.parameters():
-        has_tiles = shards.states is not None and live.unit.is_trainable
-        if wants.weights and not has_tiles and shard in fitted.params:
+    untiled = [
+        (live, shard)
+        for live, shard in shards.parameters()
+        if wants.weights and shard in fitted.params and not (shards.states is not None and live.unit.is_trainable)
+    ]
+    with _reading_ahead(shards, source):
+        source.follow(_in_order(shards, source, fitted, filling, untiled))
+        if shards.states is not None:
+            keeps = not (wants.weights and wants.states) or not fitted.is_complete
+            shards.states.fill(filling.fill, keeps)
+        for live, shard in untiled:
             _put_weight(shards, live, shard, fitted.params[shard], filling)
-    if wants.weights:
-        for tensor, name in fitted.buffers:
+        for tensor, name in fitted.buffers if wants.weights else ():
             _put_buffer(tensor, name, source, shards.topology)
+
+
+@contextlib.contextmanager
+def _reading_ahead(shards: Shards, source: Source) -> Iterator[None]:
+    """Lends the source a part of the buffers that tiles pass through, where they are large enough: nothing more is taken."""
+    pool, slots = shards.tile_pool, list[Slot]()
+    try:
+        for _ in range(pool.count // _LENT_OF if pool is not None and pool.slot_bytes >= LEAST_AREA_BYTES else 0):
+            assert pool is not None
+            slot = pool.take()
+            assert slot is not None  # nothing passes through the buffers now
+            slots.append(slot)
+        with source.lent([slot.tensor[: slot.num_bytes // PAGE_BYTES * PAGE_BYTES] for slot in slots]):
+            yield
+    finally:
+        for slot in slots:
+            assert pool is not None
+            pool.give_back(slot)
+
+
+def _in_order(
+    shards: Shards, source: Source, fitted: Fitted, filling: Filling, untiled: Sequence[tuple[LiveUnit, Shard]]
+) -> Iterator[Elements]:
+    """What is read, in order: tiles, then the weights of what has none."""
+    rank = shards.topology.shard_rank
+    for tile in shards.states.tiles if shards.states is not None else ():
+        yield from filling.reads(tile, rank)
+    for live, shard in untiled:
+        name, first, numel = fitted.params[shard], shard.shard_numel * rank, shards.values.num_mine(shard)
+        state = WEIGHT if source.kind(name, WEIGHT) == kinds.name_of(live.unit.dtype) else MASTER
+        for start in range(0, numel, CHUNK_NUMEL):
+            yield Elements(name, state, first + start, min(CHUNK_NUMEL, numel - start))
 
 
 def _put_weight(shards: Shards, live: LiveUnit, shard: Shard, name: str, filling: Filling) -> None:

@@ -3,9 +3,9 @@
     Source.open(DIR, tag)  ->  manifest, parts, cover: all of it valid, every file there and long enough
     read, fp32             ->  elements of one state, by number in the whole parameter
 
-A read takes whole blocks of 1 MiB, compares each one's CRC-32C with the manifest's, and hands out what was asked for; edges
-are kept for the neighbour that asks next. So nothing that was not saved is ever handed out, and a tile or a rank may be of
-any size. Memory: a chunk of 16 blocks, the reader's buffers, and the edges.
+A read takes whole blocks of 1 MiB, compares each one's CRC-32C with the manifest's, and hands out what was asked for, so that
+nothing that was not saved is ever handed out, and a tile or a rank may be of any size. Who tells what will be read (`follow`)
+has it read ahead. Memory: verified.py.
 
 A store that another live process works in is not read: its slots change. One that is read is shared: nobody takes it over or
 removes it meanwhile. Nothing is written.
@@ -13,27 +13,25 @@ removes it meanwhile. Nothing is written.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.cover import cover
 from tiermem.checkpoint.format.finding import Found, Opened, find, read_manifest, read_parts
-from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, MASTER, WEIGHT, Manifest, ManifestError, Parameter, Part
+from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Manifest, ManifestError, Parameter, Part
 from tiermem.checkpoint.opening.damage import DamagedState
 from tiermem.checkpoint.opening.streams import Span, Stream
+from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES, Bytes, Verified
 from tiermem.optim.layout import is_positive
-from tiermem.swap.checksum import crc32c
 from tiermem.swap.native import Workers, widen_part
 from tiermem.swap.parts import Quantised
-from tiermem.swap.reader import FileReader
 from tiermem.swap.run_folder import RunName
 from tiermem.swap.run_lock import Owner, owner_of, share, this_process
 from tiermem.zero.ranks.quantised import BLOCK, unpack
@@ -42,12 +40,19 @@ from tiermem.zero.ranks.topology import fair_cores, fair_threads
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_SCALED = frozenset({kinds.CODES, kinds.PACKED})
 _OF_RANK = ".rank"  # of a state that is not the same on every rank, followed by the rank
-_CHUNK_BLOCKS = 16
-_NUM_EDGES = 8  # blocks
-_NUM_READERS = 4
 CHUNK_NUMEL = 4 << 20
 """Elements that whoever takes a huge state should ask for at a time."""
+
+
+class Elements(NamedTuple):
+    """Elements [start, start + numel) of a state, by number in the whole parameter."""
+
+    param: str
+    state: str
+    start: int
+    numel: int
 
 
 class Source:
@@ -67,10 +72,7 @@ class Source:
         self.place = opened.place
         self.manifest: Manifest = opened.manifest
         self._others = others
-        self._readers: collections.OrderedDict[Path, tuple[FileReader, contextlib.ExitStack]] = (
-            collections.OrderedDict()
-        )
-        self._edges: collections.OrderedDict[tuple[str, str, int], torch.Tensor] = collections.OrderedDict()
+        self._verified = Verified(self.manifest.checksums, self._threads, self._damage)
         self._workers: Workers | None = None
         self._own = own | {this_process()}
         with contextlib.ExitStack() as shared:
@@ -131,10 +133,7 @@ class Source:
 
     def close(self) -> None:
         """Closes the files; calling it twice does nothing."""
-        for _, closing in self._readers.values():
-            closing.close()
-        self._readers.clear()
-        self._edges.clear()
+        self._verified.close()
         self._shares.close()
         if self._workers is not None:
             self._workers.close()
@@ -170,6 +169,17 @@ class Source:
 
     # ---- reading -------------------------------------------------------------------------------------------------------
 
+    def follow(self, told: Iterable[Elements]) -> None:
+        """What will be read from now on, in order, by `read`, `read_into` or `fp32`: it is read ahead. A hint. Raises OSError.
+
+        A state that is not there is what `fp32` makes it of.
+        """
+        self._verified.follow(each for elements in told for each in self._bytes_of(elements))
+
+    def lent(self, areas: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Reads through somebody else's memory within the block, what of it is large enough: see verified.py."""
+        return self._verified.lent([area for area in areas if area.numel() >= LEAST_AREA_BYTES])
+
     def read(self, param: str, state: str, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel) as they are stored: flat, of the kind's dtype (int16 of a split master).
 
@@ -187,7 +197,7 @@ class Source:
         if out.dtype != dtype:
             raise ValueError(f"{state} of {param} is stored as {dtype}; it cannot be read into {out.dtype}")
         first = start * dtype.itemsize
-        self._copy(stream, first, out.contiguous().view(torch.uint8))
+        self._verified.copy(stream, first, out.contiguous().view(torch.uint8))
 
     def fp32(self, param: str, state: str, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel) in fp32, exactly: a new flat tensor. Blocks; raises as `read`.
@@ -200,7 +210,7 @@ class Source:
         stream = self._streams.get((param, state))
         if stream is None:
             return torch.zeros(numel)
-        if stream.kind in (kinds.CODES, kinds.PACKED):
+        if stream.kind in _SCALED:
             return self._scaled(stream, start, numel)
         values = self.read(param, state, start, numel)
         if stream.kind == kinds.SPLIT:
@@ -209,9 +219,7 @@ class Source:
 
     def verify(self, param: str, state: str) -> Iterator[int]:
         """Compares every block of a state with its checksum, a chunk for each item: its bytes. Raises DamagedState, OSError."""
-        stream = self._streams[param, state]
-        for first in range(0, -(-stream.num_bytes // CHECKSUM_BYTES), _CHUNK_BLOCKS):
-            yield self._verified(stream, first, first + _CHUNK_BLOCKS).numel()
+        yield from self._verified.verify(self._streams[param, state])
 
     # ---- inside --------------------------------------------------------------------------------------------------------
 
@@ -239,6 +247,26 @@ class Source:
                         "is another's"
                     )
 
+    def _bytes_of(self, told: Elements) -> Iterator[Bytes]:
+        """What of which streams holds elements of a state, and what else is needed to know them."""
+        base, _, rank = told.state.partition(_OF_RANK)
+        streams = [self._streams.get((told.param, told.state))]
+        if base == MASTER and (streams[0] is None or streams[0].kind == kinds.SPLIT):
+            streams.append(self._streams.get((told.param, self._weight_beside(told.param, rank))))
+        for each in streams:
+            for span in each.spans(told.start, told.numel) if each is not None else ():
+                assert each is not None
+                if each.kind in _SCALED:
+                    scales = self._scales_of(each)
+                    for own in scales.spans(span.start, span.numel):
+                        yield Bytes(scales, own.first_byte, own.first_byte + own.num_bytes)
+                yield Bytes(each, span.first_byte, span.first_byte + span.num_bytes)
+
+    def _scales_of(self, stream: Stream) -> Stream:
+        """What belongs to a state in 8 bits."""
+        base, dot, rank = stream.state.partition(_OF_RANK)
+        return self._streams[stream.param, f"{base}{kinds.SCALES}{dot}{rank}"]
+
     def _dtype(self, stream: Stream) -> torch.dtype:
         if stream.kind == kinds.SPLIT:
             return torch.int16
@@ -254,9 +282,7 @@ class Source:
         return own if rank and (param, own) in self._streams else WEIGHT
 
     def _scaled(self, stream: Stream, start: int, numel: int) -> torch.Tensor:
-        base, dot, rank = stream.state.partition(_OF_RANK)
-        scales = self._streams[stream.param, f"{base}{kinds.SCALES}{dot}{rank}"]
-        parts = []
+        scales, parts = self._scales_of(stream), []
         for span in stream.spans(start, numel):
             own = list(scales.spans(span.start, span.numel))
             if any((each.start - span.start) % BLOCK for each in own):
@@ -276,67 +302,13 @@ class Source:
 
     def _bytes(self, stream: Stream, span: Span) -> torch.Tensor:
         out = torch.empty(span.num_bytes, dtype=torch.uint8)
-        self._copy(stream, span.first_byte, out)
+        self._verified.copy(stream, span.first_byte, out)
         return out
 
-    def _copy(self, stream: Stream, first_byte: int, out: torch.Tensor) -> None:
-        """Fills `out` with verified bytes of a stream."""
-        done, stop = 0, first_byte + out.numel()
-        while done < out.numel():
-            at = first_byte + done
-            block = at // CHECKSUM_BYTES
-            data = self._edges.get((stream.param, stream.state, block))
-            if data is None:
-                last = min(-(-stop // CHECKSUM_BYTES), block + _CHUNK_BLOCKS)
-                data = self._verified(stream, block, last)
-                self._keep_edges(stream, block, data, at, stop)
-            skipped = at - block * CHECKSUM_BYTES
-            taken = data[skipped : skipped + out.numel() - done]
-            out[done : done + taken.numel()] = taken
-            done += taken.numel()
-
-    def _keep_edges(self, stream: Stream, block: int, data: torch.Tensor, at: int, stop: int) -> None:
-        """Remembers the blocks at the ends of what was read that are not used up."""
-        begin, end = block * CHECKSUM_BYTES, block * CHECKSUM_BYTES + data.numel()
-        if at > begin:
-            self._keep(stream, block, data[:CHECKSUM_BYTES])
-        if stop < end:
-            last = (end - 1) // CHECKSUM_BYTES
-            self._keep(stream, last, data[last * CHECKSUM_BYTES - begin :])
-
-    def _keep(self, stream: Stream, block: int, data: torch.Tensor) -> None:
-        self._edges[stream.param, stream.state, block] = data.clone()
-        while len(self._edges) > _NUM_EDGES:
-            self._edges.popitem(last=False)
-
-    def _verified(self, stream: Stream, first_block: int, last_block: int) -> torch.Tensor:
-        """Whole blocks of a stream. Raises DamagedState."""
-        begin = first_block * CHECKSUM_BYTES
-        end = min(last_block * CHECKSUM_BYTES, stream.num_bytes)
-        pieces = [self._reader(each.path).read(each.offset, each.num_bytes) for each in stream.ranges(begin, end)]
-        data = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        found = crc32c(data.split(CHECKSUM_BYTES), self._threads())
-        due = self.manifest.checksums[stream.param][stream.state][first_block:last_block]
-        for number, (seen, saved) in enumerate(zip(found, due, strict=True)):
-            if seen != saved:
-                self._refuse(stream, begin + number * CHECKSUM_BYTES, end, saved, seen)
-        return data
-
-    def _refuse(self, stream: Stream, begin: int, end: int, saved: int, seen: int) -> None:
-        stop = min(begin + CHECKSUM_BYTES, end)
+    def _damage(self, stream: Stream, begin: int, stop: int, saved: int, seen: int) -> DamagedState:
         start, behind = stream.elements_of(begin, stop)
-        places, step = list(stream.ranges(begin, stop)), self.manifest.step
-        what = advice(self._others)
-        raise DamagedState(places, stream.param, stream.state, start, behind, step, saved, seen, what)
-
-    def _reader(self, path: Path) -> FileReader:
-        if path not in self._readers:
-            if len(self._readers) == _NUM_READERS:
-                self._readers.popitem(last=False)[1][1].close()
-            closing = contextlib.ExitStack()
-            self._readers[path] = (closing.enter_context(FileReader(path)), closing)
-        self._readers.move_to_end(path)
-        return self._readers[path][0]
+        places, step, what = list(stream.ranges(begin, stop)), self.manifest.step, advice(self._others)
+        return DamagedState(places, stream.param, stream.state, start, behind, step, saved, seen, what)
 
     def _threads(self) -> Workers:
         if self._workers is None:

@@ -17,17 +17,10 @@ from typing import NamedTuple
 
 from tiermem.checkpoint.format.kinds import BLOCK, CODE_SCALES, CODES, PACKED, PACKED_SCALES, bytes_of
 from tiermem.checkpoint.format.manifest import Piece
+from tiermem.swap.read_ahead import FileRange
 
 _SCALED = frozenset({CODES, PACKED})
 _SCALES = frozenset({CODE_SCALES, PACKED_SCALES})
-
-
-class FileRange(NamedTuple):
-    """Bytes of a file."""
-
-    path: Path
-    offset: int
-    num_bytes: int
 
 
 class Span(NamedTuple):

@@ -1,0 +1,269 @@
+"""Verified: the bytes of streams, in whole blocks of 1 MiB that are compared with their checksums, read ahead.
+
+    follow   what will be asked for, as an iterator     a chunk: up to 4 blocks of one stream
+    start    [ chunk ][ chunk ][ chunk ] ...            as many as the memory holds, under way
+    copy     waits for its chunks | CRC-32C of each block | into place | room for the next
+
+What is followed is a hint: what was not told, or is asked for in another order, is read all the same. No byte is handed out
+of a block that is not as it was saved. Of a block that was used in part the rest is kept for the neighbour that asks next.
+
+Memory: what is lent, else 16 MiB of its own; and at most 8 blocks whose rest is kept.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
+from tiermem.checkpoint.opening.damage import DamagedState
+from tiermem.checkpoint.opening.streams import Stream
+from tiermem.swap.arena import Arena
+from tiermem.swap.checksum import combine, crc32c
+from tiermem.swap.native import Workers
+from tiermem.swap.read_ahead import FileRange, ReadAhead, Reading
+
+LEAST_AREA_BYTES = 2 << 20
+"""Of memory that is lent: room for a block and what is read around it."""
+
+_CHUNK_BLOCKS = 4
+_NUM_EDGES = 8  # blocks
+_OWN_BYTES = 16 << 20
+
+Checksums = Mapping[str, Mapping[str, Sequence[int]]]
+Damage = Callable[[Stream, int, int, int, int], DamagedState]
+
+
+class Bytes(NamedTuple):
+    """Bytes [first, last) of a stream."""
+
+    stream: Stream
+    first: int
+    last: int
+
+
+class Verified:
+    """What is read of one source's streams, for one thread at a time.
+
+    Args:
+        checksums: of each parameter and state, each block's.
+        workers: the threads that sum, when there is something to sum.
+        damage: the error for bytes of a stream, from a first to a last one: their checksum as saved, and as seen.
+    """
+
+    def __init__(self, checksums: Checksums, workers: Callable[[], Workers], damage: Damage) -> None:
+        self._checksums = checksums
+        self._workers = workers
+        self._damage = damage
+        self._told: Iterator[Bytes] = iter(())
+        self._due: collections.deque[_Chunk] = collections.deque()  # in line
+        self._coming: dict[_Chunk, Reading] = {}  # under way, in the order of their start
+        self._known: dict[tuple[Stream, int], _Chunk] = {}  # by block: those in line and under way
+        self._edges: collections.OrderedDict[tuple[Stream, int], torch.Tensor] = collections.OrderedDict()
+        self._ahead: ReadAhead | None = None
+        self._arena: Arena | None = None  # the memory, when it is its own
+
+    def follow(self, told: Iterator[Bytes]) -> None:
+        """What will be asked for from now on, in order; looked at as far ahead as there is memory. Raises OSError."""
+        self._told = told
+        self._start_next()
+
+    def copy(self, stream: Stream, first_byte: int, out: torch.Tensor) -> None:
+        """Fills a flat uint8 tensor with bytes of a stream, from `first_byte` on. Blocks; raises DamagedState, OSError."""
+        done, stop = 0, first_byte + out.numel()
+        self._expect(Bytes(stream, first_byte, stop))
+        self._start_next()
+        while done < out.numel():
+            at = first_byte + done
+            block = at // CHECKSUM_BYTES
+            edge = self._edges.get((stream, block))
+            if edge is not None:
+                skipped = at - block * CHECKSUM_BYTES
+                taken = edge[skipped : skipped + out.numel() - done]
+                out[done : done + taken.numel()] = taken
+                done += taken.numel()
+                if skipped + taken.numel() == edge.numel():
+                    del self._edges[stream, block]
+                continue
+            chunk = self._known.get((stream, block)) or _Chunk(stream, block, block + 1)
+            with self._taken(chunk) as pieces:
+                for begin, data in pieces:
+                    piece = data[max(0, at - begin) : max(0, stop - begin)]
+                    start = max(begin, at) - first_byte
+                    out[start : start + piece.numel()] = piece
+                    done += piece.numel()
+                self._keep_rest(chunk, pieces, stop)
+            self._start_next()
+
+    def verify(self, stream: Stream) -> Iterator[int]:
+        """Compares every block of a stream, a chunk for each item: its bytes. Raises DamagedState, OSError."""
+        self._expect(Bytes(stream, 0, stream.num_bytes))
+        self._start_next()
+        for first in range(-(-stream.num_bytes // CHECKSUM_BYTES)):
+            if (stream, first) in self._known:
+                with self._taken(self._known[stream, first]) as pieces:
+                    num_bytes = sum(data.numel() for _, data in pieces)
+                self._start_next()
+                yield num_bytes
+
+    @contextlib.contextmanager
+    def lent(self, areas: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Reads through somebody else's memory within the block: page-aligned, of LEAST_AREA_BYTES or more each."""
+        self.close()
+        if areas:
+            self._ahead = ReadAhead(areas)
+        try:
+            yield
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends what is under way, forgets what is expected, and gives memory and files up; what is read next takes new ones."""
+        self._told = iter(())
+        self._due.clear()
+        self._coming.clear()
+        self._known.clear()
+        self._edges.clear()
+        ahead, self._ahead = self._ahead, None
+        arena, self._arena = self._arena, None
+        try:
+            if ahead is not None:
+                ahead.close()
+        finally:
+            if arena is not None:
+                arena.close()
+
+    # ---- chunks --------------------------------------------------------------------------------------------------------
+
+    def _expect(self, wanted: Bytes) -> None:
+        """Puts in line what of those bytes is not there yet."""
+        stream, first, last = wanted.stream, None, -(-wanted.last // CHECKSUM_BYTES)
+        for block in range(wanted.first // CHECKSUM_BYTES, last + 1):
+            is_new = block < last and (stream, block) not in self._known and (stream, block) not in self._edges
+            if first is not None and (not is_new or block - first == _CHUNK_BLOCKS):
+                self._put_in_line(_Chunk(stream, first, block))
+                first = None
+            if is_new and first is None:
+                first = block
+
+    def _put_in_line(self, chunk: _Chunk) -> None:
+        self._due.append(chunk)
+        self._known.update(dict.fromkeys(chunk.blocks(), chunk))
+
+    def _start_next(self) -> None:
+        """Starts what is next in line, as far as there is room."""
+        while True:
+            while not self._due:
+                told = next(self._told, None)
+                if told is None:
+                    return
+                self._expect(told)
+            reading = self._reader().start(self._due[0].ranges())
+            if reading is None:
+                return
+            self._coming[self._due.popleft()] = reading
+
+    @contextlib.contextmanager
+    def _taken(self, chunk: _Chunk) -> Iterator[list[tuple[int, torch.Tensor]]]:
+        """A chunk's verified bytes, in order, each piece with its first byte's number in the stream. Then they are gone."""
+        for key in chunk.blocks():
+            self._known.pop(key, None)
+        reading = self._coming.pop(chunk, None)
+        if reading is None:
+            with contextlib.suppress(ValueError):  # of a chunk that was never in line
+                self._due.remove(chunk)
+            reading = self._start_now(chunk)
+        try:
+            parts = reading.wait() if reading is not None else self._one_by_one(chunk)
+            pieces, begin = [], chunk.first * CHECKSUM_BYTES
+            for data in parts:
+                pieces.append((begin, data))
+                begin += data.numel()
+            self._compare(chunk, parts)
+            yield pieces
+        finally:
+            if reading is not None:
+                reading.release()
+
+    def _start_now(self, chunk: _Chunk) -> Reading | None:
+        """Starts a chunk before those in line, and in place of those under way when there is no room beside them.
+
+        None when the memory is too small for it even alone.
+        """
+        reader, ranges = self._reader(), chunk.ranges()
+        reading = reader.start(ranges)
+        if reading is None:
+            for other, each in self._coming.items():  # what was told is not what is asked for
+                each.release()
+                for key in other.blocks():
+                    self._known.pop(key, None)
+            self._coming.clear()
+            reading = reader.start(ranges)
+        return reading
+
+    def _one_by_one(self, chunk: _Chunk) -> list[torch.Tensor]:
+        """The bytes of a chunk that lies in so many pieces that all of them, with what is read around them, have no room."""
+        found = []
+        for each in chunk.ranges():
+            reading = self._reader().start([each])
+            assert reading is not None  # one range of a chunk fits where nothing else is
+            try:
+                found.append(reading.wait()[0].clone())
+            finally:
+                reading.release()
+        return found
+
+    def _compare(self, chunk: _Chunk, ranges: Sequence[torch.Tensor]) -> None:
+        """Raises DamagedState for the first block that is not as it was saved."""
+        stream, parts, of_block = chunk.stream, [], []
+        at = chunk.first * CHECKSUM_BYTES
+        for data in ranges:
+            start = 0
+            while start < data.numel():
+                length = min(data.numel() - start, CHECKSUM_BYTES - at % CHECKSUM_BYTES)
+                parts.append(data[start : start + length])
+                of_block.append(at // CHECKSUM_BYTES)
+                start, at = start + length, at + length
+        found: dict[int, int] = {}
+        for block, part, crc in zip(of_block, parts, crc32c(parts, self._workers()), strict=True):
+            found[block] = combine(found[block], crc, part.numel()) if block in found else crc
+        due = self._checksums[stream.param][stream.state]
+        for block, crc in found.items():
+            if crc != due[block]:
+                begin = block * CHECKSUM_BYTES
+                raise self._damage(stream, begin, min(begin + CHECKSUM_BYTES, stream.num_bytes), due[block], crc)
+
+    def _keep_rest(self, chunk: _Chunk, pieces: Sequence[tuple[int, torch.Tensor]], stop: int) -> None:
+        """Remembers the blocks of a chunk that are not used up when bytes up to `stop` are taken."""
+        end = min(chunk.last * CHECKSUM_BYTES, chunk.stream.num_bytes)
+        for block in range(stop // CHECKSUM_BYTES, chunk.last) if stop < end else ():
+            begin, behind = block * CHECKSUM_BYTES, min((block + 1) * CHECKSUM_BYTES, end)
+            parts = [data[max(0, begin - at) : max(0, behind - at)] for at, data in pieces]
+            self._edges[chunk.stream, block] = torch.cat(parts)
+            while len(self._edges) > _NUM_EDGES:
+                self._edges.popitem(last=False)
+
+    def _reader(self) -> ReadAhead:
+        if self._ahead is None:
+            self._arena = Arena(_OWN_BYTES)
+            self._ahead = ReadAhead([self._arena.take(_OWN_BYTES, "what a checkpoint is read through").tensor])
+        return self._ahead
+
+
+class _Chunk(NamedTuple):
+    """Blocks [first, last) of a stream."""
+
+    stream: Stream
+    first: int
+    last: int
+
+    def blocks(self) -> list[tuple[Stream, int]]:
+        return [(self.stream, block) for block in range(self.first, self.last)]
+
+    def ranges(self) -> list[FileRange]:
+        end = min(self.last * CHECKSUM_BYTES, self.stream.num_bytes)
+        return list(self.stream.ranges(self.first * CHECKSUM_BYTES, end))
