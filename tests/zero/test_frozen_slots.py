@@ -6,15 +6,19 @@ import dataclasses
 import errno
 import hashlib
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import zoo
+from torch import nn
 from twins import seeded
 
 import tiermem
+import tiermem.checkpoint
 from tiermem import OffloadPolicy, Tier
+from tiermem.checkpoint.opening.source import Source
 from tiermem.swap.freeze import Freeze
 from tiermem.swap.reader import FileReader
 from tiermem.swap.store import TensorStore
@@ -99,3 +103,82 @@ def test_room_for_every_slot_is_taken_at_the_start_or_refused_with_the_arithmeti
     assert told.value.errno == errno.ENOSPC
     tiermem.shard(seeded(zoo.tied_tower), dataclasses.replace(tight, durability="none")).close()
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- frozen parameters -------------------------------------------------------------------------------------------------
+
+
+def adapted() -> nn.Module:
+    """Wide frozen layers with small ones beside them that are trained."""
+    layers = []
+    for _ in range(3):
+        layers += [nn.Linear(256, 256, bias=False).requires_grad_(False), nn.Linear(256, 4, bias=False)]
+        layers += [nn.Linear(4, 256, bias=False)]
+    return nn.Sequential(*layers)
+
+
+BASE_BYTES = 3 * 256 * 256 * 2
+
+
+def adapted_policy(path: Path, **fields: object) -> OffloadPolicy:
+    return policy_of(path, unit_numel=1 << 16, persistence_numel=0, master_from="param", **fields)
+
+
+def step(shards: tiermem.Shards, optim: tiermem.AdamW) -> None:
+    shards.model(torch.ones(2, 256, dtype=torch.bfloat16)).square().mean().backward()
+    optim.step()
+    optim.zero_grad()
+
+
+@pytest.mark.parametrize(("durability", "keep"), [("checkpoint", 1), ("checkpoint", 3), ("step", 1)])
+def test_frozen_parameters_take_one_slot_for_all_durable_steps(tmp_path: Path, durability: str, keep: int) -> None:
+    with tiermem.shard(
+        seeded(adapted).bfloat16(), adapted_policy(tmp_path, durability=durability, keep=keep)
+    ) as shards:
+        optim = tiermem.AdamW([p for p in shards.model.parameters() if p.requires_grad])
+        plan, policy = shards.plan, shards.policy
+        trained = plan.frozen_disk_bytes // (policy.num_slots - 1)
+        rows = {row.what: row.num_bytes for row in plan.rows if row.tier is Tier.NVME}
+        assert trained + BASE_BYTES == rows["parameters"] + rows["optimizer states"]
+        (file,) = tmp_path.glob("tiermem-*/segment.bin")
+        planned = file.stat().st_blocks * 512
+        assert 0 <= planned - plan.disk_bytes <= 1 << 16
+        for number in range(5):
+            step(shards, optim)
+            if durability == "step":
+                tiermem.checkpoint.make_durable(shards, optim)
+            tiermem.checkpoint.save(shards, optim, tmp_path / "out", f"t{number}")
+        shards.store.settle()
+        assert file.stat().st_blocks * 512 == planned, "all that a run needs was taken at its start"
+
+
+def write_by_loading(shards: tiermem.Shards, folder: Path) -> None:
+    tiermem.checkpoint.load(shards, None, folder, "first")
+
+
+def write_by_hand(shards: tiermem.Shards, folder: Path, value: float = 0.75) -> None:
+    base = next(p for p in shards.model.parameters() if not p.requires_grad)
+    with tiermem.zero.GatheredParameters(base, modifier_rank=0), torch.no_grad():
+        base.fill_(value)
+
+
+@pytest.mark.parametrize("write", [write_by_loading, write_by_hand])
+def test_frozen_parameters_that_are_written_all_the_same_leave_durable_steps_alone(
+    tmp_path: Path, write: Callable[[tiermem.Shards, Path], None]
+) -> None:
+    with tiermem.shard(seeded(adapted).bfloat16(), adapted_policy(tmp_path, keep=2)) as shards:
+        optim = tiermem.AdamW([p for p in shards.model.parameters() if p.requires_grad])
+        name, base = next((n, p) for n, p in shards.model.named_parameters() if not p.requires_grad)
+        first = shards.weight(base)
+        tiermem.checkpoint.save(shards, optim, tmp_path / "out", "first")
+        write_by_hand(shards, tmp_path / "out", 0.25)
+        tiermem.checkpoint.save(shards, optim, tmp_path / "out", "second")
+        freeze, sizes = shards.store.freeze(), sizes_of(shards.store)
+        before = digests(freeze, sizes)
+        write(shards, tmp_path / "out")
+        assert digests(freeze, sizes) == before
+        shards.store.thaw(freeze)
+        assert torch.equal(shards.weight(base), first if write is write_by_loading else torch.full_like(first, 0.75))
+    for tag, expected in (("first", first), ("second", torch.full_like(first, 0.25))):
+        with Source.open(tmp_path / "out", tag) as source:
+            assert torch.equal(source.read(name, "weight", 0, first.numel()).view(first.shape), expected)

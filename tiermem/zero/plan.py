@@ -33,7 +33,7 @@ _USUAL_GRAD_BUFFERS = 2
 _PAGE = 4096
 BOUNCE_BYTES = 4 << 20
 
-_DURABLE = ("parameters", "optimizer states")  # rows; what else rests on NVME is temporary
+_STATES = "optimizer states"
 
 T = TypeVar("T")
 
@@ -80,9 +80,9 @@ class Plan:
             return ""
         less = self.disk_bytes - self.frozen_disk_bytes
         return (
-            f"Parameters and optimizer states rest in {policy.num_slots} slots (durability={policy.durability!r}, "
-            f"keep={policy.keep}), one to write and the others for what is durable; with durability='none' {less} bytes are "
-            "enough, and a checkpoint is a copy"
+            f"What steps write rests in {policy.num_slots} slots (durability={policy.durability!r}, keep={policy.keep}), one "
+            f"to write and the rest for what is durable; with durability='none' {less} bytes are enough, and "
+            "a checkpoint is a copy"
         )
 
 
@@ -204,7 +204,7 @@ class _Planner:
         reduce_slot, num_reduces = self._add_reductions(sheet)
         update_slot, num_updates = self._add_updates(sheet)
         resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
-        frozen = self._add_frozen(sheet)
+        frozen = self._add_frozen(sheet, at_home[Tier.NVME])
         streams = Tier.NVME in (policy.optim, grads, *self._homes.values())
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
         tile_numel = min(round_up(tile_numel, UNIT_ALIGN), largest)
@@ -299,21 +299,26 @@ class _Planner:
         initial = [u.shard_numel * FP32_BYTES for u in self._trainable if keeps_initial_master(u, self._policy)]
         sheet.add("initial masters", home, _pages(initial), "until the first step")
         if home is Tier.HOST:
-            sheet.add("optimizer states", Tier.HOST, states, "rest on HOST")
+            sheet.add(_STATES, Tier.HOST, states, "rest on HOST")
             return 0
         resident = min(resident_bytes // _PAGE * _PAGE, states)
         whole = (
             resident if resident == states else max(0, resident - max(tiles, default=(0, 0))[0])
         )  # tiles are not cut for it
-        sheet.add("optimizer states", Tier.NVME, states - whole, "rest on NVME")
+        sheet.add(_STATES, Tier.NVME, states - whole, "rest on NVME")
         sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST")
         return resident
 
-    def _add_frozen(self, sheet: _Sheet) -> int:
-        """Adds room for what checkpoints hold while steps write elsewhere; returns its bytes."""
+    def _add_frozen(self, sheet: _Sheet, resting: list[Unit]) -> int:
+        """Adds room for what checkpoints hold while steps write elsewhere; returns its bytes.
+
+        resting: units on NVME. Those that training never writes stay where they are, for all checkpoints: whoever does
+        write one makes the files grow by it.
+        """
         policy = self._policy
-        live = sum(r.num_bytes for r in sheet.rows if r.tier is Tier.NVME and r.what in _DURABLE)
-        frozen = (policy.num_slots - 1) * live
+        written = _pages(u.shard_bytes for u in resting if u.is_trainable)
+        written += sum(r.num_bytes for r in sheet.rows if r.tier is Tier.NVME and r.what == _STATES)
+        frozen = (policy.num_slots - 1) * written
         sheet.add("frozen slots", Tier.NVME, frozen, f"durability={policy.durability!r}, keep={policy.keep}")
         return frozen
 
