@@ -172,7 +172,9 @@ class OffloadPolicy:
     not clipped, since such gradients have no norm."""
     durability: Literal["checkpoint", "step", "none"] = "checkpoint"
     """When what rests on NVME becomes durable there: when a checkpoint is saved, after every optimizer step, or never. What is
-    durable stays while the next is written, so it takes `num_slots` times the disk."""
+    durable stays while the next is written, so what steps write takes `num_slots` times the disk; frozen parameters take it
+    once. A run leaves its durable steps in the store's folder when it is closed: with "step" its last one too, also when it
+    has saved copies alone, elsewhere."""
     keep: int = 1
     """Durable checkpoints that stay, each with slots of its own on disk; the oldest makes room for a new one."""
     verify: Literal["always", "sample", "resume"] = "always"
@@ -194,7 +196,7 @@ class OffloadPolicy:
 
     @property
     def num_slots(self) -> int:
-        """Places on NVME for what is made durable there: for every durable step that is kept, and for the next one."""
+        """Places on NVME for what steps write: for every durable step that is kept, and for the next one."""
         return {"none": 1, "checkpoint": 1 + self.keep, "step": 2 + self.keep}[self.durability]
 
     def _check(self) -> None:

@@ -44,7 +44,8 @@ class OwnConfig(ConfigModel):
     """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
     durability: Literal["checkpoint", "step", "none"] = "checkpoint"
     """When what rests on NVMe becomes durable there: when a checkpoint is saved, after every step, or never. Each durable state
-    takes its bytes on disk once more, and two of them with "step"; none halves the disk."""
+    takes its bytes on disk once more, and two of them with "step"; none halves the disk. With "step" a run that is closed
+    leaves its last step in the store's folder."""
     keep: Annotated[Count, Field(ge=1)] = 1
     """Tags that stay on the NVMe paths; saving one more drops the oldest, with a warning. Each takes its bytes on disk."""
     verify: Literal["always", "sample", "resume"] = "always"
