@@ -77,19 +77,24 @@ class Slots:
         return _joined(
             SlotPart(slot, piece.start, piece.stop)
             for piece in self._pieces
+            if piece.lost
             for number, slot in sorted(piece.holds)
             if number == freeze and slot in piece.lost
         )
 
     def freeze(self, freeze: int) -> list[SlotPart]:
         """Holds the current slots of all bytes for a freeze, by its number, and tells them."""
-        self._pieces = [p._replace(holds=p.holds | {(freeze, p.current)}) for p in self._pieces]
+        self._pieces = [
+            _Piece(start, stop, current, holds | {(freeze, current)}, lost)
+            for start, stop, current, holds, lost in self._pieces
+        ]
         return _joined(SlotPart(piece.current, piece.start, piece.stop) for piece in self._pieces)
 
     def thaw(self, freeze: int) -> None:
         """Lets go of what a freeze holds; of one that holds nothing here, nothing."""
         self._pieces = _coalesced(
-            piece._replace(holds=frozenset(hold for hold in piece.holds if hold[0] != freeze)) for piece in self._pieces
+            _Piece(start, stop, current, frozenset([hold for hold in holds if hold[0] != freeze]), lost)
+            for start, stop, current, holds, lost in self._pieces
         )
 
     def held(self) -> set[int]:

@@ -74,6 +74,8 @@ class StateTiles:
         for tile in self.tiles:
             for segment in tile.segments:
                 self._pieces.setdefault(segment.shard, []).append((tile, segment))
+        self.num_started = 0
+        """Tiles whose states have been written once."""
         self._choose_homes()
         if any(tile.entry in self._store for tile in self.tiles):
             raise ValueError("this model has an optimizer already: make one optimizer with several parameter groups")
@@ -198,6 +200,7 @@ class StateTiles:
             for tile in tiles:
                 work.compute(tile, None)
         for tile in tiles:
+            self.num_started += not tile.is_started
             tile.is_started = True
         for live in {tile.live for tile in tiles}:
             initial = initial_master(live.unit)

@@ -128,9 +128,8 @@ def _what_decides(shards: Shards, names: Sequence[str]) -> tuple[object, ...]:
     tiles = shards.states
     if tiles is None:
         return tuple(names), units
-    states = tuple((tile.home, tile.is_started) for tile in tiles.tiles)
     moments = tuple(tiles.names(shard) for live, shard in shards.parameters() if live.unit.is_trainable)
-    return tuple(names), units, tiles, states, moments
+    return tuple(names), units, tiles, tiles.num_started, moments  # a tile keeps its home
 
 
 def _sharded(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterator[Stretch]:

@@ -18,7 +18,6 @@ from tiermem.checkpoint.saving.pieces import Placed, Runs
 from tiermem.checkpoint.saving.resting import Resting
 from tiermem.checkpoint.saving.stretch import Stretch
 from tiermem.swap.freeze import Freeze
-from tiermem.swap.pieces import PieceTable
 from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.shards import Shards
 
@@ -87,8 +86,5 @@ def frozen(shards: Shards, content: Content, freeze: Freeze) -> Placed:
     def read(entry: str, start: int, stop: int) -> torch.Tensor:
         return shards.values.read_part(entry, torch.uint8, slice(start, stop))
 
-    def table_of(entry: str) -> PieceTable | None:
-        return shards.store.sums.complete(entry, lambda start, stop: read(entry, start, stop))
-
     resting = content.resting
-    return Placed(resting.rows(freeze), resting.sums(table_of, read, shards.workers))
+    return Placed(resting.rows(freeze), resting.sums(shards.store.sums, read, shards.workers))

@@ -10,6 +10,7 @@ A save of a step that rests on the disk costs a sync and what is done here, so n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -25,12 +26,10 @@ from tiermem.swap.checksum import crc32c, crc32c_join
 from tiermem.swap.freeze import Freeze
 from tiermem.swap.native import Workers
 from tiermem.swap.pieces import Crcs, PieceTable
+from tiermem.swap.sums import Sums
 
 ReadEntry = Callable[[str, int, int], torch.Tensor]
 """(entry, start, stop) -> those bytes of it, uint8."""
-
-TableOf = Callable[[str], PieceTable | None]
-"""The checksums of an entry of the store, all of them known; None when it has none."""
 
 
 class Resting:
@@ -64,12 +63,12 @@ class Resting:
         start = self._start[row] + skipped
         return Rows(self.keys, self._key[row], start, numel, found.path_index, found.file_offset, found.num_bytes)
 
-    def sums(self, table_of: TableOf, read: ReadEntry, workers: Workers) -> dict[tuple[str, str], list[Run]]:
+    def sums(self, known: Sums, read: ReadEntry, workers: Workers) -> dict[tuple[str, str], list[Run]]:
         """The checksums of every (parameter, state), in as few runs as there are.
 
-        Blocks only where the store does not know one: then the bytes are read. Raises OSError.
+        Blocks only where the store does not know one: then the bytes are read, and it knows from then on. Raises OSError.
         """
-        crcs = self._crcs([table_of(entry) for entry in self.entries], read, workers)[self._order]
+        crcs = self._crcs(known, read, workers)[self._order]
         blocks = crc32c_join(self._block_first, crcs, self._block_lengths)
         found: dict[tuple[str, str], list[Run]] = {}
         all_crcs = blocks.tolist()
@@ -112,10 +111,13 @@ class Resting:
             )
         )
 
-    def _crcs(self, tables: Sequence[PieceTable | None], read: ReadEntry, workers: Workers) -> Crcs:
+    def _crcs(self, sums: Sums, read: ReadEntry, workers: Workers) -> Crcs:
         """The checksum of every piece: put together from those that the store has of its bytes, else of the bytes."""
+        tables = [sums.of(entry) for entry in self.entries]
         if self._known is None or not self._known.is_of(tables):
             self._known = _Known(tables, self._piece_entry, self._piece_start, self._piece_stop)
+        for number in np.unique(self._piece_entry[self._known.unknown(tables)]).tolist():
+            sums.complete(self.entries[number], functools.partial(read, self.entries[number]))
         crcs, is_known = self._known.look_up(tables)
         for number in np.flatnonzero(~is_known).tolist():
             entry = self.entries[self._piece_entry[number]]
@@ -151,14 +153,19 @@ class _Known:
             for table, pieces in zip(tables, self._pieces, strict=True)
         )
 
+    def unknown(self, tables: Sequence[PieceTable | None]) -> Numbers:
+        """The ranges that tables have pieces of, of which one is not known."""
+        is_known = np.concatenate([np.zeros(0, np.bool_), *(table.is_known for table in tables if table is not None)])
+        unknown: Numbers = self._range[~is_known[self._chosen]]
+        return unknown
+
     def look_up(self, tables: Sequence[PieceTable | None]) -> tuple[Crcs, npt.NDArray[np.bool_]]:
         """The checksum of each range, and whether it is known."""
-        held = [table for table in tables if table is not None]
-        crcs = np.concatenate([np.zeros(0, np.uint32), *(table.crcs for table in held)])
-        is_known = np.concatenate([np.zeros(0, np.bool_), *(table.is_known for table in held)])
-        num_unknown = np.bincount(self._range, ~is_known[self._chosen], self._num_ranges)
+        crcs = np.concatenate([np.zeros(0, np.uint32), *(table.crcs for table in tables if table is not None)])
         joined = crc32c_join(self._first.astype(np.uint64), crcs[self._chosen], self._lengths.astype(np.uint64))
-        return joined, self._is_covered & (num_unknown == 0)
+        is_known = self._is_covered.copy()
+        is_known[self.unknown(tables)] = False
+        return joined, is_known
 
 
 def _spread(first: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
