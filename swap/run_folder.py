@@ -30,6 +30,7 @@ SEGMENT = "segment.bin"
 _RUN_ID = r"[A-Za-z0-9_-]{1,64}"
 _FOLDER = re.compile(rf"{FOLDER_PREFIX}({_RUN_ID})(?:\.(\d{{1,9}}))?")
 _MADE = re.compile(r"(?:segment\.bin|lock|manifest-\d+\.json|part-\d+-\d+\.json|data-\d+\.bin)(?:\.new)?")
+_STATES = re.compile(r"(?:segment|data-\d+)\.bin")
 _PART = re.compile(r"part-\d+-\d+\.json")
 _MANIFEST = re.compile(r"manifest-\d+\.json")
 
@@ -157,6 +158,11 @@ def run_folders(path: Path) -> list[Path]:
 def is_made(name: str) -> bool:
     """Whether a file of this name in a run's folder is one that runs make, and may be removed with it."""
     return _MADE.fullmatch(name) is not None
+
+
+def holds_states(name: str) -> bool:
+    """Whether a file of this name in a run's folder holds states: what rests on NVMe, or what a checkpoint adds of memory."""
+    return _STATES.fullmatch(name) is not None
 
 
 def has_saved(folder: Path) -> bool:

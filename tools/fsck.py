@@ -5,6 +5,13 @@
     2    the command cannot be done as it was asked for (as for every command)
     3    something durable is broken or damaged; what else is whole is listed
 
+What runs take on the disk is told by who needs it; together it is what stat says (checkpoint/space.py):
+
+    durable    named by a durable step; a step's own bytes are those that no other one names
+    live       written beside it by a run that goes on
+    free       needed by nobody, or reserved and not written yet; unclear: free, but for a step that cannot be read
+    records    manifests, parts, the lock, what is not ours
+
 --verify reads every byte of every step and compares it with its checksum. --remove removes the folders of killed runs, after
 naming them, and in them only files that runs make; one that holds a durable step goes only when its own folder is named.
 """
@@ -24,10 +31,11 @@ from rich.text import Text
 from tiermem.tools.byte_size import format_bytes
 
 if TYPE_CHECKING:
-    from tiermem.checkpoint.survey import RunReport, StepReport, Survey
+    from tiermem.checkpoint.survey import PathReport, RunReport, StepReport, Survey
 
 MADE_BY = "tiermem fsck"
 EXIT_DEAD, EXIT_DAMAGED = 1, 3
+_SPACE = ("on the disk", "durable", "live", "free", "unclear", "records")
 _STYLES = {"whole": "green", "live": "cyan", "kept": "green", "dead": "yellow", "unseen": "yellow"}
 
 
@@ -79,18 +87,20 @@ def _counter(status: Any) -> Any:
 
 def _print(found: Survey, console: Console) -> None:
     if found.runs:
-        table = _table(
-            f"{found.where}: runs", ("folder", "state", "process", "on the disk", "durable", "live or free", "not ours")
-        )
+        table = _table(f"{found.where}: runs", ("folder", "state", "process", *_SPACE, "not ours"))
         for run in found.runs:
-            rest = max(0, run.file_bytes - run.held_bytes)
-            sizes = (format_bytes(n) for n in (run.file_bytes, run.held_bytes, rest))
-            table.add_row(_name(run.folder, found.where), _state(run.state), run.owner, *sizes, ", ".join(run.unknown))
+            table.add_row(
+                _name(run.folder, found.where), _state(run.state), run.owner, *_sizes(run), ", ".join(run.unknown)
+            )
+        console.print(table)
+    if len(found.runs) > 1:
+        table = _table(f"{found.where}: paths", ("path", *_SPACE))
+        for path in found.paths:
+            table.add_row(str(path.path), *_sizes(path))
         console.print(table)
     if found.steps:
-        table = _table(
-            f"{found.where}: durable steps", ("where", "tag", "step", "ranks", "tensors", "states", "state", "")
-        )
+        columns = ("where", "tag", "step", "ranks", "tensors", "states", "durable", "own", "state", "")
+        table = _table(f"{found.where}: durable steps", columns)
         for step in found.steps:
             table.add_row(*_cells(step, found.where))
         console.print(table)
@@ -102,11 +112,13 @@ def _print(found: Survey, console: Console) -> None:
 
 def _cells(step: StepReport, where: Path) -> Iterable[str | Text]:
     numbers = (step.step, step.world, step.num_parameters)
-    size = "" if step.num_bytes is None else format_bytes(step.num_bytes)
+    sizes = ["" if step.num_bytes is None else format_bytes(step.num_bytes), "", ""]
+    if step.places:
+        sizes[1:] = format_bytes(step.durable_bytes), format_bytes(step.own_bytes)
     state = f"{step.state}, verified" if step.is_verified else step.state
     tag = f"{step.tag} (latest)" if step.is_latest else step.tag or ""
     shown = ("" if number is None else str(number) for number in numbers)
-    return (_name(step.place, where), tag, *shown, size, _state(state), step.why)
+    return (_name(step.place, where), tag, *shown, *sizes, _state(state), step.why)
 
 
 def _advise(found: Survey, console: Console, removed: list[str]) -> None:
@@ -126,10 +138,16 @@ def _advise(found: Survey, console: Console, removed: list[str]) -> None:
 
 def _table(title: str, columns: tuple[str, ...]) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    right = ("on the disk", "durable", "live or free", "step", "ranks", "tensors", "states")
+    right = (*_SPACE, "own", "step", "ranks", "tensors", "states")
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
     return table
+
+
+def _sizes(report: RunReport | PathReport) -> Iterable[str]:
+    """The cells below _SPACE."""
+    found = (report.file_bytes, report.durable_bytes, report.live_bytes, report.free_bytes, report.unclear_bytes)
+    return map(format_bytes, (*found, report.record_bytes))
 
 
 def _state(state: str) -> Text:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -120,32 +120,70 @@ def test_json_says_the_same(left: Left, capsys: pytest.CaptureFixture[str]) -> N
     (step,) = found["steps"]
     assert (step["state"], step["step"], step["world"], step["run_id"]) == ("whole", 2, 1, run["run_id"])
     assert step["num_bytes"] == 4 * 3 * (33 * 65 * 2 + 33 + 65)  # an fp32 weight and two moments
-    assert step["num_bytes"] <= run["held_bytes"] < run["file_bytes"]
+    assert step["num_bytes"] <= run["durable_bytes"] == sum(place["own_bytes"] for place in step["places"])
+    assert [place["folder"] for place in step["places"]] == [str(left.run)]
+    assert run["free_bytes"] > 0 == run["live_bytes"] == run["unclear_bytes"]
+    kinds = ("durable_bytes", "live_bytes", "free_bytes", "unclear_bytes", "record_bytes")
+    taken = sum(file.stat().st_blocks * 512 for file in left.run.iterdir())
+    assert sum(run[kind] for kind in kinds) == run["file_bytes"] == taken
+    (path,) = found["paths"]
+    assert path == {"path": str(left.saved)} | {name: run[name] for name in ("file_bytes", *kinds)}
 
 
-def a_state(run: Path) -> tuple[dict[str, Any], Path]:
-    """A piece of a run's part, and the file it lies in."""
+def test_the_table_says_whose_the_bytes_are(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = look(left.saved.parent, capsys).text.splitlines()
+    assert lines[1].split("not ours")[0].split() == [
+        "folder",
+        "state",
+        "process",
+        "on",
+        "the",
+        "disk",
+        "durable",
+        "live",
+        "free",
+        "unclear",
+        "records",
+    ]
+    assert any(
+        line.split() == ["path", "on", "the", "disk", "durable", "live", "free", "unclear", "records"] for line in lines
+    )
+    assert any(line.startswith(str(left.unsaved)) for line in lines)
+    assert any(line.split()[-5:] == ["tensors", "states", "durable", "own", "state"] for line in lines)
+
+
+class Placed(NamedTuple):
+    """A piece of a run's part."""
+
+    param: str
+    file: Path
+    offset: int
+
+
+def a_state(run: Path) -> Placed:
+    """Where a first moment lies."""
     part = json.loads(next(run.glob("part-*.json")).read_text())
-    piece = next(each for each in part["pieces"] if each["state"] == "exp_avg")
-    return piece, run / part["files"][piece["file"]]
+    state = next(each for each in part["states"] if each["state"] == "exp_avg")
+    _, _, file, offset = state["pieces"][0]
+    return Placed(state["param"], run / part["files"][file], offset)
 
 
 def test_a_flipped_bit_is_found_by_verifying_alone(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
-    piece, file = a_state(left.run)
+    param, file, offset = a_state(left.run)
     data = bytearray(file.read_bytes())
-    data[piece["offset"] + 5] ^= 4
+    data[offset + 5] ^= 4
     file.write_bytes(data)
     assert look(left.saved, capsys).status == EXIT_DEAD
     status, text = look(left.saved, capsys, verifies=True)
     assert status == EXIT_DAMAGED
-    assert f"exp_avg of {piece['param']}" in text
+    assert f"exp_avg of {param}" in text
     assert file.name in text
 
 
 @pytest.mark.parametrize("victim", ["manifest", "part", "state"])
 def test_what_is_cut_is_broken(left: Left, capsys: pytest.CaptureFixture[str], victim: str) -> None:
-    piece, file = a_state(left.run)
-    keep = piece["offset"] + 5
+    _, file, offset = a_state(left.run)
+    keep = offset + 5
     if victim != "state":
         file = next(left.run.glob(f"{victim}*"))
         keep = file.stat().st_size - 3

@@ -6,6 +6,7 @@ Rooms, lowest first; each says what is in it:
     format/      the files: specified, read strictly, written, found
     saving/      what a rank saves, commits, copies
     opening/     a saved step, verified, put where a model rests
+    space        what the files of runs take on the disk
     survey       runs and steps of a place, left alone
     interchange/ other systems' checkpoints, in and out
     zero_to_fp32 the reference's functions that take weights out

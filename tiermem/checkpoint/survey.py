@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Literal
 
 from tiermem.checkpoint.format.finding import Found, NothingSaved, find, read_latest, read_manifest, read_parts, tags_of
-from tiermem.checkpoint.format.manifest import ManifestError, Part
+from tiermem.checkpoint.format.manifest import ManifestError
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
 from tiermem.checkpoint.opening.damage import DamagedState
 from tiermem.checkpoint.opening.source import Source
+from tiermem.checkpoint.space import Named, Space, StepSpace, space_of
 from tiermem.swap.run_folder import RunName, is_made, run_folders
 from tiermem.swap.run_lock import is_live, owner_of, share
 
@@ -42,8 +43,12 @@ class RunReport:
     rank: int | None
     state: RunState
     owner: str  # as its lock says; empty without one
-    file_bytes: int  # that its files take on the disk
-    held_bytes: int  # of them, named by durable steps that were found; the rest is live, or free
+    file_bytes: int  # that its files take on the disk: what follows, together
+    durable_bytes: int  # named by durable steps that were found
+    live_bytes: int  # written by a run that goes on, beside them
+    free_bytes: int  # neither: what nobody needs, or is reserved and was not written yet
+    unclear_bytes: int  # what would be free, were there not a step that cannot be read
+    record_bytes: int  # manifests, parts, the lock, files that are not ours
     unknown: tuple[str, ...]  # files that no run makes
 
 
@@ -63,6 +68,30 @@ class StepReport:
     num_parameters: int | None = None
     num_bytes: int | None = None  # of states
     is_verified: bool = False
+    places: tuple[StepSpace, ...] = ()  # what it names on the disk
+
+    @property
+    def durable_bytes(self) -> int:
+        """Bytes on the disk that it names."""
+        return sum(place.durable_bytes for place in self.places)
+
+    @property
+    def own_bytes(self) -> int:
+        """Of them, those that no other step names."""
+        return sum(place.own_bytes for place in self.places)
+
+
+@dataclasses.dataclass(frozen=True)
+class PathReport:
+    """What the folders of all runs on one path take."""
+
+    path: Path
+    file_bytes: int
+    durable_bytes: int
+    live_bytes: int
+    free_bytes: int
+    unclear_bytes: int
+    record_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +100,7 @@ class Survey:
 
     where: Path
     runs: tuple[RunReport, ...]
+    paths: tuple[PathReport, ...]
     steps: tuple[StepReport, ...]
     faults: tuple[str, ...]
 
@@ -93,18 +123,21 @@ def survey(where: Path, verifies: bool = False, progress: Progress | None = None
     """Looks at a place. Blocks; with `verifies` every byte of every whole step is read. Raises OSError for no such folder."""
     if not where.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "no such folder", str(where))
-    held = _Held()
+    named = Named()
     runs, steps, faults = [], [], []
     for folder in _folders(where):
         runs += [folder] if RunName.of(folder) is not None else run_folders(folder)
         found, wrong = _found(folder)
         faults += wrong
-        steps += [_step(each, is_latest, verifies, progress, held) for each, is_latest in found]
+        steps += [_step(each, is_latest, verifies, progress, named) for each, is_latest in found]
     for folder in runs:
         if folder != where:
-            steps += [_step(each, False, verifies, progress, held) for each, _ in _found(folder)[0]]
+            steps += [_step(each, False, verifies, progress, named) for each, _ in _found(folder)[0]]
     unique = {step.manifest.resolve(): step for step in reversed(steps)}  # a tag, before the manifest it points at
-    return Survey(where, tuple(_run(folder, held) for folder in runs), tuple(reversed(unique.values())), tuple(faults))
+    unread = {_run_id_of(step) for step in unique.values() if not named.knows(step.manifest)}
+    reports = tuple(_run(folder, named, unread) for folder in runs)
+    placed = (dataclasses.replace(step, places=named.by_folder(step.manifest)) for step in reversed(unique.values()))
+    return Survey(where, reports, _paths(reports), tuple(placed), tuple(faults))
 
 
 def _folders(where: Path) -> list[Path]:
@@ -133,7 +166,7 @@ def _found(folder: Path) -> tuple[list[tuple[Found, bool]], list[str]]:
     return [(each, latest is not None and each.tag == latest) for each in steps], []
 
 
-def _step(found: Found, is_latest: bool, verifies: bool, progress: Progress | None, held: _Held) -> StepReport:
+def _step(found: Found, is_latest: bool, verifies: bool, progress: Progress | None, named: Named) -> StepReport:
     place = found.file if found.tag is None else found.file.parent
     report = StepReport(place, found.file, found.tag, is_latest, "broken", "")
     try:
@@ -148,7 +181,7 @@ def _step(found: Found, is_latest: bool, verifies: bool, progress: Progress | No
             world=manifest.world,
             num_parameters=len(manifest.parameters),
         )
-        held.add(read_parts(opened))
+        named.add(report.manifest, read_parts(opened))
         with Source(opened) as source:
             if verifies:
                 for param in source.parameters:
@@ -166,21 +199,37 @@ def _step(found: Found, is_latest: bool, verifies: bool, progress: Progress | No
         return dataclasses.replace(report, why=str(error))
 
 
-def _run(folder: Path, held: _Held) -> RunReport:
+def _run_id_of(step: StepReport) -> str | None:
+    """The run that a step is of, where its manifest or the folder that this lies in tells."""
+    name = RunName.of(step.manifest.parent)
+    return step.run_id or (None if name is None else name.run_id)
+
+
+def _run(folder: Path, named: Named, unread: Collection[str | None]) -> RunReport:
     name = RunName.of(folder.resolve())
     assert name is not None  # it was found by its name
     owner = owner_of(folder)
-    files = [file for file in folder.iterdir() if file.is_file()]
+    files, state = [file for file in folder.iterdir() if file.is_file()], _state(folder)
+    space = space_of(files, named, state in ("live", "unseen"), name.run_id not in unread)
     return RunReport(
         folder=folder,
         run_id=name.run_id,
         rank=name.rank,
-        state=_state(folder),
+        state=state,
         owner="" if owner is None else str(owner),
-        file_bytes=sum(file.stat().st_blocks * 512 for file in files),
-        held_bytes=sum(held.bytes_of(file) for file in files),
+        file_bytes=space.total_bytes,
+        **space._asdict(),
         unknown=tuple(sorted(each.name for each in folder.iterdir() if not (each.is_file() and is_made(each.name)))),
     )
+
+
+def _paths(runs: Iterable[RunReport]) -> tuple[PathReport, ...]:
+    """The runs' figures, path by path."""
+    found: dict[Path, Space] = {}
+    for run in runs:
+        own = Space(*(getattr(run, field) for field in Space._fields))
+        found[run.folder.parent] = found.get(run.folder.parent, Space()).plus(own)
+    return tuple(PathReport(path, space.total_bytes, *space) for path, space in sorted(found.items()))
 
 
 def _state(folder: Path) -> RunState:
@@ -193,25 +242,3 @@ def _state(folder: Path) -> RunState:
             return "dead"
     except OSError:
         return "live" if is_live(folder) else "unseen"
-
-
-class _Held:
-    """Which bytes of which files durable steps name."""
-
-    def __init__(self) -> None:
-        self._ranges: dict[Path, set[tuple[int, int]]] = {}
-
-    def add(self, parts: Iterable[tuple[Path, Part]]) -> None:
-        """Takes note of the pieces of a step's parts, each with the folder it lies in."""
-        for place, part in parts:
-            files = [(place / name).resolve() for name in part.files]
-            for piece in part.pieces:
-                self._ranges.setdefault(files[piece.file], set()).add((piece.offset, piece.offset + piece.num_bytes))
-
-    def bytes_of(self, file: Path) -> int:
-        """Bytes that any step names, each counted once."""
-        total = end = 0
-        for start, stop in sorted(self._ranges.get(file.resolve(), ())):
-            total += max(0, stop - max(start, end))
-            end = max(end, stop)
-        return total
