@@ -7,7 +7,8 @@
     read and write     through a buffer
 
 The first that works is used for the file; each falls back to the next. Frozen ranges do not change (swap/slots.py), so the
-copy is of one moment, however long it takes.
+copy is of one moment, however long it takes. While training goes on it takes no more than a share of the time (Pace): a disk
+that training waits for is not taken from it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import errno
 import fcntl
 import os
 import struct
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +41,25 @@ class Extent(NamedTuple):
     offset: int
     num_bytes: int
     place: int
+
+
+class Pace:
+    """How much of its time a copy copies, until somebody waits for it: from then on all.
+
+    busy_share: more than 0, at most 1. What training loses to the copy is about as much of its time, whatever it waits for.
+    """
+
+    def __init__(self, busy_share: float = 1.0) -> None:
+        self._rest_per_busy = 1.0 / busy_share - 1.0
+        self._is_awaited = threading.Event()
+
+    def hurry(self) -> None:
+        """Somebody waits. Never blocks; any thread may call it."""
+        self._is_awaited.set()
+
+    def rest(self, busy_s: float) -> None:
+        """Blocks for what is due after so many seconds of copying, or until somebody waits."""
+        self._is_awaited.wait(busy_s * self._rest_per_busy)
 
 
 def lay_out(rows: Rows, start: int, file: int) -> tuple[list[Extent], Rows]:
@@ -76,20 +98,20 @@ def take_room(path: Path, extents: Sequence[Extent]) -> None:
         os.close(fd)
 
 
-def copy(sources: Sequence[Path], extents: Sequence[Extent], path: Path) -> None:
+def copy(sources: Sequence[Path], extents: Sequence[Extent], path: Path, pace: Pace) -> None:
     """Copies extents of the sources into an existing file and makes it durable. Blocks, GIL free. Raises OSError."""
     target, _ = open_direct(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         for number, source in enumerate(sources):
             due = [each for each in extents if each.file == number]
             if due:
-                _copy_from(source, due, target, path)
+                _copy_from(source, due, target, path, pace)
         durable.sync(target, path)
     finally:
         os.close(target)
 
 
-def _copy_from(source: Path, extents: Sequence[Extent], target: int, path: Path) -> None:
+def _copy_from(source: Path, extents: Sequence[Extent], target: int, path: Path, pace: Pace) -> None:
     fd, _ = open_direct(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
         ways = [_clone, _copy_range, _read_and_write]
@@ -97,6 +119,7 @@ def _copy_from(source: Path, extents: Sequence[Extent], target: int, path: Path)
             done = 0
             while done < each.num_bytes:
                 length = min(_STEP_BYTES, each.num_bytes - done) if ways[0] is not _clone else each.num_bytes - done
+                start_s = time.monotonic()
                 try:
                     done += ways[0](fd, each.offset + done, length, target, each.place + done)
                 except OSError as error:
@@ -104,6 +127,7 @@ def _copy_from(source: Path, extents: Sequence[Extent], target: int, path: Path)
                         with durable.named(path):
                             raise OSError(error.errno, f"copying {source}: {error.strerror}") from None
                     ways.pop(0)
+                pace.rest(time.monotonic() - start_s)
     finally:
         os.close(fd)
 
