@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,16 @@ from manifests import manifest, parts, piece, pointer
 from tiermem.checkpoint.format.cover import cover
 from tiermem.checkpoint.format.crc import crc32c
 from tiermem.checkpoint.format.fields import seal
-from tiermem.checkpoint.format.manifest import ManifestError, PartState, parse_manifest, parse_part, parse_pointer
+from tiermem.checkpoint.format.manifest import (
+    ManifestError,
+    Part,
+    PartState,
+    Piece,
+    parse_manifest,
+    parse_part,
+    parse_pointer,
+    states_of,
+)
 
 
 def changed(data: bytes, change: Any) -> bytes:
@@ -83,6 +93,7 @@ WRONG = [
     (put("parts", 1, "crc32c", "zz"), "crc32c"),
     (put("parts", 1, "folder", "a\0b"), "folder"),
     (put("parts", 1, "folder", "."), None),
+    (lambda content: content["parts"][1].update(folder=".", file="part-3-0.json"), "a path is listed twice"),
     (put("optimizer", {"$": "eval", "value": "1"}), "optimizer"),
     (put("client_state", {"$": "tensor", "dtype": "float32", "shape": [1 << 40], "value": ""}), "client_state"),
     (put("client_state", {"$": "tensor", "dtype": "fp32", "shape": [1 << 40], "value": ""}), "bytes, in base64"),
@@ -168,6 +179,33 @@ def test_pieces_that_overlap_leave_holes_or_belong_to_nobody_are_refused() -> No
     with pytest.raises(ManifestError, match="of run"):
         cover(manifest(), [dataclasses.replace(both[0], commit=2), both[1]], "m")
     assert piece("w", "weight", "bf16", 0, 3, 0).num_bytes == 6
+
+
+def test_states_that_lack_scales_or_have_sums_alone_are_refused() -> None:
+    both = parts()
+
+    def with_pieces(change: Callable[[Piece], Piece | None]) -> list[Part]:
+        return [
+            dataclasses.replace(part, states=states_of([new for p in part.pieces if (new := change(p)) is not None]))
+            for part in both
+        ]
+
+    with pytest.raises(ManifestError, match="exp_avg of 'w' is in 8 bits and has no scales"):
+        cover(manifest(), with_pieces(lambda p: None if p.state == "exp_avg.scales" else p), "m")
+    with pytest.raises(ManifestError, match="exp_avg of 'w': is 8bit-scales, which no such state is"):
+        cover(
+            manifest(),
+            with_pieces(
+                lambda p: p._replace(kind="8bit-scales", num_bytes=2, offset=20480) if p.state == "exp_avg" else p
+            ),
+            "m",
+        )
+    with pytest.raises(ManifestError, match="checksums: 'b' has no 'master'"):
+        cover(
+            dataclasses.replace(manifest(), checksums={**manifest().checksums, "b": {"weight": (9,), "master": (1,)}}),
+            both,
+            "m",
+        )
 
 
 def test_deep_nesting_and_strange_json_are_refused() -> None:

@@ -6,15 +6,17 @@ Valid files are changed: in their bytes, with the checksum made right again or n
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import json
 import random
-import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from fuzzing import altered, inside, places, scrambled, soak
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manifests import manifest, parts, pointer
@@ -22,16 +24,35 @@ from manifests import manifest, parts, pointer
 from tiermem.checkpoint.format.cover import cover
 from tiermem.checkpoint.format.crc import crc32c
 from tiermem.checkpoint.format.manifest import Manifest, ManifestError, Part, parse_manifest, parse_part, parse_pointer
+from tiermem.checkpoint.format.plain import encode
 
 Parse = Callable[[bytes, str], Any]
+
+EVERY_KIND = encode(
+    {
+        "floats": [0.5, float("inf"), float("nan"), 1 - 2j],
+        "keys": {(1, "a"): {2, 3}, 7: frozenset({b"\0\xff"})},
+        "torch": (torch.arange(3, dtype=torch.int16), torch.ones(2, 0), torch.tensor(1.5, dtype=torch.bfloat16)),
+        "more": [
+            torch.Size([2, 3]),
+            torch.float16,
+            np.arange(4, dtype="u1").reshape(2, 2),
+            np.float32(2.5),
+            np.zeros((0, 2)),
+        ],
+    },
+    "values",
+)
+"""A value of every kind that a file can hold."""
 
 FILES: list[tuple[bytes, Parse]] = [
     (manifest().dump(), parse_manifest),
     (parts()[0].dump(), parse_part),
     (pointer().dump(), parse_pointer),
+    (dataclasses.replace(manifest(), client_state=EVERY_KIND).dump(), parse_manifest),
+    (dataclasses.replace(parts()[0], rng=EVERY_KIND).dump(), parse_part),
 ]
 _TRAILER = len(b',"crc32c":"00000000"}\n')
-_MOST_SOAK, _SOAK_S = 1_000_000, 600.0
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.sampled_from([-1, 0, 1, 2**31, 2**63 - 1, 2**63, 2**64, 10**40]),
@@ -68,45 +89,8 @@ def read(data: bytes, parse: Parse) -> bool:
     return True
 
 
-def places(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths to every value in some JSON."""
-    found = [path]
-    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
-    for key, value in items:
-        found += places(value, (*path, key))
-    return found
-
-
-def altered(content: Any, path: tuple[Any, ...], how: str, value: Any) -> Any:
-    """JSON with one value replaced, removed or there twice."""
-    if not path:
-        return value
-    content = copy.deepcopy(content)
-    inside = content
-    for key in path[:-1]:
-        inside = inside[key]
-    if how == "remove":
-        del inside[path[-1]]
-    elif how == "twice" and isinstance(inside, list):
-        inside.insert(path[-1], copy.deepcopy(inside[path[-1]]))
-    else:
-        inside[path[-1]] = value
-    return content
-
-
-def scrambled(data: bytes, chance: random.Random) -> bytes:
-    """Bytes with a few changed, cut out, or put in."""
-    for _ in range(chance.randint(1, 4)):
-        at, length = chance.randrange(len(data) + 1), chance.choice([1, 1, 2, 8, 100])
-        new = chance.choice(
-            [b"", chance.randbytes(length), chance.choice([b"[", b"{", b'"', b"-", b"9" * 30, b"1e999", b"null"])]
-        )
-        data = data[:at] + new + data[at + chance.choice([0, 1, length]) :]
-    return data
-
-
 @settings(max_examples=150, deadline=None)
-@given(which=st.integers(0, 2), chance=st.randoms(use_true_random=False), rights=st.booleans())
+@given(which=st.integers(0, len(FILES) - 1), chance=st.randoms(use_true_random=False), rights=st.booleans())
 def test_changed_bytes_are_refused_or_valid(which: int, chance: random.Random, rights: bool) -> None:
     data, parse = FILES[which]
     body = scrambled(data[:-_TRAILER], chance)
@@ -114,7 +98,7 @@ def test_changed_bytes_are_refused_or_valid(which: int, chance: random.Random, r
 
 
 @settings(max_examples=250, deadline=None)
-@given(which=st.integers(0, 2), chance=st.randoms(use_true_random=False), value=VALUES)
+@given(which=st.integers(0, len(FILES) - 1), chance=st.randoms(use_true_random=False), value=VALUES)
 def test_changed_fields_are_refused_or_valid(which: int, chance: random.Random, value: Any) -> None:
     data, parse = FILES[which]
     content = json.loads(data)
@@ -150,47 +134,36 @@ def test_hostile_sizes_take_no_memory() -> None:
         tracemalloc.stop()
 
 
+POOL: list[Any] = [
+    None, True, -1, 0, 1, 3, 64, 1.5, 2**31, 2**63 - 1, 2**63, 10**40, "", "x", "w", "weight", "master", "..", "\0", "\ud800",
+    "fp32", "split", "8bit", "AAAA", "A", "nan", "1e999", [], {}, [[]], [[], []], [1 << 40], [1 << 50], [1] * 33, [1] * 65,
+    ["w", "w"], [["a", 1], ["a", 1, 2]], [[{}, 1]], [{"$": "set", "value": [[1]]}], {"$": "tensor"}, {"$": 1},
+    {"$": "tuple", "value": [{"$": "dict", "value": [[[], 1]]}]}, {"$": "bytes", "value": "A"},
+    {"$": "scalar", "dtype": "f4", "shape": [1], "value": "AAAAAA=="}, {"$": "bytes", "value": 3},
+    json.loads("[" * 300 + "]" * 300),
+]  # fmt: skip
+
+
 @pytest.mark.soak
 def test_a_million_changes_end_in_an_answer_or_a_manifest_error() -> None:
-    seed = random.SystemRandom().randrange(1 << 32)
-    chance, end, num_valid, number = random.Random(seed), time.monotonic() + _SOAK_S, 0, 0
     contents = [json.loads(data) for data, _ in FILES]
     for content in contents:
         del content["crc32c"]
-    all_places = [places(content) for content in contents]
-    pool = [
-        None,
-        True,
-        -1,
-        0,
-        1,
-        1.5,
-        2**63,
-        10**40,
-        "",
-        "x",
-        "w",
-        "..",
-        "\0",
-        "fp32",
-        [],
-        {},
-        [[]],
-        {"$": "tensor"},
-        ["w", "w"],
-    ]
-    try:
-        while number < _MOST_SOAK and time.monotonic() < end:
-            which = chance.randrange(3)
-            data, parse = FILES[which]
-            if chance.random() < 0.5:
-                body = scrambled(data[:-_TRAILER], chance)
-            else:
-                how = chance.choice(["replace", "remove", "twice"])
-                content = altered(contents[which], chance.choice(all_places[which]), how, chance.choice(pool))
-                body = json.dumps(content, separators=(",", ":")).encode()[:-1]
-            number += 1
-            num_valid += read(sealed(body), parse)
-    finally:
-        print(f"manifest fuzz: seed {seed}, {number} files, {num_valid} of them valid")
-    assert number > 1000
+
+    def try_one(chance: random.Random) -> bool:
+        which = chance.randrange(len(FILES))
+        data, parse = FILES[which]
+        if chance.random() < 0.1:
+            return read(scrambled(data, chance)[: chance.choice([None, -1, chance.randrange(len(data))])], parse)
+        if chance.random() < 0.4:
+            return read(sealed(scrambled(data[:-_TRAILER], chance)), parse)
+        content = contents[which]
+        for _ in range(chance.choice([1, 1, 2, 3])):
+            found = places(content)
+            value = chance.choice(POOL) if chance.random() < 0.6 else inside(content, chance.choice(found))
+            how = chance.choice(["replace", "replace", "remove", "twice"])
+            content = altered(content, chance.choice(found), how, value)
+        return read(sealed(json.dumps(content, separators=(",", ":")).encode()[:-1]), parse)
+
+    totals = soak("manifest fuzz", try_one)
+    assert totals["inputs"] > 1000 and totals["valid"]
