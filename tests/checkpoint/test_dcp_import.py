@@ -167,6 +167,13 @@ def test_metadata_that_lies_is_refused(tmp_path: Path, change: Callable[[Any], N
         read_dcp(tmp_path)
 
 
+def test_a_pickle_that_claims_terabytes_takes_none(tmp_path: Path) -> None:
+    for code in (b"\x96", b"\x8e", b"\x8d"):  # BYTEARRAY8, BINBYTES8, BINUNICODE8
+        (tmp_path / ".metadata").write_bytes(b"\x80\x05" + code + (1 << 44).to_bytes(8, "little") + b"x.")
+        with pytest.raises(ValueError, match=r"\.metadata: "):
+            read_dcp(tmp_path)
+
+
 @pytest.mark.parametrize("keep", [0, 1, 100, -1])
 def test_a_truncated_pickle_is_one_line(tmp_path: Path, keep: int) -> None:
     save({"model": Net().state_dict()}, tmp_path)

@@ -121,6 +121,17 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
         read_deepspeed(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["shared_params", "frozen_param_fragments", "buffer_names", "module"])
+def test_names_that_are_no_strings_are_refused(tmp_path: Path, key: str) -> None:
+    write_deepspeed(tmp_path, 1, torch.float32)
+    file = tmp_path / TAG / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    found = torch.load(file)
+    found[key] = [3] if key == "buffer_names" else {3: torch.ones(1)} if key == "module" else [("a", "b")]
+    torch.save(found, file)
+    with pytest.raises(ValueError, match="go by names, as strings"):
+        read_deepspeed(tmp_path)
+
+
 def test_masters_that_were_on_nvme_are_missed(tmp_path: Path) -> None:
     write_deepspeed(tmp_path, 1, torch.float32)
     file = tmp_path / TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt"

@@ -223,6 +223,16 @@ def test_values_that_are_no_tensors_are_named(tmp_path: Path) -> None:
         read_torch(tmp_path / "a.pt")
 
 
+def test_names_that_are_no_strings_are_named(tmp_path: Path) -> None:
+    torch.save({3: torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="a tensor is called 3; names are strings"):
+        read_torch(tmp_path / "a.pt")
+    groups = {"state": {}, "param_groups": [{"params": [[0]]}]}
+    torch.save({"model": {"w": torch.ones(2)}, "optimizer": groups}, tmp_path / "b.pt")
+    with pytest.raises(ValueError, match="param_groups, each with params"):
+        read_torch(tmp_path / "b.pt")
+
+
 def test_a_folder_without_a_checkpoint_says_what_is_looked_for(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no checkpoint that is known"):
         read_torch(tmp_path)

@@ -129,8 +129,10 @@ class _Metadata:
         for key, what in self._found.state_dict_metadata.items():
             if not isinstance(key, str):
                 raise TypeError("a key that is no string")
-            path = paths.get(key, (key,))
-            stored[tuple(path)] = self._tensor(key, what) if hasattr(what, "chunks") else self._plain(key)
+            path = tuple(paths.get(key, (key,)))
+            if not path or not all(isinstance(each, str | int) for each in path):
+                raise TypeError(f"{key} has a path of {path!r:.80}")
+            stored[path] = self._tensor(key, what) if hasattr(what, "chunks") else self._plain(key)
         return stored
 
     def _index(self, index: Any) -> tuple[str, tuple[int, ...] | None]:
@@ -218,6 +220,10 @@ class _Properties(Attributes):
 
 class _Unpickler(pickle._Unpickler):
     """Python's own machine written in Python: a hostile memo takes no more memory than the file has bytes."""
+
+    dispatch = {  # noqa: RUF012 - as in the class above. BYTEARRAY8 takes what it claims before it reads
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
+    }
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))

@@ -220,6 +220,13 @@ def _model_file(file: Path) -> Mapping[str, Any]:
         )
     for shapes in (*found["param_shapes"], found.get("frozen_param_shapes") or {}):
         _check_shapes(file, shapes)
+    names = (*found["module"], *found["buffer_names"])
+    fragments, tied = found.get("frozen_param_fragments") or {}, found.get("shared_params") or {}
+    is_named = all(isinstance(name, str) for name in names) and isinstance(fragments, dict) and isinstance(tied, dict)
+    if not is_named or not all(isinstance(name, str) for pair in tied.items() for name in pair):
+        raise ValueError(
+            f"{file}: module, buffer_names, shared_params and frozen_param_fragments go by names, as strings"
+        )
     return found
 
 
@@ -265,6 +272,9 @@ def _optimizer_of(file: Path, inner: Any) -> tuple[Mapping[int, Mapping[str, Any
         raise ValueError(f"{file}: the optimizer's state dict has no state and param_groups")
     if not all(isinstance(entry, dict) for entry in (*states.values(), *groups)):
         raise ValueError(f"{file}: the optimizer's states and groups must be dicts")
+    numbers = [group.get("params", []) for group in groups]
+    if not all(isinstance(each, list | tuple) and all(type(n) is int for n in each) for each in numbers):
+        raise ValueError(f"{file}: the params of the optimizer's groups must be numbers of sub-groups")
     return states, groups
 
 

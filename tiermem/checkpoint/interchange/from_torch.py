@@ -153,8 +153,10 @@ def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
     found: dict[str, ForeignParameter] = {}
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor):
-            shown = f"{name!r} is {type(value).__name__}"
+            shown = f"{name!r:.80} is {type(value).__name__}"
             raise ValueError(f"{path}: {shown}; a state dict of weights holds tensors, under {MODEL_KEYS} or alone")
+        if not isinstance(name, str):
+            raise ValueError(f"{path}: a tensor is called {name!r:.80}; names are strings")
         place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
         if value.numel() and place in first:
             owner = found[first[place]]
@@ -184,7 +186,8 @@ def _checked(kept: Any, what: str) -> State:
         raise ValueError(f"{what}: not an optimizer's state dict: a dict with state and param_groups is due")
     groups = kept.get("param_groups")
     is_list = isinstance(groups, list) and all(
-        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
+        isinstance(g, dict) and isinstance(g.get("params"), list) and all(isinstance(p, int | str) for p in g["params"])
+        for g in groups
     )
     if not is_list or not all(isinstance(entry, dict) for entry in kept["state"].values()):
         raise ValueError(
@@ -205,7 +208,7 @@ def _names_of(parameters: Sequence[ForeignParameter], kept: State, what: str) ->
         keys, said = group["params"], group.get("param_names")
         if all(isinstance(key, str) for key in keys):
             names |= {key: key for key in keys}
-        elif isinstance(said, list) and len(said) == len(keys):
+        elif isinstance(said, list) and len(said) == len(keys) and all(isinstance(name, str) for name in said):
             names |= dict(zip(keys, said, strict=True))
         else:
             names |= _match(parameters, keys, kept["state"], what)

@@ -32,6 +32,20 @@ def read_foreign(path: Path, tag: str | None = None, optimizer: Path | None = No
         raise ValueError(f"{path} is a tiermem checkpoint: it is loaded as it is, on any number of ranks")
     if optimizer is not None and (is_dcp(path) or is_deepspeed(path)):
         raise ValueError(f"{path} has optimizer states of its own; --optimizer goes with a file of weights")
+    try:
+        return _read(path, tag, optimizer)
+    except _OF_OTHER_TYPES as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{path}: something in it is not what is due there ({type(error).__name__}: {reason})"
+        ) from error
+
+
+_OF_OTHER_TYPES = (AttributeError, KeyError, IndexError, TypeError, OverflowError, RuntimeError)
+"""What a reader meets in a value that is a tensor, a list or nothing where it looks for a name or a number."""
+
+
+def _read(path: Path, tag: str | None, optimizer: Path | None) -> Foreign:
     if is_dcp(path):
         return read_dcp(path)
     if path.is_dir() and is_deepspeed(path if tag is None else path / tag):
