@@ -31,6 +31,7 @@ _RUN_ID = r"[A-Za-z0-9_-]{1,64}"
 _FOLDER = re.compile(rf"{FOLDER_PREFIX}({_RUN_ID})(?:\.(\d{{1,9}}))?")
 _MADE = re.compile(r"(?:segment\.bin|lock|manifest-\d+\.json|part-\d+-\d+\.json|data-\d+\.bin)(?:\.new)?")
 _STATES = re.compile(r"(?:segment|data-\d+)\.bin")
+_OF_COMMIT = re.compile(r"(?:manifest-\d+\.json|part-\d+-\d+\.json|data-\d+\.bin)(?:\.new)?")
 _PART = re.compile(r"part-\d+-\d+\.json")
 _MANIFEST = re.compile(r"manifest-\d+\.json")
 
@@ -163,6 +164,11 @@ def is_made(name: str) -> bool:
 def holds_states(name: str) -> bool:
     """Whether a file of this name in a run's folder holds states: what rests on NVMe, or what a checkpoint adds of memory."""
     return _STATES.fullmatch(name) is not None
+
+
+def is_of_commit(name: str) -> bool:
+    """Whether it is one that a checkpoint adds."""
+    return _OF_COMMIT.fullmatch(name) is not None
 
 
 def has_saved(folder: Path) -> bool:

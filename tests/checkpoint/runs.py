@@ -136,6 +136,19 @@ def failing(kind: str, ending: str, number: int = 1, code: int = errno.ENOSPC) -
     return durable.watch(observe)
 
 
+def read_only_from(number: int) -> AbstractContextManager[None]:
+    """From the number-th change to the disk on every one is refused, also those that take back what was done before."""
+    left = [number]
+
+    def observe(step: durable.Step) -> None:
+        if step.when == "before" and step.kind in ("sync", "write", "rename", "remove", "folder"):
+            left[0] -= 1
+            if left[0] <= 0:
+                raise OSError(errno.EROFS, "Read-only file system", step.name)
+
+    return durable.watch(observe)
+
+
 def error_of(act: Callable[[], object]) -> OSError | None:
     """The OSError that something ends with; None: it goes well."""
     try:

@@ -1,4 +1,18 @@
-"""Is what was saved before untouched by whatever fails, and does nothing of what failed stay?"""
+"""Is what was saved before untouched by whatever fails, and does nothing of what failed stay?
+
+Where each fault is met, by injection and by real means:
+
+    ENOSPC                      here                            test_failing_file_systems; test_failing_disks (swap)
+    a limit, a quota            -                               test_failing_file_systems: writes that are cut short
+    EIO                         here, test_export_faults        test_failing_disks: a lost range, a bad one, a disk that is gone
+    read-only                   here: from any moment on        test_failing_file_systems: while each thing is done
+    a tile cut, or a bit of it  test_source, test_unharmed      test_load_arguments: the model is opened from the one before
+    a manifest or part          test_source, test_manifest, test_manifest_fuzz: cut, flipped, changed in any way
+    another system's header     test_import_fuzz; test_torch_import, test_dcp_import, test_deepspeed_import
+    a deleted segment or part   test_source                     test_store_damage (swap): under a run
+    a newer version             test_source, test_manifest
+    a path listed twice         test_manifest; test_files (swap): of a store
+"""
 
 from __future__ import annotations
 
@@ -8,7 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import Small, failing, files_below, model, policy, states_in, train
+from runs import Small, error_of, failing, files_below, model, policy, read_only_from, states_in, train
 
 import tiermem
 from tiermem import checkpoint
@@ -128,3 +142,41 @@ def test_masters_that_wait_for_the_first_step_are_saved(tmp_path: Path, where: s
         weight = shards.weight(made.layers[0].weight)
         assert saved["layers.0.weight", "master"] == weight.float().numpy().tobytes()
         assert ("layers.0.weight", "exp_avg") not in saved
+
+
+@pytest.mark.parametrize("way", ["in place", "a step", "a copy"])
+def test_a_disk_that_is_read_only_from_any_moment_keeps_what_was_saved(tmp_path: Path, way: str) -> None:
+    """Without a mount (test_failing_file_systems.py has those): what cannot be taken back goes with the next save."""
+    made, out = model(), tmp_path / "out"
+    with tiermem.shard(
+        made, policy("nvme", tmp_path, keep=2, durability="step" if way == "a step" else "checkpoint")
+    ) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        train(made, optimizer, 1)
+        checkpoint.save(shards, optimizer, out, "kept", copy=way == "a copy")
+        checkpoint.wait(shards)
+        saved = states_in(out, "kept")
+
+        def act() -> None:
+            if way == "a step":
+                checkpoint.make_durable(shards, optimizer)
+            else:
+                checkpoint.save(shards, optimizer, out, "new", copy=way == "a copy")
+                checkpoint.wait(shards)
+
+        for number in range(1, 60):
+            with read_only_from(number):
+                error = error_of(act)
+            if error is None:
+                break
+            assert (error.errno, str(error.filename).startswith(str(tmp_path))) == (errno.EROFS, True)
+            assert "see the kernel log" in str(error)
+            assert states_in(out, "kept") == saved, number
+        assert number > 5
+        train(made, optimizer, 1)
+        act()
+        commits = {"in place": 2, "a step": 2, "a copy": 0}[way]
+        assert len(list(tmp_path.glob("tiermem-*/manifest-*"))) == commits
+        assert len(list(tmp_path.glob("tiermem-*/*"))) == 2 + 3 * commits  # lock, segment; manifest, part, data
+        assert len(list(out.rglob("*.*"))) == (8 if way == "a copy" else 1 if way == "a step" else 2)
+        assert states_in(out, "kept") == saved

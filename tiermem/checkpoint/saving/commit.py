@@ -8,9 +8,9 @@
 
 Each arrow is durable before the next begins, so that whenever all stop, what a manifest names is whole: the step before or
 this one. An error on any rank is raised on all of them, everything new is removed and thawed, and what was durable before is
-untouched. A rank that is lost while rank 0 writes leaves the others unsure whether the manifest stands: they leave all as it
-is, and whoever opens the folder finds the one step or the other. Steps write to slots that no kept commit holds
-(swap/slots.py), as soon as this returns.
+untouched; what cannot be removed then, the disk having turned read-only, goes with the next commit. A rank that is lost while
+rank 0 writes leaves the others unsure whether the manifest stands: they leave all as it is, and whoever opens the folder finds
+the one step or the other. Steps write to slots that no kept commit holds (swap/slots.py), as soon as this returns.
 
     tags    the newest `keep`, of earlier runs too (predecessors.py); an older one is dropped, with a warning that names it
     step    durability="step" commits after every step, without a tag; the one before is dropped, as it is for a tag
@@ -35,6 +35,7 @@ from tiermem.checkpoint.saving.publish import publish, remove, remove_pointer
 from tiermem.checkpoint.together import talk_over, together
 from tiermem.swap import durable
 from tiermem.swap.freeze import Freeze
+from tiermem.swap.run_folder import is_of_commit
 from tiermem.zero.shards import Shards
 
 logger = logging.getLogger("tiermem")
@@ -115,6 +116,7 @@ class Commits:
             together(talk, WHAT, save_all, unheard)
             undo.pop_all()
         self._take_over(kept, doomed, content.save_dir)
+        self._sweep()
 
     # ---- every rank -----------------------------------------------------------------------------------------------------
 
@@ -194,6 +196,14 @@ class Commits:
         for each in gone:
             self._shards.store.thaw(each.freeze)
             for file in each.files:
+                remove(file)
+
+    def _sweep(self) -> None:
+        """Removes what earlier commits that failed could not: this rank's files of none that is kept; rank 0 also manifests."""
+        folder = self._shards.store.folders()[0].absolute()
+        names = {file.name for each in self.steps for file in (each.manifest, *each.files)}
+        for file in sorted(folder.iterdir()):
+            if is_of_commit(file.name) and file.name not in names:
                 remove(file)
 
     def _drop_pointer(self, old: Kept, new: Kept, save_dir: Path | None) -> None:
