@@ -1,6 +1,6 @@
 """Probe: what a folder offers to a run, found by trying.
 
-A small file is made and removed; nothing else is touched, nothing is left.
+A file without a name is made; where there are none, a small file is made and removed. Nothing else is touched, nothing is left.
 """
 
 from __future__ import annotations
@@ -30,6 +30,27 @@ def probe_path(path: Path) -> PathFacts:
     """Looks at a folder: it must exist and be writable. Raises OSError that names it and says what to do."""
     if not path.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder: make it first, or correct nvme_path", str(path))
+    why = _tried(path)
+    stats = os.statvfs(path)
+    free_bytes = stats.f_bavail * stats.f_frsize
+    return PathFacts(path, free_bytes, file_system_of(path), not why, why, path.stat().st_dev)
+
+
+def _tried(path: Path) -> str:
+    """Why a file there is used buffered; empty: it takes direct transfers. Raises OSError."""
+    try:
+        unnamed = os.open(path, os.O_RDWR | os.O_TMPFILE, 0o600)  # nothing is left by a process that is killed here
+    except OSError:  # no such files on this file system, or no writing at all
+        return _tried_by_name(path)
+    try:
+        fd, why = open_direct(Path(f"/proc/self/fd/{unnamed}"), os.O_RDWR)
+        os.close(fd)
+        return why
+    finally:
+        os.close(unnamed)
+
+
+def _tried_by_name(path: Path) -> str:
     name = path / f".tiermem-probe-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -39,11 +60,9 @@ def probe_path(path: Path) -> PathFacts:
     try:
         fd, why = open_direct(name, os.O_RDWR)
         os.close(fd)
+        return why
     finally:
         name.unlink()
-    stats = os.statvfs(path)
-    free_bytes = stats.f_bavail * stats.f_frsize
-    return PathFacts(path, free_bytes, file_system_of(path), not why, why, path.stat().st_dev)
 
 
 def file_system_of(path: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermem.swap import native
+from tiermem.swap import native, probe
 from tiermem.swap.direct import open_direct, open_unnamed
 from tiermem.swap.files import Files
 from tiermem.swap.probe import probe_path
@@ -116,3 +116,17 @@ def test_file_that_refuses_o_direct_says_so(mount: Callable[..., Path]) -> None:
 def test_file_that_is_not_there_is_an_error_not_a_buffered_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         open_direct(tmp_path / "missing", os.O_RDONLY)
+
+
+def test_probing_a_folder_makes_no_name_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+
+    def look(file: Path, flags: int) -> tuple[int, str]:
+        names.extend(os.listdir(tmp_path))  # what a process would leave that is killed here
+        return open_direct(file, flags)
+
+    monkeypatch.setattr(probe, "open_direct", look)
+    fd, is_direct = open_unnamed(tmp_path)
+    os.close(fd)
+    assert probe_path(tmp_path).is_direct == is_direct
+    assert not names
