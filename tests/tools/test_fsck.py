@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -218,6 +219,20 @@ def test_a_killed_run_without_a_step_is_removed(left: Left, capsys: pytest.Captu
     look(left.unsaved, capsys, removes=True)
     assert [file.name for file in run.iterdir()] == ["notes.txt"]  # only what runs make goes
     assert (left.unsaved / "other.bin").exists()
+
+
+@pytest.mark.parametrize("names", [(), ("lock.new",)])
+def test_a_run_killed_before_it_had_a_lock_is_removed(
+    names: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "tiermem-0123456789ab"
+    run.mkdir()
+    for name in names:
+        (run / name).touch()
+    os.utime(run, (0, 0))
+    assert look(tmp_path, capsys)[0] == EXIT_DEAD
+    look(tmp_path, capsys, removes=True)
+    assert not run.exists()
 
 
 def test_checkpoints_are_looked_at_tag_by_tag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from tiermem.checkpoint.opening.damage import DamagedState
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.space import Named, Space, StepSpace, space_of
 from tiermem.swap.run_folder import RunName, is_made, run_folders
-from tiermem.swap.run_lock import is_live, owner_of, share
+from tiermem.swap.run_lock import is_live, is_stillborn, owner_of, share
 
 RunState = Literal["live", "dead", "kept", "unseen"]
 StepState = Literal["whole", "live", "broken", "damaged"]
@@ -235,6 +235,8 @@ def _paths(runs: Iterable[RunReport]) -> tuple[PathReport, ...]:
 def _state(folder: Path) -> RunState:
     if is_live(folder):
         return "live"
+    if is_stillborn(folder):
+        return "dead"
     if owner_of(folder) is None:
         return "kept"
     try:
