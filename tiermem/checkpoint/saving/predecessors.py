@@ -5,7 +5,8 @@ A run that goes on from another's state has a store of its own, and the other's 
     the step that it was opened from    goes with this run's first durable step, unless it is a tag's
     tags of one folder of checkpoints   the newest `keep` stay, whoever saved them; older ones go, with a warning each
 
-A run's folders go with the last durable step in them. What goes is taken over first: a run that lives, or a folder that
+With each goes a step without a tag that the same run saved before, which it stands in for: that run died before it could remove
+it. A run's folders go with the last durable step in them. What goes is taken over first: a run that lives, or a folder that
 somebody reads, is left as it is, with a word. Complete copies are never dropped. Rank 0 does all of it, on what it can see;
 whatever a death in between leaves is taken away by the next save.
 """
@@ -17,8 +18,15 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiermem.checkpoint.format.finding import Found, read_latest, read_manifest, read_parts
-from tiermem.checkpoint.format.manifest import POINTER_FILE, ManifestError, Pointer, parse_pointer
+from tiermem.checkpoint.format.finding import Found, Opened, read_latest, read_manifest, read_parts
+from tiermem.checkpoint.format.manifest import (
+    POINTER_FILE,
+    ManifestError,
+    Pointer,
+    data_name,
+    manifest_name,
+    parse_pointer,
+)
 from tiermem.checkpoint.saving.publish import remove, remove_pointer
 from tiermem.swap.run_folder import RunFolder, RunName
 
@@ -40,7 +48,8 @@ def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
 def drop_step(manifest: Path, why: str) -> bool:
     """Removes a durable step of a run that is no more, and its folders with the last one; whether it did. Blocks."""
     try:
-        folders = _folders(manifest)
+        opened = read_manifest(Found(manifest, None))
+        folders, superseded = _folders(opened), _superseded(opened)
     except (ManifestError, OSError) as error:
         logger.warning("%s is left: %s", manifest, error)
         return False
@@ -52,16 +61,29 @@ def drop_step(manifest: Path, why: str) -> bool:
             return False
         undo.pop_all()
         logger.warning("%s", why)
-        commit = manifest.stem.partition("-")[2]
-        remove(manifest)
+        commits = [*superseded, opened.manifest.commit]
+        for commit in commits:
+            remove(manifest.parent / manifest_name(commit))
         is_last = not any(manifest.parent.glob("manifest-*.json"))
         for each in claimed:
-            for file in (
-                () if is_last else [*each.folder.glob(f"part-{commit}-*.json"), each.folder / f"data-{commit}.bin"]
-            ):
-                remove(file)
+            for commit in () if is_last else commits:
+                for file in [*each.folder.glob(f"part-{commit}-*.json"), each.folder / data_name(commit)]:
+                    remove(file)
             each.close(keep=not is_last)
     return True
+
+
+def _superseded(opened: Opened) -> list[int]:
+    """The commits of steps without a tag for which a later one of the same run stands in."""
+    newer, found = opened.manifest, []
+    if newer.excluded or newer.optimizer is None:  # no run goes on from it alone
+        return []
+    for file in opened.file.parent.glob("manifest-*.json"):
+        with contextlib.suppress(ManifestError, OSError):
+            other = read_manifest(Found(file, None)).manifest
+            if other.tag is None and other.commit < newer.commit:
+                found.append(other.commit)
+    return found
 
 
 def _claim(folder: Path, undo: contextlib.ExitStack) -> RunFolder:
@@ -70,10 +92,10 @@ def _claim(folder: Path, undo: contextlib.ExitStack) -> RunFolder:
     return claimed
 
 
-def _folders(manifest: Path) -> Sequence[Path]:
+def _folders(opened: Opened) -> Sequence[Path]:
     """Every folder that the ranks of a saved step had, on all their paths."""
-    found = {manifest.parent}
-    for folder, part in read_parts(read_manifest(Found(manifest, None))):
+    found = {opened.file.parent}
+    for folder, part in read_parts(opened):
         found.update((folder / file).resolve().parent for file in part.files)
         found.add(folder.resolve())
     return sorted(folder for folder in {each.resolve() for each in found} if folder.exists())

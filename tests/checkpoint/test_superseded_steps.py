@@ -1,0 +1,37 @@
+"""Does a step that a killed run could no longer remove go with what the same run had put in its place?"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from runs import model, policy, train
+
+import tiermem
+from tiermem import checkpoint
+
+
+def _killed_after_its_tag(tmp_path: Path) -> Path:
+    """A run's folder as it is when the run dies between a tag's manifest and the removal of the step before, without a tag."""
+    made = model()
+    with tiermem.shard(made, policy("nvme", tmp_path, durability="step")) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        train(made, optimizer, 1, seed=1)
+        folder = shards.store.folders()[0]
+        shutil.copytree(folder, tmp_path / "aside", ignore=shutil.ignore_patterns("segment.bin", "lock"))
+        checkpoint.save(shards, optimizer, tmp_path / "out", "first")
+    shutil.copytree(tmp_path / "aside", folder, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "aside")
+    assert len(list(folder.glob("manifest-*.json"))) == 2
+    return folder
+
+
+def test_superseded_step_goes_with_the_tag_that_stands_in_for_it(tmp_path: Path) -> None:
+    left = _killed_after_its_tag(tmp_path)
+    made = model()
+    with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        checkpoint.load(shards, optimizer, tmp_path / "out")
+        train(made, optimizer, 1, seed=2)
+        checkpoint.save(shards, optimizer, tmp_path / "out", "second")  # keep=1: the first goes
+    assert not left.exists()
