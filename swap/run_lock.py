@@ -194,6 +194,11 @@ def is_stillborn(folder: Path) -> bool:
         return False
 
 
+def is_of_one_host(folder: Path) -> bool:
+    """Whether a folder's file system is one that this kernel alone has mounted, so that it sees every lock there."""
+    return file_system_of(folder) in _ONE_HOST
+
+
 def this_process() -> Owner:
     """What a lock of this process says."""
     return Owner(os.getpid(), socket.gethostname(), _started(os.getpid()))
@@ -265,7 +270,7 @@ def _flock_folder(fd: int, folder: Path, kind: int) -> None:
 
 def _check_host(folder: Path, owner: Owner) -> None:
     here, kind = socket.gethostname(), file_system_of(folder)
-    if owner != UNKNOWN and owner.host != here and kind not in _ONE_HOST:
+    if owner != UNKNOWN and owner.host != here and not is_of_one_host(folder):
         raise OSError(
             errno.EBUSY,
             f"it belongs to {owner}, and from {here} nobody can see whether that lives: this is {kind}, which several machines "

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +26,8 @@ from tiermem.checkpoint.saving.commit import Commits
 from tiermem.checkpoint.saving.content import Content, frozen, manifest_of, told_of_part
 from tiermem.checkpoint.saving.copying import Extent, Pace, copy, end_of, lay_out, take_room
 from tiermem.checkpoint.saving.pieces import Placed, data_bytes, put_together, write_data
-from tiermem.checkpoint.saving.publish import make_folder, publish, remove
+from tiermem.checkpoint.saving.publish import SavingInto, publish, remove
+from tiermem.checkpoint.saving.unfinished import OURS
 from tiermem.checkpoint.together import Talk, talk_over, together
 from tiermem.swap import durable
 from tiermem.swap.direct import ALIGNMENT
@@ -42,7 +42,6 @@ logger = logging.getLogger("tiermem")
 WHAT = "copying the checkpoint"
 _BUSY_SHARE = 0.08
 """Of the time, while training goes on: it is to lose no more than a tenth to a copy."""
-_OURS = re.compile(r"(?:manifest|part|data)-([0-9a-f]{1,32}-\d+)(?:-(\d+))?\.(?:json|bin)(?:\.new)?")
 
 
 class _Work(NamedTuple):
@@ -51,6 +50,7 @@ class _Work(NamedTuple):
     content: Content
     commit: int
     folder: Path
+    held: SavingInto
     data: Path
     freeze: Freeze | None
     sources: tuple[Path, ...]
@@ -118,7 +118,8 @@ class Copies:
         shards, rank = self._shards, self._shards.topology.rank
         assert content.save_dir is not None and content.tag is not None
         folder = tag_folder(content.save_dir, content.tag)
-        make_folder(folder, undo)
+        held = SavingInto(folder, undo)
+        undo.callback(held.close)
         freeze, placed = None, []
         sources: tuple[Path, ...] = ()
         if content.resting.entries:
@@ -127,13 +128,14 @@ class Copies:
             placed, sources = [frozen(shards, content, freeze)], freeze.files()
         data = folder / copy_name(self._run_id, commit, rank, "bin")
         undo.callback(remove, data)
-        held = write_data(content.in_memory, data, 0, shards.workers)
+        in_memory = write_data(content.in_memory, data, 0, shards.workers)
         extents: list[Extent] = []
         for number, each in enumerate(placed):
             extents, rows = lay_out(each.rows, round_up(data_bytes(content.in_memory), ALIGNMENT), file=0)
             placed[number] = each._replace(rows=rows)
         take_room(data, extents)
-        return _Work(content, commit, folder, data, freeze, sources, extents, put_together([held, *placed]), undo)
+        whole = put_together([in_memory, *placed])
+        return _Work(content, commit, folder, held, data, freeze, sources, extents, whole, undo)
 
     def _run(self, work: _Work, talk: Talk) -> None:
         """In the thread."""
@@ -147,7 +149,7 @@ class Copies:
         content, topology = work.content, self._shards.topology
         assert content.save_dir is not None and content.tag is not None
         replaced = self._commits.in_place_of(pointer_path(content.save_dir, content.tag))
-        with work.undo:
+        with contextlib.closing(work.held), work.undo:
             told = together(talk, WHAT, lambda: self._copy_own(work))
 
             def save_all() -> None:
@@ -211,7 +213,7 @@ def remove_other_copies(folder: Path, kept: str, topology: Topology) -> None:
     """Removes this rank's files of other copies from a tag's folder; rank 0 also their manifests, and those of ranks that are
     no more. `kept` is the run and commit of the copy that stays, if any."""
     for file in sorted(folder.iterdir()):
-        match = _OURS.fullmatch(file.name)
+        match = OURS.fullmatch(file.name)
         if match is None or match[1] == kept:
             continue
         owner = 0 if match[2] is None or int(match[2]) >= topology.world else int(match[2])

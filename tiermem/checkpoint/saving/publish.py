@@ -6,7 +6,9 @@ Every write puts into `undo` what takes it back: after an error the folder is as
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import os
 from pathlib import Path
 
 from tiermem.checkpoint.format.crc import crc32c
@@ -18,6 +20,30 @@ from tiermem.swap import durable
 logger = logging.getLogger("tiermem")
 
 
+class SavingInto:
+    """A tag's folder, made if it is missing, that nobody tidies (unfinished.py) until `close`, or the end of this process.
+
+    undo: takes the folder away again. Raises OSError.
+    """
+
+    def __init__(self, folder: Path, undo: contextlib.ExitStack) -> None:
+        self._fd = -1
+        while self._fd < 0:  # again, where somebody has just tidied it away
+            make_folder(folder, undo)
+            with contextlib.suppress(FileNotFoundError):
+                self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                with contextlib.suppress(OSError):  # without locks nobody tidies
+                    fcntl.flock(self._fd, fcntl.LOCK_SH)
+                if not (folder.exists() and os.path.samestat(folder.stat(), os.fstat(self._fd))):
+                    self.close()
+
+    def close(self) -> None:
+        """Lets go. Twice does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
 def publish(content: Content, manifest: Manifest, path: Path, undo: contextlib.ExitStack) -> None:
     """Writes a manifest to its path and, for a tag, the pointer and `latest`. Blocks; raises OSError."""
     data = manifest.dump()
@@ -26,10 +52,10 @@ def publish(content: Content, manifest: Manifest, path: Path, undo: contextlib.E
     if content.tag is None or content.save_dir is None:
         return
     pointer = pointer_path(content.save_dir, content.tag)
-    make_folder(pointer.parent, undo)
-    where = written(path.parent, pointer.parent)
-    said = Pointer(manifest.run_id, manifest.commit, where, path.name, len(data), crc32c(data))
-    replace(pointer, said.dump(), undo)
+    with contextlib.closing(SavingInto(pointer.parent, undo)):
+        where = written(path.parent, pointer.parent)
+        said = Pointer(manifest.run_id, manifest.commit, where, path.name, len(data), crc32c(data))
+        replace(pointer, said.dump(), undo)
     if content.save_latest:
         replace(latest_path(content.save_dir), content.tag.encode(), undo)
 

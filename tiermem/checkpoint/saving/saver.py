@@ -30,6 +30,7 @@ from tiermem.checkpoint.saving.commit import WHAT, Commits, Kept
 from tiermem.checkpoint.saving.content import Content
 from tiermem.checkpoint.saving.copies import Copies, remove_other_copies
 from tiermem.checkpoint.saving.scalars import optimizer_json, rng_json, state_json
+from tiermem.checkpoint.saving.unfinished import remove_unfinished
 from tiermem.checkpoint.saving.unharmed import advice_on
 from tiermem.checkpoint.together import talk_over, together
 from tiermem.policy import Tier
@@ -78,6 +79,8 @@ class Saver:
         """Makes a tag, or with no tag a step, durable. Collective; blocks but for what a copy does behind."""
         self._shards.check_whole()
         self.wait()
+        if content.save_dir is not None and self._shards.topology.rank == 0:
+            remove_unfinished(content.save_dir)
         if not copies:
             self.commits.make(content)
             if content.tag is not None and content.save_dir is not None:

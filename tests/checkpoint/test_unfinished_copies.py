@@ -1,0 +1,68 @@
+"""Does what a killed save has left in a tag's folder go with the next save, and nothing else?"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from tiermem.checkpoint.format.manifest import Pointer
+from tiermem.checkpoint.saving import unfinished
+from tiermem.checkpoint.saving.publish import SavingInto
+from tiermem.checkpoint.saving.unfinished import remove_unfinished
+
+DATA, PART, MANIFEST = "data-0a1b2c-3-0.bin", "part-0a1b2c-3-1.json", "manifest-0a1b2c-3.json"
+
+
+def _make(folder: Path, *names: str) -> Path:
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_bytes(b"x")
+    return folder
+
+
+def test_copy_without_manifest_is_removed_with_its_folder(tmp_path: Path) -> None:
+    tag = _make(tmp_path / "step3", DATA, PART, PART + ".new", "tiermem.json.new")
+    remove_unfinished(tmp_path)
+    assert not tag.exists()
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    tag = _make(tmp_path / "step3", DATA, "notes.txt")
+    empty = _make(tmp_path / "empty")
+    run = _make(tmp_path / "tiermem-0a1b2c", "part-2-0.json", "data-2.bin")  # begins to save for the first time
+    remove_unfinished(tmp_path)
+    assert [file.name for file in tag.iterdir()] == ["notes.txt"]
+    assert empty.is_dir() and len(list(run.iterdir())) == 2
+
+
+def test_copy_with_manifest_and_no_pointer_stays(tmp_path: Path) -> None:
+    tag = _make(tmp_path / "step3", DATA, PART, MANIFEST)
+    remove_unfinished(tmp_path)
+    assert len(list(tag.iterdir())) == 3
+
+
+def test_beside_a_pointer_only_what_it_names_stays(tmp_path: Path) -> None:
+    tag = _make(tmp_path / "step3", DATA, PART, MANIFEST, "data-77-1-0.bin")
+    (tag / "tiermem.json").write_bytes(Pointer("0a1b2c", 3, ".", MANIFEST, 1, 0).dump())
+    remove_unfinished(tmp_path)
+    assert sorted(file.name for file in tag.iterdir()) == sorted([DATA, PART, MANIFEST, "tiermem.json"])
+
+
+def test_folder_that_is_saved_into_stays_until_that_ends(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as undo:
+        saving = SavingInto(tmp_path / "step3", undo)
+        (tmp_path / "step3" / DATA).write_bytes(b"x")
+        remove_unfinished(tmp_path)
+        assert (tmp_path / "step3" / DATA).exists()
+        saving.close()
+        remove_unfinished(tmp_path)
+        assert not (tmp_path / "step3").exists()
+
+
+def test_nothing_is_removed_where_another_host_may_be_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unfinished, "is_of_one_host", lambda folder: False)
+    tag = _make(tmp_path / "step3", DATA)
+    remove_unfinished(tmp_path)
+    assert (tag / DATA).exists()
