@@ -1,60 +1,52 @@
 """Deaths: runs are killed, their disk may forget what was not synced, and they are opened again.
 
-    reference    the run that nobody kills: its losses and its last digest, and how many durable steps it goes through
-    case         a run is killed at one of these steps, before or after it, or at a random moment; then the power may fail;
-                 then another run opens what is left and trains to the end (and may be killed as well, first)
+    scene        what a run begins with: a fresh folder, or what one has left that was killed in its last save
+    reference    the run that nobody kills, of each scene: its losses, its last digest, its turns (before and after each of its
+                 durable steps), its phases
+    case         a run is killed at one of these turns, or at a random moment of a phase; then the power may fail; then what is
+                 left is verified, and another run opens it and trains to the end (and may be killed first, too)
 
 Every loss that any of them says must be the reference's, to the bit, and so the digest at the end; a run must open the last
-state that was said to be durable, or a later one. Runs are forks of one process that has imported everything and computed
-nothing, so that a case takes a fraction of a second.
+state that was said to be durable, or a later one; every manifest that a death leaves must speak of whole states. A case's
+chances are those of its number and the seed, so that it can be run alone.
 
-    python deaths.py FOLDER --count 300 --seed 1 --totals totals.json
+    python deaths.py FOLDER --count 100 --seed 1 --totals totals.json [--only 1234 --workers 1]
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
 import random
 import shutil
-import signal
-import socket
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-import torch._dynamo  # torch.optim imports it when first used: here once, not in every run
-import torch.distributed as dist
-
-import tiermem.engine
-import tiermem.optim  # noqa: F401
+from typing import Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
+import sabotage
+from killed_ranks import Death, Ended, errors_of, fresh, in_fork, phases_of, run_ranks, turns_of
 from power import Disk, Loss
-from small_run import Plan, lines_of, train
+from small_run import PHASES, Plan, lines_of, train
 
-from tiermem.swap import durable
+from tiermem.checkpoint.survey import survey
 
-_LONGEST_S = 60.0
-Body = Callable[[Path, Plan, int], None]
+Scene = Literal["fresh", "left"]
+_DIED = '{"died": 1}\n'
 
-
-class Death(NamedTuple):
-    """When a rank is killed: at one of its durable steps, or so long after its start."""
-
-    rank: int
-    at: int | None = None
-    when: str = "before"
-    after_s: float = 0.0
+PLANS = (
+    Plan(),
+    Plan(durability="step", save_every=0, num_steps=3),
+    Plan(durability="step", save_every=1, keep=2, precision="tiny", num_steps=3),
+    Plan(copies=True, precision="exact", save_every=1, num_steps=3),
+    Plan(keep=2, save_every=1, num_steps=3, tile_numel=8192),
+)
 
 
 class Case(NamedTuple):
@@ -62,50 +54,95 @@ class Case(NamedTuple):
 
     plan: Plan
     num_ranks: int
+    scene: Scene
     deaths: tuple[Death, ...]
     loss: Loss | None
 
 
 class Reference(NamedTuple):
-    """What a run says that nobody kills."""
+    """What a run says that nobody kills, by rank."""
 
-    losses: list[dict[int, str]]  # by rank
+    losses: list[dict[int, str]]
     end: str
-    num_steps: list[int]  # durable ones, by rank
-    seconds: float
+    turns: list[list[str]]
+    phases: list[list[tuple[str, float]]]  # each with seconds
+    dies_at: int  # the turn of the run that has left something
 
 
-def refer(plan: Plan, num_ranks: int, folder: Path) -> Reference:
+def refer(plan: Plan, num_ranks: int, scene: Scene, folder: Path, dies_at: int) -> Reference:
     """Runs once, undisturbed."""
-    place, start = fresh(folder / "reference"), time.monotonic()
-    how = run_ranks(place, plan, num_ranks)
-    assert how == ["ended"] * num_ranks, f"the reference run of {plan} ended as {how}"
+    place = set_out(plan, num_ranks, scene, folder, dies_at)
+    ended = run_ranks(place, plan, num_ranks, train)
+    assert ended.how == ["ended"] * num_ranks, f"the reference run of {plan} ended as {ended}\n{errors_of(place)}"
     said = [lines_of(place / f"said.{rank}") for rank in range(num_ranks)]
     losses = [{line["step"]: line["loss"] for line in lines if "step" in line} for lines in said]
-    counts = [int((place / f"steps.{rank}").read_text()) for rank in range(num_ranks)]
-    return Reference(losses, said[0][-1]["end"], counts, time.monotonic() - start)
+    turns = [turns_of(place, rank) for rank in range(num_ranks)]
+    phases = [phases_of(place, rank) for rank in range(num_ranks)]
+    return Reference(losses, said[0][-1]["end"], turns, phases, dies_at)
 
 
-def run_case(case: Case, reference: Reference, folder: Path, chance: random.Random) -> str:
-    """Goes through a case; returns how the first run ended. Raises AssertionError with what went wrong."""
-    place = fresh(folder / "case")
-    first = ""
+def set_out(plan: Plan, num_ranks: int, scene: Scene, folder: Path, dies_at: int) -> Path:
+    """The place that a case begins with. What a killed run leaves is made once, for pointers are absolute in each folder.
+
+    dies_at: the turn at which that run is killed.
+    """
+    place, left = fresh(folder / "case"), folder / f"left-{PLANS.index(plan)}-{num_ranks}"
+    if scene == "fresh":
+        return place
+    if not left.exists():
+        ended = run_ranks(place, plan, num_ranks, train, Death(0, dies_at))
+        assert ended.is_killed and list(place.glob("*/*/*manifest*")), f"{plan}: {ended}\n{errors_of(place)}"
+        _mark_dead(place, num_ranks)
+        shutil.copytree(place, left)
+        return place
+    shutil.copytree(left, place, dirs_exist_ok=True)
+    return place
+
+
+def last_save(plan: Plan, reference: Reference) -> int:
+    """The turn at which the last training step begins to be saved."""
+    freezes = [at for at, turn in enumerate(reference.turns[0]) if turn == "before freeze"]
+    return freezes[-2 if plan.durability == "step" and plan.save_every else -1]  # a step, and then its tag
+
+
+def run_case(case: Case, reference: Reference, folder: Path, chance: random.Random) -> list[Ended]:
+    """Goes through a case; returns how the runs before the last one ended. Raises AssertionError with what went wrong."""
+    place = set_out(case.plan, case.num_ranks, case.scene, folder, reference.dies_at)
+    before, found = set[str](), list[Ended]()
     for death in (*case.deaths, None):
         shutil.rmtree(folder / "notes", ignore_errors=True)
-        disk = Disk([place / "nvme", place / "saved"], folder / "notes") if case.loss else None
-        how = run_ranks(place, case.plan, case.num_ranks, death, disk)
-        first = first or ("killed" if "killed" in how else "ended")
-        if death is not None and "killed" in how:
-            if disk is not None and case.loss is not None:
-                disk.fail(case.loss, chance)
-            for rank in range(case.num_ranks):
-                (place / f"said.{rank}").open("a").write('{"died": 1}\n')
-            continue
-        assert how == ["ended"] * case.num_ranks, f"{case}: ranks {how}\n" + errors_of(place)
-        break
+        before = {each.name for each in (place / "nvme").iterdir()}
+        disk = Disk([place / "nvme", place / "saved"], folder / "notes") if case.loss and death else None
+        ended = run_ranks(place, case.plan, case.num_ranks, train, death, disk)
+        if death is None or not ended.is_killed:
+            assert ended.how == ["ended"] * case.num_ranks, f"ranks {ended}\n{errors_of(place)}"
+            found += [ended] if death else []
+            break
+        found.append(ended)
+        if disk is not None and case.loss is not None:
+            disk.fail(case.loss, chance)
+        _mark_dead(place, case.num_ranks)
+        _check_whole(place)
     _check_said(case, reference, place)
-    _check_left(case, place)
-    return first
+    _check_left(case, before, place)
+    return found
+
+
+def _mark_dead(place: Path, num_ranks: int) -> None:
+    for rank in range(num_ranks):
+        with (place / f"said.{rank}").open("a") as said:
+            said.write(_DIED)
+
+
+def _check_whole(place: Path) -> None:
+    """What looks like a durable step in the stores is one, to the last byte."""
+
+    def look() -> int:
+        wrong = [each for each in survey(place / "nvme", verifies=True).steps if each.state != "whole"]
+        print(*wrong, sep="\n")
+        return len(wrong)
+
+    assert in_fork(place, look) == 0, f"something that is not whole was left:\n{errors_of(place)}"
 
 
 def _check_said(case: Case, reference: Reference, place: Path) -> None:
@@ -115,182 +152,154 @@ def _check_said(case: Case, reference: Reference, place: Path) -> None:
         for line in lines:
             if "step" in line:
                 expected = reference.losses[rank][line["step"]]
-                assert line["loss"] == expected, f"{case}: rank {rank}, {line}, not {expected}\n{lines}"
+                assert line["loss"] == expected, f"rank {rank}, {line}, not {expected}\n{lines}"
             if "opened" in line:
-                assert line["opened"] >= is_durable, f"{case}: step {is_durable} was durable; opened {line}\n{lines}"
+                assert line["opened"] >= is_durable, f"step {is_durable} was durable; opened {line}\n{lines}"
             is_durable = max(is_durable, line.get("durable", 0))
-        assert lines[-1].get("end") == reference.end, f"{case}: rank {rank} ended with {lines[-1]}"
+        assert lines[-1].get("end") == reference.end, f"rank {rank} ended with {lines[-1]}"
 
 
-def _check_left(case: Case, place: Path) -> None:
-    """No more runs' states are left than `keep` asks for, and one for each that died before it could be found by its tag."""
-    saved = [folder for folder in (place / "nvme").iterdir() if list(folder.glob("manifest-*.json"))]
-    most = case.plan.keep + (case.plan.durability == "step") + len(case.deaths)
-    assert len(saved) <= most, f"{case}: {len(saved)} runs' states are kept: {[folder.name for folder in saved]}"
-    closed = [folder for folder in saved if case.loss is None and not (folder / "lock").exists()]
-    odd = [str(file) for folder in (place / "saved", *closed) for file in folder.rglob("*.new")]
-    assert not odd, f"{case}: left behind: {odd}"
+def _check_left(case: Case, before: set[str], place: Path) -> None:
+    """No more runs' states are left than `keep` asks for, and one for each that died before it could be found by its tag.
 
-
-def run_ranks(
-    place: Path,
-    plan: Plan,
-    num_ranks: int,
-    death: Death | None = None,
-    disk: Disk | None = None,
-    body: Body = train,
-) -> list[str]:
-    """Runs until every rank has ended; says how each did: "ended", "raised", "killed"."""
-    port = _free_port()
-    pids = [_fork(place, plan, rank, num_ranks, port, death, disk, body) for rank in range(num_ranks)]
-    ended: dict[int, int] = {}
-    deadline, started = time.monotonic() + _LONGEST_S, time.monotonic()
-    while len(ended) < num_ranks:
-        for rank, pid in enumerate(pids):
-            if rank not in ended:
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
-                    ended[rank] = status
-                    if os.WIFSIGNALED(status):  # the power of all, or the patience of a launcher
-                        deadline = min(deadline, time.monotonic() + (0.0 if disk is not None else 0.3))
-        if death is not None and death.at is None and time.monotonic() - started > death.after_s:
-            _kill(pids, ended)
-        if time.monotonic() > deadline:
-            _kill(pids, ended)
-        time.sleep(0.002)
-    return [_word(ended[rank]) for rank in range(num_ranks)]
-
-
-def _kill(pids: list[int], ended: dict[int, int]) -> None:
-    for rank, pid in enumerate(pids):
-        if rank not in ended:
-            os.kill(pid, signal.SIGKILL)
-
-
-def _word(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return "killed"
-    return "raised" if os.WEXITSTATUS(status) else "ended"
-
-
-def _fork(
-    place: Path, plan: Plan, rank: int, num_ranks: int, port: int, death: Death | None, disk: Disk | None, body: Body
-) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        errors = os.open(place / f"errors.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(errors, 1)
-        os.dup2(errors, 2)
-        with _watched(place, rank, death, disk), _ranks(rank, num_ranks, port):
-            body(place, plan, rank)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-@contextlib.contextmanager
-def _watched(place: Path, rank: int, death: Death | None, disk: Disk | None) -> Iterator[None]:
-    """Counts durable steps, notes what is synced, and dies where it is told to."""
-    count = 0
-
-    def look(step: durable.Step) -> None:
-        nonlocal count
-        if disk is not None and step.when == "after" and step.kind == "sync":
-            disk.synced(Path(step.name))
-        is_mine = death is not None and death.at is not None and death.rank == rank
-        if is_mine and death is not None and count == death.at and step.when == death.when:
-            os.kill(os.getpid(), signal.SIGKILL)
-        count += step.when == "after"
-
-    with durable.watch(look):
-        yield
-    (place / f"steps.{rank}").write_text(str(count))
-
-
-@contextlib.contextmanager
-def _ranks(rank: int, num_ranks: int, port: int) -> Iterator[None]:
-    torch.set_num_threads(1)
-    if num_ranks == 1:
-        yield
-        return
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=_LONGEST_S))
-    yield
-    dist.destroy_process_group()
-
-
-def fresh(place: Path) -> Path:
-    shutil.rmtree(place, ignore_errors=True)
-    for name in ("nvme", "saved"):
-        (place / name).mkdir(parents=True)
-    return place
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
-def errors_of(place: Path) -> str:
-    return "\n".join(f"{file.name}: {file.read_text()[-3000:]}" for file in sorted(place.glob("errors.*")))
+    before: the folders that were there when the last run began: killed ones may leave what they were writing.
+    """
+    runs = list((place / "nvme").iterdir())
+    saved = {folder.name.partition(".")[0] for folder in runs if list(folder.glob("manifest-*.json"))}
+    num_deaths = len(case.deaths) + (case.scene == "left")
+    most = case.plan.keep + (case.plan.durability == "step") + num_deaths
+    assert len(saved) <= most, f"{len(saved)} runs' states are kept: {sorted(saved)}"
+    closed = [folder for folder in runs if folder.name not in before]
+    odd = [str(file) for folder in closed for file in folder.iterdir() if file.name == "lock" or file.suffix == ".new"]
+    odd += [str(file) for file in (place / "saved").rglob("*.new")][num_deaths:]
+    assert not odd, f"left behind: {odd}"
 
 
 # ---- many of them -------------------------------------------------------------------------------------------------------
 
-PLANS = (
-    Plan(),
-    Plan(durability="step", save_every=0),
-    Plan(durability="step", save_every=3, keep=2, precision="tiny"),
-    Plan(copies=True, precision="exact", save_every=1, num_steps=4),
-    Plan(keep=2, save_every=1, num_steps=4, tile_numel=8192),
-)
 
-
-def every_step(plan: Plan, num_ranks: int, reference: Reference) -> Iterator[Case]:
-    """A death before and one after every durable step of every rank; two of three are power failures."""
-    losses: Iterator[Loss | None] = itertools.cycle((None, "all", "some"))
+def every_turn(plan: Plan, num_ranks: int, scene: Scene, reference: Reference) -> Iterator[Case]:
+    """A death at every turn of every rank. After a sync all that was not synced is lost."""
+    losses: Iterator[Loss | None] = itertools.cycle((None, "some", "all"))
     for rank in range(num_ranks):
-        for at in range(reference.num_steps[rank]):
-            for when in ("before", "after"):
-                yield Case(plan, num_ranks, (Death(rank, at, when),), next(losses))
+        for at, turn in enumerate(reference.turns[rank]):
+            loss = "all" if turn.startswith("after sync") else next(losses)
+            yield Case(plan, num_ranks, scene, (Death(rank, at),), loss)
 
 
-def at_random(plan: Plan, num_ranks: int, reference: Reference, chance: random.Random) -> Iterator[Case]:
-    """Deaths at any moment, some of them twice in a row, while training, saving or opening."""
-    while True:
-        deaths = [
-            Death(chance.randrange(num_ranks), after_s=chance.uniform(0.0, reference.seconds))
-            for _ in range(chance.choice((1, 1, 2)))
-        ]
-        yield Case(plan, num_ranks, tuple(deaths), chance.choice((None, "all", "some")))
+def at_random(
+    plan: Plan, num_ranks: int, count: int, references: dict[Scene, Reference], chance: random.Random
+) -> Iterator[Case]:
+    """Deaths at any moment of opening what is left, training and saving, a third each; one in four dies once more, opening."""
+    for number in range(count):
+        phase = PHASES[number % 3]
+        scene: Scene = "left" if phase == "opening" else chance.choice(("fresh", "left"))
+        deaths = [_moment(phase, num_ranks, references[scene], chance)]
+        if chance.random() < 0.25:
+            deaths.append(_moment("opening", num_ranks, references["left"], chance))
+        losses: tuple[Loss | None, ...] = (None, "all", "some")
+        yield Case(plan, num_ranks, scene, tuple(deaths), chance.choice(losses))
 
 
-def main() -> None:
-    """Runs what it is asked for, and writes the seed and the totals."""
-    args = _arguments()
-    chance, totals = random.Random(args.seed), Counter[str]()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    for plan in PLANS[: args.plans]:
+def _moment(phase: str, num_ranks: int, reference: Reference, chance: random.Random) -> Death:
+    rank = chance.choice((None, *range(num_ranks)))
+    lengths = [seconds for each, seconds in reference.phases[rank or 0] if each == phase]
+    nth = chance.randrange(len(lengths))
+    return Death(rank, phase=phase, nth=nth, after_s=chance.uniform(0.0, lengths[nth]))
+
+
+class Totals:
+    """What has been done, counted; adds up over workers."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, Counter[str]] = {name: Counter() for name in ("cases", "moments", "turns")}
+        self.failures: list[str] = []
+
+    def add(self, case: Case, found: list[Ended]) -> None:
+        """Counts a case that went well."""
+        ranks = f"{case.num_ranks} rank" + "s" * (case.num_ranks > 1)
+        power = {None: "power stays", "all": "all that is not synced is lost", "some": "some of it is lost"}[case.loss]
+        kind = "at a turn" if case.deaths[0].at is not None else "at a moment"
+        self.counts["cases"][f"{ranks}, {case.scene} folder, {kind}, {power}"] += 1
+        for death, ended in zip(case.deaths, found, strict=False):
+            where = f"{ranks}, {ended.phase}" if ended.is_killed else f"{ranks}, ended before it was to die"
+            if death.at is None:
+                self.counts["moments"][where] += 1
+            else:
+                self.counts["turns"][f"{ranks}, {ended.turn or 'ended before it'}"] += 1
+
+    def write(self, file: Path) -> None:
+        """Writes what has been counted."""
+        file.write_text(json.dumps({"counts": self.counts, "failures": self.failures}))
+
+    def merge(self, file: Path) -> None:
+        """Adds what a worker has written."""
+        told = json.loads(file.read_text())
+        for name, counts in told["counts"].items():
+            self.counts[name].update(counts)
+        self.failures += told["failures"]
+
+
+def cases_of(args: argparse.Namespace) -> Iterator[tuple[int, Case, Reference]]:
+    """Every case, with its number; runs the references on the way."""
+    numbers = itertools.count()
+    for plan in (PLANS[number] for number in args.plans):
         for num_ranks in args.ranks:
-            reference = refer(plan, num_ranks, args.folder)
-            known = list(every_step(plan, num_ranks, reference))
-            if args.share < 1:
-                known = chance.sample(known, max(1, int(len(known) * args.share)))
-            moments = at_random(plan, num_ranks, reference, chance)
-            for case in [*known, *(next(moments) for _ in range(args.count))]:
-                kind = "at a step" if case.deaths[0].at is not None else "at a moment"
-                how = run_case(case, reference, args.folder, chance)
-                totals[f"{num_ranks} ranks, {kind}, power {case.loss or 'stays'}: {how}"] += 1
-    said: dict[str, Any] = {"seed": args.seed, "cases": sum(totals.values()), "totals": dict(totals)}
-    args.totals.write_text(json.dumps(said, indent=1))
+            chance = random.Random(f"{args.seed} {plan} {num_ranks}")
+            first = refer(plan, num_ranks, "fresh", args.folder, 0)
+            second = refer(plan, num_ranks, "left", args.folder, last_save(plan, first))
+            references: dict[Scene, Reference] = {"fresh": first, "left": second}
+            for scene, reference in references.items():
+                known = list(every_turn(plan, num_ranks, scene, reference))
+                known = chance.sample(known, max(1, int(len(known) * args.share))) if args.share < 1 else known
+                yield from zip(numbers, known, itertools.repeat(reference))
+            for case in at_random(plan, num_ranks, args.count, references, chance):
+                yield next(numbers), case, references[case.scene]
+
+
+def work(args: argparse.Namespace, cases: Iterable[tuple[int, Case, Reference]], folder: Path) -> None:
+    """Goes through cases; a failure is noted, and the next one follows. Says now and then how far it is."""
+    totals, started = Totals(), time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    for done, (number, case, reference) in enumerate(cases):
+        if done % 100 == 0:
+            totals.write(folder / "totals")
+            print(f"{folder.name}: {done} cases in {time.monotonic() - started:.0f} s", flush=True)
+        try:
+            totals.add(case, run_case(case, reference, folder, random.Random(f"{args.seed} {number}")))
+        except Exception:  # one of a thousand: the others are to be known as well
+            totals.failures.append(f"seed {args.seed}, case {number}: {case}\n{traceback.format_exc()[-6000:]}")
+            print(totals.failures[-1], file=sys.stderr, flush=True)
+            if args.sabotage:  # that is what was to be seen
+                break
+    totals.write(folder / "totals")
+
+
+def main() -> int:
+    """Runs what it is asked for, in several processes, and writes the seed and the totals."""
+    args = _arguments()
+    started, totals = time.monotonic(), Totals()
+    args.folder = args.folder / "deaths"
+    shutil.rmtree(args.folder, ignore_errors=True)
+    args.folder.mkdir(parents=True)
+    if args.sabotage:
+        sabotage.WAYS[args.sabotage]()
+    cases = [each for each in cases_of(args) if not args.only or each[0] in args.only]
+    pids = []
+    for worker in range(args.workers):
+        folder = args.folder / f"worker-{worker}"
+        pids.append(os.fork())
+        if not pids[-1]:
+            work(args, cases[worker :: args.workers], folder)
+            os._exit(0)
+    for worker, pid in enumerate(pids):
+        os.waitpid(pid, 0)
+        totals.merge(args.folder / f"worker-{worker}" / "totals")
+    said = {"seed": args.seed, "seconds": round(time.monotonic() - started), "failed": len(totals.failures)}
+    sorted_counts = {name: dict(sorted(counts.items())) for name, counts in totals.counts.items()}
+    args.totals.write_text(json.dumps({**said, **sorted_counts}, indent=1))
+    shutil.rmtree(args.folder)
+    return 1 if totals.failures else 0
 
 
 def _arguments() -> argparse.Namespace:
@@ -299,13 +308,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--totals", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--plans", type=int, default=len(PLANS))
-    parser.add_argument(
-        "--count", type=int, default=100, help="deaths at random moments for each plan and number of ranks"
-    )
+    parser.add_argument("--plans", type=int, nargs="+", default=list(range(len(PLANS))))
+    parser.add_argument("--count", type=int, default=100, help="random moments for each plan and number of ranks")
     parser.add_argument("--share", type=float, default=1.0, help="of the deaths at known steps")
+    parser.add_argument("--only", type=int, nargs="+", default=[], help="cases, by number")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--sabotage", choices=sorted(sabotage.WAYS), help="break the library first: a case must fail")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

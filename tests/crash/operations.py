@@ -1,10 +1,12 @@
 """Operations: thousands of short runs on one folder, chosen at random, that leave nothing behind.
 
-    train on 1 to 3 ranks and save | be killed at a durable step or at any moment | fsck | inspect | export | remove the dead
+    train on 1 to 3 ranks and save | be killed at a durable step or at any moment | fsck | inspect | export
+    tidy: what a user does who looks after a folder: removes the dead, and complete copies but for the newest
 
-After every operation what lies below the folder is looked at: files of known names and no more bytes than the runs there are
-may take. Every run looks at its own descriptors before it ends. States come out of a save, on whatever number of ranks, as
-they went in, to the bit. At the end the dead are removed, and what is left is one durable state.
+After every operation what lies below the folder is looked at: files of known names and no more bytes than the runs and copies
+there are may take. A run that has saved leaves in the folders of tags nothing that no pointer names. Every run looks at its own
+descriptors before it ends. States come out of a save, on whatever number of ranks, as they went in, to the bit. At the end,
+after one more run and a tidying, one run and what it has saved are left.
 
     python operations.py FOLDER --count 2000 --seed 1 --totals totals.json
 """
@@ -12,33 +14,39 @@ they went in, to the bit. At the end the dead are removed, and what is left is o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import re
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import torch.distributed as dist
+
 import tiermem
 
 sys.path.insert(0, str(Path(__file__).parent))
-from deaths import Death, errors_of, fresh, run_ranks
-from small_run import Plan, Said, Small, config_of, digest, lines_of, step_once
+import sabotage
+from killed_ranks import Begin, Death, errors_of, fresh, in_fork, run_ranks
+from small_run import PHASES, Plan, Said, Small, config_of, digest, lines_of, step_once
 
 from tiermem.swap.run_folder import has_saved
 from tiermem.tools.cli import main as tiermem_command
 
 _KNOWN = re.compile(
-    r"(nvme|saved|out.*|(said|errors|steps)\.\d+"
+    r"(nvme|saved|out.*|(said|errors|turns|phases|died)\.\d+"
     r"|nvme/tiermem-[0-9a-f]+(\.\d+)?(/(segment\.bin|lock(\.new)?|(data|manifest|part)-\d+(-\d+)?\.(bin|json)(\.new)?))?"
-    r"|saved/latest|saved/global_step\d+(/.*)?)"
+    r"|saved/latest(\.new)?|saved/global_step\d+(/(tiermem|(manifest|part|data)-[0-9a-f]+-\d+(-\d+)?)\.(json|bin)(\.new)?)?)"
 )
 _MOST_RUN_BYTES = (
-    8 << 20
-)  # of one run's folder: two or three slots of a model of half a megabyte, rounded up to the disk's
+    3 << 19
+)  # of a run's folders: three slots and a copy of states of a fifth of a megabyte, in whole blocks
+_MOST_COPIES = 3
 
 
 class World:
@@ -48,8 +56,9 @@ class World:
         self.place, self.chance = fresh(place), chance
         self.totals = Counter[str]()
         self.digest_at: dict[int, str] = {}  # of the states saved at a step
-        left = {folder.name.split(".")[0] for folder in (self.place / "nvme").iterdir() if not has_saved(folder)}
-        self.num_dead = len(left)  # killed a moment ago, before they had a lock: that may still be a run that begins
+        self.most_bytes = 0  # that a folder held
+        self.num_dead = 0  # runs since the last tidying
+        self.num_copies = 0  # that may be there
 
     def train(self) -> None:
         """Trains a few steps on some ranks from `latest`, saves, and ends, or is killed on the way."""
@@ -57,14 +66,17 @@ class World:
         durability = self.chance.choice(("checkpoint", "checkpoint", "step"))
         copies = durability == "checkpoint" and self.chance.random() < 0.3  # else its last step is left as well
         plan = Plan(durability, copies=copies, keep=self.chance.choice((1, 2)), num_steps=num_steps)
-        death = self.chance.choice((None, None, self._death(num_ranks)))
-        how = run_ranks(self.place, plan, num_ranks, death, body=train_on)
-        if death is None and how != ["ended"] * num_ranks:
-            raise AssertionError(f"a run nobody killed: {how}\n{errors_of(self.place)}")
+        death = self.chance.choice((None, self._death(num_ranks)))
+        ended = run_ranks(self.place, plan, num_ranks, train_on, death)
+        if not ended.is_killed and ended.how != ["ended"] * num_ranks:
+            raise AssertionError(f"a run nobody killed: {ended}\n{errors_of(self.place)}")
         for rank in range(num_ranks):
             self._check_said(self.place / f"said.{rank}")
-        self.num_dead += "killed" in how or "raised" in how
-        self.totals[f"train on {num_ranks}, {'killed' if 'killed' in how else 'ended'}"] += 1
+        self.num_dead += ended.is_killed
+        self.num_copies += copies
+        if not ended.is_killed:
+            self._check_tags()
+        self.totals[f"train on {num_ranks}, {'killed while ' + ended.phase if ended.is_killed else 'ended'}"] += 1
 
     def look(self) -> None:
         """fsck or inspect: never a traceback, and never anything changed."""
@@ -86,8 +98,8 @@ class World:
         shutil.rmtree(out, ignore_errors=True)
         self.totals["export"] += 1
 
-    def bury(self) -> None:
-        """fsck --remove takes what dead runs have left that holds nothing durable, and the others that it is told to take."""
+    def tidy(self) -> None:
+        """fsck --remove takes the dead that hold nothing durable, and the others that it is told to take."""
         command(["fsck", str(self.place / "nvme"), "--remove"], self.place)
         pointers = [file.read_text() for file in self.place.glob("saved/*/tiermem.json")]
         for folder in sorted((self.place / "nvme").iterdir()):
@@ -96,7 +108,37 @@ class World:
                 command(["fsck", str(folder), "--remove"], self.place)
         left = {folder.name.split(".")[0] for folder in (self.place / "nvme").iterdir() if not has_saved(folder)}
         self.num_dead = len(left)  # killed a moment ago, before they had a lock: that may still be a run that begins
-        self.totals["remove"] += 1
+        latest = (self.place / "saved" / "latest").read_text() if (self.place / "saved" / "latest").exists() else ""
+        tags = sorted((self.place / "saved").glob("global_step*"), key=lambda tag: int(tag.name[11:]))
+        copies = [tag for tag in tags if list(tag.glob("manifest-*.json")) and tag.name != latest]
+        for tag in copies[:-_MOST_COPIES]:
+            shutil.rmtree(tag)
+        for tag in tags:
+            if tag.exists() and not list(tag.iterdir()):
+                tag.rmdir()  # a save was killed before it wrote anything
+        self.num_copies = min(len(copies), _MOST_COPIES) + 1
+        self.totals["tidy"] += 1
+
+    def finish(self) -> None:
+        """One more run, and then the folder holds no more than that needs."""
+        assert run_ranks(self.place, Plan(), 1, train_on).how == ["ended"], errors_of(self.place)
+        for _ in range(60):
+            self.tidy()
+            if not self.num_dead:
+                break
+            time.sleep(0.1)  # until it is certain that they are dead: see is_stillborn
+        assert command(["fsck", str(self.place / "nvme"), "--verify"], self.place) == 0, errors_of(self.place)
+        [run] = (self.place / "nvme").iterdir()
+        assert sorted(re.sub(r"\d+", "N", file.name) for file in run.iterdir()) == [
+            "manifest-N.json",
+            "part-N-N.json",
+            "segment.bin",
+        ]
+        stores = [
+            tag for tag in (self.place / "saved").glob("*/tiermem.json") if not list(tag.parent.glob("manifest*"))
+        ]
+        assert len(stores) == 1, f"tags of runs that are gone: {stores}"
+        self.check()
 
     def check(self) -> None:
         """Only files that are known, and no more of them, and no more bytes, than there are runs."""
@@ -104,15 +146,30 @@ class World:
         assert not odd, f"unknown files: {odd}"
         runs = {folder.name.split(".")[0] for folder in (self.place / "nvme").iterdir()}
         assert len(runs) <= self.num_dead + 3, f"{len(runs)} runs after {self.num_dead} deaths: {sorted(runs)}"
-        for folder in (self.place / "nvme").iterdir():
+        tags = [tag.name for tag in (self.place / "saved").glob("global_step*")]
+        assert len(tags) <= self.num_dead + self.num_copies + 2, f"tags after {self.num_dead} deaths: {sorted(tags)}"
+        for folder in [*(self.place / "nvme").iterdir(), *(self.place / "saved" / tag for tag in tags)]:
             held = sum(file.stat().st_blocks * 512 for file in folder.iterdir())
             assert held <= _MOST_RUN_BYTES, f"{folder.name} holds {held} bytes"
+            self.most_bytes = max(self.most_bytes, held)
+
+    def _check_tags(self) -> None:
+        """In the folder of a tag lies its pointer and, if that points there, the copy that it names."""
+        for tag in (self.place / "saved").glob("global_step*"):
+            names = {file.name for file in tag.iterdir()} - {"tiermem.json"}
+            if (tag / "tiermem.json").exists():
+                pointer = json.loads((tag / "tiermem.json").read_text())
+                names = {name for name in names if f"-{pointer['run_id']}-{pointer['commit']}" not in name}
+            elif any(name.startswith("manifest") for name in names):
+                continue  # a whole copy, killed just before its pointer
+            assert not names, f"{tag.name}: no pointer names {sorted(names)}"
 
     def _death(self, num_ranks: int) -> Death:
         rank = self.chance.randrange(num_ranks)
         if self.chance.random() < 0.5:
-            return Death(rank, self.chance.randrange(120), self.chance.choice(("before", "after")))
-        return Death(rank, after_s=self.chance.uniform(0.0, 1.5))
+            return Death(rank, self.chance.randrange(120))
+        phase = self.chance.choice(PHASES)
+        return Death(self.chance.choice((rank, None)), phase=phase, after_s=self.chance.uniform(0.0, 0.1))
 
     def _check_said(self, file: Path) -> None:
         for line in lines_of(file):
@@ -124,49 +181,56 @@ class World:
         file.unlink(missing_ok=True)
 
 
-def train_on(place: Path, plan: Plan, rank: int) -> None:
+def train_on(place: Path, plan: Plan, rank: int, begin: Begin) -> None:
     """Opens the latest save, trains so many steps and saves. Every rank calls it."""
     said = Said(place / f"said.{rank}")
+    begin("opening")
+    before = _descriptors()
     engine, *_ = tiermem.initialize(model=Small(), config=config_of(place, plan))
     if (place / "saved" / "latest").exists():
         engine.load_checkpoint(str(place / "saved"))
         said(opened=engine.global_steps, digest=digest(engine))
+    begin("training")
     for _ in range(plan.num_steps):
         step_once(engine, rank)
     found = digest(engine)
-    said(saving=engine.global_steps)
+    begin("saving")
     said(saved=engine.global_steps, digest=found)  # said before, so that whoever finds it knows what it must be
     engine.save_checkpoint(str(place / "saved"), **({"copy": True} if plan.copies else {}))
+    begin("ending")
     engine.destroy()
-    names = [
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.lexists(f"/proc/self/fd/{fd}")
-    ]
-    said(left=[name for name in names if name.startswith((str(place / "nvme"), str(place / "saved")))])
+    said(left=sorted(name for fd, name in _descriptors().items() if fd not in before))
+
+
+def _descriptors() -> dict[int, str]:
+    """What this process has open; on several ranks without what belongs to their process groups, which outlive an engine."""
+    found = {}
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(FileNotFoundError):  # of the listing itself
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+    is_alone = not dist.is_initialized()
+    return {
+        fd: name
+        for fd, name in found.items()
+        if is_alone or not name.startswith(("socket:", "pipe:", "anon_inode:[event"))
+    }
 
 
 def command(words: list[str], place: Path) -> int:
     """Runs a command of ours in a fork; returns its exit status."""
-    pid = os.fork()
-    if pid == 0:
-        out = os.open(place / "errors.0", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        status = 99
-        try:
-            tiermem_command(words)
-        except SystemExit as end:
-            status = int(end.code or 0)
-        except BaseException as error:
-            print(repr(error), file=sys.stderr, flush=True)
-        os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def act() -> int:
+        tiermem_command(words)
+        return 0
+
+    return in_fork(place, act)
 
 
 def _listing(place: Path) -> list[str]:
     return sorted(
-        str(path.relative_to(place)) for path in place.rglob("*") if not path.name.startswith(("errors", "steps"))
+        str(path.relative_to(place))
+        for path in place.rglob("*")
+        if not path.name.startswith(("errors", "turns", "phases"))
     )
 
 
@@ -177,19 +241,28 @@ def main() -> None:
     parser.add_argument("--totals", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument(
+        "--sabotage", choices=sorted(sabotage.WAYS), help="break the library first: an operation must fail"
+    )
     args = parser.parse_args()
-    world = World(args.folder / "world", random.Random(args.seed))
-    operations: list[Callable[[], None]] = [world.train] * 6 + [world.look] * 2 + [world.export, world.bury]
+    if args.sabotage:
+        sabotage.WAYS[args.sabotage]()
+    started, world = time.monotonic(), World(args.folder / "world", random.Random(args.seed))
+    operations: list[Callable[[], None]] = [world.train] * 6 + [world.look] * 2 + [world.export, world.tidy]
     descriptors = len(os.listdir("/proc/self/fd"))
     for number in range(args.count):
+        if number % 100 == 0:
+            print(f"{number} operations in {time.monotonic() - started:.0f} s", flush=True)
         operation = world.chance.choice(operations)
         try:
             operation()
             world.check()
         except AssertionError as error:
             raise AssertionError(f"seed {args.seed}, operation {number} ({operation.__name__}): {error}") from None
+    world.finish()
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    said = {"seed": args.seed, "operations": args.count, "totals": dict(world.totals)}
+    said = {"seed": args.seed, "operations": args.count, "seconds": round(time.monotonic() - started)}
+    said |= {"most_bytes_of_a_folder": world.most_bytes, "totals": dict(sorted(world.totals.items()))}
     args.totals.write_text(json.dumps(said, indent=1))
 
 

@@ -1,24 +1,29 @@
 """Power: what a disk would hold if it failed now, where every sync is known.
 
-    file      its bytes at its last sync                 folder    its names at its last sync
-    and since then                                        each page and each folder may have arrived, or not
+    file      its bytes when its last sync began         folder    its names when its last sync began
+    and since then    each sector may have arrived                 and each change of its names, up to any of them
 
-A run tells of its syncs (tiermem.swap.durable); `Disk` notes beside the run's folders what each of them made lasting. After
-the run's death `fail` makes the folders what a power failure would have left of them: nothing that was not synced, or a
-random part of it, page by page. A folder's names lead to files by inode, so that a rename that was not synced is undone.
+A run tells of its durable steps (tiermem.swap.durable); `Disk` notes beside the run's folders what each sync has made lasting,
+and what the names were after each change. After the run's death `fail` makes the folders what a power failure would have left
+of them: nothing that was not synced, or a random part of it, sector by sector, and the changes of each folder up to a random
+one. A folder's names lead to files by inode, so that a rename that was not synced is undone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-PAGE = 4096
+from tiermem.swap import durable
+
+SECTOR = 512
 Loss = Literal["all", "some"]
 
 
@@ -35,31 +40,59 @@ class Disk:
         notes.mkdir(exist_ok=True)
         for root in roots:
             for path in (root, *root.rglob("*")):
-                self.synced(path)
+                self._note(path, is_over=False)
+                self._note(path, is_over=True)
 
-    def synced(self, path: Path) -> None:
-        """A file or folder has been synced: what it is now will last."""
-        if not any(root == path or root in path.parents for root in self._roots) or not path.exists():
+    def saw(self, step: durable.Step) -> None:
+        """Notes what a step of a run is to the disk. Called before and after each, by any rank."""
+        path = Path(step.name)
+        if not any(root == path or root in path.parents for root in self._roots):
             return
+        if step.kind == "sync":
+            with self._alone():
+                self._note(path, is_over=step.when == "after")
+        elif step.when == "after" and step.kind in ("write", "rename", "remove", "folder"):
+            with self._alone():
+                self._note_names(path.parent)
+                if step.kind == "folder" and path.is_dir():  # it may have the inode of one that is gone
+                    (self._notes / f"{path.stat().st_ino}.names").unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
         with (self._notes.with_suffix(".lock")).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # ranks note what they sync in one place
-            note = self._notes / f"{path.stat().st_ino}.new"
-            if path.is_dir():
-                note.write_text(json.dumps(_names_in(path)))
-            else:
-                shutil.copyfile(path, note)
-            os.replace(note, self._notes / f"{path.stat().st_ino}.{'names' if path.is_dir() else 'bytes'}")
-            self._forget()
+            yield
 
-    def _forget(self) -> None:
-        """Drops notes of files that are gone for good: another may get the same inode."""
-        known = {number for root in self._roots for number in _by_inode(root)}
-        known |= {root.stat().st_ino for root in self._roots}
-        for names in self._notes.glob("*.names"):
-            known.update(json.loads(names.read_text()).values())
-        for note in self._notes.iterdir():
-            if int(note.stem) not in known:
-                note.unlink()
+    def _note(self, path: Path, is_over: bool) -> None:
+        """Takes down what will last once a sync has ended, or that it has."""
+        if not path.exists():
+            return
+        note = self._notes / f"{path.stat().st_ino}.{'names' if path.is_dir() else 'bytes'}"
+        begun = note.with_name(f"{note.name}.{os.getpid()}.begun")
+        if is_over:
+            if begun.exists():
+                os.replace(begun, note)
+        elif path.is_dir():
+            begun.write_text(json.dumps([self._hold(path)]))
+        else:
+            shutil.copy2(path, begun)
+
+    def _note_names(self, folder: Path) -> None:
+        """Its names have changed: `fail` may leave them as they are now."""
+        if folder.is_dir():
+            note = self._notes / f"{folder.stat().st_ino}.names"
+            seen = json.loads(note.read_text()) if note.exists() else [{}]
+            changed = note.with_name(f"{note.name}.{os.getpid()}.begun")
+            changed.write_text(json.dumps([*seen, self._hold(folder)]))
+            os.replace(changed, note)
+
+    def _hold(self, folder: Path) -> dict[str, int]:
+        """The names in a folder; no other file gets the inode of one of them, whatever becomes of it."""
+        names = _names_in(folder)
+        for name, inode in names.items():
+            with contextlib.suppress(FileExistsError, FileNotFoundError, PermissionError):  # a folder; gone meanwhile
+                os.link(folder / name, self._notes / f"{inode}.held")
+        return names
 
     def fail(self, loss: Loss, chance: random.Random) -> None:
         """The power fails: unsynced writes are gone, all of them or some. The run must be dead."""
@@ -74,15 +107,19 @@ class Disk:
     ) -> None:
         new.mkdir()
         note = self._notes / f"{inode}.names"
-        names: dict[str, int] = json.loads(note.read_text()) if note.exists() else {}
-        if loss == "some" and old is not None and chance.random() < 0.5:
-            names = _names_in(old)
+        seen: list[dict[str, int]] = json.loads(note.read_text()) if note.exists() else [{}]
+        if old is not None:
+            seen.append(_names_in(old))
+        names = chance.choice(seen) if loss == "some" else seen[0]
         for name, number in names.items():
             at = found.get(number)
             if (self._notes / f"{number}.names").exists() or (at is not None and at.is_dir()):
                 self._rebuild(at, number, new / name, loss, chance, found)
             else:
                 (new / name).write_bytes(self._surviving(number, at, loss, chance))
+                dated = self._notes / f"{number}.bytes" if at is None else at
+                if dated.exists():  # a file system keeps a file's time with its name
+                    os.utime(new / name, ns=(dated.stat().st_mtime_ns,) * 2)
 
     def _surviving(self, inode: int, at: Path | None, loss: Loss, chance: random.Random) -> bytes:
         note = self._notes / f"{inode}.bytes"
@@ -92,8 +129,8 @@ class Disk:
         now = at.read_bytes()
         length = chance.choice([len(synced), len(now)])
         padded, since = synced.ljust(length, b"\0")[:length], now.ljust(length, b"\0")[:length]
-        pages = [(since if chance.random() < 0.5 else padded)[i : i + PAGE] for i in range(0, length, PAGE)]
-        return b"".join(pages)
+        sectors = range(0, length, SECTOR)
+        return b"".join((since if chance.random() < 0.5 else padded)[at : at + SECTOR] for at in sectors)
 
 
 def _names_in(folder: Path) -> dict[str, int]:

@@ -4,7 +4,8 @@
     <place>/said      one line of JSON for each thing that has happened: survives whatever happens to the run
 
 It opens the newest durable state that it finds, trains to the last step and saves on the way. Data is a function of the step
-alone, so that a run that was killed and opened says the same losses, to the bit, as one that was not.
+alone, so that a run that was killed and opened says the same losses, to the bit, as one that was not. It tells which phase
+it is in: with durability="step", saving is also what follows a freeze within a training step.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,8 @@ from torch import nn
 
 import tiermem
 from tiermem import utils
+
+PHASES = ("opening", "training", "saving", "ending")
 
 
 class Plan(NamedTuple):
@@ -30,7 +34,7 @@ class Plan(NamedTuple):
     keep: int = 1
     copies: bool = False
     precision: str = "compact"
-    num_steps: int = 6
+    num_steps: int = 5
     tile_numel: int = 4096
 
 
@@ -39,7 +43,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.narrow = nn.Linear(61, 123), nn.Linear(123, 61, bias=False)
+        self.wide, self.narrow = nn.Linear(61, 67), nn.Linear(67, 61, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.narrow(torch.tanh(self.wide(x)))  # type: ignore[no-any-return]
@@ -80,21 +84,27 @@ def config_of(place: Path, plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def train(place: Path, plan: Plan, rank: int = 0) -> None:
-    """Trains to the last step, from the newest durable state that there is. Every rank calls it."""
-    said = Said(place / f"said.{rank}")
+def train(place: Path, plan: Plan, rank: int, begin: Callable[[str], None]) -> None:
+    """Trains to the last step, from the newest durable state that there is; tells of its phases. Every rank calls it."""
+    said, copied = Said(place / f"said.{rank}"), 0
+    begin("opening")
     torch.manual_seed(7)
     engine, *_ = tiermem.initialize(model=Small(), config=config_of(place, plan))
     opened = _open_newest(engine, place)
     said(opened=engine.global_steps, name=opened)
     while engine.global_steps < plan.num_steps:
+        begin("training")
         said(step=engine.global_steps + 1, loss=step_once(engine, rank).hex())
         if plan.durability == "step":
             said(durable=engine.global_steps)
         if plan.save_every and engine.global_steps % plan.save_every == 0:
+            begin("saving")
             engine.save_checkpoint(str(place / "saved"), **({"copy": True} if plan.copies else {}))
-            if not plan.copies:  # a copy goes on behind
-                said(durable=engine.global_steps)
+            said(
+                durable=copied if plan.copies else engine.global_steps
+            )  # a copy goes on behind, the one before has ended
+            copied = engine.global_steps
+    begin("ending")
     said(end=digest(engine))
     engine.destroy()
 

@@ -1,0 +1,151 @@
+"""Sabotage: ways to break what keeps states whole, each of which a harness must notice.
+
+Each is done to this process, before it forks. They are what somebody might get wrong: a sync left out, an order turned round,
+a slot given back too early, a file, a descriptor or a range forgotten.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tiermem.checkpoint.saving import commit, predecessors
+from tiermem.checkpoint.saving.commit import Commits
+from tiermem.swap import durable
+from tiermem.swap.range_store import RangeStore
+from tiermem.swap.run_folder import SEGMENT, RunFolder
+from tiermem.swap.segment import Segment
+
+
+def store_is_not_synced() -> None:
+    """A freeze waits for writes, and does not sync them."""
+    sync = durable.sync
+    durable.sync = lambda fd, name: None if name.name == SEGMENT else sync(fd, name)
+
+
+def small_files_are_not_synced() -> None:
+    """Manifests, parts and pointers are renamed before their bytes are on the disk."""
+    sync = durable.sync
+    durable.sync = lambda fd, name: None if name.suffix == durable.NEW_SUFFIX else sync(fd, name)
+
+
+def renames_are_not_synced() -> None:
+    """The folder of a small file is not synced."""
+    durable.sync_folder = lambda folder: None
+
+
+def small_files_are_written_in_place() -> None:
+    """No temporary name, no rename."""
+
+    def write_file(path: Path, data: bytes) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            durable.write_all(fd, data[: len(data) // 2], path)
+            durable.write_all(fd, data[len(data) // 2 :], path)
+            durable.sync(fd, path)
+        finally:
+            os.close(fd)
+        durable.sync_folder(path.parent)
+
+    durable.write_file = write_file
+
+
+def manifest_comes_before_the_data() -> None:
+    """The store is synced once all is published, and not before."""
+    make, sync = Commits.make, durable.sync
+    late: dict[int, Path] = {}
+
+    def make_first(self: Commits, content: Any) -> None:
+        make(self, content)
+        while late:
+            sync(*late.popitem())
+
+    def sync_late(fd: int, name: Path) -> None:
+        if name.name == SEGMENT:
+            late[fd] = name
+        else:
+            sync(fd, name)
+
+    Commits.make, durable.sync = make_first, sync_late  # type: ignore[method-assign]
+
+
+def slots_are_thawed_at_once() -> None:
+    """What a durable step holds is written over by the next one."""
+    freeze = RangeStore.freeze
+
+    def freeze_and_thaw(self: RangeStore) -> Any:
+        frozen = freeze(self)
+        self.thaw(frozen)
+        return frozen
+
+    RangeStore.freeze = freeze_and_thaw  # type: ignore[method-assign]
+
+
+def old_manifest_goes_before_the_new_one() -> None:
+    """What is replaced is removed first."""
+    publish = commit.publish
+
+    def publish_late(content: Any, manifest: Any, path: Path, undo: Any) -> None:
+        for old in path.parent.glob("manifest-*.json"):
+            durable.remove(old)
+        publish(content, manifest, path, undo)
+
+    commit.publish = publish_late
+
+
+def copies_are_not_synced() -> None:
+    """A complete copy is made known before its bytes are on the disk."""
+    sync = durable.sync
+    durable.sync = lambda fd, name: None if name.name.startswith("data-") else sync(fd, name)
+
+
+def a_file_is_left() -> None:
+    """What a predecessor has left stays."""
+    predecessors.remove = lambda path: None
+    close = RunFolder.close
+    RunFolder.close = lambda self, keep: close(self, True)  # type: ignore[method-assign]
+
+
+def a_descriptor_is_left() -> None:
+    """A segment is never closed."""
+    close = Segment.close
+
+    def close_but_one(self: Segment, keep: bool) -> None:
+        os.dup(self.fd)
+        close(self, keep)
+
+    Segment.close = close_but_one  # type: ignore[method-assign]
+
+
+def space_is_left() -> None:
+    """A store that stays takes more room than what is durable in it."""
+    close = Segment.close
+
+    def close_large(self: Segment, keep: bool) -> None:
+        close(self, keep)
+        if keep:
+            with self.file.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), self.file.stat().st_size, 2 << 20)
+
+    Segment.close = close_large  # type: ignore[method-assign]
+
+
+DEATHS: dict[str, Callable[[], None]] = {
+    each.__name__: each
+    for each in (
+        store_is_not_synced,
+        small_files_are_not_synced,
+        renames_are_not_synced,
+        small_files_are_written_in_place,
+        manifest_comes_before_the_data,
+        slots_are_thawed_at_once,
+        old_manifest_goes_before_the_new_one,
+        copies_are_not_synced,
+    )
+}
+LEAKS: dict[str, Callable[[], None]] = {
+    each.__name__: each for each in (a_file_is_left, a_descriptor_is_left, space_is_left)
+}
+WAYS = DEATHS | LEAKS
