@@ -92,7 +92,8 @@ def test_files_that_cannot_be_removed_are_left_with_a_warning(
         patch.setattr(Path, "unlink", refuse)
         store.close()  # its descriptors are closed all the same: the check around every test looks
     told = [record.getMessage() for record in caplog.records]
-    assert told[:2] == [f"{folder / name} is left: Read-only file system" for name in ("segment.bin", "lock")]
+    why = "Read-only file system (the file system has turned read-only: see the kernel log)"
+    assert told[:2] == [f"{folder / name} is left: {why}" for name in ("segment.bin", "lock")]
     shutil.rmtree(folder)
 
 
