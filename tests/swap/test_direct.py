@@ -93,7 +93,7 @@ def test_reader_and_unnamed_files_follow_the_same_rule(
     path = tmp_path / "model"
     path.write_bytes(bytes(pattern(10_001).numpy()))
     with FileReader(path) as reader:
-        assert is_direct(reader._fd) is expected
+        assert is_direct(reader._file.fd) is expected
         assert torch.equal(reader.read(5, 9_990), pattern(10_001)[5:9_995])
     fd, direct = open_unnamed(tmp_path)
     assert direct is is_direct(fd) is expected
