@@ -12,6 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,12 @@ _GRACE_S = 2.0
 
 @pytest.fixture(scope="session", autouse=True)
 def warmed_up() -> None:
-    """Torch starts its thread pools now, so that no test is blamed for them; what is imported is not collected again."""
+    """Torch starts its thread pools now, and multiprocessing its tracker, so that no test is blamed for them; what is
+    imported is not collected again."""
     a = torch.ones(512, 512, requires_grad=True)
     (a @ a).sum().backward()
     torch.ones(1 << 20).add_(1).sum()
+    resource_tracker.ensure_running()
     gc.collect()
     gc.freeze()
 
