@@ -25,6 +25,7 @@ from twins import seeded
 import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.zero import Init
+from tiermem.zero.ranks import agreement
 
 NUM_STEPS = 6
 TIERS = {"memory": Tier.HOST, "nvme": Tier.NVME}
@@ -119,6 +120,17 @@ def dies_before(who: int, tier: Tier) -> Body:
     return body
 
 
+def dies_agreeing(who: int, tier: Tier) -> Body:
+    """A rank is killed when it has said where it runs, and before all have met."""
+
+    def body(rank: int, nvme: Path) -> None:
+        if rank == who:
+            agreement.exchange_digests = lambda *_: die()  # type: ignore[assignment,return-value]
+        train(seeded(zoo.Tower), policy_of(tier, nvme))
+
+    return body
+
+
 def dies_at_random(seed: int) -> Body:
     """A rank is killed after a random time, wherever it is then."""
     choice = random.Random(seed)
@@ -197,6 +209,7 @@ def worlds() -> dict[str, World]:
         "1 of 2 dies building, nvme": World(dies_building(1, nvme)),
         "0 of 2 dies building, memory": World(dies_building(0, memory)),
         "1 of 2 dies before, memory": World(dies_before(1, memory)),
+        "1 of 2 dies agreeing, memory": World(dies_agreeing(1, memory)),
         "1 of 2 raises, nvme": World(raises(1, nvme)),
         "1 of 2 hangs, memory": World(hangs(1, memory)),
         "1 of 2 turns, memory": World(strays(1, (0, 2, 1), memory)),

@@ -27,6 +27,7 @@ DEATHS = [
     "1 of 2 dies building, nvme",
     "0 of 2 dies building, memory",
     "1 of 2 dies before, memory",
+    "1 of 2 dies agreeing, memory",
 ]
 Found = tuple[dict[str, list[dict[str, Any]]], Path]
 
