@@ -51,6 +51,8 @@ class Ended(NamedTuple):
     """The class of what it raised."""
     message: str
     """Its words."""
+    trace: str
+    """Where that was."""
     left: list[str]
     """Descriptors and threads that it left behind."""
     result: Any
@@ -104,13 +106,13 @@ def _be_a_rank(rank: int, world: World, port: int, place: Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world.num_ranks), "LOCAL_WORLD_SIZE": str(world.num_ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     before = _held()
-    said: dict[str, Any] = {"how": "returned", "kind": "", "message": "", "result": None}
+    said: dict[str, Any] = {"how": "returned", "kind": "", "message": "", "trace": "", "result": None}
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         before |= {each for each in _held() if "pipe:" in each}  # of the rendezvous server, which torch keeps
         said["result"] = world.body(rank, place / "nvme")
     except Exception as error:
-        said |= {"how": "raised", "kind": type(error).__name__, "message": str(error)}
+        said |= {"how": "raised", "kind": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
         error.__traceback__ = None  # frames hold tensors and stores
     dist.destroy_process_group()
     said["left"] = _left(before)
@@ -122,16 +124,16 @@ def _ended(pid: int, report: Path, deadline: float) -> Ended:
         if time.monotonic() > deadline:
             return _hung(pid, report.with_suffix(".stacks"))
         time.sleep(0.01)
-    return Ended(**json.loads(report.read_text())) if report.exists() else Ended("killed", "", "", [], None)
+    return Ended(**json.loads(report.read_text())) if report.exists() else Ended("killed", "", "", "", [], None)
 
 
 def _hung(pid: int, stacks: Path) -> Ended:
-    """Kills a rank that does not end; its message is where its threads were."""
+    """Kills a rank that does not end; its trace is where its threads were."""
     os.kill(pid, signal.SIGUSR1)
     time.sleep(1.0)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    return Ended("hung", "", stacks.read_text() if stacks.exists() else "", [], None)
+    return Ended("hung", "", "", stacks.read_text() if stacks.exists() else "", [], None)
 
 
 def _left(before: set[str]) -> list[str]:
