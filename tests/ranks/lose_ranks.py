@@ -137,11 +137,11 @@ def dies_at_random(seed: int) -> Body:
     who, tier, delay_s = choice.randrange(2), choice.choice(list(TIERS.values())), choice.uniform(0.0, 0.5)
 
     def body(rank: int, nvme: Path) -> None:
+        dist.barrier()  # torch's own errors are not ours
         if rank == who:
             killer = threading.Timer(delay_s, die)
             killer.daemon = True
             killer.start()
-        dist.barrier()
         while True:
             train(seeded(zoo.Tower), policy_of(tier, nvme))
 
