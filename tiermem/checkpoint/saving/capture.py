@@ -102,7 +102,7 @@ class Captures:
         """What chosen parameters have on NVMe, and in memory. Blocks on nothing; the bytes are read later."""
         seen = _what_decides(self._shards, names)
         if seen != self._seen:
-            self._resting = Resting(list(_sharded(self._shards, frozenset(names), is_on_nvme=True)))
+            self._resting = Resting(_sharded(self._shards, frozenset(names), is_on_nvme=True))
             self._seen = seen
         return self._resting, list(_sharded(self._shards, frozenset(names), is_on_nvme=False))
 

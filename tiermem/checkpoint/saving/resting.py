@@ -10,8 +10,9 @@ A save of a step that rests on the disk costs a sync and what is done here, so n
 
 from __future__ import annotations
 
+import array
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -35,17 +36,17 @@ ReadEntry = Callable[[str, int, int], torch.Tensor]
 class Resting:
     """Stretches on NVMe, which may come in any order; their `place` is an entry and an offset."""
 
-    def __init__(self, stretches: Sequence[Stretch]) -> None:
+    def __init__(self, stretches: Iterable[Stretch]) -> None:
         keys: dict[Key, int] = {}
         entries: dict[str, int] = {}
-        rows = []
+        numbers = array.array("q")  # a row behind the other: no object is kept for each
         for each in stretches:
             assert isinstance(each.place, tuple), f"{each.state} of {each.param} is in memory"
             entry, offset = each.place
             key = keys.setdefault((each.param, each.state, each.kind), len(keys))
             number = entries.setdefault(entry, len(entries))
-            rows.append((number, offset, key, each.start, each.numel, each.first_byte, each.num_bytes))
-        table = np.array(rows, np.int64).reshape(-1, 7)
+            numbers.extend((number, offset, key, each.start, each.numel, each.first_byte, each.num_bytes))
+        table = np.array(numbers, np.int64).reshape(-1, 7)
         self.entries, self.keys = list(entries), list(keys)
         columns = table[np.lexsort((table[:, 1], table[:, 0]))].T  # by entry, then by offset
         self._entry, self._offset, self._key, self._start, self._numel, self._first_byte, self._num_bytes = columns
