@@ -1,8 +1,7 @@
 """Opening: a saved step, verified, and put where a model rests.
 
-streams    a state's bytes     damage     what is not as it was saved     verified reads ahead and compares
-source     an opened step
-fitting    names and shapes    filling    formats                         custom   weights as a mapping
-resuming   groups, generators  ordinary   beside the model                restore  where a model rests
-loading    all of it
+a step       streams   a state's bytes     verified  blocks, read ahead and compared     damage    what differs
+             source    it, opened          custom    its weights as a mapping
+in a model   fitting   names and shapes    filling   formats                             restore   where it rests
+             resuming  groups, generators  ordinary  what is stepped beside the model    loading   all of it
 """

@@ -1,8 +1,11 @@
 """Saving: durable steps of a sharded model, which are the store's own files, and complete copies of them.
 
-stretch    elements in one range of bytes     capture   what a rank saves          blocks    checksums by MiB
-pieces     ranges of files, summed            scalars   groups, generators         content   what is saved, all of it
-publish    manifest, pointer, latest          commit    where states rest          predecessors  earlier runs' tags
-copying    ranges into a copy                 copies    complete copies, behind    unharmed  the step a corruption left
-saver      tags and steps
+what is saved    stretch  elements in one range of bytes    capture   a rank's stretches      scalars  groups, generators
+                 resting  those on NVMe, as arrays          pieces    those in memory, written
+                 rows     pieces as arrays                  blocks    checksums by MiB        content  all of it
+how it lasts     commit   where states rest                 copying   ranges into a copy      copies   complete, behind
+                 publish  manifest, pointer, latest
+                 saver    tags and steps, for those who call
+what goes        predecessors  earlier runs' tags           unfinished  what killed saves left
+what stays       unharmed      the step that a corruption left whole
 """
