@@ -10,7 +10,7 @@ from torch import nn
 
 from tiermem import OffloadPolicy, Shards, Tier
 from tiermem.checkpoint.saving.blocks import Run
-from tiermem.checkpoint.saving.capture import sharded
+from tiermem.checkpoint.saving.capture import stretches
 from tiermem.precision import PRESETS
 
 
@@ -55,18 +55,20 @@ class Summed(NamedTuple):
 def summed(shards: Shards) -> dict[tuple[str, str], list[Summed]]:
     """What this rank has of every state of every parameter, as it would be saved. Raises AssertionError for gaps."""
     found: dict[tuple[str, str], list[Summed]] = {}
-    for each in sharded(shards, {shard.name for _, shard in shards.parameters()}):
-        assert each.entry is not None
-        table = shards.store.sums.of(each.entry)
+    names = frozenset(shard.name for _, shard in shards.parameters())
+    for each in stretches(shards, names, is_on_nvme=True):
+        assert isinstance(each.place, tuple)
+        entry, offset = each.place
+        end, table = offset + each.num_bytes, shards.store.sums.of(entry)
         assert table is not None
-        inside = table.inside(each.offset, each.num_bytes)
+        inside = table.inside(offset, each.num_bytes)
         assert table.is_known[inside].all()
         starts, stops = table.pieces.starts[inside].tolist(), table.pieces.stops[inside].tolist()
-        assert [*starts, each.offset + each.num_bytes] == [each.offset, *stops]  # without a gap
-        shift = each.first_byte - each.offset
+        assert [*starts, end] == [offset, *stops]  # without a gap
+        shift = each.first_byte - offset
         rows = zip(starts, stops, table.crcs[inside].tolist(), strict=True)
         fragments = [Run(start + shift, stop - start, [crc]) for start, stop, crc in rows]
-        data = each.read(0, each.num_bytes).clone()
+        data = shards.values.read_part(entry, torch.uint8, slice(offset, end)).clone()
         found.setdefault((each.param, each.state), []).append(Summed(each.first_byte, data, fragments))
     return found
 

@@ -102,9 +102,9 @@ class Captures:
         """What chosen parameters have on NVMe, and in memory. Blocks on nothing; the bytes are read later."""
         seen = _what_decides(self._shards, names)
         if seen != self._seen:
-            self._resting = Resting(_sharded(self._shards, frozenset(names), is_on_nvme=True))
+            self._resting = Resting(stretches(self._shards, frozenset(names), is_on_nvme=True))
             self._seen = seen
-        return self._resting, list(_sharded(self._shards, frozenset(names), is_on_nvme=False))
+        return self._resting, list(stretches(self._shards, frozenset(names), is_on_nvme=False))
 
 
 def own(shards: Shards, optimizer: NativeOptimizer | None) -> list[OwnTensor]:
@@ -123,7 +123,7 @@ def own(shards: Shards, optimizer: NativeOptimizer | None) -> list[OwnTensor]:
 
 
 def _what_decides(shards: Shards, names: Sequence[str]) -> tuple[object, ...]:
-    """What `_sharded` depends on; its stretches on NVMe are the same while this is."""
+    """What `stretches` depends on; its stretches on NVMe are the same while this is."""
     units = tuple((live.entry, live.unit.is_packed, live.unit.is_trainable) for live in shards.units)
     tiles = shards.states
     if tiles is None:
@@ -132,8 +132,8 @@ def _what_decides(shards: Shards, names: Sequence[str]) -> tuple[object, ...]:
     return tuple(names), units, tiles, tiles.num_started, moments  # a tile keeps its home
 
 
-def _sharded(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterator[Stretch]:
-    """What chosen parameters have there."""
+def stretches(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterator[Stretch]:
+    """What of chosen parameters rests on NVMe, or in memory. Blocks on nothing; the bytes are read later."""
     if shards.topology.replica:  # another rank saves the same
         return
     for live, shard in shards.parameters():
@@ -252,4 +252,4 @@ def _ordinary_kind(key: str, value: torch.Tensor, state: Sequence[str] | dict[st
     return key, kinds.SPLIT if value.dtype == torch.int16 else kinds.name_of(value.dtype)
 
 
-__all__ = ["Captures", "OwnTensor", "buffers", "own", "parameters"]
+__all__ = ["Captures", "OwnTensor", "buffers", "own", "parameters", "stretches"]
