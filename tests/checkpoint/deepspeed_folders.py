@@ -124,7 +124,7 @@ def _their_classes() -> Iterator[Any]:
     config, scaler = "deepspeed.runtime.zero.config", "deepspeed.runtime.fp16.loss_scaler"
     names = {".".join(full.split(".")[: i + 1]) for full in (config, scaler) for i in range(4)}
     modules = {name: types.ModuleType(name) for name in names}
-    stage = enum.Enum("ZeroStageEnum", {"one": 1, "two": 2, "weights": 3}, module=config)  # type: ignore[misc]
+    stage = enum.Enum("ZeroStageEnum", {"optimizer_states": 1, "gradients": 2, "weights": 3}, module=config)  # type: ignore[misc]
     static = type("LossScaler", (), {"__module__": scaler, "__init__": _static})
     dynamic = type("DynamicLossScaler", (), {"__module__": scaler, "__init__": _dynamic})
     vars(modules[config])["ZeroStageEnum"] = stage

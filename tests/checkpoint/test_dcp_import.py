@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import pickle
 import warnings
@@ -74,6 +75,16 @@ def test_a_common_first_key_and_none_at_all_are_understood(tmp_path: Path) -> No
     found = read_dcp(tmp_path / "bare")
     assert {p.name for p in found.parameters} == set(net.state_dict())
     assert found.groups == []
+
+
+def test_members_of_enumerations_are_read_as_early_pythons_3_11_pickle_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    net = Net()
+    save(get_state_dict(net, [])[0], tmp_path)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert {p.name for p in read_dcp(tmp_path).parameters} == set(net.state_dict())
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import subprocess
 from pathlib import Path
@@ -54,6 +55,18 @@ def test_scalars_come_along(tmp_path: Path) -> None:
     assert found.client_state == {"epoch": (2, "half")}
     assert found.loss_scale == LossScale(512.0, True, 10, 2)
     assert found.left_behind == []
+
+
+def test_members_of_enumerations_are_read_as_early_pythons_3_11_pickle_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    write_deepspeed(tmp_path, 1, torch.float32)
+    assert b"getattr" in (tmp_path / TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt").read_bytes()
+    assert len(read_deepspeed(tmp_path).parameters) == 10
+    write_deepspeed(tmp_path / "two", 1, torch.float32, stage=2)
+    with pytest.raises(ValueError, match="ZeRO stage 2"):
+        read_deepspeed(tmp_path / "two")
 
 
 def test_a_tags_folder_is_opened_as_well(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ _CLASSES = {
     f"{_ROOM}filesystem": ("_StorageInfo", "_StoragePrefix"),
     "torch.serialization": ("_get_layout",),
     "torch": ("memory_format",),
+    "builtins": ("getattr",),  # a member of an enumeration, as Python 3.11.0 to 3.11.3 pickle them; a stand-in gets nothing
     "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
 }  # fmt: skip

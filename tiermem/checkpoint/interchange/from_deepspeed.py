@@ -40,6 +40,7 @@ from tiermem.optim.layout import MASTER
 _FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 _SCALER = "deepspeed.runtime.fp16.loss_scaler."
 _STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 _CLASSES = (f"{_SCALER}LossScaler", f"{_SCALER}DynamicLossScaler", f"{_SCALER}LossScalerBase", _STAGE)
 _MAX_LATEST_BYTES = 4096
 _OURS = frozenset(
@@ -244,7 +245,8 @@ def _optim_file(file: Path, num_ranks: int) -> _Optim:
     if not isinstance(kept, dict):
         raise ValueError(f"{file}: no optimizer states of ZeRO: optimizer_state_dict is missing")
     stage = kept.get("zero_stage")
-    stage = stage.arguments[0] if isinstance(stage, Attributes) and stage.arguments else stage
+    if isinstance(stage, Attributes) and stage.arguments:  # by its value, or by its class and its name
+        stage = _STAGES.get(str(stage.arguments[-1]), stage.arguments[-1])
     if stage != 3:
         raise ValueError(
             f"{file}: ZeRO stage {stage}; stage 3 is read. DeepSpeed's own zero_to_fp32.py makes a pytorch_model.bin of "

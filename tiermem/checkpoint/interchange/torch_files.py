@@ -24,6 +24,10 @@ _NAMED = re.compile(
 _MAX_PICKLE_BYTES = 256 << 20  # of a file's structure, without the values
 
 
+_MEMBER = "builtins.getattr"
+"""What early Pythons 3.11 pickle a member of an enumeration as: called with its class and its name. A stand-in gets nothing."""
+
+
 class Attributes:
     """Stands for an object of a class that is not imported: its attributes, and what it was called with."""
 
@@ -35,7 +39,8 @@ def load_torch(path: Path, foreign: Sequence[str] = ()) -> Any:
     """The content of a file that torch.save wrote; its tensors are on the CPU and stay in the file until they are looked at.
 
     Args:
-        foreign: dotted names of classes that come back as `Attributes`.
+        foreign: dotted names of classes that come back as `Attributes`; of an enumeration's member some Pythons write the
+            class and the name of the member in place of its value.
 
     Raises ValueError when it is no such file, is damaged, or would execute something; OSError when it cannot be read.
     """
@@ -73,7 +78,8 @@ def tensors_in(found: Any) -> Iterator[torch.Tensor]:
 
 
 def _load(file: Path | io.BytesIO, what: str, foreign: Sequence[str], is_mapped: bool) -> Any:
-    stand_ins = [(type(name.rpartition(".")[2], (Attributes,), {}), name) for name in foreign]
+    names = [*foreign, _MEMBER] if foreign else []
+    stand_ins = [(type(name.rpartition(".")[2], (Attributes,), {}), name) for name in names]
     try:
         with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():  # type: ignore[arg-type]  # pairs too
             warnings.simplefilter("ignore")  # of a protocol that it then refuses
