@@ -243,7 +243,7 @@ def test_the_programs_would_run(originals: list[Path], tmp_path: Path) -> None:
     assert num_run > 15
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(which=st.integers(0, NUM_KINDS - 1), seed=st.integers(0, 1 << 32))
 def test_changed_checkpoints_are_refused_or_read(originals: list[Path], tmp_path: Path, which: int, seed: int) -> None:
     try_one(originals[which], tmp_path / "scratch", random.Random(seed))
