@@ -25,7 +25,8 @@ from twins import seeded
 import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.zero import Init
-from tiermem.zero.ranks import agreement
+from tiermem.zero.ranks import agreement, rollcall
+from tiermem.zero.ranks.watch import Watch
 
 NUM_STEPS = 6
 TIERS = {"memory": Tier.HOST, "nvme": Tier.NVME}
@@ -195,6 +196,23 @@ def strays(who: int, way: tuple[int, ...], tier: Tier, **fields: object) -> Body
     return body
 
 
+# ---- who asks when ---------------------------------------------------------------------------------------------------
+
+
+def asks_late(who: int, body: Body, sees_deaths: bool = True) -> Body:
+    """A rank looks for the reason when the others have had time to be gone; on another host it sees no processes."""
+
+    def late(rank: int, nvme: Path) -> None:
+        if rank == who:
+            difference = Watch.difference
+            Watch.difference = lambda self: (time.sleep(1.5), difference(self))[1]  # type: ignore[method-assign]
+        if rank == who and not sees_deaths:
+            rollcall._has_died = lambda *_: False
+        body(rank, nvme)
+
+    return late
+
+
 def worlds() -> dict[str, World]:
     memory, nvme = Tier.HOST, Tier.NVME
     return {
@@ -210,10 +228,12 @@ def worlds() -> dict[str, World]:
         "0 of 2 dies building, memory": World(dies_building(0, memory)),
         "1 of 2 dies before, memory": World(dies_before(1, memory)),
         "1 of 2 dies agreeing, memory": World(dies_agreeing(1, memory)),
+        "1 of 3 dies in step, far from 2, memory": World(asks_late(2, dies_in("step", 1, memory), False), 3),
         "1 of 2 raises, nvme": World(raises(1, nvme)),
         "1 of 2 hangs, memory": World(hangs(1, memory)),
         "1 of 2 turns, memory": World(strays(1, (0, 2, 1), memory)),
         "1 of 3 skips, nvme": World(strays(1, (0, 2), nvme), 3),
+        "1 of 3 skips, 1 asks late, memory": World(asks_late(1, strays(1, (0, 2), memory)), 3),
         "0 of 3 repeats, memory": World(strays(0, (0, 1, 1, 2), memory, max_reuse_numel=0, unit_buffers=2), 3),
     }
 

@@ -28,6 +28,13 @@ DEATHS = [
     "0 of 2 dies building, memory",
     "1 of 2 dies before, memory",
     "1 of 2 dies agreeing, memory",
+    "1 of 3 dies in step, far from 2, memory",
+]
+STRAYS = [
+    "1 of 2 turns, memory",
+    "1 of 3 skips, nvme",
+    "1 of 3 skips, 1 asks late, memory",
+    "0 of 3 repeats, memory",
 ]
 Found = tuple[dict[str, list[dict[str, Any]]], Path]
 
@@ -69,7 +76,7 @@ def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_policy_says(found: F
     assert "one was slower than timeout_s" in found[0]["1 of 2 hangs, memory"][0]["message"]
 
 
-@pytest.mark.parametrize("world", ["1 of 2 turns, memory", "1 of 3 skips, nvme", "0 of 3 repeats, memory"])
+@pytest.mark.parametrize("world", STRAYS)
 def test_ranks_that_use_other_layers_are_told_where_they_parted(world: str, found: Found) -> None:
     calls = set()
     for rank in found[0][world]:

@@ -14,6 +14,7 @@ dies, or is silent for longer than the policy's `timeout_s`, makes the wait fail
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tiermem.zero.ranks.meeting import meet
+from tiermem.zero.ranks.meeting import OtherGroups, meet
 from tiermem.zero.ranks.rollcall import RanksDiffer
 from tiermem.zero.ranks.topology import Topology
 
@@ -77,7 +78,10 @@ class Pending:
                 watch.end_wait()
 
     def _wait_for(self, works: Sequence[Any]) -> None:
-        """Waits for all of a round before the first failure is raised: they read and write what is owned here."""
+        """Waits for all of a round before the first failure is raised: they read and write what is owned here.
+
+        The others end with the first: whom they wait for may wait for this rank, which will send no more.
+        """
         failure = None
         for work in works:
             try:
@@ -86,6 +90,8 @@ class Pending:
                 else:
                     work.wait()  # orders the stream; the backend's own watch keeps the time
             except RuntimeError as error:
+                if failure is None and self._topology.watch is not None:
+                    self._topology.watch.end_waits()
                 failure = failure or error
         try:
             if failure is not None:
@@ -145,6 +151,10 @@ def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:
     try:
         work = newest(dist.all_gather_into_tensor)(whole, mine, group=topology.group, async_op=True)
         meet(topology.group, work, topology.timeout_s) if device == "cpu" else work.wait()
+    except OtherGroups:
+        if topology.roll_call is not None:
+            topology.roll_call.outlive(time.monotonic())
+        raise
     except RuntimeError as error:
         raise explained(topology, _COMPARING, error) from error
     values = bytes(whole.cpu().tolist())
@@ -165,7 +175,14 @@ def exchange(topology: Topology, value: str) -> list[str]:
 
 def explained(topology: Topology, what: str, error: RuntimeError) -> RuntimeError:
     """The error to raise for one of a collective: where ranks differ, or which is gone. Asks around for a few seconds."""
-    difference = topology.watch.difference() if topology.watch is not None else None
+    if topology.roll_call is None or topology.watch is None:
+        return error
+    since = time.monotonic()
+    difference = topology.watch.difference()
     if difference is not None:
-        return RanksDiffer(f"{what} cannot go on: {difference}")
-    return error if topology.roll_call is None else topology.roll_call.explain(what, error)
+        found: RuntimeError = RanksDiffer(f"{what} cannot go on: {difference}")
+    else:
+        found = topology.roll_call.explain(what, error)
+    topology.watch.end_waits()
+    topology.roll_call.outlive(since)
+    return found

@@ -8,8 +8,8 @@ in errors of its neighbours. So every rank says in the rendezvous store where it
     3  whether a rank has never said where it runs
 
 for a few seconds, and raises with the answer. When nobody is gone it says who did not come: whoever waits in vain says so,
-and for what. torchrun's store belongs to its agent and outlives ranks; a store that was kept by rank 0 goes with it, which
-is an answer too.
+and for what. torchrun's store belongs to its agent and outlives ranks. A store that rank 0 keeps goes with it, which is an
+answer too; so a rank 0 that has its answer stays until the others have theirs: they would take it for the one that is gone.
 """
 
 from __future__ import annotations
@@ -75,6 +75,26 @@ class RollCall:
         names = ", ".join(f"rank {rank}{self._place(rank)}" for rank in sorted(lost))
         self._post(lost)
         return RankLost(f"{what} cannot go on: {names} is gone. Its own output says why. (On rank {self._me}: {error})")
+
+    def outlive(self, since: float) -> None:
+        """Says that this rank has its answer; if it keeps the store, waits until all who are alive have one too.
+
+        Args:
+            since: when this rank began to ask (`time.monotonic()`). It waits no longer than it asks for.
+        """
+        try:
+            self._store.set(self._answered(self._me), "")
+            others = [rank for rank in self._ranks if rank != self._me]
+            while self._me == 0 and not _is_agents_store() and time.monotonic() < since + _GRACE_S:
+                if all(self._store.check([self._answered(rank)]) for rank in set(others) - self._lost()):
+                    return
+                time.sleep(0.05)
+        except RuntimeError:
+            return  # the store is gone
+
+    @staticmethod
+    def _answered(rank: int) -> str:
+        return f"{_PREFIX}/{rank}/answered"
 
     def _who_stays_away(self, what: str) -> str:
         """What the ranks that are alive do instead, as far as they have said: those that wait say for what."""

@@ -10,7 +10,8 @@ With equal names it goes on: somebody is slow. A wait costs two assignments; a t
 only while there is something to wait for.
 
 A wait of gloo's is ended by another one on the same connections that times out: that closes them, on the other ranks as well,
-which then look for the difference in turn. NCCL waits on the GPU, and its own watch ends them.
+which then look for the difference in turn. Whoever fails ends its other waits like this: those it waits for may wait for it.
+NCCL waits on the GPU, and its own watch ends them.
 """
 
 from __future__ import annotations
@@ -82,6 +83,15 @@ class Watch:
         """It waits no more."""
         self._waits_since = 0.0
 
+    def end_waits(self) -> None:
+        """Ends what this rank still waits for, and what waits for it, once something has failed. Safe to repeat."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self._post()
+        for group in self._groups:
+            for rank in set(range(group.size())) - {group.rank()}:  # one that is connected still is enough
+                with contextlib.suppress(RuntimeError):  # which is what it is for
+                    group.recv([torch.zeros(1)], rank, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+
     def difference(self) -> str | None:
         """Where the ranks that wait, or have waited, went different ways, as far as this one can see; None: nowhere.
 
@@ -102,10 +112,12 @@ class Watch:
             since = self._waits_since
             is_long = since > 0 and time.monotonic() - since > _PATIENCE_S
             if is_long and self.difference() is not None:
-                self._end_waits()
+                self.end_waits()
                 return
 
     def _post(self) -> None:
+        if not self._key:
+            return
         newest = self._traffic.newest()
         if max(newest, default=0) != self._num_posted:
             self._num_posted = max(newest, default=0)
@@ -115,12 +127,6 @@ class Watch:
         key = f"{self._key}/{rank}"
         said = json.loads(self._store.get(key)) if self._store.check([key]) else {}
         return {int(number): what for number, what in said.items()}
-
-    def _end_waits(self) -> None:
-        for group in self._groups:
-            neighbour = (group.rank() + 1) % group.size()
-            with contextlib.suppress(RuntimeError):  # which is what it is for
-                group.recv([torch.zeros(1)], neighbour, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
 
 def _difference(said: dict[int, dict[int, str]]) -> str | None:
