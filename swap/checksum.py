@@ -15,11 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tiermem.swap.native import Workers, crc32c_combine, crc32c_join, crc32c_of
+from tiermem.swap.numbers import Numbers
 
-__all__ = ["combine", "crc32c", "crc32c_join"]
+Crcs = npt.NDArray[np.uint32]
+"""Checksums, a flat array."""
 
 
 def crc32c(tensors: Sequence[torch.Tensor], workers: Workers | None = None) -> list[int]:
@@ -37,3 +40,8 @@ def crc32c(tensors: Sequence[torch.Tensor], workers: Workers | None = None) -> l
 def combine(a: int, b: int, b_bytes: int) -> int:
     """The CRC-32C of A and B behind it, from those of A and of B, which is `b_bytes` long."""
     return crc32c_combine(a, b, b_bytes)
+
+
+def join(first: Numbers, crcs: Crcs, num_bytes: Numbers) -> Crcs:
+    """The CRC-32C of messages first[i] to first[i + 1] behind one another, for all i, from theirs and their lengths."""
+    return crc32c_join(first.astype(np.uint64), crcs, num_bytes.astype(np.uint64))

@@ -6,16 +6,14 @@ NVME then, also for those that were dropped since. Where an entry's bytes lie no
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Numbers = npt.NDArray[np.int64]
+from tiermem.swap.numbers import Numbers, spread
 
 
 class FrozenRange(NamedTuple):
@@ -68,8 +66,10 @@ class Freeze:
         table = np.array([(start, *place) for start, place in parts], np.int64).reshape(-1, 4)
         ends = np.cumsum([len(self.parts[name]) for name in entries], dtype=np.int64)
         sizes = table[ends - 1, 0] + table[ends - 1, 3]
-        if (offset < 0).any() or (num_bytes < 0).any() or (offset + num_bytes > sizes[entry]).any():
-            raise ValueError("bytes are asked for that lie outside their entry")
+        outside = np.flatnonzero((offset < 0) | (num_bytes < 0) | (offset + num_bytes > sizes[entry]))
+        for i in outside[:1]:
+            name, size = entries[entry[i]], sizes[entry[i]]
+            raise ValueError(f"bytes {offset[i]} to {offset[i] + num_bytes[i]} lie outside {name!r} ({size} bytes)")
         bases = np.cumsum(sizes) - sizes  # as if all entries lay behind one another
         own = np.repeat(bases, np.diff(ends, prepend=0))
         starts, (first, path_index, file_offset, _) = table[:, 0] + own, table.T
@@ -77,8 +77,7 @@ class Freeze:
         low, high = bases[entry] + offset, bases[entry] + offset + num_bytes
         at = np.searchsorted(starts, low, "right") - 1
         counts = np.where(num_bytes > 0, np.searchsorted(starts, high, "left") - at, 0)
-        request = np.repeat(np.arange(len(entry)), counts)
-        part = at[request] + np.arange(len(request)) - (np.cumsum(counts) - counts)[request]
+        request, part = spread(at, counts)
         begin, end = np.maximum(low[request], starts[part]), np.minimum(high[request], stops[part])
         within = begin - starts[part]
         return FrozenRows(request, first[part] + within, path_index[part], file_offset[part] + within, end - begin)
@@ -88,16 +87,6 @@ class Freeze:
 
         Raises KeyError for what is not frozen, ValueError for bytes outside it.
         """
-        parts, stop = self.parts[entry], offset + num_bytes
-        end = parts[-1].start + parts[-1].place.num_bytes
-        if offset < 0 or num_bytes < 0 or stop > end:
-            raise ValueError(f"bytes {offset} to {stop} lie outside {entry!r} ({end} bytes)")
-        found = []
-        at = bisect.bisect_right(parts, offset, key=lambda part: part.start) - 1
-        while offset < stop:
-            start, place = parts[at]
-            skipped = offset - start
-            length = min(stop - offset, place.num_bytes - skipped)
-            found.append(FrozenRange(place.path_index, place.file_offset + skipped, length))
-            offset, at = offset + length, at + 1
-        return found
+        found = self.find([entry], *np.array([[0], [offset], [num_bytes]], np.int64))
+        columns = zip(found.path_index.tolist(), found.file_offset.tolist(), found.num_bytes.tolist(), strict=True)
+        return [FrozenRange(*each) for each in columns]

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Offsets = npt.NDArray[np.int64]
-Crcs = npt.NDArray[np.uint32]
+from tiermem.swap.checksum import Crcs
+from tiermem.swap.numbers import Numbers
 
 ROTATION = 16  # with verify="sample" one read of so many is checked
 
@@ -28,8 +28,8 @@ ROTATION = 16  # with verify="sample" one read of so many is checked
 class Pieces(NamedTuple):
     """Ranges [starts[i], stops[i]) of an entry's bytes: flat, ascending, none empty."""
 
-    starts: Offsets
-    stops: Offsets
+    starts: Numbers
+    stops: Numbers
     name: Callable[[int], object] = "piece {}".format
     """What piece i is, in its owner's words; its str() goes into errors."""
 
@@ -69,7 +69,7 @@ class PieceTable:
         last = int(np.searchsorted(self.pieces.starts, offset + num_bytes, "left"))
         return slice(first, max(first, last))
 
-    def put(self, which: slice | Offsets, crcs: Crcs) -> None:
+    def put(self, which: slice | Numbers, crcs: Crcs) -> None:
         """These pieces are known to have these checksums."""
         self.crcs[which], self.is_known[which] = crcs, True
 
@@ -78,7 +78,7 @@ class PieceTable:
         self.is_known[self.touching(offset, num_bytes)] = False
         self.put(self.inside(offset, num_bytes), crcs)
 
-    def due(self, offset: int, num_bytes: int, rotates: bool) -> Offsets:
+    def due(self, offset: int, num_bytes: int, rotates: bool) -> Numbers:
         """The numbers of those pieces inside a range that are known and to be checked when it is read now.
 
         rotates: a read of the range in ROTATION, another one for each entry.
@@ -88,10 +88,10 @@ class PieceTable:
         if rotates:
             self._num_reads[inside] += 1
             chosen &= (self._num_reads[inside] + self._serial) % ROTATION == 0
-        numbers: Offsets = inside.start + np.flatnonzero(chosen)
+        numbers: Numbers = inside.start + np.flatnonzero(chosen)
         return numbers
 
-    def unknown(self) -> Offsets:
+    def unknown(self) -> Numbers:
         """The numbers of the pieces whose checksum is not known."""
         return np.flatnonzero(~self.is_known)
 

@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tiermem.swap.checksum import crc32c
+from tiermem.swap.checksum import Crcs, crc32c
 from tiermem.swap.corruption import DamagedEntry
 from tiermem.swap.native import Op, Workers, crc32c_of
-from tiermem.swap.pieces import Crcs, Offsets, Pieces, PieceTable
+from tiermem.swap.numbers import Numbers
+from tiermem.swap.pieces import Pieces, PieceTable
 from tiermem.swap.record import Recorder
 
 Verify = Literal["always", "sample", "resume"]
@@ -177,16 +178,16 @@ class _Expected(NamedTuple):
 
     entry: str
     pieces: Pieces
-    numbers: Offsets
+    numbers: Numbers
     crcs: Crcs
     base: int  # address at which the entry would begin
 
     @property
-    def starts(self) -> Offsets:
+    def starts(self) -> Numbers:
         return self.pieces.starts[self.numbers]
 
     @property
-    def num_bytes(self) -> Offsets:
+    def num_bytes(self) -> Numbers:
         return self.pieces.stops[self.numbers] - self.starts
 
 
@@ -252,5 +253,5 @@ def _sum(
     return crcs
 
 
-def _joined(rows: Sequence[Offsets]) -> npt.NDArray[np.uint64]:
+def _joined(rows: Sequence[Numbers]) -> npt.NDArray[np.uint64]:
     return np.concatenate(rows).astype(np.uint64)

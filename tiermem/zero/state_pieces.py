@@ -21,7 +21,8 @@ import numpy as np
 
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.extents import round_up
-from tiermem.swap.pieces import Offsets, Pieces
+from tiermem.swap.numbers import Numbers
+from tiermem.swap.pieces import Pieces
 from tiermem.zero.ranks.quantised import BLOCK, byte_ranges
 from tiermem.zero.unit import Shard, Unit
 
@@ -69,9 +70,9 @@ class StatePieces:
         self.runs = [run for run in runs if run.num_bytes]
         cut = [_cut(run) for run in self.runs]
         self._first_piece = np.cumsum([0, *map(len, cut)]).tolist()
-        self.first_bytes: Offsets = np.concatenate([*cut, np.zeros(0, np.int64)])
+        self.first_bytes: Numbers = np.concatenate([*cut, np.zeros(0, np.int64)])
         ends = [np.append(each[1:], run.first_byte + run.num_bytes) for each, run in zip(cut, self.runs, strict=True)]
-        self.num_bytes: Offsets = np.concatenate([*ends, np.zeros(0, np.int64)]) - self.first_bytes
+        self.num_bytes: Numbers = np.concatenate([*ends, np.zeros(0, np.int64)]) - self.first_bytes
         shifts = [run.offset - run.first_byte for run in self.runs]
         starts = self.first_bytes + np.repeat(np.array(shifts, np.int64), [len(each) for each in cut])
         self.pieces = Pieces(starts, starts + self.num_bytes, self.name)
@@ -126,7 +127,7 @@ def _weight_scales() -> str:
     return WEIGHT + SCALES
 
 
-def _cut(run: Run) -> Offsets:
+def _cut(run: Run) -> Numbers:
     """Where its pieces begin, in the state of the whole parameter."""
     inner = np.arange(round_up(run.first_byte + 1, BLOCK_BYTES), run.first_byte + run.num_bytes, BLOCK_BYTES)
     return np.concatenate(([run.first_byte], inner)).astype(np.int64)

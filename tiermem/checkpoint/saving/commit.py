@@ -26,14 +26,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiermem.checkpoint.format.manifest import Manifest, Part, data_name, manifest_name, part_name
+from tiermem.checkpoint.format.manifest import Manifest, data_name, manifest_name, part_name
 from tiermem.checkpoint.format.places import latest_path, pointer_path, written
-from tiermem.checkpoint.saving.content import Content, frozen, manifest_of, told_of_part
+from tiermem.checkpoint.saving.content import Content, frozen, manifest_of, write_part
 from tiermem.checkpoint.saving.pieces import put_together, write_data
 from tiermem.checkpoint.saving.predecessors import drop_step, drop_tags
 from tiermem.checkpoint.saving.publish import publish, remove, remove_pointer
 from tiermem.checkpoint.together import talk_over, together
-from tiermem.swap import durable
 from tiermem.swap.freeze import Freeze
 from tiermem.swap.run_folder import is_of_commit
 from tiermem.zero.shards import Shards
@@ -132,17 +131,16 @@ class Commits:
             files.append(folder / data_name(commit))
             undo.callback(remove, files[-1])
             placed.append(write_data(content.in_memory, files[-1], len(files) - 1, shards.workers))
-        whole, names = put_together(placed), tuple(written(file, folder) for file in files)
-        part = Part(self.run_id, commit, rank, content.rng, content.data, names, whole.rows.states()).dump()
+        whole, names = put_together(placed), [written(file, folder) for file in files]
         path = folder / part_name(commit, rank)
         undo.callback(remove, path)
-        durable.write_file(path, part)
+        told = write_part(path, self.run_id, commit, rank, content, names, whole)
         pointer = None
         if content.tag is not None and content.save_dir is not None:
             pointer = pointer_path(content.save_dir, content.tag)
         own = (path, *files[len(freeze.files()) :])
         kept = Kept(commit, content.step, content.tag, freeze, folder / manifest_name(commit), pointer, own)
-        return kept, told_of_part(path, part, whole.sums)
+        return kept, told
 
     def _doomed(self, kept: Kept, is_whole: bool) -> list[Kept]:
         """What goes once the new one is durable: the step before, the same tag, tags beyond `keep`. The same on all ranks."""

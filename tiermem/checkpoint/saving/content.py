@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from tiermem.checkpoint.format.crc import crc32c
-from tiermem.checkpoint.format.manifest import Manifest, Parameter, PartFile
+from tiermem.checkpoint.format.manifest import Manifest, Parameter, Part, PartFile
 from tiermem.checkpoint.format.places import written
 from tiermem.checkpoint.format.plain import Json
 from tiermem.checkpoint.saving.blocks import Run, checksums
-from tiermem.checkpoint.saving.pieces import Placed, Runs
+from tiermem.checkpoint.saving.pieces import Placed
 from tiermem.checkpoint.saving.resting import Resting
 from tiermem.checkpoint.saving.stretch import Stretch
+from tiermem.swap import durable
 from tiermem.swap.freeze import Freeze
 from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.shards import Shards
@@ -44,10 +45,17 @@ class Content:
         return not self.excluded and self.values["optimizer"] is not None
 
 
-def told_of_part(file: Path, data: bytes, sums: Runs) -> Json:
-    """What a rank tells of its part: where it is, its size and checksum, and those of its states."""
-    rows = [[param, state, [list(each) for each in found]] for (param, state), found in sums.items()]
-    return {"folder": str(file.parent), "file": file.name, "bytes": len(data), "crc32c": crc32c(data), "sums": rows}
+def write_part(
+    file: Path, run_id: str, commit: int, rank: int, content: Content, files: Sequence[str], placed: Placed
+) -> Json:
+    """Makes a rank's part durable: its pieces, by the number of one of `files`. Raises OSError.
+
+    Returns what rank 0 has to know of it: where it is, its size and checksum, and those of its states.
+    """
+    data = Part(run_id, commit, rank, content.rng, content.data, tuple(files), placed.rows.states()).dump()
+    durable.write_file(file, data)
+    sums = [[param, state, [list(each) for each in found]] for (param, state), found in placed.sums.items()]
+    return {"folder": str(file.parent), "file": file.name, "bytes": len(data), "crc32c": crc32c(data), "sums": sums}
 
 
 def manifest_of(

@@ -20,16 +20,14 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from tiermem.checkpoint.format.manifest import Part
 from tiermem.checkpoint.format.places import copy_name, pointer_path, tag_folder
 from tiermem.checkpoint.saving.commit import Commits
-from tiermem.checkpoint.saving.content import Content, frozen, manifest_of, told_of_part
-from tiermem.checkpoint.saving.copying import Extent, Pace, copy, end_of, lay_out, take_room
+from tiermem.checkpoint.saving.content import Content, frozen, manifest_of, write_part
+from tiermem.checkpoint.saving.copying import Extent, Pace, copy, lay_out, take_room
 from tiermem.checkpoint.saving.pieces import Placed, data_bytes, put_together, write_data
 from tiermem.checkpoint.saving.publish import SavingInto, publish, remove
 from tiermem.checkpoint.saving.unfinished import OURS
 from tiermem.checkpoint.together import Talk, talk_over, together
-from tiermem.swap import durable
 from tiermem.swap.direct import ALIGNMENT
 from tiermem.swap.extents import round_up
 from tiermem.swap.freeze import Freeze
@@ -176,13 +174,9 @@ class Copies:
         if work.extents:
             copy(work.sources, work.extents, work.data, self._pace)
         rank, content = self._shards.topology.rank, work.content
-        part = Part(
-            self._run_id, work.commit, rank, content.rng, content.data, (work.data.name,), work.placed.rows.states()
-        ).dump()
         path = work.folder / copy_name(self._run_id, work.commit, rank, "json")
         work.undo.callback(remove, path)
-        durable.write_file(path, part)
-        return told_of_part(path, part, work.placed.sums) | {"end": end_of(work.extents, 0)}
+        return write_part(path, self._run_id, work.commit, rank, content, [work.data.name], work.placed)
 
     def _check_seen(self, told: list[Any]) -> None:
         """Raises OSError when a rank has written to a folder that is not this one."""

@@ -83,16 +83,11 @@ def lay_out(rows: Rows, start: int, file: int) -> tuple[list[Extent], Rows]:
     return [Extent(*each) for each in columns], rows._replace(file=np.full_like(rows.file, file), offset=moved)
 
 
-def end_of(extents: Sequence[Extent], start: int) -> int:
-    """The copy's length with these extents in it."""
-    return extents[-1].place + extents[-1].num_bytes if extents else start
-
-
 def take_room(path: Path, extents: Sequence[Extent]) -> None:
     """Gives the copy the blocks for its extents. Raises OSError (ENOSPC) with the arithmetic."""
     if not extents:
         return
-    start, stop = extents[0].place, end_of(extents, 0)
+    start, stop = extents[0].place, extents[-1].place + extents[-1].num_bytes
     with durable.named(path):
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:

@@ -21,12 +21,13 @@ import torch
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
 from tiermem.checkpoint.saving.blocks import Run
-from tiermem.checkpoint.saving.rows import Key, Numbers, Rows
+from tiermem.checkpoint.saving.rows import Key, Rows
 from tiermem.checkpoint.saving.stretch import Stretch
-from tiermem.swap.checksum import crc32c, crc32c_join
+from tiermem.swap.checksum import Crcs, crc32c, join
 from tiermem.swap.freeze import Freeze
 from tiermem.swap.native import Workers
-from tiermem.swap.pieces import Crcs, PieceTable
+from tiermem.swap.numbers import Numbers, spread
+from tiermem.swap.pieces import PieceTable
 from tiermem.swap.sums import Sums
 
 ReadEntry = Callable[[str, int, int], torch.Tensor]
@@ -70,7 +71,7 @@ class Resting:
         Blocks only where the store does not know one: then the bytes are read, and it knows from then on. Raises OSError.
         """
         crcs = self._crcs(known, read, workers)[self._order]
-        blocks = crc32c_join(self._block_first, crcs, self._block_lengths)
+        blocks = join(self._block_first, crcs, self._block_lengths)
         found: dict[tuple[str, str], list[Run]] = {}
         all_crcs = blocks.tolist()
         for key, first_block, last_block, start, num_bytes in self._runs:
@@ -84,7 +85,7 @@ class Resting:
         """Cuts the rows at every MiB of their state, and puts what results in the order of the states."""
         stop = self._first_byte + self._num_bytes
         first_block, last_block = self._first_byte // CHECKSUM_BYTES, (stop - 1) // CHECKSUM_BYTES
-        row, block = _spread(first_block, last_block - first_block + 1)
+        row, block = spread(first_block, last_block - first_block + 1)
         first = np.maximum(self._first_byte[row], block * CHECKSUM_BYTES)
         length = np.minimum(stop[row], (block + 1) * CHECKSUM_BYTES) - first
         self._piece_start = self._offset[row] + first - self._first_byte[row]  # in the entry
@@ -96,8 +97,8 @@ class Resting:
         is_run = np.concatenate(([True], ~goes_on))[: len(key)]
         is_block = is_run | (first % CHECKSUM_BYTES == 0)
         block_first = np.flatnonzero(is_block)
-        self._block_first = np.append(block_first, len(key)).astype(np.uint64)
-        self._block_lengths = length.astype(np.uint64)
+        self._block_first = np.append(block_first, len(key))
+        self._block_lengths = length
         run_first = np.flatnonzero(is_run)
         run_blocks = np.append(np.searchsorted(block_first, run_first), len(block_first)).tolist()
         run_bytes = np.add.reduceat(length, run_first).tolist() if len(key) else []
@@ -140,7 +141,7 @@ class _Known:
         low, high = start + entry * size, stop + entry * size
         first = np.searchsorted(starts, low, "left")
         counts = np.maximum(0, np.searchsorted(stops, high, "right") - first)
-        self._range, self._chosen = _spread(first, counts)
+        self._range, self._chosen = spread(first, counts)
         self._first = np.concatenate(([0], np.cumsum(counts)))
         self._lengths = (stops - starts)[self._chosen]
         self._num_ranges = len(start)
@@ -163,14 +164,7 @@ class _Known:
     def look_up(self, tables: Sequence[PieceTable | None]) -> tuple[Crcs, npt.NDArray[np.bool_]]:
         """The checksum of each range, and whether it is known."""
         crcs = np.concatenate([np.zeros(0, np.uint32), *(table.crcs for table in tables if table is not None)])
-        joined = crc32c_join(self._first.astype(np.uint64), crcs[self._chosen], self._lengths.astype(np.uint64))
+        joined = join(self._first, crcs[self._chosen], self._lengths)
         is_known = self._is_covered.copy()
         is_known[self.unknown(tables)] = False
         return joined, is_known
-
-
-def _spread(first: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
-    """Row i as often as counts[i] says, and with it first[i], first[i] + 1, ..."""
-    row = np.repeat(np.arange(len(counts)), counts)
-    before = np.cumsum(counts) - counts
-    return row, first[row] + np.arange(len(row)) - before[row]

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from tiermem.checkpoint.format.manifest import PartState
+from tiermem.swap.numbers import Numbers
 
-Numbers = npt.NDArray[np.int64]
 Key = tuple[str, str, str]
 """Parameter, state, kind."""
 
