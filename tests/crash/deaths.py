@@ -16,6 +16,7 @@ chances are those of its number and the seed, so that it can be run alone.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -29,8 +30,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import sabotage
+from forks import forked
 from killed_ranks import Death, Ended, errors_of, fresh, in_fork, phases_of, run_ranks, turns_of
 from power import Disk, Loss
 from small_run import PHASES, Plan, lines_of, train
@@ -288,12 +291,10 @@ def main() -> int:
     pids = []
     for worker in range(args.workers):
         folder = args.folder / f"worker-{worker}"
-        pids.append(os.fork())
-        if not pids[-1]:
-            work(args, cases[worker :: args.workers], folder)
-            os._exit(0)
+        pids.append(forked(functools.partial(work, args, cases[worker :: args.workers], folder)))
     for worker, pid in enumerate(pids):
-        os.waitpid(pid, 0)
+        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            raise RuntimeError(f"worker {worker} has ended before its time: what it printed says why")
         totals.merge(args.folder / f"worker-{worker}" / "totals")
     said = {"seed": args.seed, "seconds": round(time.monotonic() - started), "failed": len(totals.failures)}
     sorted_counts = {name: dict(sorted(counts.items())) for name, counts in totals.counts.items()}

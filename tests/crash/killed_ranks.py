@@ -13,6 +13,7 @@ share one page of memory in which each writes the phase that it is in, so that w
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import mmap
@@ -24,7 +25,6 @@ import socket
 import struct
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +37,9 @@ import torch.distributed as dist
 import tiermem.engine
 import tiermem.optim  # noqa: F401
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
+from forks import forked
 from power import Disk
 from small_run import PHASES, Plan
 
@@ -78,7 +80,10 @@ def run_ranks(
     """Runs until every rank has ended. Blocks."""
     with _Phases(num_ranks) as phases:
         port = _free_port()
-        pids = [_fork(place, plan, rank, num_ranks, port, death, disk, body, phases) for rank in range(num_ranks)]
+        pids = []
+        for rank in range(num_ranks):
+            act = functools.partial(_be_a_rank, place, plan, rank, num_ranks, port, death, disk, body, phases)
+            pids.append(forked(act, place / f"errors.{rank}"))
         ended = _watch(pids, phases, death, disk is not None)
         dying = 0 if death is None or death.rank is None else death.rank
         turn = place / f"died.{dying}"
@@ -180,7 +185,7 @@ def _word(status: int) -> str:
     return "raised" if os.WEXITSTATUS(status) else "ended"
 
 
-def _fork(
+def _be_a_rank(
     place: Path,
     plan: Plan,
     rank: int,
@@ -190,46 +195,18 @@ def _fork(
     disk: Disk | None,
     body: Body,
     phases: _Phases,
-) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        errors = os.open(place / f"errors.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(errors, 1)
-        os.dup2(errors, 2)
-        with (
-            _noted(place, rank, phases) as begin,
-            _watched(place, rank, death, disk, begin),
-            _ranks(rank, num_ranks, port),
-        ):
-            body(place, plan, rank, begin)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+) -> None:
+    with (
+        _noted(place, rank, phases) as begin,
+        _watched(place, rank, death, disk, begin),
+        _ranks(rank, num_ranks, port),
+    ):
+        body(place, plan, rank, begin)
 
 
 def in_fork(place: Path, act: Callable[[], int]) -> int:
-    """Does something in a fork of its own, which prints to errors.0; returns the exit status, 99 after an exception."""
-    pid = os.fork()
-    if pid == 0:
-        out, status = os.open(place / "errors.0", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 99
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        try:
-            status = act()
-        except SystemExit as end:
-            status = int(end.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    """Does something in a fork of its own, which prints to errors.0; returns the exit status, RAISED after an exception."""
+    return os.waitstatus_to_exitcode(os.waitpid(forked(act, place / "errors.0"), 0)[1])
 
 
 @contextlib.contextmanager

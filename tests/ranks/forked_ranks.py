@@ -10,12 +10,12 @@ torch has run in the parent, so that a fork has no threads to miss.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import json
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._dynamo  # torch.optim imports it when first used: here once, not in every rank
 import torch.distributed as dist
+from forks import forked
 
 import tiermem.engine
 import tiermem.optim  # noqa: F401
@@ -66,7 +67,9 @@ def run_worlds(worlds: Mapping[str, World], folder: Path) -> dict[str, list[Ende
     for number, (name, world) in enumerate(worlds.items()):
         port, place = free_port(), folder / str(number)
         (place / "nvme").mkdir(parents=True)
-        pids[name] = [_fork(rank, world, port, place) for rank in range(world.num_ranks)]
+        pids[name] = [
+            forked(functools.partial(_be_a_rank, rank, world, port, place)) for rank in range(world.num_ranks)
+        ]
     return {
         name: [_ended(pid, folder / str(number) / f"{rank}.json", deadline) for rank, pid in enumerate(pids[name])]
         for number, name in enumerate(worlds)
@@ -82,21 +85,6 @@ def free_port() -> int:
 def die() -> None:
     """Ends this rank as kill -9 does."""
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _fork(rank: int, world: World, port: int, place: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        _be_a_rank(rank, world, port, place)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def _be_a_rank(rank: int, world: World, port: int, place: Path) -> None:
