@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional
 
 _WAIT_S = 60.0  # for other ranks, in collectives
 
@@ -29,7 +30,7 @@ def launch(script: Path, num_ranks: int, folder: Path, *words: str, timeout_s: f
     processes = []
     for rank in range(num_ranks):
         environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-        environment |= {"LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        environment |= {"LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
         with open(folder / f"{rank}.txt", "w") as said:
             command = [sys.executable, str(script), str(folder), *words]
             processes.append(subprocess.Popen(command, stdout=said, stderr=said, env=environment))

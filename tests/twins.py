@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed.nn.functional
 from torch import nn
 from torch.nn import functional as F
 

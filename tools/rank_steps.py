@@ -27,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tiermem
 from tiermem import OffloadPolicy
+from tiermem.engine.joining import hold_no_group
 
 _TIMEOUT = timedelta(seconds=120)
 _EMPTY_NUMEL = 8
@@ -86,6 +87,7 @@ class Tower(nn.Module):
 def run_rank(rank: int, job: Job, answers: Any) -> None:
     """Measures on one rank; rank 0 puts the answer, a dict of lists of seconds, into the queue."""
     torch.set_num_threads(max(1, torch.get_num_threads() // job.num_ranks))
+    hold_no_group()
     store = torch._C._distributed_c10d.FileStore(job.store_file, job.num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks, timeout=_TIMEOUT)
     group, idle = dist.group.WORLD, _idle_group()

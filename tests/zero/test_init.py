@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from twins import assert_same_tensors, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
-from tiermem.zero import Init
+from tiermem.zero import GatheredParameters, Init
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": zoo.llama,
@@ -82,6 +84,31 @@ def test_parameters_show_nan_the_true_shape_and_the_coming_dtype(tmp_path: Path)
     assert model.lm_head.weight.isnan().all()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     tiermem.shard(model, policy_at(Tier.NVME, tmp_path)).close()
+
+
+def test_copying_pickling_and_writing_before_sharding_raise_and_say_how(tmp_path: Path) -> None:
+    def zero_largest(module: nn.Module) -> None:
+        nn.init.zeros_(max(module.parameters(), key=torch.Tensor.numel))
+
+    policy = policy_at(Tier.NVME, tmp_path)
+    with Init(policy=policy):
+        model = zoo.Tower()
+        inside = copy.deepcopy(model.layers[0])  # as torch.nn.TransformerEncoder does it
+    for act in (copy.deepcopy, pickle.dumps, zero_largest):
+        with pytest.raises(
+            RuntimeError, match=r"of shape \(\d+, \d+\) whose values rest elsewhere.*GatheredParameters"
+        ):
+            act(model.layers[0])
+    with GatheredParameters(list(model.layers[0].parameters())):
+        gathered = copy.deepcopy(model.layers[0])
+    with pytest.raises(RuntimeError, match="cannot be copied"):
+        copy.deepcopy(model.layers[0])
+    with tiermem.shard(model, policy), GatheredParameters(list(model.layers[0].parameters())):
+        assert {type(p) for p in model.layers[0].parameters()} == {nn.Parameter}
+        values = {name: value.clone() for name, value in model.layers[0].state_dict().items()}
+    assert_same_tensors(dict(gathered.state_dict()), values)
+    with GatheredParameters(list(inside.parameters())):
+        assert_same_tensors(dict(inside.state_dict()), values)
 
 
 def test_what_code_does_to_a_parameter_inside_is_kept(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def join_ranks(timeout_s: float) -> None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or dist.is_initialized():
         return
+    hold_no_group()
     backend, timeout = "gloo", timedelta(seconds=timeout_s)
     if torch.cuda.is_available():
         backend = "nccl"
@@ -40,6 +41,15 @@ def join_ranks(timeout_s: float) -> None:
     store = TCPStore(address, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True)
     _compare_numbers(store, rank, world, timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def hold_no_group() -> None:
+    """To be called before a process group is made, or torch holds it for ever and it does not end when it is destroyed.
+
+    torch.distributed.nn.functional, which torch's optimizers import, has what is the world then for its default arguments.
+    gloo's threads live on with the group, and now and then abort an interpreter that ends (pytorch/pytorch#179291).
+    """
+    import torch.distributed.nn.functional  # noqa: F401
 
 
 def _says_where() -> bool:

@@ -5,7 +5,7 @@ no memory. Whoever touches one wakes it (init.py sees the touch); the oldest awa
 what is in them is kept.
 
     admit --> asleep --wake--> awake --trim--> asleep          take_out, put_back: a GatheredParameters context holds it
-                                                               move_part: the model is sharded, the nursery forgets it
+    graduate: building has ended, and they rest (resting.py)   move_part: the model is sharded, the nursery forgets it
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tiermem.zero.building.as_built import AsBuilt
 from tiermem.zero.ranks.agreement import agree
 from tiermem.zero.ranks.collectives import share
 from tiermem.zero.ranks.topology import Topology, paths_of_rank
+from tiermem.zero.weights import resting
 from tiermem.zero.weights.attributes import ZeroParamStatus, absent_part, describe, mark
 from tiermem.zero.weights.gather import gather
 
@@ -42,6 +43,8 @@ class Nursery:
         as_built: what the context was told, for whoever takes the parameters.
         pin_memory: parts that rest in memory are page-locked, where there is a GPU.
     """
+
+    may_lend = False  # to whoever uses a parameter while no context holds it
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class Nursery:
         self._awake_bytes = 0
         self._freed_bytes = 0  # since the heap was last trimmed
         self._num_admitted = 0
+        self._is_building = True
 
     def admit(self, param: nn.Parameter) -> None:
         """Takes a parameter's values (rank 0's win) and leaves NaN. Collective when there are several ranks; blocks."""
@@ -133,6 +137,8 @@ class Nursery:
         for param in list(self._children.keys()):
             if dtype is not None and param.dtype.is_floating_point:
                 param.data = torch.empty((), dtype=dtype).fill_(float("nan")).expand(param.shape)
+        self._is_building = False
+        resting.rest(self._children.keys())
         for reference in self._small:
             small = reference()
             if small is not None and dtype is not None and small.dtype.is_floating_point:
@@ -151,6 +157,7 @@ class Nursery:
         Goes piece by piece: no copy of the whole part is made on the way. Blocks; raises OSError.
         """
         child = self._children.pop(param)
+        resting.wake([param])
         if into is not None and child.part is not None:
             into[: child.num_values].copy_(child.part)
         elif into is not None:
@@ -168,6 +175,7 @@ class Nursery:
         """Gives a parameter its whole values until `put_back`. Collective when there are several ranks; blocks."""
         child, shown = self._children[param], param.dtype
         self._write_back(param)  # what was written while it was awake
+        resting.wake([param])
         param.data = self._get(param, child).to(shown).view(child.shape)
         self._out[param] = True
         mark((param,), ZeroParamStatus.AVAILABLE)
@@ -176,6 +184,8 @@ class Nursery:
         """Ends a `take_out`: the parameter sleeps. What was written in it is gone, unless `replace`d."""
         self._out.pop(param, None)
         self._sleep(param)
+        if not self._is_building:
+            resting.rest([param])
 
     def whole(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter's values as built. Collective when there are several ranks; blocks."""
