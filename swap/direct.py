@@ -89,9 +89,9 @@ def take_room(fd: int, start: int, num_bytes: int, name: Path) -> None:
         preallocate(fd, start, num_bytes)
     except OSError as error:
         free, advice = os.fstatvfs(fd), remedy(error.errno)
-        what = (
-            f"{num_bytes} bytes are needed, {free.f_bavail * free.f_frsize} are free: {os.strerror(error.errno or 0)}"
-        )
+        held = f" beyond the {start} already held" if start else ""
+        room = f"{free.f_bavail * free.f_frsize} are free"
+        what = f"{num_bytes} bytes are needed{held}, {room}: {os.strerror(error.errno or 0)}"
         raise OSError(error.errno, f"{what} ({advice})" if advice else what, str(name)) from None
 
 

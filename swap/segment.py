@@ -19,7 +19,7 @@ import errno
 import os
 
 from tiermem.swap import durable
-from tiermem.swap.direct import ALIGNMENT, give_back, preallocate
+from tiermem.swap.direct import ALIGNMENT, give_back, take_room
 from tiermem.swap.extents import FreeRanges, round_up
 from tiermem.swap.paths import NvmePath
 from tiermem.swap.probe import probe_path
@@ -185,17 +185,10 @@ class Segment:
                 str(self.facts.path),
             )
         try:
-            preallocate(self.fd, self.size_bytes, num_bytes)
-        except OSError as error:
+            take_room(self.fd, self.size_bytes, num_bytes, self.facts.path)
+        except OSError:
             with contextlib.suppress(OSError):  # a disk that fails may refuse that too: the first error is told
                 os.ftruncate(self.fd, self.size_bytes)  # what a refused request has taken already
-            free = os.fstatvfs(self.fd)
-            raise OSError(
-                error.errno,
-                f"{num_bytes} bytes are needed beyond the {self.size_bytes} already held, "
-                f"{free.f_bavail * free.f_frsize} are free: {os.strerror(error.errno or 0)}. "
-                "Free some space or add a path",
-                str(self.facts.path),
-            ) from None
+            raise
         self._free.add(self.size_bytes, num_bytes)
         self.size_bytes += num_bytes

@@ -3,7 +3,7 @@
 Where each fault is met, by injection and by real means:
 
     ENOSPC                      here                            test_failing_file_systems; test_failing_disks (swap)
-    a limit, a quota            -                               test_failing_file_systems: writes that are cut short
+    a limit, a quota            test_files (swap): a quota      test_failing_file_systems: writes that are cut short
     EIO                         here, test_export_faults        test_failing_disks: a lost range, a bad one, a disk that is gone
     read-only                   here: from any moment on        test_failing_file_systems: while each thing is done
     a tile cut, or a bit of it  test_source, test_unharmed      test_load_arguments: the model is opened from the one before

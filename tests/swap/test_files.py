@@ -149,7 +149,7 @@ def test_full_disk_is_refused_at_reservation_with_needed_and_free(mount: Callabl
     path = mount("ext4", 24 * MIB)
     files = Files([path])
     free = probe_path(path).free_bytes
-    with pytest.raises(OSError, match=rf"{64 * MIB} bytes are needed .* are free: No space left") as refusal:
+    with pytest.raises(OSError, match=rf"{64 * MIB} bytes are needed.* are free: No space left") as refusal:
         files.reserve(64 * MIB)
     assert (refusal.value.errno, refusal.value.filename) == (errno.ENOSPC, str(path))
     assert abs(probe_path(path).free_bytes - free) < MIB  # what the refused request had taken is given back
@@ -170,6 +170,34 @@ def test_full_path_sends_extents_to_the_other_and_both_full_names_both(
     assert str(small) in str(refusal.value)
     assert str(other) in str(refusal.value)
     files.close(keep=False)
+
+
+def test_used_up_quota_sends_extents_to_the_other_path_and_is_named_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = os.posix_fallocate
+
+    def take_below_mine(fd: int, offset: int, length: int) -> None:
+        if "/mine/" in os.readlink(f"/proc/self/fd/{fd}") and offset + length > 8 * MIB:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        take(fd, offset, length)
+
+    paths = [tmp_path / "mine", tmp_path / "other"]
+    for path in paths:
+        path.mkdir()
+    monkeypatch.setattr(os, "posix_fallocate", take_below_mine)
+    files = Files(paths)
+    assert [files.allocate(6 * MIB).path_index for _ in range(3)] == [0, 1, 1]
+    files.close(keep=False)
+    alone = Files(paths[:1])
+    alone.allocate(6 * MIB)
+    with pytest.raises(
+        OSError, match=r"bytes are needed.*the quota is used up: free some space, ask for more"
+    ) as refusal:
+        alone.allocate(6 * MIB)
+    assert refusal.value.errno in (errno.ENOSPC, errno.EDQUOT)
+    alone.allocate(2 * MIB)
+    alone.close(keep=False)
 
 
 def test_file_size_limit_of_the_process_is_an_error_not_a_signal(tmp_path: Path) -> None:

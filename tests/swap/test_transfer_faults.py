@@ -53,6 +53,7 @@ def test_reads_are_finished_as_writes_are(make_store: MakeStore, engine: str, pa
     [
         (errno.EIO, "kernel log"),
         (errno.ENOSPC, "free some space or add a path"),
+        (errno.EDQUOT, "the quota is used up"),
         (errno.EINVAL, "alignment or O_DIRECT"),
     ],
 )
