@@ -1,4 +1,4 @@
-"""What an engine does with whole weights on several ranks; run under torchrun by test_engine_on_ranks.py.
+"""What an engine does with whole weights on several ranks; run once per rank by test_engine_on_ranks.py.
 
 engine_on_ranks.py OUT NVME          writes OUT/<rank>.pt, and the files that rank 0 saves
 engine_on_ranks.py OUT NVME away     rank 1 stays away from a full state: the others stop

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -34,3 +36,15 @@ def forked(act: Callable[[], int | None], printed: Path | None = None) -> int:
     finally:
         sys.stderr.flush()
         os._exit(status)
+
+
+def free_port() -> int:
+    """One that nobody is given unasked, so that no other run's connections get it meanwhile: below those of the kernel."""
+    for _ in range(100):
+        port = 12000 + (int.from_bytes(os.urandom(2), "little") % 16000)
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                server.bind(("127.0.0.1", port))
+                return port
+    raise RuntimeError("no free port was found")

@@ -3,16 +3,19 @@
     in the test      found = launch(HERE / "twin_on_ranks.py", 2, tmp_path, str(nvme))     what every rank wrote, by rank
     in the script    with as_rank() as (rank, out, words): torch.save({...}, out)
 
-The first rank that fails ends the others, and its output is the error. Nothing outlives the call.
+The processes are forks of one that has imported what the script imports, and has computed nothing. The first rank that fails
+ends the others, and its output is the error. Nothing outlives the call.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import runpy
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,36 +24,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
+from forks import forked, free_port
 
 _WAIT_S = 60.0  # for other ranks, in collectives
 
 
 def launch(script: Path, num_ranks: int, folder: Path, *words: str, timeout_s: float = 400.0) -> list[Any]:
     """Runs a script once per rank and returns what each wrote; `folder` must be empty. Blocks."""
-    processes = []
-    for rank in range(num_ranks):
-        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-        environment |= {"LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-        with open(folder / f"{rank}.txt", "w") as said:
-            command = [sys.executable, str(script), str(folder), *words]
-            processes.append(subprocess.Popen(command, stdout=said, stderr=said, env=environment))
-    deadline = time.monotonic() + timeout_s
-    try:
-        while any(process.poll() is None for process in processes):
-            failed = [rank for rank, process in enumerate(processes) if process.poll()]
-            if failed or time.monotonic() > deadline:
-                break
-            time.sleep(0.02)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    wrong = [rank for rank, process in enumerate(processes) if process.returncode]
-    said_by = {rank: (folder / f"{rank}.txt").read_text()[-4000:] for rank in wrong}
-    assert not wrong, f"ranks {wrong} failed:\n" + "\n".join(
-        f"---- rank {rank}\n{text}" for rank, text in said_by.items()
-    )
+    launch_ranks(script, num_ranks, str(folder), *words, timeout_s=timeout_s)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def launch_ranks(script: Path, num_ranks: int, *words: str, timeout_s: float = 400.0) -> None:
+    """Runs a script once per rank, with these words and the variables that torchrun sets. Blocks."""
+    command = [sys.executable, __file__, str(num_ranks), str(script), *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, f"{script.name} failed on {num_ranks} ranks:\n{output[-8000:]}"
 
 
 @contextlib.contextmanager
@@ -63,3 +60,42 @@ def as_rank() -> Iterator[tuple[int, Path, list[str]]]:
     )
     yield rank, folder / f"{rank}.pt", sys.argv[2:]
     dist.destroy_process_group()
+
+
+# ---- the process that forks -----------------------------------------------------------------------------------------
+
+
+def _fork_ranks(num_ranks: int, script: str) -> int:
+    """Forks the ranks and waits for them; the exit status."""
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="imported")
+    _import_what_is_used_later()
+    os.environ |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    os.environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    running = {forked(functools.partial(_be_a_rank, rank, script)) for rank in range(num_ranks)}
+    while running:
+        pid, status = os.wait()
+        running.discard(pid)
+        if status:
+            for each in running:
+                os.kill(each, signal.SIGKILL)
+            return 1
+    return 0
+
+
+def _import_what_is_used_later() -> None:
+    """Once here, not in every rank."""
+
+    import tiermem.engine
+    import tiermem.optim  # noqa: F401
+
+
+def _be_a_rank(rank: int, script: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    num_ranks, sys.argv = int(sys.argv[1]), sys.argv[2:]
+    sys.exit(_fork_ranks(num_ranks, sys.argv[0]))

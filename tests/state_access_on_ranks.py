@@ -1,4 +1,4 @@
-"""Looks at and changes states on several ranks; run under torchrun by test_state_access_on_ranks.py. Every rank sees the
+"""Looks at and changes states on several ranks; run once per rank by test_state_access_on_ranks.py. Every rank sees the
 same batches, so that values are the same on any number of ranks, but for the rounding of sums over them.
 
 state_access_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: what that case found}

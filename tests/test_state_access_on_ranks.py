@@ -1,18 +1,17 @@
 """Are states seen whole on every rank, in parts that fit, and changed everywhere, on 1, 2 and 3 ranks in every stage?
 
-One launch of torchrun for each number of ranks runs every case (state_access_on_ranks.py). No parameter's size can
+One launch for each number of ranks runs every case (state_access_on_ranks.py). No parameter's size can
 be divided by 2 or 3.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launch import launch_ranks
 from state_access_on_ranks import CASES, value_for
 from twins import Tower, assert_same_tensors
 
@@ -31,11 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     found = {}
     for ranks in (1, 2, 3):
         out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = subprocess.run(
-            [*command, str(SCRIPT), str(out), str(nvme)], capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        launch_ranks(SCRIPT, ranks, str(out), str(nvme), timeout_s=300)
         found[ranks] = [torch.load(out / f"{rank}.pt") for rank in range(ranks)]
     return found
 

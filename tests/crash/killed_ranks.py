@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import struct
 import sys
 import time
@@ -39,7 +38,7 @@ import tiermem.optim  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
-from forks import forked
+from forks import forked, free_port
 from power import Disk
 from small_run import PHASES, Plan
 
@@ -79,7 +78,7 @@ def run_ranks(
 ) -> Ended:
     """Runs until every rank has ended. Blocks."""
     with _Phases(num_ranks) as phases:
-        port = _free_port()
+        port = free_port()
         pids = []
         for rank in range(num_ranks):
             act = functools.partial(_be_a_rank, place, plan, rank, num_ranks, port, death, disk, body, phases)
@@ -263,15 +262,3 @@ def _ranks(rank: int, num_ranks: int, port: int) -> Iterator[None]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=_LONGEST_S))
     yield
     dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    """One that nobody is given unasked, so that no other run's connections get it meanwhile: below those of the kernel."""
-    for _ in range(100):
-        port = 12000 + (int.from_bytes(os.urandom(2), "little") % 16000)
-        with socket.socket() as server:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                server.bind(("127.0.0.1", port))
-                return port
-    raise RuntimeError("no free port was found")

@@ -1,4 +1,4 @@
-"""Trains a few steps in several precisions and writes what came of it; run under torchrun, and alone, by
+"""Trains a few steps in several precisions and writes what came of it; run once per rank, and alone, by
 test_precision_on_ranks.py. Every rank sees the same batches, so that gradients are the same on any number of ranks.
 
 precision_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: {"losses", "weights", "states": this rank's parts}}

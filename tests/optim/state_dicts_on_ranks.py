@@ -1,4 +1,4 @@
-"""Saves and resumes optimizers of sharded models; run under torchrun by test_state_dicts_on_ranks.py. Every rank sees the
+"""Saves and resumes optimizers of sharded models; run once per rank by test_state_dicts_on_ranks.py. Every rank sees the
 same batches, so that states are the same on any number of ranks.
 
 state_dicts_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: {"saved": state dict, "went_on", "resumed": losses}}

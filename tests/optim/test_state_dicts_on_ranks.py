@@ -1,17 +1,16 @@
 """Are state dicts of sharded models whole on every rank, the same on any number of them, and do they resume to the bit?
 
-One launch of torchrun for each number of ranks runs every case (state_dicts_on_ranks.py).
+One launch for each number of ranks runs every case (state_dicts_on_ranks.py).
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launch import launch_ranks
 from state_dicts_on_ranks import CASES
 from twins import Tower, assert_same_tensors
 
@@ -26,14 +25,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
     found = []
     for ranks in (1, 2):
         out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = subprocess.run(
-            [*command, str(HERE / "state_dicts_on_ranks.py"), str(out), str(nvme)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        launch_ranks(HERE / "state_dicts_on_ranks.py", ranks, str(out), str(nvme), timeout_s=300)
         found.append([torch.load(out / f"{rank}.pt") for rank in range(ranks)])
     return found[0], found[1]
 

@@ -15,7 +15,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._dynamo  # torch.optim imports it when first used: here once, not in every rank
 import torch.distributed as dist
-from forks import forked
+from forks import forked, free_port
 
 import tiermem.engine
 import tiermem.optim  # noqa: F401
@@ -74,12 +73,6 @@ def run_worlds(worlds: Mapping[str, World], folder: Path) -> dict[str, list[Ende
         name: [_ended(pid, folder / str(number) / f"{rank}.json", deadline) for rank, pid in enumerate(pids[name])]
         for number, name in enumerate(worlds)
     }
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def die() -> None:

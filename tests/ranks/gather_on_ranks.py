@@ -1,4 +1,4 @@
-"""Run under torchrun by test_gathers.py and test_lowered_gathers.py: trains small models and says what was gathered, and when.
+"""Run once per rank by test_gathers.py and test_lowered_gathers.py: trains small models and says what was gathered, and when.
 
 gather_on_ranks.py OUT NVME    writes OUT/<rank>.json: {case: what run() returns}
 """

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_grads_on_ranks.py: trains with every way of reducing gradients and says what came of it.
+"""Run once per rank by test_grads_on_ranks.py: trains with every way of reducing gradients and says what came of it.
 
 grads_on_ranks.py OUT NVME    writes OUT/<rank>.json: {case: losses, weights, the twin's, payloads and events of reductions}
 """

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_mesh_on_ranks.py: trains cases on four ranks, beside a DistributedDataParallel twin.
+"""Run once per rank by test_mesh_on_ranks.py: trains cases on four ranks, beside a DistributedDataParallel twin.
 
 mesh_on_ranks.py OUT NVME [CASE ...]     writes OUT/<rank>.json: {"twin": ..., case: {"losses", "weights", "payloads", ...}}
 

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_reduced_dtypes.py: reduces gradients of two ranks and says what came of them.
+"""Run once per rank by test_reduced_dtypes.py: reduces gradients of two ranks and says what came of them.
 
 reduce_on_ranks.py OUT    writes OUT/<rank>.json: {case: {parameter: whether its gradient is the sum in each dtype}}
 """

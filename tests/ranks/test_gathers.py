@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gather_cases import CASES, NUM_STEPS, RANKS
+from launch import launch_ranks
 
 HERE = Path(__file__).parent
 UNITS = ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "head"]
@@ -23,11 +22,7 @@ Found = list[dict[str, dict[str, Any]]]
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Found:
     out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    done = subprocess.run(
-        [*command, str(HERE / "gather_on_ranks.py"), str(out), str(nvme)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch_ranks(HERE / "gather_on_ranks.py", RANKS, str(out), str(nvme), timeout_s=300)
     assert not list(nvme.iterdir())
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(RANKS)]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import launch_ranks
 from ways_to_reduce import CASES, NUM_MICRO, SAME_BITS
 
 HERE = Path(__file__).parent
@@ -19,11 +18,7 @@ Found = list[dict[str, dict[str, Any]]]
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3], ids=lambda ranks: f"{ranks} ranks")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    done = subprocess.run(
-        [*command, str(HERE / "grads_on_ranks.py"), str(out), str(nvme)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch_ranks(HERE / "grads_on_ranks.py", request.param, str(out), str(nvme), timeout_s=300)
     assert not list(nvme.iterdir())
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(request.param)]
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from forked_ranks import free_port
+from forks import free_port
 
 SCRIPT = """
 import torch.distributed as dist

@@ -8,13 +8,12 @@ from __future__ import annotations
 import collections
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import hosts
 import pytest
+from launch import launch_ranks
 from mesh_cases import CASES, HPZ, MICS, QUANTISED, RANKS
 
 HERE = Path(__file__).parent
@@ -23,11 +22,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    done = subprocess.run(
-        [*command, str(HERE / "mesh_on_ranks.py"), str(out), str(nvme)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch_ranks(HERE / "mesh_on_ranks.py", RANKS, str(out), str(nvme), timeout_s=300)
     assert not list(nvme.glob("*/*"))
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(RANKS)]
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launch import launch_ranks
 
 HERE = Path(__file__).parent
 RANKS = 2
@@ -17,11 +16,7 @@ Found = list[dict[str, dict[str, list[str]]]]
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Found:
     out = tmp_path_factory.mktemp("out")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    done = subprocess.run(
-        [*command, str(HERE / "reduce_on_ranks.py"), str(out)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch_ranks(HERE / "reduce_on_ranks.py", RANKS, str(out), timeout_s=300)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 

@@ -1,6 +1,6 @@
 """Do GatheredParameters, external parameters, leaf modules and zero.Init do on several ranks what they promise?
 
-One launch of torchrun per number of ranks runs every case (touch_on_ranks.py); the tests look at what it wrote. Three ranks
+One launch per number of ranks runs every case (touch_on_ranks.py); the tests look at what it wrote. Three ranks
 divide hardly any parameter evenly.
 """
 
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import launch_ranks
 
 HERE = Path(__file__).parent
 CASES = re.findall(r"@case\ndef (\w+)", (HERE / "touch_on_ranks.py").read_text())
@@ -22,11 +21,7 @@ CASES = re.findall(r"@case\ndef (\w+)", (HERE / "touch_on_ranks.py").read_text()
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids=["2 ranks", "3 ranks"])
 def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    done = subprocess.run(
-        [*command, str(HERE / "touch_on_ranks.py"), str(out), str(nvme)], capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch_ranks(HERE / "touch_on_ranks.py", request.param, str(out), str(nvme), timeout_s=500)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(request.param)], nvme
 
 

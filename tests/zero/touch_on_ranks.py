@@ -1,4 +1,4 @@
-"""Run under torchrun by test_touch_on_ranks.py: what people do to partitioned parameters, on several ranks.
+"""Run once per rank by test_touch_on_ranks.py: what people do to partitioned parameters, on several ranks.
 
 touch_on_ranks.py OUT NVME [CASE ...]     writes OUT/<rank>.json: {case: "" or what went wrong}
 """
