@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -34,6 +36,13 @@ def warmed_up() -> None:
     resource_tracker.ensure_running()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """What a test starts can be interrupted, also where a shell makes what it runs behind ("&") ignore that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

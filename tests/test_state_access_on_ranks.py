@@ -11,28 +11,32 @@ from typing import Any
 
 import pytest
 import torch
-from launch import launch_ranks
+from launch import launch
 from state_access_on_ranks import CASES, value_for
 from twins import Tower, assert_same_tensors
 
 SCRIPT = Path(__file__).parent / "state_access_on_ranks.py"
 PARAMS = dict(Tower().named_parameters())
 
-Found = dict[int, list[dict[str, Any]]]
-
 cases = pytest.mark.parametrize("case", CASES)
-many_ranks = pytest.mark.parametrize("ranks", [2, 3])
+many_ranks = pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+
+
+class Found(dict[int, list[dict[str, Any]]]):
+    """What every rank found, by number of ranks: launched when it is first asked for."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+
+    def __missing__(self, ranks: int) -> list[dict[str, Any]]:
+        out, nvme = self._folders.mktemp("out"), self._folders.mktemp("nvme")
+        self[ranks] = launch(SCRIPT, ranks, out, str(nvme), timeout_s=300)
+        return self[ranks]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What every rank found, by number of ranks."""
-    found = {}
-    for ranks in (1, 2, 3):
-        out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
-        launch_ranks(SCRIPT, ranks, str(out), str(nvme), timeout_s=300)
-        found[ranks] = [torch.load(out / f"{rank}.pt") for rank in range(ranks)]
-    return found
+    return Found(tmp_path_factory)
 
 
 @many_ranks
@@ -63,7 +67,7 @@ def test_local_states_are_the_parts_of_the_full_ones_with_zeros_behind(case: str
         assert not joined[whole.numel() :].any()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @cases
 def test_what_is_put_is_seen_on_every_rank(case: str, ranks: int, found: Found) -> None:
     for rank in found[ranks]:
@@ -75,7 +79,7 @@ def test_what_is_put_is_seen_on_every_rank(case: str, ranks: int, found: Found) 
             assert torch.equal(rank[case]["shown"][name].float(), value_for(param, 4 if CASES[case][0] else 1))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @cases
 def test_vectorised_forms_see_every_element_once(case: str, ranks: int, found: Found) -> None:
     seed = (5, 6) if CASES[case][0] else (2, 3)

@@ -124,6 +124,16 @@ def assert_same(a: Result, b: Result) -> None:
     assert_same_tensors(a.states, b.states)
 
 
+def assert_near(mine: dict[str, list[float]], expected: dict[str, list[float]], rel: float, least: float) -> None:
+    """Numbers by name that differ by at most `rel` of what is expected, or by `least` (pytest.approx takes seconds)."""
+    assert mine.keys() == expected.keys()
+    for name, values in expected.items():
+        a, b = (torch.tensor(each, dtype=torch.float64) for each in (mine[name], values))
+        assert a.shape == b.shape, name
+        allowed = (rel * b.abs()).clamp(min=least)
+        assert ((a - b).abs() <= allowed).all(), f"{name}: up to {(a - b).abs().max():.3g} apart"
+
+
 def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys()
     unequal = [name for name in a if not torch.equal(a[name], b[name])]

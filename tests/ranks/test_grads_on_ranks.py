@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from launch import launch_ranks
+from twins import assert_near
 from ways_to_reduce import CASES, NUM_MICRO, SAME_BITS
 
 HERE = Path(__file__).parent
@@ -32,9 +33,7 @@ def test_ranks_train_as_the_twin_whatever_the_way(case: str, found: Found) -> No
         mine, twin = rank[case], rank[case]["twin"]
         assert "error" not in mine
         assert mine["losses"] == pytest.approx(twin["losses"], rel=1e-5)
-        assert mine["weights"].keys() == twin["weights"].keys()
-        for name, weights in twin["weights"].items():
-            assert mine["weights"][name] == pytest.approx(weights, rel=1e-4, abs=2e-5), name
+        assert_near(mine["weights"], twin["weights"], rel=1e-4, least=2e-5)
 
 
 @pytest.mark.parametrize("case", SAME_BITS)

@@ -15,6 +15,7 @@ import hosts
 import pytest
 from launch import launch_ranks
 from mesh_cases import CASES, HPZ, MICS, QUANTISED, RANKS
+from twins import assert_near
 
 HERE = Path(__file__).parent
 
@@ -31,8 +32,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_ranks_train_as_the_twin(case: str, launched: list[dict[str, Any]]) -> None:
     for found in launched:
         assert found[case]["losses"] == pytest.approx(found["twin"]["losses"], rel=1e-6)
-        for name, values in found["twin"]["weights"].items():
-            assert found[case]["weights"][name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
+        assert_near(found[case]["weights"], found["twin"]["weights"], rel=1e-4, least=1e-6)
 
 
 @pytest.mark.parametrize("case", MICS)
