@@ -51,8 +51,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
 
 
-with as_rank() as (rank, out, words):
-    folder = Path(words[0])
+def main(rank: int, out: Path, folder: Path) -> None:
     net, optimizer = build(0)
     train(net, optimizer, range(3), rank)
     model, optim = get_state_dict(net, optimizer)
@@ -75,3 +74,8 @@ with as_rank() as (rank, out, words):
     ends = [whole(p.detach()) for p in net.parameters()], [whole(p.detach()) for p in other.parameters()]
     torch.save({"states": states, "losses": losses, "again": again, "ends": ends}, out)
     dist.barrier()
+
+
+if __name__ == "__main__":
+    with as_rank() as (rank, out, words):
+        main(rank, out, Path(words[0]))
