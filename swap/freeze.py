@@ -67,7 +67,8 @@ class Freeze:
         ends = np.cumsum([len(self.parts[name]) for name in entries], dtype=np.int64)
         sizes = table[ends - 1, 0] + table[ends - 1, 3]
         outside = np.flatnonzero((offset < 0) | (num_bytes < 0) | (offset + num_bytes > sizes[entry]))
-        for i in outside[:1]:
+        if len(outside):
+            i = outside[0]
             name, size = entries[entry[i]], sizes[entry[i]]
             raise ValueError(f"bytes {offset[i]} to {offset[i] + num_bytes[i]} lie outside {name!r} ({size} bytes)")
         bases = np.cumsum(sizes) - sizes  # as if all entries lay behind one another

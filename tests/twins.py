@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+# Before there is a group, which it would hold: engine/joining.py.
 import torch.distributed.nn.functional
 from torch import nn
 from torch.nn import functional as F
