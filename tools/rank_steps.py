@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tiermem
 from tiermem import OffloadPolicy
-from tiermem.engine.joining import hold_no_group
+from tiermem.zero.ranks.joining import hold_no_group
 
 _TIMEOUT = timedelta(seconds=120)
 _EMPTY_NUMEL = 8

@@ -1,17 +1,23 @@
-"""Do ranks that were started with different numbers say so, instead of waiting for those that will never come?"""
+"""Do the ranks that a launcher has started train together, and say so when they were told different numbers?"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from forks import free_port
+from twins import Tower, loss_of, seeded
+
+HERE = Path(__file__).parent
 
 SCRIPT = """
 import torch.distributed as dist
-from tiermem.engine.joining import join_ranks
+from tiermem.zero.ranks.joining import join_ranks
 try:
     join_ranks({timeout_s})
 except ValueError as error:
@@ -22,13 +28,51 @@ else:
 """
 
 
-def said_by(*ranks: tuple[int, int], timeout_s: float = 60.0) -> list[str]:
-    """What processes that were told (RANK, WORLD_SIZE) say."""
+SHARDS = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch.distributed as dist
+from twins import Tower, loss_of, seeded
+import tiermem
+policy = tiermem.OffloadPolicy(persistence_numel=50)
+if {with_init}:
+    with tiermem.zero.Init(policy=policy):
+        model = seeded(Tower)
+    held = sum(p.ds_tensor.numel() for p in model.parameters() if hasattr(p, "ds_tensor"))
+    assert dist.get_world_size() == 2 and held < 0.6 * sum(p.ds_numel for p in model.parameters() if hasattr(p, "ds_numel"))
+else:
+    model = seeded(Tower)
+with tiermem.shard(model, policy):
+    optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+    rank, losses = dist.get_rank(), []
+    for step in range(3):
+        loss = loss_of(model, 10 * step + rank)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+print(losses)
+dist.destroy_process_group()
+"""
+
+ALONE = """
+import torch.distributed as dist
+import tiermem
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=1)
+try:
+    tiermem.shard(__import__("torch").nn.Linear(2, 2))
+except ValueError as error:
+    print(error)
+"""
+
+
+def said_by(*ranks: tuple[int, int], script: str = "", timeout_s: float = 60.0) -> list[str]:
+    """What processes that were told (RANK, WORLD_SIZE) say last; default: by joining."""
     port = str(free_port())
     processes = []
     for rank, world in ranks:
         told = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, "-c", SCRIPT.format(timeout_s=timeout_s)]
+        command = [sys.executable, "-c", script or SCRIPT.format(timeout_s=timeout_s)]
         processes.append(subprocess.Popen(command, env=os.environ | told, stdout=subprocess.PIPE, text=True))
     try:
         return [process.communicate(timeout=90)[0].strip().splitlines()[-1] for process in processes]
@@ -40,6 +84,28 @@ def said_by(*ranks: tuple[int, int], timeout_s: float = 60.0) -> list[str]:
 
 def test_ranks_with_one_world_size_join() -> None:
     assert said_by((0, 2), (1, 2)) == ["joined 0 of 2", "joined 1 of 2"]
+
+
+@pytest.mark.parametrize("with_init", [False, True])
+def test_sharding_joins_the_ranks_and_trains_as_ddp_does(with_init: bool) -> None:
+    said = said_by((0, 2), (1, 2), script=SHARDS.format(tests=str(HERE.parent), with_init=with_init))
+    twin = seeded(Tower)
+    optim = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    expected: list[list[float]] = [[], []]
+    for step in range(3):
+        losses = [loss_of(twin, 10 * step + rank) for rank in range(2)]
+        (sum(losses) / 2).backward()
+        optim.step()
+        optim.zero_grad()
+        for mine, loss in zip(expected, losses, strict=True):
+            mine.append(loss.item())
+    for mine, theirs in zip(said, expected, strict=True):
+        assert json.loads(mine) == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_group_of_one_rank_of_several_is_refused() -> None:
+    [said] = said_by((0, 2), script=ALONE.format(port=free_port()))
+    assert said.startswith("WORLD_SIZE is 2 and the process group holds this rank alone")
 
 
 @pytest.mark.parametrize("sizes", [(3, 2), pytest.param((2, 3), marks=pytest.mark.slow)])

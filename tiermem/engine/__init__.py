@@ -9,7 +9,6 @@
 Files, in the order in which to read (imports go the same way, downward):
 
     start           initialize: config, process group, engine, loader
-    joining         the ranks around this one make a group
     engine          Engine: forward, backward, step, and the end
     facts           what launchers, trainers and monitors ask of it
     choice          which optimizer it will build                     agreed          what ranks must have given it alike

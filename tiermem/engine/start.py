@@ -18,8 +18,8 @@ from tiermem.config import load_config
 from tiermem.data import build_loader
 from tiermem.engine.choice import OptimizerFactory, Parameters
 from tiermem.engine.engine import Engine, SchedulerFactory
-from tiermem.engine.joining import join_ranks
 from tiermem.optim.base import NativeOptimizer
+from tiermem.zero.ranks.joining import join_ranks
 
 
 def initialize(

@@ -68,6 +68,7 @@ class ShardedModel:
                 self._regather(trainable)
                 return Outcome(None, was_refused=False)
             shards.residency.empty()
+            shards.homes.write_zeros()
             shards.homes.settle()
             norm = shards.homes.norm() / scale
             if not math.isfinite(norm) and shards.policy.on_nonfinite != "apply":

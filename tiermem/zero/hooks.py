@@ -1,6 +1,6 @@
 """Hooks: how a model's own forward and backward tell which units they need, and when they have done with them.
 
-Only hooks that torch offers are used. For every module that triggers units:
+Only hooks that torch offers are used. For every module that needs units:
 
     before forward   its units are made present and held
     after forward    they are let go, unless backward is at work (activation checkpointing computes forward again inside it)
@@ -13,6 +13,14 @@ Each forward with gradients makes a *use* (uses.py), which backward answers. Whe
 gradients are final; what is left when backward ends (inputs without gradients, such as token ids) is finished there.
 Gradients add up at home, so a use that is answered late costs time, never correctness.
 
+Any module of the tree may be called by itself, any number of times:
+
+    a module that triggers units            needs them, whoever calls it
+    a module inside such a one              needs the units of its own parameters. Its hooks are off while the module around it
+                                            runs, which holds them already (and which torch.compile then sees without hooks)
+    a module around such ones               needs nothing; its call tells where a pass begins, and backward with its output
+    a parameter that is always present      needs no module: a hook on the parameter itself tells that a backward has begun
+
 When backward has asked for a unit and no further read of parameters is expected, `on_last_read` is called: from then on the
 disk would be idle, and whoever has something to read for the step may begin. Earlier, such reads would stand in the way
 of fetches that somebody waits for, and could fetch no more, since what they fill is a fixed number of buffers. It may be
@@ -22,12 +30,13 @@ called again in the same backward, and for every micro-batch; it is called at th
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from tiermem.zero.gradients.grads import GradientHomes
 from tiermem.zero.marks import handed_back, handed_over, made_by, mark, tensors_in
@@ -40,9 +49,9 @@ from tiermem.zero.weights.resting import RestingParameter
 class Frame:
     """A forward under way: its use, and the units that it has borrowed until it ends (of parameters of other modules)."""
 
-    def __init__(self, needed: Sequence[LiveUnit], use: Use | None) -> None:
+    def __init__(self, needed: Sequence[LiveUnit]) -> None:
         self.needed = needed
-        self.use = use
+        self.use: Use | None = None  # None: without gradients
         self.borrowed: list[LiveUnit] = []
 
 
@@ -73,22 +82,31 @@ class Hooks:
         self._uses = Uses(units)
         self._held: list[Use] = []  # asked for by the backward under way
         self._frames: list[Frame] = []  # forwards under way, the innermost last
-        self._returned: list[LiveUnit] = []  # of parameters that the root has returned; held until backward has ended
-        self._is_training_pass = False  # the root's forward is under way and began with gradients
-        self._is_backward = False  # its end is being watched
+        self._returned: list[LiveUnit] = []  # of parameters that a model has returned; held until backward has ended
+        self._leader: nn.Module | None = None  # whose call began the pass
+        self._pass_kind: tuple[bool, bool] | None = None
+        self._is_training_pass = False  # the outermost forward under way began with gradients
+        self._ending: weakref.ref[_EndOfBackward] | None = None  # of the backward under way; dead after an exception
         self._watched = -1  # torch's number of the backward whose end is being watched
         self._num_backwards = 0  # begun
         self._clock = 0  # counts forwards that begin and end
         self.may_receive: Callable[[], bool] = lambda: True  # False: autograd goes on adding to p.grad
         self.on_last_read: Callable[[], None] = lambda: None
         self._handles: list[RemovableHandle] = []
-        self._by_module: dict[nn.Module, list[LiveUnit]] = {}
         self._by_param = {id(shard.param): live for live in units for shard in live.unit.shards}
-        self._handles.append(root.register_forward_pre_hook(self._begin_pass, prepend=True))
-        for module, needed in triggers.items():
-            for live in needed:
-                self.add_need(module, live)
-        self._handles.append(root.register_forward_hook(self._end_pass, with_kwargs=True, always_call=True))
+        self._seen_params: set[int] = set()  # whose gradients tell that a backward has begun
+        needed_by = _needed_by_module(root, triggers, self._by_param)
+        self._by_module = {
+            module: _ModuleHooks(self, module, needed, is_inner=bool(needed) and module not in triggers)
+            for module, needed in needed_by.items()
+        }
+        for module, hooks in self._by_module.items():
+            inside = (self._by_module.get(each) for each in module.modules() if each is not module)
+            hooks.covers([each for each in inside if each is not None and each.is_inner])
+        for live in units:
+            if live.unit.is_resident:
+                for shard in live.unit.shards:
+                    self.see_gradient_of(live, shard.param)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(
@@ -101,33 +119,40 @@ class Hooks:
 
     def remove(self) -> None:
         """Takes every hook off the model."""
+        for hooks in self._by_module.values():
+            hooks.remove()
         while self._handles:
             self._handles.pop().remove()
 
     def add_need(self, module: nn.Module, live: LiveUnit) -> bool:
         """A module's forward needs a unit from now on; False if it did already."""
         if module not in self._by_module:
-            needed = self._by_module[module] = []
-            hooks = _ModuleHooks(self, needed)
-            is_first = module is not self._root  # whose pass begins before it needs anything
-            handle = module.register_forward_pre_hook(hooks.before_forward, prepend=is_first, with_kwargs=True)
-            self._handles.append(handle)
-            after = module.register_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True)
-            self._handles.append(after)
-        if live in self._by_module[module]:
+            self._by_module[module] = _ModuleHooks(self, module, [], is_inner=False)
+        hooks = self._by_module[module]
+        if live in hooks.needed:
             return False
-        self._by_module[module].append(live)
+        hooks.needed.append(live)
+        for each in self._by_module.values():
+            each.uncover(hooks)
+        hooks.reset()
         return True
 
     def drop_need(self, module: nn.Module, live: LiveUnit) -> None:
         """A module's forward does without a unit from now on."""
-        self._by_module[module].remove(live)
+        self._by_module[module].needed.remove(live)
+
+    def see_gradient_of(self, live: LiveUnit, param: nn.Parameter) -> None:
+        """A parameter's gradient may come in a backward of which no module tells: it is a sign of it."""
+        if live.unit.is_trainable and param.requires_grad and id(param) not in self._seen_params:
+            self._seen_params.add(id(param))
+            hooks = weakref.ref(self)  # torch keeps hooks of parameters where the garbage collector does not look
+            self._handles.append(param.register_hook(unserializable_hook(lambda grad: _see_backward(hooks))))
 
     # ---- forward ---------------------------------------------------------------------------------------------------------
 
     def enter(self, needed: Sequence[LiveUnit], args: Any, kwargs: Any, reads_again: bool = True) -> Frame:
         """A forward begins: its units are made present; its inputs are marked when gradients will flow."""
-        frame = Frame(tuple(needed), None)
+        frame = Frame(tuple(needed))
         for live in frame.needed:
             live.hold()
             self._residency.ensure(live)
@@ -139,6 +164,8 @@ class Hooks:
         if _in_backward():
             self._uses.promise(frame.needed, -1)
         use = frame.use = Use(frame.needed, reads_again)
+        if not frame.needed:
+            return frame
         use.entered = self._tick()
         self._uses.add(use)
         given = handed_over(args, kwargs)
@@ -166,32 +193,43 @@ class Hooks:
         self._clock += 1
         return self._clock
 
-    @outside_graphs
-    def _begin_pass(self, module: nn.Module, args: Any) -> None:
-        if _in_backward():
-            return
+    def begin_pass(self, module: nn.Module) -> bool:
+        """A module is called: whether that is the outermost call under way, outside backward, which may begin a pass.
+
+        A pass goes on while its modules are called one after the other; it ends when the module that began it is called again,
+        or the model, or in another mode.
+        """
+        if _in_backward() or (self._frames and module is not self._root):
+            return False
         self._abandon_backward()
-        self._frames = [Frame((), Use(()) if torch.is_grad_enabled() else None)]
+        self._drop_frames()
         for live in self._units:
             if live.num_users:
                 live.let_all_go()
         self._is_training_pass = torch.is_grad_enabled()
-        has_backward = torch.is_grad_enabled() and module.training
-        self._residency.begin_pass((has_backward, module.training), has_backward)
+        kind = (self._is_training_pass and module.training, module.training)
+        if module in (self._root, self._leader) or kind != self._pass_kind or self._residency.order.is_long:
+            self._leader, self._pass_kind = module, kind
+            self._residency.begin_pass(kind, has_backward=kind[0])
+        return True
 
-    @outside_graphs
-    def _end_pass(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        made = handed_back(module, args, kwargs, output)
-        if not _in_backward():
-            self._is_training_pass = False
-            if self._frames:
-                self.leave(self._frames[0], made)
+    def end_pass(self, module: nn.Module, frame: Frame, output: Any, made: list[torch.Tensor]) -> None:
+        """The outermost call has ended, perhaps in an exception."""
+        self._is_training_pass = False
         for tensor in tensors_in(output):
             if type(tensor) is RestingParameter and id(tensor) in self._by_param:
                 self._keep(self._by_param[id(tensor)])
-        mark(made, self, Hooks._see_backward)
-        if not _in_backward() and not torch.is_grad_enabled():
+        if frame.use is not None and not frame.use.units:
+            mark(made, self, Hooks._see_backward)
+        if module is self._root and not torch.is_grad_enabled():
             self._residency.end_pass()  # of an evaluation: no step follows that would change weights
+
+    def _drop_frames(self) -> None:
+        """After a forward that an interrupt has ended, of which no hook has told."""
+        if self._frames:
+            self._frames.clear()
+            for hooks in self._by_module.values():
+                hooks.forget_frames()
 
     # ---- parameters of other modules -------------------------------------------------------------------------------------
 
@@ -251,7 +289,8 @@ class Hooks:
 
     def check_backward_ended(self) -> None:
         """Raises RuntimeError before a step of gradients that an exception has cut short; they are forgotten."""
-        if self._is_backward:
+        self._drop_frames()
+        if self._ending is not None:
             self._abandon_backward()
             raise RuntimeError(
                 "the last backward ended in an exception, so the gradients are those of a part of the model. They are "
@@ -260,7 +299,7 @@ class Hooks:
 
     def finish_backward(self) -> None:
         """Receives what is left of gradients and lets every held unit go. Runs by itself at the end of backward."""
-        self._is_backward = False
+        self._ending = None
         self._uses.forget_promises()
         while self._held:
             self.answer(self._held[-1])
@@ -278,7 +317,7 @@ class Hooks:
 
     def _hold(self, use: Use, grad: torch.Tensor | None = None) -> None:
         """The gradient of a tensor that a forward handed back has come."""
-        self._watch_backward()
+        self.watch_backward()
         if use.is_held or use.answered_in == self._num_backwards:
             return
         for later in [other for other in self._held if other.entered > use.left]:
@@ -326,52 +365,179 @@ class Hooks:
                 self._residency.release(live)
 
     def _see_backward(self, grad: torch.Tensor) -> None:
-        self._watch_backward()
+        self.watch_backward()
 
     def _record(self, phase: str, use: Use) -> None:
         end_ns = time.monotonic_ns()
         for live in use.units:
             self._recorder.add("unit", f"{phase} {live.unit.name}", use.start_ns, end_ns)
 
-    def _watch_backward(self) -> None:
+    def watch_backward(self) -> None:
         """At the first sign of a backward: clears the way for autograd's gradients and asks to be told of its end."""
-        if self._is_backward:
-            return
-        self._is_backward = True
+        if self._ending is not None:
+            if self._ending() is not None:
+                return
+            self._abandon_backward()  # of one that an exception has ended
+        ending = _EndOfBackward(self)
+        self._ending = weakref.ref(ending)
         self._watched = torch._C._current_graph_task_id()
         self._num_backwards += 1
         with torch._C.DisableTorchFunctionSubclass():
             self._homes.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
 
     def _abandon_backward(self) -> None:
         """After a backward that ended in an exception: nothing of it is waited for any more, and no gradient is kept."""
-        if self._is_backward:
+        if self._ending is not None:
             self._homes.abandon()
-        self._is_backward = False
+        self._ending = None
         while self._held:
             self._let_go(self._held[-1])
         self._returned.clear()
 
 
-class _ModuleHooks:
-    """The two forward hooks of one module; carries the use from the first to the second."""
+class _EndOfBackward:
+    """What torch calls when a backward has ended. It forgets it, uncalled, when that ends in an exception."""
 
-    def __init__(self, hooks: Hooks, needed: list[LiveUnit]) -> None:
+    def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
-        self._needed = needed
-        self._frames: list[Frame | None] = []  # of forwards under way (a module may call itself)
+
+    def __call__(self) -> None:
+        self._hooks.finish_backward()
+
+
+class _ModuleHooks:
+    """The two forward hooks of one module; carries the frame from the first to the second.
+
+    A module inside one that triggers units may be copied while its parameters are gathered: the copy's hooks do nothing.
+    """
+
+    def __init__(self, hooks: Hooks, module: nn.Module, needed: list[LiveUnit], is_inner: bool) -> None:
+        self.module = module
+        self.needed = needed
+        self.is_inner = is_inner
+        self._hooks = hooks
+        self._inside: list[_ModuleHooks] = []  # of modules that need nothing while this one runs
+        self._frames: list[
+            tuple[Frame, bool] | None
+        ] = []  # of forwards under way (a module may call itself), outermost?
+        self._num_off = 0  # modules around this one that run
+        self._before = module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+        self._after = module.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True)
+
+    def covers(self, inside: list[_ModuleHooks]) -> None:
+        """Says which modules inside this one need nothing but what this one holds."""
+        mine = set(self.needed)
+        self._inside = [each for each in inside if mine.issuperset(each.needed)]
+
+    def __deepcopy__(self, memo: Any) -> _NoHooks:
+        if not self.is_inner:
+            self._hooks.__deepcopy__(memo)
+        return _NoHooks()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (_NoHooks, ()) if self.is_inner else self._hooks.__reduce_ex__(protocol)
+
+    def uncover(self, other: _ModuleHooks) -> None:
+        """A module inside this one needs more than this one holds."""
+        if other in self._inside:
+            self._inside.remove(other)
+
+    def remove(self) -> None:
+        """Takes the hooks off the module."""
+        self._before.remove()
+        self._after.remove()
+
+    def reset(self) -> None:
+        """No module around this one runs."""
+        self._switch(-self._num_off)
+
+    def forget_frames(self) -> None:
+        """No forward is under way."""
+        self._frames.clear()
+        self.reset()
 
     @outside_graphs
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module is not self.module:  # a copy's hook
+            return
         self._frames.append(None)
-        self._frames[-1] = self._hooks.enter(self._needed, args, kwargs, reads_weights_again(module))
+        is_outermost = self._hooks.begin_pass(module)
+        frame = self._hooks.enter(self.needed, args, kwargs, reads_weights_again(module))
+        self._frames[-1] = frame, is_outermost
+        for each in self._inside:
+            each._switch(1)
 
     @outside_graphs
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        frame = self._frames.pop() if self._frames else None
-        if frame is not None:
-            self._hooks.leave(frame, handed_back(module, args, kwargs, output) if frame.use is not None else [])
+        ended = module is self.module and self._frames
+        frame, is_outermost = (self._frames.pop() if ended else None) or (None, False)
+        if frame is None:
+            return
+        for each in self._inside:
+            each._switch(-1)
+        made = handed_back(module, args, kwargs, output) if frame.use is not None else []
+        self._hooks.leave(frame, made)
+        if is_outermost:
+            self._hooks.end_pass(module, frame, output, made)
+
+    def _switch(self, change: int) -> None:
+        """One more module around this one runs, or one fewer: torch calls the hooks only when none does."""
+        was_off = self._num_off > 0
+        self._num_off = max(0, self._num_off + change)
+        if was_off == (self._num_off > 0):
+            return
+        before: Any = self.module._forward_pre_hooks
+        after: Any = self.module._forward_hooks
+        if not was_off:
+            before.pop(self._before.id, None)
+            after.pop(self._after.id, None)
+        else:
+            before[self._before.id], after[self._after.id] = self.before_forward, self.after_forward
+            before.move_to_end(self._before.id, last=False)
+
+
+class _NoHooks:
+    """Hooks of a copy."""
+
+    module = None
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Does nothing."""
+
+    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Does nothing."""
+
+
+def _needed_by_module(
+    root: nn.Module, triggers: dict[nn.Module, list[LiveUnit]], by_param: dict[int, LiveUnit]
+) -> dict[nn.Module, list[LiveUnit]]:
+    """The modules that get hooks, with what their forward needs: see the module's docstring."""
+    found: dict[nn.Module, list[LiveUnit]] = {}
+
+    def visit(module: nn.Module) -> bool:
+        """Whether a module, or one inside it, triggers units."""
+        is_around = sum(visit(child) for child in module.children()) > 0  # every child is visited
+        if module in triggers:
+            found[module] = list(triggers[module])
+        elif is_around:
+            found[module] = []
+        else:
+            units = {by_param[id(param)]: None for param in module.parameters() if id(param) in by_param}
+            streamed = [live for live in units if not live.unit.is_resident]
+            if streamed:
+                found[module] = streamed
+        return is_around or module in triggers
+
+    visit(root)
+    found.setdefault(root, [])
+    return {module: found[module] for module in root.modules() if module in found}
+
+
+def _see_backward(hooks: weakref.ref[Hooks]) -> None:
+    living = hooks()
+    if living is not None:
+        living.watch_backward()
 
 
 def _in_backward() -> bool:

@@ -1,10 +1,10 @@
 """Order: the sequence in which units are used, learnt while it happens and used to look ahead.
 
-A *pass* begins when the root module's forward begins. The sequence of one pass (forward, and backward when there was one)
-is the guess for the next pass of the same kind; before the first, the guess is the order of definition and then the reverse
-of what backward needs of it. When the program does something else the guess is taken up again at the next place where it
-fits: a wrong guess costs time, never correctness. The guess depends on the program's sequence of uses alone, never on time
-or memory, so that every rank makes the same one.
+A *pass* begins when the model is called, or the one of its modules that began the last pass (hooks.py). The sequence of one
+pass (forward, and backward when there was one) is the guess for the next pass of the same kind; before the first, the guess is
+the order of definition and then the reverse of what backward needs of it. When the program does something else the guess is
+taken up again at the next place where it fits: a wrong guess costs time, never correctness. The guess depends on the program's
+sequence of uses alone, never on time or memory, so that every rank makes the same one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 
 _LOOK_BEHIND = 4
+_LONGEST = 64  # uses of each unit
 
 
 class Order:
@@ -47,6 +48,11 @@ class Order:
             self._learnt[self._kind] = self._seen
             self._expect(self._seen)
         self._seen, self._place = [], 0
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a pass has used every unit many times over: nothing that repeats has been found in it."""
+        return len(self._seen) > _LONGEST * (len(self._forward) + 1)
 
     def use(self, unit: int) -> None:
         """Notes a use and finds the place in the guess that fits it."""

@@ -46,6 +46,7 @@ from tiermem.zero.plan import BOUNCE_BYTES, make_plan
 from tiermem.zero.pools import carve
 from tiermem.zero.ranks.agreement import agree, facts_of, facts_of_plan
 from tiermem.zero.ranks.collectives import exchange
+from tiermem.zero.ranks.joining import join_ranks
 from tiermem.zero.ranks.mesh import arrange, ranks_of
 from tiermem.zero.ranks.topology import (
     Topology,
@@ -85,7 +86,8 @@ def shard(
         model: any module, built plainly or under `tiermem.zero.Init`; its parameters keep their identity.
         policy: where things rest; the default keeps everything in memory.
         group: data-parallel ranks, or a mesh of them (one dimension, or replicas and shards: MiCS); default: those of the
-            zero.Init that it was built under, or the world, if torch.distributed is initialised. Rank 0's weights win.
+            zero.Init that it was built under, or the world. Ranks that a launcher has started (torchrun) make the process
+            group here if there is none yet. Rank 0's weights win.
         device: where the maths runs; default: where the parameters are.
         is_trained: False for inference: no room is made for gradients and optimizer states.
 
@@ -111,6 +113,8 @@ class Shards:
         check_model(model, is_trained)
         self.model = model
         built = built_with(model)
+        if group is None and built.group is None:
+            join_ranks(policy.timeout_s)
         ranks, policy = ranks_of(group if group is not None else built.group, built.over(policy))
         self.policy = policy
         everyone = find_topology(policy.stage, ranks, policy.timeout_s)
@@ -204,6 +208,8 @@ class Shards:
         live, shard = self.find(param)
         if not shard.has_gradient or param.grad is None:
             return None
+        if shard.is_zeroed:
+            return torch.zeros(self.values.num_mine(shard))
         self.homes.settle()
         part = slice(shard.shard_offset, shard.shard_offset + self.values.num_mine(shard))
         flat, dtype = self.homes.flat(live.unit), self.homes.dtype(live.unit)
@@ -242,7 +248,7 @@ class Shards:
     def receive_gradients(self) -> None:
         """Adds up over ranks what backwards have left in `p.grad`, and sends it home. Collective; blocks."""
         self.hooks.check_backward_ended()
-        self.homes.drop_what_was_zeroed()
+        self.homes.forget_replaced()
         self.homes.receive_rest()
         for live in self.units:
             if live.unit.is_trainable:
@@ -295,6 +301,7 @@ class Shards:
         live, shard = self.find(param)
         if live.unit.is_resident:
             return
+        self.hooks.see_gradient_of(live, param)
         if self.hooks.may_lend:
             self.hooks.borrow(live)
         else:

@@ -44,6 +44,7 @@ from tiermem.zero import registry
 from tiermem.zero.building.as_built import AsBuilt, size_of_near
 from tiermem.zero.building.nursery import Nursery
 from tiermem.zero.ranks.collectives import exchange
+from tiermem.zero.ranks.joining import join_ranks
 from tiermem.zero.ranks.mesh import numbered
 from tiermem.zero.ranks.topology import Topology, find_topology
 from tiermem.zero.weights.touch import needs_values, parameters_in, writes_in_place
@@ -73,7 +74,8 @@ class Init:
 
     Args:
         module: convert a finished module instead of building one inside the context.
-        data_parallel_group: ranks that share the parameters; default: what mpu says, else the world.
+        data_parallel_group: ranks that share the parameters; default: what mpu says, else the world. Ranks that a launcher has
+            started (torchrun) make the process group on entering, if there is none yet.
         mem_efficient_linear: nothing to switch: linear layers keep no copy of a weight (zero/weights/memory.py).
         remote_device: where parameters rest until they are sharded, "none", "cpu" or "nvme"; default: what the config says.
         pin_memory: page-lock what rests in memory, where there is a GPU.
@@ -155,6 +157,7 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._enabled:
+            join_ranks(self._policy.timeout_s)
             group = self.get_dp_process_group()
             topology = find_topology(3, group, self._policy.timeout_s)
             if self._near is not None and group is not None:

@@ -106,7 +106,12 @@ class GradientStore:
             if is_last:
                 shard.block_sums = store_gradient(self._workers, None, share, first)
         if is_last:
-            shard.grad_factor = 1.0
+            shard.grad_factor, shard.is_zeroed = 1.0, False
+
+    def clear(self, opened: OpenHome, shard: Shard) -> None:
+        """Writes zeros in place of a parameter's gradient."""
+        opened.flat[shard.shard_offset : shard.shard_offset + shard.shard_numel].zero_()
+        shard.is_zeroed = False
 
     def close(self, opened: OpenHome) -> None:
         """Sends a unit's gradients where they rest; a write to NVME goes on behind. Raises OSError."""

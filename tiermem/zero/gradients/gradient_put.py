@@ -31,5 +31,6 @@ def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tenso
         sums = store_gradient(workers, None, values, first)
         offset = shard.shard_offset * values.element_size()
         shards.values.write_part(homes.entry(live.unit), offset, values.view(torch.uint8))
-    shard.block_sums, shard.grad_factor, shard.has_gradient = sums, homes.divisor, True
+    shard.block_sums, shard.grad_factor = sums, homes.divisor
+    shard.has_gradient, shard.is_zeroed = True, False
     homes.show(live.unit)

@@ -76,6 +76,7 @@ class GradientHomes:
         self._cut: dict[int, list[Bucket]] = {}  # each unit's buckets
         self._shards = [shard for unit in units for shard in unit.shards]
         self._stand_ins: dict[Shard, ShardedGrad] = {}  # what `p.grad` is between backward and step
+        self._shown: set[Shard] = set()  # whose `p.grad` was left to be that
         self._arriving: list[Unit] = []  # under way between ranks, a unit for each bucket, oldest first
         self._open: OpenHome | None = None  # what some buckets of a unit have reached
         self._in_turn: list[Unit] = []  # stages 0 to 2: what this backward has not begun to reduce
@@ -120,8 +121,10 @@ class GradientHomes:
         self._in_turn = [] if self._policy.stage == 3 else list(reversed(self._units))
         for each in (self._ready, self._begun, self._given, self._stored):
             each.clear()
-        for unit in self._units:
-            self._hide(unit)
+        self.forget_replaced()
+        for shard in self._shown:
+            shard.param.grad = None
+        self._shown.clear()
 
     def receive(self, unit: Unit) -> None:
         """Takes what autograd has left on a unit's parameters, and begins to reduce it. Collective; raises OSError, RankLost.
@@ -184,6 +187,7 @@ class GradientHomes:
         for shard in self._shards:
             shard.param.grad = None
             forget(shard)
+        self._shown.clear()
 
     # ---- between backward and step -------------------------------------------------------------------------------------------
 
@@ -194,12 +198,26 @@ class GradientHomes:
                 if shard not in self._stand_ins:
                     self._stand_ins[shard] = ShardedGrad(shard, self)
                 shard.param.grad = self._stand_ins[shard]
+                self._shown.add(shard)
 
-    def drop_what_was_zeroed(self) -> None:
-        """Outside backward: forgets gradients whose stand-in the user removed."""
+    def forget_replaced(self) -> None:
+        """Outside backward: forgets the gradients in whose place the user has put None, or values of another kind."""
         for shard in self._shards:
-            if shard.has_gradient and shard.param.grad is None:
+            if not shard.has_gradient or isinstance(shard.param.grad, ShardedGrad):
+                continue
+            if shard.param.grad is None or shard in self._shown:
                 forget(shard)
+                self._shown.discard(shard)
+
+    def write_zeros(self) -> None:
+        """Before a step: makes the gradients that the user has zeroed zero at home. Blocks; raises OSError."""
+        for unit in self._units:
+            zeroed = [shard for shard in unit.shards if shard.is_zeroed]
+            if zeroed:
+                opened = self._homes.open(unit, self.dtype(unit), adds=len(zeroed) < len(unit.shards))
+                for shard in zeroed:
+                    self._homes.clear(opened, shard)
+                self._homes.close(opened)
 
     def check_all_used(self) -> None:
         """Before a step, where the policy asks for it: raises RuntimeError on every rank, naming what has no gradient."""
@@ -336,7 +354,7 @@ class GradientHomes:
         try:
             for shard in fresh:
                 assert shard.param.grad is not None
-                self._homes.put(opened, shard, shard.param.grad.reshape(-1), 0, shard.has_gradient)
+                self._homes.put(opened, shard, shard.param.grad.reshape(-1), 0, self._is_added(shard))
                 shard.has_gradient = True
         except BaseException:
             self._homes.drop(opened)
@@ -357,15 +375,7 @@ class GradientHomes:
 
     def _is_added(self, shard: Shard) -> bool:
         """Whether what comes is added to what is at home."""
-        return shard.has_gradient or shard in self._stored
-
-    def _hide(self, unit: Unit) -> None:
-        """Takes the stand-ins away, or, where the user did, forgets the gradient."""
-        for shard in unit.shards:
-            if isinstance(shard.param.grad, ShardedGrad):
-                shard.param.grad = None
-            elif shard.has_gradient and shard.param.grad is None:
-                forget(shard)
+        return (shard.has_gradient and not shard.is_zeroed) or shard in self._stored
 
 
 def _fresh(shard: Shard) -> bool:

@@ -31,7 +31,12 @@ class Norms(Protocol):
 
 def forget(shard: Shard) -> None:
     """Says that no gradient of a parameter rests at home."""
-    shard.has_gradient, shard.grad_factor, shard.block_sums = False, 1.0, []
+    shard.has_gradient, shard.is_zeroed, shard.grad_factor, shard.block_sums = False, False, 1.0, []
+
+
+def _zero(shard: Shard) -> None:
+    """Makes a gradient that rests at home zero; what lies there is overwritten by the next one, or before the step."""
+    shard.is_zeroed, shard.grad_factor, shard.block_sums = True, 1.0, []
 
 
 class ShardedGrad(torch.Tensor):
@@ -94,7 +99,7 @@ class ShardedGrad(torch.Tensor):
             return None
         if name in ("aten::zero_", "aten::_foreach_zero_"):
             for grad in args[0] if name == "aten::_foreach_zero_" else args:
-                forget(grad.shard)
+                _zero(grad.shard)
             return args[0] if name == "aten::zero_" else None
         raise RuntimeError(
             f"{name} on the gradient of a sharded parameter: its values rest elsewhere. Norms and scaling work in place; "

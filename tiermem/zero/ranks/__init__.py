@@ -1,5 +1,6 @@
 """Ranks: who shares what, and what they call together.
 
+joining      the ranks that a launcher has started make a group
 rollcall     which rank is gone                     traffic      what was handed to collectives
 watch        where ranks went different ways        messages     what CPUs send each other directly
 topology     which ranks share parts                mesh         groups of ranks: MiCS, hpZ, nodes

@@ -24,9 +24,18 @@ _AGREED = "agreed"
 def join_ranks(timeout_s: float) -> None:
     """Makes the process group of the ranks around this one, unless there is one or this rank is alone. Collective; blocks.
 
-    Raises ValueError on the ranks that came when they were told different numbers of ranks, or one number twice.
+    Raises ValueError on the ranks that came when they were told different numbers of ranks, or one number twice; and when the
+    process group that is there holds this rank alone, though a launcher has started several: each would train by itself.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or dist.is_initialized():
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world < 2 or not dist.is_available():
+        return
+    if dist.is_initialized():
+        if dist.get_world_size() == 1:
+            raise ValueError(
+                f"WORLD_SIZE is {world} and the process group holds this rank alone, so that every rank would train by itself: "
+                "make the group of all ranks, leave it to tiermem, or unset WORLD_SIZE"
+            )
         return
     hold_no_group()
     backend, timeout = "gloo", timedelta(seconds=timeout_s)
@@ -36,7 +45,7 @@ def join_ranks(timeout_s: float) -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not _says_where():
         dist.init_process_group(backend, timeout=timeout)
         return
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True)
     _compare_numbers(store, rank, world, timeout_s)

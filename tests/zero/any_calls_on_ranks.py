@@ -1,0 +1,30 @@
+"""Runs cases of any_calls.py on every rank until time is up; rank 0 says when. Words: the first case, seconds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from any_calls import Case
+from launch import as_rank
+
+
+def main() -> None:
+    with as_rank() as (rank, out, (first, seconds)):
+        deadline, number, operations = time.monotonic() + float(seconds), int(first), 0
+        while True:
+            is_due = torch.tensor([time.monotonic() < deadline])
+            dist.broadcast(is_due, 0)
+            if not is_due.item():
+                break
+            folder = Path(out.parent, f"{number}-{rank}")
+            folder.mkdir()
+            operations += Case(number, folder, rank, dist.get_world_size()).run()
+            number += 1
+        torch.save({"cases": number - int(first), "operations": operations}, out)
+
+
+if __name__ == "__main__":
+    main()

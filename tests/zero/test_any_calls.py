@@ -1,0 +1,61 @@
+"""Does a sharded model train as its plain twin, whichever of its modules are called, in any order, and whenever gradients
+are zeroed?
+
+Random programs (any_calls.py): the same first cases in `make test`, others in every `make soak`, which keeps seed and count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from any_calls import Case
+from launch import launch
+
+HERE = Path(__file__).parent
+_SOAK_S = 300.0  # on one rank, and again on two
+
+
+def run_cases(first: int, seconds: float, folder: Path) -> dict[str, Any]:
+    """Runs cases one after the other until time is up. Raises Mismatch."""
+    torch.set_num_threads(1)
+    deadline, number, operations = time.monotonic() + seconds, first, 0
+    while time.monotonic() < deadline:
+        place = folder / str(number)
+        place.mkdir()
+        operations += Case(number, place).run()
+        number += 1
+    return {"cases": number - first, "operations": operations}
+
+
+def test_any_module_may_be_called_by_itself(tmp_path: Path) -> None:
+    assert run_cases(0, 14.0, tmp_path)["cases"] > 50
+
+
+def test_any_module_may_be_called_by_itself_on_two_ranks(tmp_path: Path) -> None:
+    found = launch(HERE / "any_calls_on_ranks.py", 2, tmp_path, "0", "10")
+    assert found[0] == found[1]
+    assert found[0]["cases"] > 10
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_any_module_may_be_called_by_itself_for_long(num_ranks: int, tmp_path: Path) -> None:
+    first = random.SystemRandom().randrange(1 << 32)
+    totals: dict[str, Any] = {"first case": first, "ranks": num_ranks}
+    try:
+        if num_ranks == 1:
+            totals |= run_cases(first, _SOAK_S, tmp_path)
+        else:
+            words = str(first), str(_SOAK_S)
+            totals |= launch(HERE / "any_calls_on_ranks.py", 2, tmp_path, *words, timeout_s=_SOAK_S + 300)[0]
+    finally:
+        print("any calls", totals)
+        if folder := os.environ.get("TIERMEM_SOAK_TOTALS"):
+            Path(folder, f"any calls on {num_ranks}.json").write_text(json.dumps(totals))
