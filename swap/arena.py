@@ -2,8 +2,10 @@
 
 The arena reserves address space for the whole budget once and makes a slot's pages resident when the slot is carved, so
 that what is carved is what is resident: exact sizes, huge pages, nothing rounded up to a power of two. A slot that is
-given back stays warm (its pages resident) and is carved again first. Where there is a GPU the carved range is
-registered with its driver, so that copies to and from it run asynchronously.
+given back stays warm (its pages resident) and is carved again first. What copies to an accelerator and back is carved from a
+part of its own, the *link slab*, which alone is registered with the device's driver, so that those copies run asynchronously:
+
+    [ link slab: shards, buffers of shards | everything else: states, gradients, tiles ]
 
     Arena   carves slots of any size, first fit, and refuses with the arithmetic what the budget cannot hold
     Pool    equal slots carved at once, handed out and taken back: sized before a run, never during it
@@ -15,11 +17,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from tiermem.swap.accelerator import PageLock
 from tiermem.swap.extents import FreeRanges, round_up
 from tiermem.swap.native import Map
 
@@ -48,14 +50,14 @@ class Arena:
 
     Args:
         limit_bytes: the budget; never exceeded.
-        pin: register carved memory with the GPU driver, where there is a GPU.
+        link_bytes: of it, the link slab.
 
     Raises:
         ValueError: the budget is not positive.
         OSError: the address space cannot be reserved.
     """
 
-    def __init__(self, limit_bytes: int, pin: bool = False) -> None:
+    def __init__(self, limit_bytes: int, link_bytes: int = 0) -> None:
         if limit_bytes <= 0:
             raise ValueError(
                 f"a budget of {limit_bytes} bytes of HOST memory holds nothing; give at least {PAGE_BYTES}"
@@ -65,11 +67,16 @@ class Arena:
         self.carved_bytes = 0
         self._map = Map(self.limit_bytes)
         self._bytes = self._map.tensor()
-        self._free = FreeRanges()
-        self._free.add(0, self.limit_bytes)
+        self._link_bytes = min(round_up(link_bytes, PAGE_BYTES), self.limit_bytes)
+        self._link, self._free = FreeRanges(), FreeRanges()
+        if self._link_bytes:
+            self._link.add(0, self._link_bytes)
+        if self._link_bytes < self.limit_bytes:
+            self._free.add(self._link_bytes, self.limit_bytes - self._link_bytes)
         self._committed = 0  # everything below is resident: carving goes low first
-        self._pin = pin and torch.cuda.is_available()
-        self._pinned: list[tuple[int, int]] = []  # ranges registered with the driver, for close()
+        self._link_slots: dict[int, int] = {}  # bytes of each, by offset
+        self._locks: list[PageLock] = []
+        self._locked_bytes = 0  # of the link slab, from its start
         self._is_closed = False
         self._lock = threading.Lock()  # guards everything above
         self._owner = os.getpid()
@@ -79,23 +86,30 @@ class Arena:
         """(address, bytes) of the resident part, to be registered with the kernel's I/O."""
         return self._map.address, self._committed
 
-    def take(self, num_bytes: int, what: str = "a slot") -> Slot:
-        """Carves a slot, content undefined. Raises BudgetError when no free range is long enough."""
+    def take(self, num_bytes: int, what: str = "a slot", crosses_link: bool = False) -> Slot:
+        """Carves a slot, content undefined. Raises BudgetError when no free range is long enough.
+
+        crosses_link: from the link slab, if the arena has one.
+        """
         size = _size_of(num_bytes)
+        is_linked = crosses_link and self._link_bytes > 0
+        free = self._link if is_linked else self._free
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(f"{what} needs {size} bytes of HOST memory; the arena is closed")
-            offset = self._free.take(size)
+            offset = free.take(size)
             if offset is None:
                 raise BudgetError(
                     f"{what} needs {size} bytes of HOST memory; the budget is {self.limit_bytes}, "
-                    f"{self.carved_bytes} are in use and the longest free range is {self._free.longest}"
+                    f"{self.carved_bytes} are in use and the longest free range is {free.longest}"
                 )
             try:
                 self._make_resident(offset + size)
             except BaseException:
-                self._free.add(offset, size)
+                free.add(offset, size)
                 raise
+            if is_linked:
+                self._link_slots[offset] = size
             self.carved_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.carved_bytes)
             return Slot(offset, self._bytes[offset : offset + num_bytes])
@@ -104,8 +118,19 @@ class Arena:
         """Returns a slot; its pages stay warm for the next. Raises RuntimeError when it is given back twice."""
         size = _size_of(slot.num_bytes)
         with self._lock:
-            self._free.add(slot.offset, size)
+            if self._link_slots.pop(slot.offset, None) is not None:
+                self._link.add(slot.offset, size)
+            else:
+                self._free.add(slot.offset, size)
             self.carved_bytes -= size
+
+    def pin(self, device: torch.device) -> None:
+        """Registers what has been carved of the link slab with a device's driver, unless it is. Blocks."""
+        with self._lock:
+            slots = [(at, size) for at, size in sorted(self._link_slots.items()) if at >= self._locked_bytes]
+            if slots:
+                self._locks.append(PageLock(device, [(self._map.address + at, size) for at, size in slots]))
+                self._locked_bytes = sum(slots[-1])
 
     def close(self) -> None:
         """Gives up the memory, once nothing looks at it: what was carved lives on until its last tensor is gone.
@@ -116,9 +141,8 @@ class Arena:
             return
         with self._lock:
             self._is_closed = True
-            for offset, _ in self._pinned:
-                _cudart().cudaHostUnregister(self._map.address + offset)
-            self._pinned.clear()
+            while self._locks:
+                self._locks.pop().close()
             self._bytes = torch.empty(0, dtype=torch.uint8)
             self._map.close()
 
@@ -127,11 +151,7 @@ class Arena:
             return
         start = self._committed
         self._map.commit(start, end - start)
-        if self._pin:
-            check_error: Callable[[int], None] = torch.cuda.check_error
-            check_error(_cudart().cudaHostRegister(self._map.address + start, end - start, 0))
-            self._pinned.append((start, end - start))
-        self._committed = end  # last: what could not be pinned is tried again
+        self._committed = end
 
 
 class Pool:
@@ -142,16 +162,17 @@ class Pool:
         slot_bytes: bytes of each slot.
         count: how many.
         what: their purpose, for the error.
+        crosses_link: whether they are of the link slab.
     """
 
-    def __init__(self, arena: Arena, slot_bytes: int, count: int, what: str) -> None:
+    def __init__(self, arena: Arena, slot_bytes: int, count: int, what: str, crosses_link: bool = False) -> None:
         self._arena = arena
         self._slots: list[Slot] = []
         self.slot_bytes = slot_bytes
         self.count = count
         try:
             for i in range(count):
-                self._slots.append(arena.take(slot_bytes, f"buffer {i + 1} of {count} for {what}"))
+                self._slots.append(arena.take(slot_bytes, f"buffer {i + 1} of {count} for {what}", crosses_link))
         except BaseException:
             for slot in self._slots:
                 arena.give_back(slot)
@@ -180,8 +201,3 @@ class Pool:
 def _size_of(num_bytes: int) -> int:
     """What a slot takes of the budget."""
     return round_up(max(num_bytes, 1), PAGE_BYTES)
-
-
-def _cudart() -> Any:
-    cuda: Any = torch.cuda  # whose types differ from one torch to the next
-    return cuda.cudart()

@@ -14,8 +14,8 @@ What a state says is where the bytes occupy memory:
        LEAVING --come--> COMING      the fetch follows the write and sees the new bytes
        LOST    --come--> COMING      the fetch fails with the write's error
 
-An entry whose home is HOST is always PRESENT. One method per arrow; another arrow raises and names both states. Whoever
-calls holds the store's lock.
+An entry whose home is HOST or DEVICE is always PRESENT. One method per arrow; another arrow raises and names both states. The
+caller holds the store's lock.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Entry:
         self.padded_bytes = max(ALIGNMENT, -(-self.num_bytes // ALIGNMENT) * ALIGNMENT)
         self.state = EntryState.HOME
         self.nvme: NvmeHome | None = None  # where it rests, when home is NVME
-        self.slot: Slot | None = None  # while COMING or PRESENT; the home itself when home is HOST
+        self.slot: Slot | None = None  # while COMING or PRESENT; the home itself when home is HOST or DEVICE
         self.owns_slot = True  # False: the caller lent it and takes it back
         self.coming: Move | None = None  # the fetch under way
         self.leaving: Move | None = None  # the write-back under way, or the one that failed

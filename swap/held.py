@@ -48,11 +48,11 @@ class Held:
         disk_bytes: int | None,
         run: RunName,
         io: IoSettings,
-        pin: bool,
+        link_bytes: int,
         faults: Sequence[Fault],
     ) -> Held:
         """Takes memory and files as TensorStore is asked for them. Raises OSError and ValueError; then nothing is held."""
-        arena, known = Arena(host_bytes, pin), as_paths(paths)
+        arena, known = Arena(host_bytes, link_bytes), as_paths(paths)
         try:
             files = Files(known, disk_bytes, run)
             try:

@@ -20,11 +20,11 @@ class HostMemory:
         self._under_way = under_way
         self._lock = lock
 
-    def take(self, num_bytes: int, what: str) -> Slot:
+    def take(self, num_bytes: int, what: str, crosses_link: bool = False) -> Slot:
         """A slot, when need be after write-backs have given theirs back. Raises BudgetError."""
         while True:
             try:
-                return self._arena.take(num_bytes, what)
+                return self._arena.take(num_bytes, what, crosses_link)
             except BudgetError:
                 if not self.await_some():
                     raise

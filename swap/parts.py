@@ -6,8 +6,8 @@
     grad      fp32, bf16, fp16
     moments   fp32, bf16, fp16, or Quantised: 8-bit codes and one scale byte for 64 of them
 
-All are flat contiguous CPU tensors of one length. Formulas, formats and roundings are told in native/tiermem.h; which tile
-of which parameter this is, nobody asks here.
+All are flat contiguous tensors of one length on one device; native code takes those of the CPU. Formulas, formats and
+roundings are told in native/tiermem.h; which tile of which parameter this is, nobody asks here.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ Q8_BLOCK = 64
 
 STORED = (torch.float32, torch.bfloat16, torch.float16)
 SPLIT = (torch.int16, torch.uint16)
+CPU = torch.device("cpu")
 
 
 class Quantised(NamedTuple):
@@ -92,70 +93,72 @@ def num_scales(num_elements: int) -> int:
     return -(-num_elements // Q8_BLOCK)
 
 
-def check_parts(rule: StepRule, parts: StepParts, start_master: bool) -> None:
-    """Raises ValueError, naming the part, when these parts cannot be stepped by this rule."""
+def check_parts(rule: StepRule, parts: StepParts, start_master: bool, device: torch.device = CPU) -> None:
+    """Raises ValueError, naming the part, when these parts cannot be stepped by this rule on this device."""
     if rule.name not in MOMENTS:
         raise ValueError(f"the rule is {rule.name!r}; allowed are {', '.join(MOMENTS)}")
     numel = parts.grad.numel()
-    _check_tensor("grad", parts.grad, numel, STORED)
+    _check_tensor("grad", parts.grad, numel, STORED, device)
     if parts.weight is not None:
-        _check_tensor("weight", parts.weight, numel, STORED)
-    _check_master(parts, numel, start_master)
-    _check_moments(rule, parts.moments, numel)
+        _check_tensor("weight", parts.weight, numel, STORED, device)
+    _check_master(parts, numel, start_master, device)
+    _check_moments(rule, parts.moments, numel, device)
     if rule.nesterov and not (rule.name == "sgd" and parts.moments):
         raise ValueError(
             f"nesterov needs sgd with a momentum; the rule is {rule.name!r} with {len(parts.moments)} moments"
         )
 
 
-def check_moment(name: str, moment: Moment, numel: int) -> None:
-    """Raises ValueError when this is no moment of so many elements."""
+def check_moment(name: str, moment: Moment, numel: int, device: torch.device = CPU) -> None:
+    """Raises ValueError when this is no moment of so many elements on this device."""
     if not isinstance(moment, Quantised):
-        _check_tensor(name, moment, numel, STORED)
+        _check_tensor(name, moment, numel, STORED, device)
         return
-    _check_tensor(f"{name} codes", moment.codes, numel, (torch.uint8,))
-    _check_tensor(f"{name} scales", moment.scales, num_scales(numel), (torch.uint8,))
+    _check_tensor(f"{name} codes", moment.codes, numel, (torch.uint8,), device)
+    _check_tensor(f"{name} scales", moment.scales, num_scales(numel), (torch.uint8,), device)
 
 
-def check_split(master: torch.Tensor, weight: torch.Tensor | None, numel: int) -> None:
-    """Raises ValueError when this is no split master of so many elements beside its bf16 weight."""
-    _check_tensor("split master", master, numel, SPLIT)
+def check_split(master: torch.Tensor, weight: torch.Tensor | None, numel: int, device: torch.device = CPU) -> None:
+    """Raises ValueError when this is no split master of so many elements beside its bf16 weight on this device."""
+    _check_tensor("split master", master, numel, SPLIT, device)
     if weight is None or weight.dtype is not torch.bfloat16:
         given = "none" if weight is None else weight.dtype
         raise ValueError(f"a split master is kept beside a bf16 weight; the weight given is {given}")
-    _check_tensor("weight", weight, numel, STORED)
+    _check_tensor("weight", weight, numel, STORED, device)
 
 
-def _check_master(parts: StepParts, numel: int, start_master: bool) -> None:
+def _check_master(parts: StepParts, numel: int, start_master: bool, device: torch.device) -> None:
     if parts.master is None:
         if parts.weight is None:
             raise ValueError("neither weight nor master was given; one of them holds the parameter")
         return
     if parts.master.dtype in SPLIT:
-        check_split(parts.master, parts.weight, numel)
+        check_split(parts.master, parts.weight, numel, device)
     else:
-        _check_tensor("master", parts.master, numel, (torch.float32, *SPLIT))
+        _check_tensor("master", parts.master, numel, (torch.float32, *SPLIT), device)
     if start_master and parts.weight is None:
         raise ValueError("start_master makes the master from the weight, and no weight was given")
 
 
-def _check_moments(rule: StepRule, moments: Sequence[Moment], numel: int) -> None:
+def _check_moments(rule: StepRule, moments: Sequence[Moment], numel: int, device: torch.device) -> None:
     kinds = MOMENTS[rule.name]
     fewest = sum(not kind.is_optional for kind in kinds)
     if not fewest <= len(moments) <= len(kinds):
         names = ", ".join(f"{kind.name} (optional)" if kind.is_optional else kind.name for kind in kinds)
         raise ValueError(f"{len(moments)} moments given for {rule.name}, which keeps {names}")
     for kind, moment in zip(kinds, moments, strict=False):
-        check_moment(kind.name, moment, numel)
+        check_moment(kind.name, moment, numel, device)
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, numel: int, allowed: tuple[torch.dtype, ...]) -> None:
+def _check_tensor(
+    name: str, tensor: torch.Tensor, numel: int, allowed: tuple[torch.dtype, ...], device: torch.device
+) -> None:
     if tensor.dtype not in allowed:
         raise ValueError(f"{name} is {tensor.dtype}; allowed are {', '.join(str(dtype) for dtype in allowed)}")
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dim() != 1:
+    if tensor.device != device or not tensor.is_contiguous() or tensor.dim() != 1:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}; a step takes flat "
-            "contiguous tensors on the CPU: pass .view(-1)"
+            f"contiguous tensors on {device}: pass .view(-1)"
         )
     if tensor.numel() != numel:
         raise ValueError(f"{name} has {tensor.numel()} elements where {numel} are due")

@@ -30,6 +30,8 @@ import numpy.typing as npt
 import torch
 
 from tiermem.swap import durable
+from tiermem.swap.accelerator import is_accelerator
+from tiermem.swap.arena import Slot
 from tiermem.swap.entry import Entry
 from tiermem.swap.freeze import Freeze
 from tiermem.swap.freezes import Freezes
@@ -62,7 +64,8 @@ class RangeStore:
         host_bytes: int = 1 << 30,
         io: IoSettings | None = None,
         disk_bytes: int | None = None,
-        pin: bool = True,
+        device: torch.device | None = None,
+        link_bytes: int = 0,
         faults: Sequence[Fault] = (),
         num_slots: int = 1,
         run: RunName | None = None,
@@ -78,7 +81,8 @@ class RangeStore:
         self._freezes = Freezes()
         self._lock = threading.RLock()  # guards the entries and everything above
         self._owner = os.getpid()
-        self._held = Held.take(paths, host_bytes, disk_bytes, self.run, io or IoSettings(), pin, faults)
+        self.device = device or torch.device("cpu")
+        self._held = Held.take(paths, host_bytes, disk_bytes, self.run, io or IoSettings(), link_bytes, faults)
         self.arena, self._files = self._held.arena, self._held.files
         self._memory = HostMemory(self.arena, self._under_way, self._lock)
         self._finalizer = weakref.finalize(self, _close_forgotten, os.getpid(), self._held)
@@ -88,14 +92,22 @@ class RangeStore:
 
     # ---- homes -----------------------------------------------------------------------------------------------------
 
-    def reserve(self, name: str, shape: Sequence[int], dtype: torch.dtype, home: Tier, is_durable: bool = True) -> None:
-        """Makes room for a tensor at its home, content undefined. Raises BudgetError or OSError (ENOSPC).
+    def reserve(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        home: Tier,
+        is_durable: bool = True,
+        crosses_link: bool = False,
+    ) -> None:
+        """Makes room for a tensor at its home, content undefined. Raises BudgetError, OSError (ENOSPC) or, for DEVICE, torch's
+        OutOfMemoryError.
 
         is_durable: whether it is frozen with the others when it rests on NVME; what is not has one slot.
+        crosses_link: whether what rests on HOST is copied to the accelerator and back.
         """
         self._check_usable()
-        if home is Tier.DEVICE:
-            raise ValueError(f"{name!r}: the store keeps HOST and NVME; DEVICE memory belongs to torch")
         entry = Entry(name, home, dtype, shape)
         with self._lock:
             if name in self._entries:
@@ -104,12 +116,18 @@ class RangeStore:
                 num_slots = self.num_slots if is_durable else 1
                 entry.nvme = NvmeHome(self._files, entry.num_bytes, num_slots, is_durable)
             self._entries[name] = entry
-        if home is Tier.HOST:
+        if home is not Tier.NVME:
             try:
-                entry.occupy(self._memory.take(entry.num_bytes, f"{name!r}, resting on HOST,"))
+                entry.occupy(self._memory_of(entry, crosses_link))
             except BaseException:
                 self.drop(name)
                 raise
+
+    def _memory_of(self, entry: Entry, crosses_link: bool) -> Slot:
+        """The home of an entry that rests in memory."""
+        if entry.home is Tier.DEVICE:
+            return Slot(-1, torch.empty(entry.padded_bytes, dtype=torch.uint8, device=self.device))
+        return self._memory.take(entry.num_bytes, f"{entry.name!r}, resting on HOST,", crosses_link)
 
     def reserve_disk(self, num_bytes: int, why: str = "") -> None:
         """Preallocates NVME space for what will be reserved, all slots of it, dealt over the paths by weight within their caps.
@@ -147,7 +165,7 @@ class RangeStore:
                 _error_of(move)  # raised by its own wait, and by settle
         with self._lock:
             slot, entry.slot = entry.slot, None
-            if slot is not None and entry.owns_slot:
+            if slot is not None and entry.owns_slot and entry.home is not Tier.DEVICE:
                 self.arena.give_back(slot)
             if entry.nvme is not None:
                 entry.nvme.drop()
@@ -252,6 +270,8 @@ class RangeStore:
     def settle(self) -> None:
         """Waits for every write-back, and raises the first error among them; registers memory carved since."""
         self._check_usable()
+        if is_accelerator(self.device):
+            self.arena.pin(self.device)
         with self._lock:
             writes = self._under_way.writes()
         try:

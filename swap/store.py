@@ -6,8 +6,8 @@
         weights = move.wait()                          # the bytes, in HOST memory
         store.release("layers.3", dirty=True)          # starts the write-back
 
-What an entry goes through is drawn in entry.py. An entry whose home is HOST is always present: fetching it hands out the
-home itself. Callers with buffers of their own (the tile pipeline) use byte ranges instead and look after the order
+What an entry goes through is drawn in entry.py. An entry whose home is HOST or DEVICE is always present: fetching it hands out
+the home itself. Callers with buffers of their own (the tile pipeline) use byte ranges instead and look after the order
 themselves; those, freezes, errors and locks are told in range_store.py. The store knows no module, gradient, rank or
 optimizer.
 """
@@ -38,7 +38,8 @@ class TensorStore(RangeStore):
         host_bytes: budget of HOST memory; never exceeded, refused with the arithmetic.
         io: engine, block size and depth of each path's queue.
         disk_bytes: most bytes on all paths together.
-        pin: register HOST memory with the GPU driver, where there is a GPU.
+        device: whose memory DEVICE is, an accelerator's or, by default, this process's own.
+        link_bytes: of host_bytes, what crosses the link to the accelerator: `settle` registers it with the device's driver.
         faults: lies for the fault-injecting engine, for tests.
         num_slots: most extents of an entry that rests on NVME: one more than the freezes that are held while it is written.
         run: names the run's folders; None: a new name.
@@ -107,7 +108,7 @@ class TensorStore(RangeStore):
         with self._lock:
             entry = self._entries[name]
             entry.expect("released", EntryState.PRESENT)
-            if entry.home is Tier.HOST:
+            if entry.home is not Tier.NVME:
                 return self._nothing_to_move(None, name) if dirty else None
             if dirty:
                 return self._write_back(entry)
@@ -118,11 +119,13 @@ class TensorStore(RangeStore):
             return None
 
     def view(self, name: str) -> torch.Tensor:
-        """The home itself of a tensor that rests on HOST; changes to it need no write-back."""
+        """The home itself of a tensor that rests on HOST or DEVICE; changes to it need no write-back."""
         self._check_usable()
         entry = self._entries[name]
-        if entry.home is not Tier.HOST or entry.slot is None:
-            raise RuntimeError(f"{name!r} rests on {entry.home.name}; only HOST can be looked at in place")
+        if entry.home is Tier.NVME or entry.slot is None:
+            raise RuntimeError(
+                f"{name!r} rests on {entry.home.name}; only what rests in memory can be looked at in place"
+            )
         return entry.tensor(entry.slot)
 
     def is_present(self, name: str) -> bool:

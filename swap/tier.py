@@ -1,7 +1,8 @@
 """Tier: a place bytes can rest.
 
-    DEVICE   where the maths of the model runs: a GPU, or on a machine without one this process's own memory
-    HOST     the arena: page-aligned memory of an exact size, pinned when there is a GPU, counted in the budget
+    DEVICE   where the maths of the model runs: an accelerator, or without one this process's own memory
+    HOST     the arena: page-aligned memory of an exact size, counted in the budget; what crosses the link to an accelerator is
+             pinned
     NVME     preallocated files on one or several paths, read and written with O_DIRECT
 
 A tensor's *home* is the tier it returns to. Nothing here moves a byte; see move.py and store.py.

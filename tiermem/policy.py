@@ -215,10 +215,6 @@ class OffloadPolicy:
                 f"{' and '.join(wanted)} rest on NVME but no path is given: set paths=['/mnt/nvme0', ...] "
                 "(in a config: nvme_path)"
             )
-        if self.grads is Tier.DEVICE:
-            raise ValueError(
-                "grads=DEVICE: reduced gradients rest on HOST or NVME; leave it None for what fits the budget"
-            )
         if self.step_in_backward and self.on_nonfinite == "skip":
             object.__setattr__(self, "on_nonfinite", "raise")
         for name in ("host_bytes", "disk_bytes", "tile_numel", "tile_buffers", "unit_buffers", "unit_numel"):

@@ -29,7 +29,6 @@ from torch import nn
 
 from tiermem.optim.layout import MASTER
 from tiermem.optim.tiles import StateTiles
-from tiermem.policy import Tier
 from tiermem.zero import registry
 from tiermem.zero.gradients.gradient_put import put_gradient
 from tiermem.zero.gradients.sharded_grad import ShardedGrad
@@ -293,7 +292,7 @@ def _check_phase(place: _Place) -> None:
     shards, shard = place.shards, place.shard
     if not place.live.unit.is_trainable:
         raise ValueError(f"{shard.name} is frozen, or its model is for inference: it has no gradient")
-    if shards.homes.home is Tier.DEVICE:
+    if shards.homes.home is None:
         raise RuntimeError(
             f"the gradient of {shard.name} is not kept: step_in_backward uses it up as it comes. Turn that off to see it"
         )

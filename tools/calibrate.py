@@ -77,7 +77,9 @@ def measure_maths(
     """
     import torch
 
-    if torch.cuda.is_available():
+    from tiermem.swap.accelerator import find_device, is_accelerator
+
+    if is_accelerator(find_device()):
         compute = time_plain_copies(shape, precision, batch, seq, is_checkpointing)
         return Maths(compute, _GPU_USE_S, None)
     import tiermem

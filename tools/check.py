@@ -109,14 +109,17 @@ def find_gpu() -> Iterator[Finding]:
     """GPUs and whether memory can be pinned for them."""
     import torch
 
-    if not torch.cuda.is_available():
+    from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator
+
+    device = find_device()
+    if not is_accelerator(device):
         yield Finding(
             "GPU", f"none that torch {torch.__version__} can use: the maths runs on the CPU, nothing is pinned"
         )
         return
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        yield Finding(f"GPU {index}", f"{properties.name}, {format_bytes(properties.total_memory)}")
+    for index in range(torch.accelerator.device_count()):
+        free, total = free_and_total(torch.device(device.type, index))
+        yield Finding(f"GPU {index}", f"{device.type}, {format_bytes(total)}, of which {format_bytes(free)} are free")
     try:
         torch.empty(1 << 20, dtype=torch.uint8).pin_memory()
     except RuntimeError as error:

@@ -35,10 +35,10 @@ def choose_config(
 
     Raises ValueError for a config that cannot be.
     """
-    import torch
 
     from tiermem.config import load_config, resolve_auto
     from tiermem.forecast import choose
+    from tiermem.swap.accelerator import find_device, is_accelerator
     from tiermem.tools.budget import ModelSizes
     from tiermem.tools.planned import meta_model
 
@@ -46,7 +46,7 @@ def choose_config(
     policy = loaded.policy()
     if policy.host_bytes is None:
         return config, None
-    model, is_gpu = meta_model(shape, loaded.precision), torch.cuda.is_available()
+    model, is_gpu = meta_model(shape, loaded.precision), is_accelerator(find_device())
     try:
         choice = choose(model, policy, rates, compute, is_gpu=is_gpu, num_micro=loaded.batch(1).accumulation)
     except ValueError:

@@ -48,8 +48,10 @@ def _time_copy(
     """(elements of matrices in blocks and elsewhere, seconds of a forward, seconds of a backward) of a copy."""
     import torch
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    from tiermem.swap.accelerator import find_device, is_accelerator
+
+    device = find_device()
+    wait = torch.accelerator.synchronize if is_accelerator(device) else _nothing
     model = _noise_model(shape, precision, is_checkpointing, device)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(_drop)

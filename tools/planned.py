@@ -22,7 +22,7 @@ from torch import nn
 from tiermem.config import load_config, resolve_auto
 from tiermem.forecast import Choice, Forecast, Rates, choose, forecast_step, uses_of
 from tiermem.forecast.rates import Compute
-from tiermem.policy import OffloadPolicy, Tier
+from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES
 from tiermem.tools.budget import ModelSizes, activation_terms
 from tiermem.zero.plan import Plan, make_plan
@@ -151,11 +151,6 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
     batch = loaded.batch(cluster.num_ranks)
     is_gpu = cluster.gpu_bytes is not None
     extra = _extra_lines(scenario, sizes, loaded.precision, batch.micro)
-    if is_gpu and loaded.policy().optim is Tier.DEVICE:
-        raise ValueError(
-            "optimizer states on a GPU: they step on the CPU here. Set zero_optimization.offload_optimizer.device to cpu or "
-            "nvme"
-        )
     policy = _within(loaded.policy(), cluster, sum(line.num_bytes for line in extra if line.tier == "HOST"))
     topology = plan_topology(cluster.num_ranks, policy, cluster.ranks_per_node)
     compute = scenario.speed.compute_of(batch.micro * scenario.seq, scenario.is_checkpointing)

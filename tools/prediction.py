@@ -57,13 +57,14 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
     if isinstance(measured, str):
         return {"not_made": measured}
     from tiermem.forecast import forecast_shards
+    from tiermem.swap.accelerator import is_accelerator
 
     rates = rates_of(measured, disk)
     forecast = forecast_shards(engine.shards, measured.maths.compute, rates, engine.gradient_accumulation_steps())
     plan = engine.shards.plan
     terms = activation_terms(ModelSizes.of(job.shape), job.batch * job.seq, job.precision, job.is_checkpointing)
     activations = sum(term.num_bytes for term in terms)
-    is_gpu = engine.shards.device.type == "cuda"
+    is_gpu = is_accelerator(engine.shards.device)
     return {
         **{f"{phase}_s": seconds for phase, seconds in forecast.seconds.items()},
         "nvme_read_bytes": forecast.edge_bytes("NVME -> HOST"),

@@ -193,7 +193,7 @@ class Trainer:
             state_bytes=state_bytes(num_params, precision, engine.shards.policy.precision),
             batch_size=engine.train_batch_size(),
             threads=torch.get_num_threads(),
-            device=str(_device()),
+            device=str(engine.device),
             plan=[[row.what, row.tier.name, row.num_bytes, row.why] for row in plan.rows],
             budget=[list(term) for term in self._budget.rows()] if self._budget else [],
             ceiling=ceiling,
@@ -213,13 +213,12 @@ class Trainer:
         job = self._job
         dataset = TokenDataset(Corpus([Path(path) for path in job.data], job.seq, job.seed))
         size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-        device = _device()
         for step in range(engine.global_steps + 1, job.steps + 1):
             started = time.monotonic_ns()
             seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
             losses = []
             for micro in range(accumulation):
-                batch = dataset.batch((step - 1) * accumulation + micro, size, device)
+                batch = dataset.batch((step - 1) * accumulation + micro, size, engine.device)
                 with self._timed(engine, seconds, "forward", step):
                     loss = engine(**batch).loss
                 with self._timed(engine, seconds, "backward", step):
@@ -252,7 +251,7 @@ class Trainer:
         self._channel.phase(f"{name} of step {step}", host_bytes=stats.host_bytes, nvme_bytes=stats.nvme_bytes)
         started = time.monotonic()
         yield
-        _synchronize()
+        _synchronize(engine.device)
         seconds[name] += time.monotonic() - started
 
     def _report_step(
@@ -325,18 +324,14 @@ def _import_all(job: Job) -> None:
         transformers().AutoModelForCausalLM.from_config(hf_config(job.shape))
 
 
-def _device() -> torch.device:
+def _synchronize(device: torch.device) -> None:
+    """Lets a phase's time be its own on an accelerator; a tool may."""
     import torch
 
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    from tiermem.swap.accelerator import is_accelerator
 
-
-def _synchronize() -> None:
-    """Lets a phase's time be its own on a GPU; a tool may."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
 
 
 def _waits_since(engine: Engine, start_ns: int) -> dict[str, float]:

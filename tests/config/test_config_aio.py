@@ -102,7 +102,7 @@ def test_key_that_is_set_is_reported_as_honoured(key: str, value: Any) -> None:
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("tiermem.config.gds._has_gpu", lambda: True)
 
 
 def kvikio(monkeypatch: pytest.MonkeyPatch, is_compat: bool, is_direct: bool) -> None:
@@ -125,7 +125,7 @@ def refusal() -> str:
 
 
 def test_gds_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("tiermem.config.gds._has_gpu", lambda: False)
     assert "there is no GPU here" in refusal()
 
 

@@ -16,10 +16,11 @@ from twins import Tower, loss_of, seeded
 HERE = Path(__file__).parent
 
 SCRIPT = """
+import torch
 import torch.distributed as dist
 from tiermem.zero.ranks.joining import join_ranks
 try:
-    join_ranks({timeout_s})
+    join_ranks({timeout_s}, torch.device("cpu"))
 except ValueError as error:
     print(error)
 else:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tiermem.swap.arena import HUGE_BYTES, PAGE_BYTES, Arena, BudgetError
 from tiermem.swap.native import Map
@@ -165,13 +164,3 @@ def test_process_that_forgets_its_arena_ends_quietly() -> None:
     script = "from tiermem.swap.arena import Arena\nkept = Arena(1 << 20).take(5).tensor\nother = Arena(1 << 20)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_carved_memory_is_pinned_until_close() -> None:
-    arena = Arena(4 << 20, pin=True)
-    slot = arena.take(1 << 20)
-    assert slot.tensor.is_pinned()
-    arena.close()
-    assert not slot.tensor.is_pinned()

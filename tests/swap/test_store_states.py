@@ -184,9 +184,17 @@ def test_names_are_unique_and_known(store: TensorStore) -> None:
             ask("y")
 
 
-def test_device_memory_and_views_of_nvme_are_refused(store: TensorStore) -> None:
-    with pytest.raises(ValueError, match="DEVICE memory belongs to torch"):
-        store.reserve("x", (1,), torch.float32, Tier.DEVICE)
+def test_what_rests_on_the_device_is_looked_at_in_place(store: TensorStore) -> None:
+    store.put("x", torch.arange(5.0), Tier.DEVICE).wait()
+    store.view("x").mul_(2.0)
+    assert store.fetch("x").wait().tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert store.stats().host_bytes == 0
+    store.release("x")
+    store.drop("x")
+    assert "x" not in store
+
+
+def test_views_of_nvme_are_refused(store: TensorStore) -> None:
     store.reserve("y", (1,), torch.float32, Tier.NVME)
     with pytest.raises(RuntimeError, match="rests on NVME"):
         store.view("y")

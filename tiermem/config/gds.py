@@ -26,9 +26,9 @@ def why_not() -> str:
 
 
 def _has_gpu() -> bool:
-    import torch
+    from tiermem.swap.accelerator import find_device
 
-    return torch.cuda.is_available()
+    return find_device().type == "cuda"
 
 
 def _detour() -> str:

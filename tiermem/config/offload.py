@@ -121,6 +121,6 @@ class OffloadOptimizerConfig(_OffloadConfig):
 
 
 def _why_no_gpu_steps(share: float) -> str:
-    if not torch.cuda.is_available():
+    if not torch.accelerator.is_available():
         return f"there is no GPU here that could step the other {share:.0%} of the states"
     return f"stepping the other {share:.0%} of the states on the GPU is not built yet"

@@ -40,7 +40,6 @@ from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.scaling import LossScaler
 from tiermem.schedule import build_scheduler
 from tiermem.zero.building.as_built import built_with
-from tiermem.zero.device import device_of
 from tiermem.zero.shards import Shards, shard
 from tiermem.zero.weights.gathered import apply_gathered
 from tiermem.zero.weights.residency import LiveUnit
@@ -60,6 +59,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         optimizer: torch.optim.Optimizer | OptimizerFactory | None,
         parameters: Parameters | None,
         scheduler: LRScheduler | SchedulerFactory | None,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.config = config
@@ -75,12 +75,11 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         choice = choose_optimizer(config, model, optimizer, parameters)
         cast_model(model, config)
         agree_on_engine(config, self._sizes, choice, model)
-        device = device_of(model)
         self._autocast = Autocast.of(config, device.type)
         fields = self._autocast.policy_fields() | ({"num_moments": choice.num_moments} if choice else {})
         policy = config.policy(**fields)
         self.shards: Shards = shard(model, policy, device=device, is_trained=choice is not None)
-        self._times = PhaseTimes(config.wall_clock_breakdown, self.shards.device.type == "cuda")
+        self._times = PhaseTimes(config.wall_clock_breakdown, device)
         self._scaler = LossScaler(config.fp16, config.fp16.enabled or self._autocast.dtype is torch.float16)
         self._losses = Losses(self._scaler)
         try:

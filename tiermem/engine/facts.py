@@ -6,8 +6,10 @@ Lightning ask for most of these.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from tiermem.config import OffloadOptimizerConfig, OffloadParamConfig, TiermemConfig
@@ -143,6 +145,26 @@ class EngineFacts:
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether `save_16bit_model` gathers partitioned weights."""
         return self.config.zero_optimization.gather_16bit_weights_on_model_save
+
+    @property
+    def device(self) -> torch.device:
+        """Where the maths runs: batches go there."""
+        return self.shards.device
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its node."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among all that train together."""
+        return self.shards.topology.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train together."""
+        return self.shards.topology.world
 
     def get_data_parallel_rank(self) -> int:
         """This rank among those that share the model's states."""

@@ -1,7 +1,7 @@
 """PhaseTimes: how long forward, backward and step took since the last line of progress (`wall_clock_breakdown`).
 
-On a CPU the host's clock tells. On a GPU the host only hands work over, so each phase is marked by two events on its stream,
-and the line that needs their times waits for those events, for nothing else.
+On a CPU the host's clock tells. On an accelerator the host only hands work over, so each phase is marked by two events on its
+stream, and the line that needs their times waits for those events, for nothing else.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from typing import NamedTuple
 
 import torch
 
+from tiermem.swap.accelerator import current_stream, is_accelerator, new_event
+
 _PHASES = ("forward", "backward", "step")
 
 
 class _Span(NamedTuple):
     phase: str
-    start: float | torch.cuda.Event
-    end: float | torch.cuda.Event
+    start: float | torch.Event
+    end: float | torch.Event
 
     @property
     def seconds(self) -> float:
-        """Its length; blocks until a GPU has got there."""
-        if isinstance(self.start, torch.cuda.Event) and isinstance(self.end, torch.cuda.Event):
+        """Its length; blocks until an accelerator has got there."""
+        if isinstance(self.start, torch.Event) and isinstance(self.end, torch.Event):
             self.end.synchronize()
             return float(self.start.elapsed_time(self.end)) / 1e3
         assert isinstance(self.start, float) and isinstance(self.end, float)
@@ -36,12 +38,12 @@ class PhaseTimes:
 
     Args:
         is_on: when not, nothing is noted and the line is empty.
-        is_gpu: whether the maths runs on a GPU.
+        device: where the maths runs.
     """
 
-    def __init__(self, is_on: bool, is_gpu: bool) -> None:
+    def __init__(self, is_on: bool, device: torch.device) -> None:
         self._is_on = is_on
-        self._is_gpu = is_gpu
+        self._device = device
         self._spans: list[_Span] = []
 
     @contextlib.contextmanager
@@ -62,9 +64,9 @@ class PhaseTimes:
         totals = {name: sum(span.seconds for span in spans if span.phase == name) for name in _PHASES}
         return "".join(f", {name} {1e3 * total / num_steps:.1f} ms" for name, total in totals.items() if total)
 
-    def _now(self) -> float | torch.cuda.Event:
-        if not self._is_gpu:
+    def _now(self) -> float | torch.Event:
+        if not is_accelerator(self._device):
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event = new_event(self._device, enable_timing=True)
+        event.record(current_stream(self._device))
         return event

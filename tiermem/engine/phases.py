@@ -6,8 +6,8 @@
 
     optim_states, hp_params     rest in host memory or on NVMe always: nothing to move
     lp_grads, contiguous_grad_buffer    the same
-    lp_params                   streamed units leave their buffers; on a GPU resident ones free its memory too, and the model
-                                cannot run until they are back. On a CPU those lie where they rest
+    lp_params                   streamed units leave their buffers; on an accelerator resident ones free its memory too, and
+                                the model cannot run until they are back. On a CPU those lie where they rest
 
 States that are to leave host memory as well belong on NVMe from the start (`offload_optimizer`, `offload_param`): their home
 does not change while a run lasts.
@@ -19,6 +19,7 @@ import logging
 from collections.abc import Collection, Iterable
 
 from tiermem.config.offload import OffloadDevice, OffloadState
+from tiermem.swap.accelerator import is_accelerator
 from tiermem.zero.shards import Shards
 from tiermem.zero.weights.residency import LiveUnit
 
@@ -54,7 +55,7 @@ def offload(shards: Shards, states: Collection[OffloadState]) -> list[LiveUnit]:
         return []
     shards.residency.empty()
     away = [live for live in shards.units if live.unit.is_resident and live.shard is not live.memory.full]
-    away = [live for live in away if shards.device.type == "cuda" and live.memory.is_present]
+    away = [live for live in away if is_accelerator(shards.device) and live.memory.is_present]
     for live in away:
         live.memory.leave()
     return away

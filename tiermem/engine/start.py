@@ -19,6 +19,7 @@ from tiermem.data import build_loader
 from tiermem.engine.choice import OptimizerFactory, Parameters
 from tiermem.engine.engine import Engine, SchedulerFactory
 from tiermem.optim.base import NativeOptimizer
+from tiermem.swap.accelerator import find_device
 from tiermem.zero.ranks.joining import join_ranks
 
 
@@ -32,6 +33,7 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
 ) -> tuple[Engine, NativeOptimizer | None, DataLoader[Any] | None, LRScheduler | None]:
     """Shards a model by a config and returns (engine, optimizer, loader, scheduler).
 
@@ -44,6 +46,7 @@ def initialize(
         training_data: a dataset, for which a loader of micro-batches (each rank its own) is returned.
         lr_scheduler: a scheduler or a function of the optimizer; default: what the config says.
         config: a DeepSpeed-style dict or the path of a JSON file; `config_params` is its older name.
+        device: where the maths runs, and where the model is from then on; default: this rank's accelerator, else the CPU.
 
     Collective and blocking. Raises ConfigError (a ValueError) for a config that is wrong, ValueError when the plan does not
     fit, OSError when a path is missing, not writable or too full; all before any weight is moved.
@@ -56,8 +59,9 @@ def initialize(
     if given is None:
         raise ValueError("initialize needs a config: a dict or the path of a JSON file")
     loaded = load_config(given)
-    join_ranks(loaded.policy().timeout_s)
-    engine = Engine(model, loaded, optimizer, model_parameters, lr_scheduler)
+    on = find_device(device)
+    join_ranks(loaded.policy().timeout_s, on)
+    engine = Engine(model, loaded, optimizer, model_parameters, lr_scheduler, on)
     loader = None
     if training_data is not None:
         topology = engine.shards.topology

@@ -16,6 +16,7 @@ from tiermem.forecast.tile_loads import MOST_TILES
 from tiermem.forecast.timeline import Timeline, play
 from tiermem.forecast.uses import Use, uses_of
 from tiermem.policy import OffloadPolicy
+from tiermem.swap.accelerator import is_accelerator
 from tiermem.zero.plan import Plan
 from tiermem.zero.ranks.topology import Topology, ranks_per_node
 from tiermem.zero.unit import Division, divide
@@ -93,7 +94,7 @@ def forecast_shards(shards: Shards, compute: Compute, rates: Rates, num_micro: i
         shards.topology,
         uses_of(shards.model, division, compute),
         rates,
-        shards.device.type == "cuda",
+        is_accelerator(shards.device),
         ranks_per_node(),
         num_micro,
     )

@@ -1,12 +1,13 @@
 """Stepping: one step of one parameter, or of a piece of it, by whichever rule.
 
-    StepRule      elementwise: one pass of a native kernel; a piece may be any range of the parameter
-    MatrixStep    the whole matrix: momentum by a kernel, the update made orthogonal by torch, applied by a kernel
+    StepRule      elementwise: one pass of a native kernel on the CPU, torch operations with the same bits on other
+                  devices; a piece may be any range of the parameter
+    MatrixStep    the whole matrix: momentum elementwise, the update made orthogonal by torch and applied elementwise
 
 The matrix step is Muon's (Jordan et al. 2024): five steps of a Newton-Schulz iteration turn the momentum into nearly the
 orthogonal matrix next to it. Beside the states it takes, while it runs, some 16 bytes per element of the one matrix. Its
-products are torch's, so their last bits may depend on torch's number of threads. What the moment's format rounds away
-is not seen by the step that rounds it (elementwise rules use moments before they are rounded).
+products are torch's, so their last bits may depend on torch's number of threads and on the device. What the moment's
+format rounds away is not seen by the step that rounds it (elementwise rules use moments before they are rounded).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 
 from tiermem.swap.native import Workers, optimizer_step, widen_part
 from tiermem.swap.parts import Dither, Quantised, StepParts, StepRule
+from tiermem.swap.torch_parts import widen_in_torch
+from tiermem.swap.torch_step import step_in_torch
 
 
 class MatrixStep(NamedTuple):
@@ -44,11 +47,17 @@ def step_parts(
     start_moments: bool = False,
     start_master: bool = False,
 ) -> None:
-    """Steps the parts in place; as `optimizer_step` in swap/native.py. A MatrixStep takes those of a whole matrix. Blocks."""
-    if isinstance(step, StepRule):
+    """Steps the parts in place where they lie; as `optimizer_step` in swap/native.py.
+
+    A MatrixStep takes those of a whole matrix. Blocks on the CPU; on other devices it queues the step on their current
+    stream and returns, and `workers` do nothing.
+    """
+    if isinstance(step, MatrixStep):
+        _step_matrix(workers, step, parts, dither, start_moments, start_master)
+    elif parts.grad.device.type == "cpu":
         optimizer_step(workers, step, parts, dither, start_moments=start_moments, start_master=start_master)
     else:
-        _step_matrix(workers, step, parts, dither, start_moments, start_master)
+        step_in_torch(step, parts, dither, start_moments=start_moments, start_master=start_master)
 
 
 def orthogonalise(
@@ -82,9 +91,9 @@ def _step_matrix(
         for stored in moment if isinstance(moment, Quantised) else (moment,):
             stored.zero_()
     own = parts._replace(moments=(moment,))
-    optimizer_step(workers, step.momentum, own, dither, start_master=start_master)
-    update = widen_part(workers, moment)
+    step_parts(workers, step.momentum, own, dither, start_master=start_master)
+    update = widen_part(workers, moment) if parts.grad.device.type == "cpu" else widen_in_torch(moment)
     if step.nesterov:
         update = torch.lerp(parts.grad.float() * step.momentum.grad_scale, update, step.momentum.momentum)
     near = orthogonalise(update.view(step.shape), step.coefficients, step.num_iterations, step.eps, step.dtype)
-    optimizer_step(workers, step.update, parts._replace(grad=near.contiguous().view(-1), moments=()), dither)
+    step_parts(workers, step.update, parts._replace(grad=near.contiguous().view(-1), moments=()), dither)

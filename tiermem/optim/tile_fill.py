@@ -75,8 +75,8 @@ class TileFill(TileMoves):
         self._filler = filler
         self._keeps = keeps
 
-    def compute(self, tile: Tile, slot: Slot | None) -> None:
-        """Lets a tile be filled, in its buffer or where it rests. Blocks."""
+    def _compute(self, tile: Tile, slot: Slot | None) -> None:
+        """Lets a tile be filled."""
         views, params = self.open(tile, slot) if self._keeps else self._open_empty(tile, slot)
         for segment in tile.segments:
             self._filler(self._places(tile, segment, views, params))

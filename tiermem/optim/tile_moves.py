@@ -7,7 +7,8 @@ What is read depends on what has been written and on what the work needs (optim/
     parameters         when they are the master, or its upper half; and when the master is made from them
     gradients          when they rest on NVME; they are final only at the end of backward
 
-States and the slice of the parameters are written back. What is computed in between: tile_step.py, tile_visit.py.
+States and the slice of the parameters are written back. What is computed in between: tile_step.py, tile_visit.py. It is
+computed on the CPU, but for steps of states that rest on an accelerator: what lies elsewhere is copied there and back.
 """
 
 from __future__ import annotations
@@ -58,6 +59,31 @@ class TileMoves:
         self._moments_of = moments_of
         self._reads_gradients = reads_gradients and shards.homes.home is Tier.NVME
         self._reads_weights = reads_weights
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of what lies elsewhere, by its address
+
+    def compute(self, tile: Tile, slot: Slot | None) -> None:
+        """Does the work with a tile, in its buffer or where it rests. Blocks."""
+        try:
+            self._compute(tile, slot)
+            for original, copy in self._copies.values():
+                original.copy_(copy)
+        finally:
+            self._copies.clear()
+
+    def _compute(self, tile: Tile, slot: Slot | None) -> None:
+        raise NotImplementedError
+
+    def _device(self, tile: Tile) -> torch.device:
+        """Where the work with a tile is computed."""
+        return torch.device("cpu")
+
+    def _near(self, tile: Tile, data: torch.Tensor) -> torch.Tensor:
+        """A tile's data where its work is computed: themselves, or a copy that is copied back in the end."""
+        if data.device == self._device(tile) or not data.numel():
+            return data
+        if data.data_ptr() not in self._copies:
+            self._copies[data.data_ptr()] = data, data.to(self._device(tile))
+        return self._copies[data.data_ptr()][1]
 
     def read(self, tile: Tile, slot: Slot) -> Move:
         """Starts filling a buffer with all that the work needs."""
@@ -163,15 +189,16 @@ class TileMoves:
         if not tile.state_bytes:
             return torch.empty(0, dtype=torch.uint8)
         if tile.home is not Tier.NVME:
-            return self._store.view(tile.entry)
+            return self._near(tile, self._store.view(tile.entry))
         assert slot is not None
         return slot.tensor[: tile.state_bytes]
 
     def _params(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         if tile.live.shard is not None:
-            return tile.live.shard[tile.elements]
+            tile.live.await_home()
+            return self._near(tile, tile.live.shard[tile.elements])
         assert slot is not None
-        return self._params_in(tile, slot).view(tile.dtype)
+        return self._near(tile, self._params_in(tile, slot).view(tile.dtype))
 
 
 def fp32_master(views: StateViews) -> torch.Tensor:

@@ -18,6 +18,7 @@ from tiermem.optim.layout import StateViews
 from tiermem.optim.stepping import AnyStep, step_parts
 from tiermem.optim.tile import Segment, Tile
 from tiermem.optim.tile_moves import MomentsOf, TileMoves, fp32_master
+from tiermem.policy import Tier
 from tiermem.swap.arena import Slot
 from tiermem.swap.parts import Dither, StepParts
 from tiermem.zero.shards import Shards
@@ -43,14 +44,18 @@ class TileStep(TileMoves):
         self._rule_of = rule_of
         self._grads = grads
 
-    def compute(self, tile: Tile, slot: Slot | None) -> None:
-        """Steps a tile in its buffer, or where it rests. Blocks."""
+    def _device(self, tile: Tile) -> torch.device:
+        return self._store.device if tile.home is Tier.DEVICE else super()._device(tile)
+
+    def _compute(self, tile: Tile, slot: Slot | None) -> None:
+        """Steps a tile."""
         start_ns = time.monotonic_ns()
         views, params = self.open(tile, slot)
+        grads = self._gradients(tile, slot)
         for segment in tile.segments:
             rule = self._rule_of(segment.shard)
             if rule is not None:
-                self._step(tile, segment, rule, views, params, self._gradients(tile, slot))
+                self._step(tile, segment, rule, views, params, grads)
             elif not tile.layout.reads_weight and tile.live.shard is None:
                 part = slice(segment.start, segment.start + segment.numel)
                 params[part].copy_(
@@ -82,17 +87,17 @@ class TileStep(TileMoves):
     def _gradients(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         at_home = self._grads if self._grads is not None else self._shards.homes.flat(tile.live.unit)
         if at_home is not None:
-            return at_home[tile.elements]
+            return at_home[tile.elements].to(self._device(tile))
         assert slot is not None
         place = tile.room_bytes + tile.slice_bytes
-        return slot.tensor[place : place + tile.grad_bytes].view(tile.grad_dtype)
+        return slot.tensor[place : place + tile.grad_bytes].view(tile.grad_dtype).to(self._device(tile))
 
 
 class TileStart(TileMoves):
     """Makes states that have never been written, and steps nothing."""
 
-    def compute(self, tile: Tile, slot: Slot | None) -> None:
-        """Makes a tile's first states. Blocks."""
+    def _compute(self, tile: Tile, slot: Slot | None) -> None:
+        """Makes a tile's first states."""
         self.open(tile, slot)
 
 

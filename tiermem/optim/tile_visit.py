@@ -44,8 +44,8 @@ class TileVisit(TileMoves):
         self._chosen = chosen
         self._visitor = visitor
 
-    def compute(self, tile: Tile, slot: Slot | None) -> None:
-        """Shows a tile's chosen parameters to the visitor and keeps what it leaves. Blocks."""
+    def _compute(self, tile: Tile, slot: Slot | None) -> None:
+        """Shows a tile's chosen parameters to the visitor and keeps what it leaves."""
         views, params = self.open(tile, slot)
         for segment in tile.segments:
             if segment.shard in self._chosen:

@@ -192,6 +192,10 @@ class StateTiles:
             raise
 
     def _run(self, tiles: Sequence[Tile], work: TileStep | TileStart | TileVisit | TileFill) -> None:
+        if isinstance(work, TileStep):
+            first = [tile for tile in tiles if tile.home is Tier.DEVICE and not tile.is_started]
+            if first:
+                self._run(first, TileStart(self._shards, self._moments_of))
         policy, pool = self._shards.policy, self._shards.tile_pool
         if pool is not None:
             start = self._shards.head_start
@@ -217,10 +221,10 @@ class StateTiles:
         return cut(live, step, layout, keeps_initial, policy.optim, rank, is_whole)
 
     def _choose_homes(self) -> None:
-        """States that rest in memory rest on HOST; of those on NVME a share stays there, spread evenly."""
-        if self._shards.policy.optim is not Tier.NVME:
+        """States that rest in memory rest where the plan says; of those on NVME a share stays on HOST, spread evenly."""
+        if self._shards.plan.states is not Tier.NVME:
             for tile in self.tiles:
-                tile.home = Tier.HOST
+                tile.home = self._shards.plan.states
             return
         stays = rests_on_host([tile.state_bytes for tile in self.tiles], self._shards.plan.resident_bytes)
         for tile, is_resident in zip(self.tiles, stays, strict=True):
@@ -297,7 +301,7 @@ class StateTiles:
     def _read_bytes(self, tile: Tile, offset: int, num_bytes: int) -> torch.Tensor:
         if tile.home is Tier.NVME:
             return self._shards.values.read_part(tile.entry, torch.uint8, slice(offset, offset + num_bytes))
-        return self._store.view(tile.entry)[offset : offset + num_bytes]
+        return self._store.view(tile.entry)[offset : offset + num_bytes].cpu()
 
     def _write_bytes(self, tile: Tile, offset: int, data: torch.Tensor) -> None:
         if tile.home is Tier.NVME:

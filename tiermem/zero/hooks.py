@@ -284,6 +284,7 @@ class Hooks:
         self._let_go(use)
         with torch._C.DisableTorchFunctionSubclass():  # asking resting parameters for their gradients is quicker so
             for live in use.units:
+                live.memory.join()  # autograd may have accumulated on another stream
                 if live.unit.is_trainable and self._uses.is_final(live) and self.may_receive():
                     self._homes.receive(live.unit)
 

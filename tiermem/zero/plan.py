@@ -29,6 +29,8 @@ from tiermem.zero.weights.updating import span_bytes
 _USUAL_TILE_NUMEL = 1 << 20
 _USUAL_TILE_BUFFERS = (8, 4)  # two reading and two writing keep a disk busy; more even out its pauses
 _USUAL_UNITS_AHEAD = 2
+USUAL_ON_DEVICE = 3
+"""Streamed units on an accelerator at once, unless the policy says."""
 _USUAL_GRAD_BUFFERS = 2
 _PAGE = 4096
 BOUNCE_BYTES = 4 << 20
@@ -55,7 +57,9 @@ class Plan:
     host_bytes: int  # all HOST rows: the arena's size
     disk_bytes: int  # all NVME rows
     frozen_disk_bytes: int  # of them, what is there for checkpoints; taken when the first step after one is written
-    grads: Tier
+    grads: Tier | None  # None: none is held
+    states: Tier  # of the optimizer
+    link_bytes: int  # of host_bytes, what crosses the link to an accelerator
     unit_homes: dict[int, Tier]  # of streamed units, by index
     unit_slot_bytes: int
     num_unit_slots: int
@@ -108,6 +112,11 @@ def make_plan(division: Division, policy: OffloadPolicy, topology: Topology, is_
 
     With one shard, what rests where the maths runs is present where it rests: such units become resident here.
     """
+    if policy.grads is Tier.DEVICE and not is_gpu:
+        raise ValueError(
+            "grads=DEVICE without an accelerator: reduced gradients rest on HOST or NVME; leave it None for what fits the "
+            "budget"
+        )
     budget = None if policy.host_bytes is None else policy.host_bytes // ranks_on_node
     for unit in division.units:
         if unit.is_trainable:
@@ -141,17 +150,21 @@ class _Sheet:
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
+        self.link_bytes = 0
 
-    def add(self, what: str, tier: Tier, num_bytes: int, why: str) -> None:
+    def add(self, what: str, tier: Tier, num_bytes: int, why: str, crosses_link: bool = False) -> None:
         if num_bytes:
             self.rows.append(Row(what, tier, num_bytes, why))
+            self.link_bytes += num_bytes * (crosses_link and tier is Tier.HOST)
 
-    def buffers(self, what: str, count: int, sizes: Iterable[int], why: str) -> tuple[int, int]:
+    def buffers(
+        self, what: str, count: int, sizes: Iterable[int], why: str, crosses_link: bool = False
+    ) -> tuple[int, int]:
         """Adds `count` buffers of the largest size; returns (bytes of one, count), zeros when there is nothing to pass."""
         size = max(sizes, default=0) if count else 0
         if not size:
             return 0, 0
-        self.add(f"{count} {what} buffers", Tier.HOST, count * _page(size), why)
+        self.add(f"{count} {what} buffers", Tier.HOST, count * _page(size), why, crosses_link)
         return size, count
 
     def total(self, tier: Tier) -> int:
@@ -172,13 +185,17 @@ class _Planner:
         self._world = topology.world
         self._trainable = [u for u in division.units if u.is_trainable]
         self._homes = homes  # of streamed units, by index
+        on_host = Tier.HOST if policy.optim is Tier.DEVICE and not is_gpu else policy.optim
+        self._states: Tier = on_host  # where states rest; without an accelerator DEVICE is this process's memory
 
-    def choices(self) -> list[tuple[Tier, int, int, int]]:
+    def choices(self) -> list[tuple[Tier | None, int, int, int]]:
         """(home of gradients, unit buffers, tile buffers, elements of a tile), best first."""
         policy = self._policy
-        homes = [policy.grads] if policy.grads else [Tier.HOST, Tier.NVME] if policy.paths else [Tier.HOST]
+        homes: list[Tier | None] = [Tier.HOST, Tier.NVME] if policy.paths else [Tier.HOST]
         if policy.step_in_backward:
-            homes = [Tier.DEVICE]  # none is held
+            homes = [None]  # none is held
+        elif policy.grads is not None or self._states is Tier.DEVICE:
+            homes = [policy.grads or Tier.DEVICE]
         aheads = [0] if policy.gather_way == "single" else [_USUAL_UNITS_AHEAD, 1]
         counts = [policy.unit_buffers] if policy.unit_buffers else [self._most_at_once + ahead for ahead in aheads]
         tiles = [policy.tile_numel] if policy.tile_numel else [_USUAL_TILE_NUMEL >> i for i in range(5)]
@@ -186,7 +203,7 @@ class _Planner:
         buffers = [policy.tile_buffers] if policy.tile_buffers else [n >> num_off for n in _USUAL_TILE_BUFFERS]
         return list(itertools.product(homes, counts, buffers, tiles))
 
-    def plan(self, grads: Tier, num_units: int, num_tiles: int, tile_numel: int, resident_bytes: int) -> Plan:
+    def plan(self, grads: Tier | None, num_units: int, num_tiles: int, tile_numel: int, resident_bytes: int) -> Plan:
         """The plan of one choice, whether it fits or not."""
         policy, sheet = self._policy, _Sheet()
         at_home = self._add_parameters(sheet)
@@ -197,7 +214,11 @@ class _Planner:
         )
         needs_stage = self._num_shards > 1 or self._is_gpu or any(u.is_packed for u in streamed)
         stage_slot, num_stages = sheet.buffers(
-            "shard", 2 * needs_stage, (u.shard_bytes for u in at_home[Tier.NVME]), "read ahead of a gather"
+            "shard",
+            2 * needs_stage,
+            (u.shard_bytes for u in at_home[Tier.NVME]),
+            "read ahead of a gather",
+            crosses_link=self._is_gpu,
         )
         wire_slot, num_wires = self._add_wires(sheet, streamed, num_units)
         grad_slot, num_grads = self._add_gradients(sheet, grads)
@@ -219,6 +240,8 @@ class _Planner:
             disk_bytes=sheet.total(Tier.NVME),
             frozen_disk_bytes=frozen,
             grads=grads,
+            states=self._states,
+            link_bytes=sheet.link_bytes,
             unit_homes=self._homes,
             unit_slot_bytes=unit_slot,
             num_unit_slots=num_units,
@@ -244,15 +267,19 @@ class _Planner:
         present = [u for u in self._units if u.is_resident]
         place = Tier.DEVICE if self._is_gpu else Tier.HOST
         sheet.add("resident parameters", place, _pages(u.full_bytes for u in present), "present all the time")
-        if self._num_shards > 1 or self._is_gpu:
-            sheet.add("their shards", Tier.HOST, _pages(u.shard_bytes for u in present), "what a step writes")
-        in_memory = at_home[Tier.HOST] + at_home[Tier.DEVICE]
-        sheet.add("parameters", Tier.HOST, _pages(u.shard_bytes for u in in_memory), "rest on HOST")
+        if self._num_shards > 1 or (self._is_gpu and self._states is not Tier.DEVICE):
+            home = Tier.DEVICE if self._states is Tier.DEVICE else Tier.HOST
+            shards = _pages(u.shard_bytes for u in present)
+            sheet.add("their shards", home, shards, "what a step writes", crosses_link=self._is_gpu)
+        for tier in (Tier.HOST, Tier.DEVICE):
+            home = tier if self._is_gpu else Tier.HOST
+            at_rest = _pages(u.shard_bytes for u in at_home[tier])
+            sheet.add("parameters", home, at_rest, f"rest on {home.name}", crosses_link=self._is_gpu)
         sheet.add("parameters", Tier.NVME, _pages(u.shard_bytes for u in at_home[Tier.NVME]), "rest on NVME")
         if keeps_secondary(self._policy, self._num_shards):
             num_across = self._num_shards // self._policy.secondary_group_size
             sizes = [secondary_numel(u, num_across) * u.dtype.itemsize for u in self._units if not u.is_resident]
-            sheet.add("secondary copies", Tier.HOST, _pages(sizes), "backward gathers from them (hpZ)")
+            sheet.add("secondary copies", place, _pages(sizes), "backward gathers from them (hpZ)")
         return at_home
 
     def _add_wires(self, sheet: _Sheet, streamed: list[Unit], num_units: int) -> tuple[int, int]:
@@ -263,12 +290,12 @@ class _Planner:
         sizes = [wire_bytes(u, self._num_shards) for u in packed]
         return sheet.buffers("wire", num_units, sizes, "8-bit blocks on their way between ranks")
 
-    def _add_gradients(self, sheet: _Sheet, home: Tier) -> tuple[int, int]:
+    def _add_gradients(self, sheet: _Sheet, home: Tier | None) -> tuple[int, int]:
         """Adds what holds gradients; returns bytes and number of the buffers they pass through."""
         sizes = [u.shard_numel * self._policy.precision.grad_dtype(u.dtype).itemsize for u in self._trainable]
-        if home is not Tier.DEVICE:
+        if home is not None:
             sheet.add("gradients", home, _pages(sizes), f"rest on {home.name} until the step")
-        passes = home is not Tier.HOST
+        passes = home in (None, Tier.NVME)
         return sheet.buffers("gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home")
 
     def _add_reductions(self, sheet: _Sheet) -> tuple[int, int]:
@@ -295,11 +322,13 @@ class _Planner:
         """Adds the homes of optimizer states; returns the bytes that are resident."""
         tiles = [alike for u in self._trainable for alike in _state_sizes(u, tile_numel, self._policy)]
         states = sum(_page(size) * count for size, count in tiles)
-        home = Tier.NVME if self._policy.optim is Tier.NVME else Tier.HOST
+        home = self._states
         initial = [u.shard_numel * FP32_BYTES for u in self._trainable if keeps_initial_master(u, self._policy)]
-        sheet.add("initial masters", home, _pages(initial), "until the first step")
-        if home is Tier.HOST:
-            sheet.add(_STATES, Tier.HOST, states, "rest on HOST")
+        sheet.add(
+            "initial masters", Tier.NVME if home is Tier.NVME else Tier.HOST, _pages(initial), "until the first step"
+        )
+        if home is not Tier.NVME:
+            sheet.add(_STATES, home, states, f"rest on {home.name}")
             return 0
         resident = min(resident_bytes // _PAGE * _PAGE, states)
         whole = (

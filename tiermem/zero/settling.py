@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.accelerator import is_accelerator, new_stream
 from tiermem.swap.arena import Pool
 from tiermem.zero import registry
 from tiermem.zero.building.nursery import Nursery
@@ -30,7 +32,7 @@ from tiermem.zero.unit import Shard, Unit
 from tiermem.zero.weights.attributes import ZeroParamStatus, absent_part, describe, undescribe
 from tiermem.zero.weights.gather import Gather, UnitGather
 from tiermem.zero.weights.live import LiveUnit
-from tiermem.zero.weights.memory import UnitMemory, can_swap_pointers
+from tiermem.zero.weights.memory import UnitMemory, become, can_swap_pointers
 from tiermem.zero.weights.secondary import NearGather, Secondary, secondary_numel
 from tiermem.zero.weights.values import Values, initial_master
 
@@ -42,6 +44,17 @@ def settle(units: Iterable[Unit], plan: Plan, policy: OffloadPolicy, values: Val
     """
     settler = _Settler(plan, policy, values, pools)
     return [settler.send_home(unit) for unit in units]
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Takes a model's buffers to a device, those that share a tensor together."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                module._buffers[name] = moved[buffer]
 
 
 def show_parts(units: Iterable[LiveUnit]) -> None:
@@ -63,6 +76,7 @@ def release(units: Iterable[LiveUnit], keeps_residents: bool) -> None:
     """
     units = list(units)
     for live in units:
+        live.await_home()  # which goes with the store
         live.part_with()
     for live in units:
         for shard in live.unit.shards:
@@ -86,23 +100,22 @@ class _Settler:
         self._pool: Pool | None = pools.units or pools.shards  # what a unit that rests on NVMe is filled in
         self._wires = pools.wires
         self._may_swap = can_swap_pointers()
+        self._is_accelerated = is_accelerator(self._device)
+        self._owner = new_stream(self._device) if self._is_accelerated else None
 
     def send_home(self, unit: Unit) -> LiveUnit:
         """Moves a unit's weights to where they rest, one parameter at a time."""
         if unit.is_resident:
             return self._make_resident(unit)
         home, entry = self._plan.unit_homes[unit.index], f"param/{unit.index}/{unit.name}"
-        if (
-            home is not Tier.NVME
-            and self._topology.num_shards == 1
-            and self._device.type == "cpu"
-            and not unit.is_packed
-        ):
+        if home is not Tier.NVME and self._topology.num_shards == 1 and not self._is_accelerated and not unit.is_packed:
             unit.is_resident = True  # one of `host_param_numel`: it is present where it rests
             return self._make_resident(unit)
         numel = unit.shard_bytes // unit.rests_as.itemsize
-        self._store.reserve(entry, (numel,), unit.rests_as, Tier.NVME if home is Tier.NVME else Tier.HOST)
-        memory = UnitMemory(unit, self._device, self._may_swap)
+        if home is Tier.DEVICE and not self._is_accelerated:
+            home = Tier.HOST
+        self._store.reserve(entry, (numel,), unit.rests_as, home, crosses_link=self._is_accelerated)
+        memory = UnitMemory(unit, self._device, self._may_swap, self._owner)
         if home is not Tier.NVME:
             shard = self._store.view(entry)
             self._fill(unit, shard)
@@ -139,18 +152,21 @@ class _Settler:
             return plain
         assert topology.across is not None
         name, numel = f"secondary/{unit.index}/{unit.name}", secondary_numel(unit, topology.across.size)
-        self._store.reserve(name, (numel,), memory.full.dtype, Tier.HOST)
+        home = Tier.DEVICE if self._is_accelerated else Tier.HOST
+        self._store.reserve(name, (numel,), memory.full.dtype, home)
         return NearGather(Secondary(topology, unit, self._store.view(name)), plain, memory.full)
 
     def _make_resident(self, unit: Unit) -> LiveUnit:
-        memory = UnitMemory(unit, self._device, self._may_swap)
-        if self._device.type == "cpu":
+        memory = UnitMemory(unit, self._device, self._may_swap, self._owner)
+        if not self._is_accelerated:
             memory.hold(self._store.arena.take(unit.full_bytes, f"resident unit {unit.name!r}"))
         else:
             memory.allocate()
         shard = memory.full
-        if self._topology.num_shards > 1 or self._device.type == "cuda":
-            self._store.reserve(f"param/{unit.index}/{unit.name}", (unit.shard_numel,), unit.dtype, Tier.HOST)
+        steps_there = self._is_accelerated and self._plan.states is Tier.DEVICE
+        if self._topology.num_shards > 1 or (self._is_accelerated and not steps_there):
+            entry, home = f"param/{unit.index}/{unit.name}", Tier.DEVICE if steps_there else Tier.HOST
+            self._store.reserve(entry, (unit.shard_numel,), unit.dtype, home, crosses_link=self._is_accelerated)
             shard = self._store.view(f"param/{unit.index}/{unit.name}")
         self._fill(unit, shard)
         if shard is not memory.full:
@@ -193,6 +209,8 @@ class _Settler:
         else:
             value = part.param.detach().contiguous()
             if self._topology.group is not None and part.numel:
+                if not is_accelerator(value.device):
+                    value = value.to(self._topology.control_device)
                 share(self._topology, value, f"sharing {part.name}")
         first = part.shard_numel * self._topology.shard_rank
         mine = value.view(-1)[first : first + part.shard_numel]
@@ -200,6 +218,6 @@ class _Settler:
 
 
 def _forget_values(part: Shard, device: torch.device) -> None:
-    """Lets go of what a parameter held before it was sharded."""
+    """Lets go of what a parameter held before it was sharded; it is on the device from here on."""
     part.param.grad = None
-    part.param.data = torch.empty(0, dtype=part.param.dtype, device=device)
+    become(part.param, torch.empty(0, dtype=part.param.dtype, device=device))

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tiermem.optim.layout import MASTER
 from tiermem.policy import OffloadPolicy
+from tiermem.swap.accelerator import activate, find_device, is_accelerator
 from tiermem.swap.bounce import Bounce
 from tiermem.swap.native import Workers, trim_heap
 from tiermem.swap.pipeline import HeadStart
@@ -39,7 +40,6 @@ from tiermem.swap.store import TensorStore
 from tiermem.zero import registry
 from tiermem.zero.building.admission import check_model
 from tiermem.zero.building.as_built import built_with
-from tiermem.zero.device import check_device, device_of
 from tiermem.zero.gradients.grads import GradientHomes
 from tiermem.zero.hooks import Hooks
 from tiermem.zero.plan import BOUNCE_BYTES, make_plan
@@ -56,7 +56,7 @@ from tiermem.zero.ranks.topology import (
     paths_of_rank,
     ranks_per_node,
 )
-from tiermem.zero.settling import release, settle, show_parts
+from tiermem.zero.settling import move_buffers, release, settle, show_parts
 from tiermem.zero.unit import Division, Shard, divide
 from tiermem.zero.uses import first_order
 from tiermem.zero.weights.live import LiveUnit
@@ -88,7 +88,8 @@ def shard(
         group: data-parallel ranks, or a mesh of them (one dimension, or replicas and shards: MiCS); default: those of the
             zero.Init that it was built under, or the world. Ranks that a launcher has started (torchrun) make the process
             group here if there is none yet. Rank 0's weights win.
-        device: where the maths runs; default: where the parameters are.
+        device: where the maths runs, and where the model's parameters and buffers are from then on; default: this rank's
+            accelerator, or the CPU of a machine without one.
         is_trained: False for inference: no room is made for gradients and optimizer states.
 
     Collective and blocking. Raises ValueError when the policy cannot be met (with the arithmetic) and OSError when a path is
@@ -112,13 +113,14 @@ class Shards:
             raise ValueError("this model is sharded already: close its shards before sharding it again")
         check_model(model, is_trained)
         self.model = model
+        self.device = find_device(device)
+        activate(self.device)
         built = built_with(model)
         if group is None and built.group is None:
-            join_ranks(policy.timeout_s)
+            join_ranks(policy.timeout_s, self.device)
         ranks, policy = ranks_of(group if group is not None else built.group, built.over(policy))
         self.policy = policy
-        everyone = find_topology(policy.stage, ranks, policy.timeout_s)
-        self.device = torch.device(device) if device is not None else device_of(model)
+        everyone = find_topology(policy.stage, ranks, policy.timeout_s, self.device)
         agree(everyone, facts_of(model, policy, self.device))
         self.states: StateTiles | None = None  # of the optimizer that steps this model
         self.saver: Saver | None = None  # once something of this model has been made durable
@@ -129,10 +131,8 @@ class Shards:
         )
         self._is_closed = False
         self._handles: list[RemovableHandle] = []
-        check_device(policy, self.device, is_trained)
         division = divide(model, policy, self.topology.num_shards, is_trained)
-        is_gpu = self.device.type == "cuda"
-        self.plan = make_plan(division, policy, self.topology, is_gpu, ranks_per_node())
+        self.plan = make_plan(division, policy, self.topology, is_accelerator(self.device), ranks_per_node())
         agree(self.topology, facts_of_plan(self.plan, division.units), "the plan of tiermem.shard")
         arena_bytes = max(self.plan.host_bytes, 1)
         paths = paths_of_rank(policy.paths)
@@ -141,7 +141,8 @@ class Shards:
             arena_bytes,
             policy.io,
             policy.disk_bytes,
-            policy.pin_memory,
+            self.device,
+            self.plan.link_bytes if policy.pin_memory else 0,
             num_slots=policy.num_slots,
             run=self._name_run(),
         )
@@ -213,7 +214,7 @@ class Shards:
         self.homes.settle()
         part = slice(shard.shard_offset, shard.shard_offset + self.values.num_mine(shard))
         flat, dtype = self.homes.flat(live.unit), self.homes.dtype(live.unit)
-        local = self.values.read_part(self.homes.entry(live.unit), dtype, part) if flat is None else flat[part]
+        local = self.values.read_part(self.homes.entry(live.unit), dtype, part) if flat is None else flat[part].cpu()
         return local.float() * (shard.grad_factor / self.homes.divisor)
 
     def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
@@ -395,6 +396,7 @@ class Shards:
         self.tile_pool = pools.tiles
         self.head_start: HeadStart[Any] | None = HeadStart(pools.tiles) if pools.tiles is not None else None
         self.units = settle(units, self.plan, self.policy, self.values, pools)
+        move_buffers(self.model, self.device)
         self.store.settle()
         self.residency = Residency(self.units, self.store, order, self.policy, pools.units, pools.shards, self.device)
         trainable = [u for u in units if u.is_trainable]

@@ -53,7 +53,9 @@ class Shard:
     has_gradient: bool = False  # a reduced gradient rests at its home
     grad_factor: float = 1.0  # what clip_grad_norm_ or GradScaler multiplied that gradient by
     is_zeroed: bool = False  # that gradient is zero, whatever rests at its home
-    block_sums: list[float] = dataclasses.field(default_factory=list)  # squares of that gradient, per norm block
+    block_sums: list[float] | torch.Tensor = dataclasses.field(
+        default_factory=list
+    )  # squares of that gradient, per block
     num_steps: int = 0  # optimizer steps taken
     has_moments: bool = False  # moments were put before the first step, which reads them then
     has_master: bool = False  # a master was put before the first step

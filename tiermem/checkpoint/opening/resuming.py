@@ -18,6 +18,7 @@ from tiermem.checkpoint.opening.fitting import Fitted, shown
 from tiermem.checkpoint.opening.source import Source
 from tiermem.optim.arguments import IMPLEMENTATION
 from tiermem.optim.base import NativeOptimizer
+from tiermem.swap.accelerator import is_accelerator, set_rng_state
 from tiermem.zero.shards import Shards
 
 _ALIKE = ({"Adam", "AdamW"},)  # classes whose states mean the same
@@ -82,8 +83,8 @@ def put_rng(saved: Json, where: str, device: torch.device) -> None:
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
-        if device.type == "cuda" and "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], device)
+        if is_accelerator(device) and device.type in state:
+            set_rng_state(device, state[device.type])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ManifestError(f"{where}: is no state of this machine's generators: {error}") from error
 

@@ -1,7 +1,7 @@
 """Scalars: what is saved beside the states, as JSON: the optimizer's groups, generators, schedules.
 
 optimizer   {"name": "AdamW", "groups": [{"params": [names], "values": {"lr": 0.1, ...}}]}
-rng         {"python", "numpy", "torch" [, "cuda"]}: the generators of this rank
+rng         {"python", "numpy", "torch" [, "cuda" or another accelerator's name]}: the generators of this rank
 others      the `state_dict()` of a scheduler, a loss scale or a loader; null where there is none
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tiermem.checkpoint.format.plain import Json, encode
+from tiermem.swap.accelerator import is_accelerator, rng_state
 from tiermem.zero.shards import Shards
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def rng_json(device: torch.device) -> Json:
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
+    if is_accelerator(device):
+        found[device.type] = rng_state(device)
     return encode(found, "rng")
 
 

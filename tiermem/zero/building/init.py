@@ -40,6 +40,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.accelerator import find_device
 from tiermem.zero import registry
 from tiermem.zero.building.as_built import AsBuilt, size_of_near
 from tiermem.zero.building.nursery import Nursery
@@ -157,9 +158,10 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._enabled:
-            join_ranks(self._policy.timeout_s)
+            device = find_device()
+            join_ranks(self._policy.timeout_s, device)
             group = self.get_dp_process_group()
-            topology = find_topology(3, group, self._policy.timeout_s)
+            topology = find_topology(3, group, self._policy.timeout_s, device)
             if self._near is not None and group is not None:
                 self._fields["secondary_group_size"] = size_of_near(group, self._near)
             as_built = AsBuilt(group, self._numbers(topology), self._fields)
@@ -279,9 +281,8 @@ class _Touch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _create(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        sets_device = DeepSpeedTensorOverride.device in self._overrides and torch.cuda.is_available()
-        if sets_device and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": torch.device("cuda", torch.cuda.current_device())}
+        if DeepSpeedTensorOverride.device in self._overrides and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": find_device()}
         made: torch.Tensor = func(*args, **kwargs)
         sets_dtype = DeepSpeedTensorOverride.dtype in self._overrides and kwargs.get("dtype") is None
         return made.to(self._dtype) if sets_dtype and self._dtype is not None and made.is_floating_point() else made

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.bounce import Bounce
 from tiermem.swap.native import trim_heap
 from tiermem.swap.store import TensorStore
@@ -29,6 +30,7 @@ from tiermem.zero.ranks.topology import Topology, paths_of_rank
 from tiermem.zero.weights import resting
 from tiermem.zero.weights.attributes import ZeroParamStatus, absent_part, describe, mark
 from tiermem.zero.weights.gather import gather
+from tiermem.zero.weights.memory import become
 
 _CACHE_BYTES = 64 << 20
 _PIECE_NUMEL = 1 << 20
@@ -55,13 +57,13 @@ class Nursery:
     ) -> None:
         self.topology = topology
         self.as_built = as_built or AsBuilt()
-        self._pins = pin_memory and torch.cuda.is_available()
+        self._pins = pin_memory and torch.accelerator.is_available()
         self._on_nvme = policy.params is Tier.NVME
         self._store: TensorStore | None = None
         self._bounce: Bounce | None = None
         self._piece: torch.Tensor | None = None  # what is read on the way to a parameter's place
         if self._on_nvme:
-            self._store = TensorStore(paths_of_rank(policy.paths), 8 << 20, policy.io, policy.disk_bytes, pin=False)
+            self._store = TensorStore(paths_of_rank(policy.paths), 8 << 20, policy.io, policy.disk_bytes)
             self._bounce = Bounce(self._store)
             self._piece = torch.empty(_PIECE_NUMEL * 8, dtype=torch.uint8)  # kept: blocks that come and go leave holes
         self._children: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> _Child
@@ -80,6 +82,7 @@ class Nursery:
             value = value.contiguous()
             number = f"parameter number {self._num_admitted}"
             agree(self.topology, {number: f"{tuple(value.shape)} {value.dtype}"}, f"{number} under zero.Init")
+            value = value if is_accelerator(value.device) else value.to(self.topology.control_device)
             share(self.topology, value, "sharing initial values")
         self._num_admitted += 1
         child = _Child(f"init/{self._num_admitted}")
@@ -104,7 +107,7 @@ class Nursery:
         if id(param) in self._awake:
             self._awake.move_to_end(id(param))
             return
-        param.data = self._get(param, child).to(child.dtype).view(child.shape)
+        param.data = self._get(param, child).to(param.device, child.dtype).view(child.shape)
         self._awake[id(param)] = weakref.ref(param)
         mark((param,), ZeroParamStatus.AVAILABLE)
         self._awake_bytes += param.nbytes
@@ -136,7 +139,7 @@ class Nursery:
         self.trim(keep_bytes=0)
         for param in list(self._children.keys()):
             if dtype is not None and param.dtype.is_floating_point:
-                param.data = torch.empty((), dtype=dtype).fill_(float("nan")).expand(param.shape)
+                param.data = torch.full((), float("nan"), dtype=dtype, device=param.device).expand(param.shape)
         self._is_building = False
         resting.rest(self._children.keys())
         for reference in self._small:
@@ -176,7 +179,7 @@ class Nursery:
         child, shown = self._children[param], param.dtype
         self._write_back(param)  # what was written while it was awake
         resting.wake([param])
-        param.data = self._get(param, child).to(shown).view(child.shape)
+        param.data = self._get(param, child).to(param.device, shown).view(child.shape)
         self._out[param] = True
         mark((param,), ZeroParamStatus.AVAILABLE)
 
@@ -251,9 +254,10 @@ class Nursery:
         numel = child.shape.numel()
         part_numel = -(-numel // self.topology.num_shards)
         padded = torch.nn.functional.pad(part, (0, part_numel - part.numel()))
-        whole = torch.empty(part_numel * self.topology.num_shards, dtype=child.dtype)
+        padded = padded.to(self.topology.control_device)
+        whole = torch.empty(part_numel * self.topology.num_shards, dtype=child.dtype, device=padded.device)
         gather(self.topology, padded, whole, "gathering initial values")
-        return whole[:numel]
+        return whole[:numel].cpu()
 
     def _forget(self, child: _Child) -> None:
         child.part = None
@@ -278,10 +282,4 @@ class _Child:
 def _put_to_sleep(param: nn.Parameter) -> None:
     with torch._C.DisableTorchFunction():
         device = "cpu" if param.is_meta else param.device
-        nothing = torch.full((), float("nan"), dtype=param.dtype, device=device).expand(param.shape)
-        if not param.is_meta:
-            param.data = nothing
-            return
-        # A parameter leaves the meta device with its identity: what torch.utils.swap_tensors does once it has made sure
-        # that nobody holds weak references (ours stay right: the Python object is the same).
-        torch._C._swap_tensor_impl(param, nn.Parameter(nothing, param.requires_grad))
+        become(param, torch.full((), float("nan"), dtype=param.dtype, device=device).expand(param.shape))

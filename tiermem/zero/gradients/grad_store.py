@@ -4,12 +4,12 @@
     put     a part of a parameter's share is copied or added, and measured when the share is all there
     close   the unit's gradients go where they rest
 
-    HOST    the memory is their home
-    NVME    it is a buffer, read from home if need be and written behind; a unit is read only once it is written
-    none    (step_in_backward) it is a buffer, handed to whoever steps the unit
+    HOST, DEVICE    the memory is their home
+    NVME            it is a buffer, read from home if need be and written behind; a unit is read only once it is written
+    None            (step_in_backward) it is a buffer, handed to whoever steps the unit
 
 Measured are sums of squares of fixed blocks of each parameter, in float64, in the order of elements: they do not depend on
-how a share was cut into parts.
+how a share was cut into parts. On a DEVICE they are measured there, by torch, and nothing waits for them here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from typing import NamedTuple
 import torch
 
 from tiermem.policy import Tier
+from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import Workers, store_gradient
 from tiermem.swap.store import TensorStore
+from tiermem.swap.torch_step import block_sums_in_torch
 from tiermem.zero.unit import Shard, Unit
 
 Consume = Callable[[Unit, torch.Tensor], None]
@@ -42,12 +44,14 @@ class GradientStore:
     """See the module.
 
     Args:
-        home: HOST, NVME, or DEVICE for "none is held".
+        home: None: none is held.
         shard_rank: which share of every parameter is this rank's.
-        pool: buffers, for all but HOST.
+        pool: buffers, for NVME and None.
     """
 
-    def __init__(self, home: Tier, store: TensorStore, shard_rank: int, workers: Workers, pool: Pool | None) -> None:
+    def __init__(
+        self, home: Tier | None, store: TensorStore, shard_rank: int, workers: Workers, pool: Pool | None
+    ) -> None:
         self.home = home
         self.recorder = store.recorder
         self._store = store
@@ -64,17 +68,18 @@ class GradientStore:
 
     def reserve(self, unit: Unit, dtype: torch.dtype) -> None:
         """Makes room for a unit's gradients where they rest."""
-        if self.home is not Tier.DEVICE:
+        if self.home is not None:
             self._store.reserve(self.entry(unit), (unit.shard_numel,), dtype, self.home, is_durable=False)
 
     def view(self, unit: Unit) -> torch.Tensor | None:
-        """A unit's gradients in the shard layout, when they rest on HOST."""
-        return self._store.view(self.entry(unit)) if self.home is Tier.HOST else None
+        """A unit's gradients in the shard layout, when they rest in memory."""
+        return self._store.view(self.entry(unit)) if self.home in (Tier.HOST, Tier.DEVICE) else None
 
     def open(self, unit: Unit, dtype: torch.dtype, adds: bool) -> OpenHome:
         """Memory for a unit's gradients; with `adds`, what rests at home is in it. Blocks for a buffer; raises OSError."""
-        if self.home is Tier.HOST:
-            return OpenHome(unit, self._store.view(self.entry(unit)), None)
+        at_home = self.view(unit)
+        if at_home is not None:
+            return OpenHome(unit, at_home, None)
         slot = self._take()
         data = slot.tensor[: unit.shard_numel * dtype.itemsize]
         try:
@@ -96,8 +101,15 @@ class GradientStore:
         if start == 0 and adds and shard.grad_factor != 1.0:
             share.mul_(shard.grad_factor)  # what the user scaled is what is at home, not what comes
         source = part[: max(0, num_valid - start)]
-        source = source if source.device.type == "cpu" else source.cpu()
         is_last = stop >= num_valid
+        if is_accelerator(share.device):
+            target = share[start : start + source.numel()]
+            target.add_(source) if adds else target.copy_(source)
+            if is_last:
+                shard.block_sums = block_sums_in_torch(share, first)
+                shard.grad_factor, shard.is_zeroed = 1.0, False
+            return
+        source = source.cpu()
         if start == 0 and is_last:
             shard.block_sums = store_gradient(self._workers, share, source, first, accumulate=adds)
         elif source.numel():
@@ -119,7 +131,7 @@ class GradientStore:
         if slot is None:
             return
         try:
-            if self.home is Tier.DEVICE:
+            if self.home is None:
                 assert self.consume is not None
                 self.consume(unit, flat)
                 self._give_back(slot)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from tiermem.policy import Tier
 from tiermem.swap.native import store_gradient
 from tiermem.zero.shards import Shards
 from tiermem.zero.unit import Shard
@@ -24,7 +25,11 @@ def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tenso
     homes.settle()
     values = mine.detach().to("cpu", homes.dtype(live.unit)).contiguous()
     flat, first = homes.flat(live.unit), shard.shard_numel * shards.topology.shard_rank
-    if flat is not None:
+    if homes.home is Tier.DEVICE:
+        assert flat is not None
+        flat[shard.shard_offset : shard.shard_offset + values.numel()].copy_(values)
+        sums = store_gradient(workers, None, values, first)
+    elif flat is not None:
         home = flat[shard.shard_offset : shard.shard_offset + values.numel()]
         sums = store_gradient(workers, home, values, first)
     else:

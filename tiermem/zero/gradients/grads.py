@@ -50,7 +50,7 @@ class GradientHomes:
 
     Args:
         units: the trainable ones.
-        home: HOST, NVME, or DEVICE for "none is held".
+        home: None: none is held.
         pool: buffers for NVME and none; also of gradients on their way from a GPU.
         buckets: buffers of reductions between CPUs; None: torch's own memory.
         policy: says in what dtype gradients rest, and how they are reduced.
@@ -59,7 +59,7 @@ class GradientHomes:
     def __init__(
         self,
         units: Sequence[Unit],
-        home: Tier,
+        home: Tier | None,
         store: TensorStore,
         topology: Topology,
         workers: Workers,
@@ -101,7 +101,7 @@ class GradientHomes:
         return self._policy.precision.grad_dtype(unit.dtype)
 
     def flat(self, unit: Unit) -> torch.Tensor | None:
-        """A unit's gradients in the shard layout, when they rest on HOST."""
+        """A unit's gradients in the shard layout, when they rest in memory."""
         return self._homes.view(unit)
 
     def step_with(self, consume: Consume) -> None:
@@ -243,7 +243,8 @@ class GradientHomes:
 
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
         """Per parameter, over all ranks, in float64, with what was multiplied since. Collective."""
-        local = [math.fsum(s.block_sums) * s.grad_factor**2 if s.has_gradient else 0.0 for s in shards]
+        sums = block_sums_of(shards)
+        local = [math.fsum(sums[s]) * s.grad_factor**2 if s.has_gradient else 0.0 for s in shards]
         values: list[float] = total(self._topology, self._on_wire(local, torch.float64)).tolist()
         return values
 
@@ -301,7 +302,7 @@ class GradientHomes:
         self._homes.recorder.add("reduce", done.what, done.start_ns, time.monotonic_ns(), done.bucket.num_bytes)
         if done.bucket is self._cut[unit.index][-1]:
             opened, self._open = self._open, None
-            if self.home is Tier.DEVICE:
+            if self.home is None:
                 self._tell_given(unit)
             self._close_home(opened)
 
@@ -319,7 +320,7 @@ class GradientHomes:
             shard.has_gradient = is_given
 
     def _confirm(self, shard: Shard, is_given: bool) -> None:
-        if self.home is not Tier.DEVICE and is_given:
+        if self.home is not None and is_given:
             shard.has_gradient = True
         elif not shard.has_gradient:
             forget(shard)
@@ -330,15 +331,13 @@ class GradientHomes:
         pending = start(
             self._topology, "comparing which gradients there are", dist.all_reduce, found, dist.ReduceOp.MAX
         )
-        if self.home is not Tier.DEVICE:
+        if self.home is not None:
             self._drain()
         pending.wait()
         return [bool(flag) for flag in found.tolist()]
 
     def _on_wire(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        group = self._topology.group
-        is_nccl = group is not None and dist.get_backend(group) == "nccl"
-        return torch.tensor(values, dtype=dtype, device="cuda" if is_nccl else "cpu")
+        return torch.tensor(values, dtype=dtype, device=self._topology.control_device)
 
     # ---- home ----------------------------------------------------------------------------------------------------------------
 
@@ -368,7 +367,7 @@ class GradientHomes:
         return self._homes.open(unit, self.dtype(unit), any(self._is_added(shard) for shard in unit.shards))
 
     def _close_home(self, opened: OpenHome) -> None:
-        if self.home is Tier.DEVICE:
+        if self.home is None:
             self._stepped.add(opened.unit)
             self._stepped_shards.update(shard for shard in opened.unit.shards if shard.has_gradient)
         self._homes.close(opened)
@@ -376,6 +375,17 @@ class GradientHomes:
     def _is_added(self, shard: Shard) -> bool:
         """Whether what comes is added to what is at home."""
         return (shard.has_gradient and not shard.is_zeroed) or shard in self._stored
+
+
+def block_sums_of(shards: Sequence[Shard]) -> dict[Shard, Sequence[float]]:
+    """The sums of squares of each gradient's blocks, on the CPU: those of an accelerator come in one copy. Blocks for it."""
+    sums: dict[Shard, Sequence[float]] = {}
+    away = {shard: shard.block_sums for shard in shards if isinstance(shard.block_sums, torch.Tensor)}
+    if away:
+        whole = torch.cat(list(away.values())).tolist()
+        for shard, own in away.items():
+            sums[shard], whole = whole[: own.numel()], whole[own.numel() :]
+    return sums | {s: s.block_sums for s in shards if not isinstance(s.block_sums, torch.Tensor)}
 
 
 def _fresh(shard: Shard) -> bool:

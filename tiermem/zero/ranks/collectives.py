@@ -145,12 +145,12 @@ def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:
     """
     if topology.group is None:
         return [digest]
-    device = "cuda" if dist.get_backend(topology.group) == "nccl" else "cpu"
+    device = topology.control_device
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     whole = torch.empty(topology.world * len(digest), dtype=torch.uint8, device=device)
     try:
         work = newest(dist.all_gather_into_tensor)(whole, mine, group=topology.group, async_op=True)
-        meet(topology.group, work, topology.timeout_s) if device == "cpu" else work.wait()
+        meet(topology.group, work, topology.timeout_s) if device.type == "cpu" else work.wait()
     except OtherGroups:
         if topology.roll_call is not None:
             topology.roll_call.outlive(time.monotonic())

@@ -16,13 +16,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from tiermem.swap.accelerator import activate, backends_of
+
 _KEY = "tiermem/joining"
 _LOOK_S = 0.02
 _AGREED = "agreed"
 
 
-def join_ranks(timeout_s: float) -> None:
+def join_ranks(timeout_s: float, device: torch.device) -> None:
     """Makes the process group of the ranks around this one, unless there is one or this rank is alone. Collective; blocks.
+
+    It takes tensors of the CPU and of the device that this rank computes on.
 
     Raises ValueError on the ranks that came when they were told different numbers of ranks, or one number twice; and when the
     process group that is there holds this rank alone, though a launcher has started several: each would train by itself.
@@ -38,10 +42,8 @@ def join_ranks(timeout_s: float) -> None:
             )
         return
     hold_no_group()
-    backend, timeout = "gloo", timedelta(seconds=timeout_s)
-    if torch.cuda.is_available():
-        backend = "nccl"
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend, timeout = backends_of(device), timedelta(seconds=timeout_s)
+    activate(device)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not _says_where():
         dist.init_process_group(backend, timeout=timeout)
         return

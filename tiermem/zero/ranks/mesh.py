@@ -211,7 +211,7 @@ def _group_of(topology: Topology, ranks: list[int], dimension: str) -> dist.Proc
         made[tuple(ranks)] = dist.new_group(
             ranks,
             timeout=timedelta(seconds=topology.timeout_s),
-            backend=dist.get_backend(topology.group),
+            backend=dist.get_backend_config(topology.group),
             use_local_synchronization=True,
             group_desc=f"tiermem {dimension}",
             **order,

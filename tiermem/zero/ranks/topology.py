@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tiermem.swap.accelerator import control_device
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths
 from tiermem.zero.ranks.rollcall import RollCall
 from tiermem.zero.ranks.traffic import Traffic
@@ -57,6 +58,9 @@ class Topology:
     mesh: DeviceMesh | None = dataclasses.field(
         default=None, compare=False
     )  # of those, where there are parts (mesh.py)
+    control_device: torch.device = dataclasses.field(
+        default=torch.device("cpu"), compare=False
+    )  # where the group takes small tensors, and values of the CPU
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -80,10 +84,16 @@ class Topology:
         return group
 
 
-def find_topology(stage: int, group: dist.ProcessGroup | None = None, timeout_s: float = 1800.0) -> Topology:
+def find_topology(
+    stage: int,
+    group: dist.ProcessGroup | None = None,
+    timeout_s: float = 1800.0,
+    device: torch.device | None = None,
+) -> Topology:
     """The topology of a ZeRO stage over a process group (default: the world, if torch.distributed is initialised).
 
-    Does not wait for the other ranks: the first agreement (agreement.py) does.
+    Does not wait for the other ranks: the first agreement (agreement.py) does. Raises ValueError for a group that takes no
+    tensors of the device.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Topology(None, 0, 1, 1, 0)
@@ -93,17 +103,21 @@ def find_topology(stage: int, group: dist.ProcessGroup | None = None, timeout_s:
     if world == 1:
         return Topology(None, 0, 1, 1, 0)
     bound_waits(group, timeout_s)
+    control = control_device(group, device or torch.device("cpu"))
     ranks, traffic = dist.get_process_group_ranks(group), Traffic()
     roll_call, watch = RollCall(ranks), Watch(ranks, traffic)
+    found = Topology(
+        group, rank, world, 1, 0, roll_call, timeout_s, traffic, watch, replica_group=group, control_device=control
+    )
     if stage == 0:
-        return Topology(group, rank, world, 1, 0, roll_call, timeout_s, traffic, watch, replica_group=group)
-    return Topology(group, rank, world, world, rank, roll_call, timeout_s, traffic, watch, shard_group=group)
+        return found
+    return dataclasses.replace(found, num_shards=world, shard_rank=rank, replica_group=None, shard_group=group)
 
 
 def bound_waits(group: dist.ProcessGroup, timeout_s: float) -> None:
     """Gives gloo our time-out as well: its threads would wait for as long as the group was made to, and the exit for them."""
     set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # private: without it only the exit is slower
-    if set_timeout is not None and dist.get_backend(group) == "gloo":
+    if set_timeout is not None and "cpu:gloo" in dist.get_backend_config(group):
         set_timeout(timedelta(seconds=timeout_s), group)
 
 

@@ -1,7 +1,7 @@
 """Arrival: how the full layout of a unit comes from where its shard rests, and how it leaves.
 
     HOME       it occupies nothing
-    FETCHED    this rank's bytes are on their way, or there: from NVME into a buffer, or on the way to the GPU
+    FETCHED    this rank's bytes are on their way, or there: from NVME into a buffer, or on the way to the accelerator
     GATHERED   the full layout has its memory and the ranks' parts are on their way into it
     PRESENT    the parameters see their bytes
 
@@ -13,6 +13,10 @@
 units in the same order, so it waits for the read there if need be. The shard goes into its place in the full layout (in the
 dtype that the maths sees) and its own buffer is given back before the exchange begins. After an error the unit is to be
 dropped. Nothing here decides who comes.
+
+On an accelerator a unit of one shard is copied by a stream of its own, behind nothing but the memory that it fills; the stream
+that computes waits for the copy's event. A unit remembers the last copy out of host memory until somebody writes there
+(`LiveUnit.await_home`), and a buffer is given back when the copy out of it has ended.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import time
 
 import torch
 
+from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream, on, record
 from tiermem.swap.arena import Pool
 from tiermem.swap.native import NORMAL, URGENT
 from tiermem.swap.store import TensorStore
@@ -33,7 +38,7 @@ class Arrival:
 
     Args:
         store: where shards on NVME are read from; its recorder gets an event for every gather.
-        pool: whose slots hold full layouts (CPU); None on a GPU, where torch's allocator is asked.
+        pool: whose slots hold full layouts (CPU); None on an accelerator, where torch's allocator is asked.
         stages: whose slots hold shards on their way; None when none are needed.
         device: where the maths runs.
     """
@@ -43,7 +48,7 @@ class Arrival:
         self._pool = pool
         self._stages = stages
         self._device = device
-        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copy_stream = new_stream(device) if is_accelerator(device) else None
 
     def fetch(self, live: LiveUnit, urgent: bool) -> None:
         """HOME -> FETCHED: starts this rank's bytes on their way, into the stage or slot that the unit has been given."""
@@ -72,9 +77,8 @@ class Arrival:
         live.gather.put(
             live.shard if live.shard is not None else self._staged(live) if live.stage is not None else None
         )
-        if live.stage is not None and self._device.type == "cuda":
-            live.copied = torch.cuda.Event()  # the buffer is given back when the unit lands
-            live.copied.record(torch.cuda.current_stream(self._device))
+        if self._copy_stream is not None:
+            live.home_read = record(current_stream(self._device))  # a buffer is given back when the unit lands
         elif live.stage is not None:
             self._drop_stage(live)
         live.pending = live.gather.start()
@@ -84,6 +88,8 @@ class Arrival:
         self._await_read(live)
         if live.pending is not None:
             self._await_gather(live)
+            if self._copy_stream is not None:
+                live.filled = record(current_stream(self._device))
         elif self._pool is not None:
             assert live.slot is not None
             live.memory.put_under(live.slot)
@@ -91,7 +97,6 @@ class Arrival:
             self._await_copy(live)
         if live.stage is not None:
             self._drop_stage(live)
-        live.copied = None
         live.memory.show()
         live.state = UnitState.PRESENT
 
@@ -104,9 +109,7 @@ class Arrival:
             if live.pending is not None:
                 self._await_gather(live)
         finally:
-            if live.copied is not None:
-                live.copied.synchronize()
-                live.copied = None
+            live.filled = None
             live.memory.leave()
             self._give_back(live)
             live.state = UnitState.HOME
@@ -122,37 +125,35 @@ class Arrival:
         assert live.pending is not None
         pending, live.pending = live.pending, None
         wait_ns = time.monotonic_ns()
+        live.memory.join()  # this rank's part may have been put on another stream
         pending.wait()
+        live.memory.use()
         end_ns, name = time.monotonic_ns(), live.unit.name
         self._store.recorder.add("wait", f"gather {name}", wait_ns, end_ns)
         self._store.recorder.add("gather", name, live.start_ns, end_ns, live.unit.full_bytes)
 
     def _await_copy(self, live: LiveUnit) -> None:
-        if live.copied is None:
+        if live.filled is None:
             self._copy_in(live, self._staged(live))
-        assert live.copied is not None
-        torch.cuda.current_stream(self._device).wait_event(live.copied)
+        live.memory.use(live.filled)
 
     # ---- bytes ---------------------------------------------------------------------------------------------------------
 
     def _copy_in(self, live: LiveUnit, shard: torch.Tensor | None) -> None:
-        """Starts the copy of a whole unit to the GPU, behind what the current stream does with that memory."""
+        """Starts the copy of a whole unit to the accelerator."""
         assert self._copy_stream is not None and shard is not None
-        live.memory.allocate()
-        self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._copy_stream):
+        live.memory.allocate(filled_on=self._copy_stream)
+        with on(self._copy_stream):
             live.memory.full.copy_(shard, non_blocking=True)
-            live.copied = torch.cuda.Event()
-            live.copied.record(self._copy_stream)
+        live.filled = live.home_read = record(self._copy_stream)
 
     def _staged(self, live: LiveUnit) -> torch.Tensor:
         assert live.stage is not None
         return live.stage.tensor[: live.unit.shard_bytes].view(live.unit.rests_as)
 
     def _drop_stage(self, live: LiveUnit) -> None:
-        """Gives the buffer of a shard back, once the GPU has read it."""
-        if live.copied is not None:
-            live.copied.synchronize()  # an event of this copy alone
+        """Gives the buffer of a shard back, once the accelerator has read it."""
+        live.await_home()
         assert self._stages is not None and live.stage is not None
         self._release_entry(live)
         self._stages.give_back(live.stage)

@@ -45,7 +45,8 @@ class LiveUnit:
         self.slot: Slot | None = None  # holds the full layout (CPU)
         self.stage: Slot | None = None  # holds the shard on its way to a gather or to the GPU
         self.move: Move | None = None  # the read under way
-        self.copied: torch.cuda.Event | None = None  # the copy to the GPU under way
+        self.filled: torch.Event | None = None  # comes when the full layout on the accelerator holds its bytes
+        self.home_read: torch.Event | None = None  # comes when the accelerator has read the shard in host memory
         self.pending: Pending | None = None  # the gather under way
         self.start_ns = 0  # of that gather
         self._streamed = [] if unit.is_resident else [shard.param for shard in unit.shards]
@@ -54,6 +55,12 @@ class LiveUnit:
     def reads(self) -> bool:
         """Whether bringing the unit begins with a read from NVMe."""
         return self.entry is not None and (self.gather is None or self.gather.needs_shard)
+
+    def await_home(self) -> None:
+        """Waits until no copy to the accelerator reads the shard in host memory: whoever writes it calls this. Blocks."""
+        if self.home_read is not None:
+            self.home_read.synchronize()
+            self.home_read = None
 
     def outdate(self) -> None:
         """The weights are about to change at home: what has been kept of them elsewhere is not gathered from again."""

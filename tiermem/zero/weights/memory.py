@@ -5,7 +5,11 @@ storage stays and its bytes come and go:
 
     CPU    warm arena memory is put under the storage (`UntypedStorage._swap_data_ptr_`: microseconds, views follow). The call
            is private to torch, so it is probed; without it the storage is resized and the bytes are copied.
-    CUDA   the storage is resized to fill and to free; torch's caching allocator keeps the pages.
+    accelerator    the storage is resized to fill and to free; torch's caching allocator keeps the pages
+
+Torch's allocator gives what is freed to whoever asks next on the stream that it was allocated on. So on an accelerator one
+stream, the *owner*, allocates all units and frees them: whoever fills one waits for the owner, and the owner waits for every
+stream that has used it (`use`) before it frees.
 
 While a unit is not present its parameters' data is a zero-stride NaN expanded to the true shape: shape and numel stay
 right, reads give NaN, writes raise, nothing crashes. (torch lets `fill_` and `zero_` through; they raise when the unit comes.)
@@ -20,6 +24,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from tiermem.swap.accelerator import current_stream, on
 from tiermem.swap.arena import Slot
 from tiermem.zero.unit import Unit
 from tiermem.zero.weights.attributes import ZeroParamStatus, mark
@@ -47,10 +52,13 @@ class UnitMemory:
         unit: whose parameters' data this becomes.
         device: where the maths runs.
         may_swap: what `can_swap_pointers` found.
+        owner: the stream that allocates and frees on an accelerator; None on a CPU.
     """
 
-    def __init__(self, unit: Unit, device: torch.device, may_swap: bool) -> None:
+    def __init__(self, unit: Unit, device: torch.device, may_swap: bool, owner: torch.Stream | None = None) -> None:
         self.unit = unit
+        self._owner = owner
+        self._users: dict[int, torch.Stream] = {}  # by id; whose work may look at the memory
         self.is_present = False
         self._out: dict[int, torch.Tensor] = {}  # parameters that hold a copy of their own (gathered.py)
         self._may_swap = may_swap and device.type == "cpu"
@@ -89,9 +97,36 @@ class UnitMemory:
         self.full = full
         self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in self.unit.shards]
 
-    def allocate(self) -> None:
-        """Makes room for the full layout in torch's own memory, content undefined."""
-        self._storage.resize_(self.unit.full_bytes)
+    def allocate(self, filled_on: torch.Stream | None = None) -> None:
+        """Makes room for the full layout in torch's own memory, content undefined.
+
+        filled_on: the stream that fills it on an accelerator; default: the current one.
+        """
+        if self._owner is None:
+            self._storage.resize_(self.unit.full_bytes)
+            return
+        stream = filled_on or current_stream(self._owner.device)
+        with on(self._owner):
+            self._storage.resize_(self.unit.full_bytes)
+        stream.wait_stream(self._owner)
+        self._users[stream.stream_id] = stream
+
+    def use(self, filled: torch.Event | None = None) -> None:
+        """The current stream looks at the memory from now on, once that has been `filled`; nothing to do on a CPU."""
+        if self._owner is not None:
+            stream = current_stream(self._owner.device)
+            if stream.stream_id not in self._users:
+                self._users[stream.stream_id] = stream
+                if filled is not None:
+                    stream.wait_event(filled)
+
+    def join(self) -> None:
+        """The current stream waits for all others that use the memory: what they have made of it is complete."""
+        if self._owner is not None:
+            stream = current_stream(self._owner.device)
+            for other in self._users.values():
+                if other.stream_id != stream.stream_id:
+                    stream.wait_stream(other)
 
     def show(self) -> None:
         """Points the parameters at the full layout, once its bytes are (or will be, in stream order) right."""
@@ -108,8 +143,14 @@ class UnitMemory:
         if self._lender is not None:
             self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
             self._lender = None
-        else:
+        elif self._owner is None:
             self._storage.resize_(0)
+        else:
+            for stream in self._users.values():
+                self._owner.wait_stream(stream)
+            self._users.clear()
+            with on(self._owner):
+                self._storage.resize_(0)
 
     def hide(self) -> None:
         """Makes the parameters' data NaN; the bytes stay."""
@@ -155,6 +196,19 @@ class UnitMemory:
                 f"a parameter of {self.unit.name!r} was filled while its weights rested elsewhere, so the values were lost: "
                 "write before sharding, or through Shards.replace or load_state_dict"
             )
+
+
+def become(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Gives a parameter another value, on another device too; the Parameter stays the same object.
+
+    torch assigns `data` within a device alone (but from CPU to CUDA), so the tensors behind the two objects change places: what
+    torch.utils.swap_tensors does once it has made sure that nobody holds weak references (ours stay right: they are of the
+    Python object).
+    """
+    if param.device == value.device:
+        param.data = value
+    else:
+        torch._C._swap_tensor_impl(param, nn.Parameter(value, param.requires_grad))
 
 
 def _point(params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor], status: ZeroParamStatus) -> None:

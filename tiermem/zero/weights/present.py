@@ -6,8 +6,8 @@ Streaming brings every unit once per token. Where there is room for the whole mo
         model.generate(...)
 
 Units that come and go otherwise count as resident in between: hooks find them present and fetch nothing. Their memory is
-torch's own, beside the arena, and counts against what the plan leaves of the budget (on a GPU: what is free there); where that
-is not enough, a warning says how much is missing and units are streamed as ever. Weights may not change meanwhile.
+torch's own, beside the arena, and counts against what the plan leaves of the budget (on an accelerator: what is free there);
+where that is not enough, a warning says how much is missing and units are streamed as ever. Weights may not change meanwhile.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import nn
 
+from tiermem.swap.accelerator import free_and_total, is_accelerator
 from tiermem.zero import registry
 from tiermem.zero.ranks.collectives import exchange
 from tiermem.zero.ranks.topology import ranks_per_node
@@ -76,8 +76,8 @@ def _has_room(shards: Shards, streamed: Sequence[LiveUnit]) -> bool:
 
 def _room(shards: Shards) -> tuple[int | None, str]:
     """Bytes that may be taken beside the plan; None: nobody named a limit."""
-    if shards.device.type == "cuda":
-        return torch.cuda.mem_get_info(shards.device)[0], "bytes free on the GPU"
+    if is_accelerator(shards.device):
+        return free_and_total(shards.device)[0], f"bytes free on {shards.device}"
     budget, ranks = shards.policy.host_bytes, ranks_per_node()
     if budget is None:
         return None, ""

@@ -25,13 +25,13 @@ from tiermem.policy import OffloadPolicy
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.store import TensorStore
 from tiermem.zero.order import Order
+from tiermem.zero.plan import USUAL_ON_DEVICE
 from tiermem.zero.weights.arrival import Arrival
 from tiermem.zero.weights.live import LiveUnit, UnitState
 
 __all__ = ["LiveUnit", "Residency", "UnitState"]
 
 _MOST_AHEAD = 8  # units
-_USUAL_ON_GPU = 3
 
 
 class Residency:
@@ -41,7 +41,7 @@ class Residency:
         units: all of them, by index.
         store: where shards on NVME are read from.
         order: looks ahead.
-        pool: buffers of full layouts (CPU); None on a GPU, where torch's allocator is asked.
+        pool: buffers of full layouts (CPU); None on an accelerator, where torch's allocator is asked.
         stages: buffers of shards on their way; None when shards are read straight into place.
     """
 
@@ -66,7 +66,7 @@ class Residency:
         if policy.gather_way == "single":
             self._max_ahead = 0  # nothing is live but what is used
         self._max_reuse = policy.max_reuse_numel
-        self._most_full = pool.count if pool is not None else policy.unit_buffers or _USUAL_ON_GPU
+        self._most_full = pool.count if pool is not None else policy.unit_buffers or USUAL_ON_DEVICE
         self._full: dict[int, LiveUnit] = {}  # those that have a full layout, or a buffer for it
         self._full_numel = 0
         self._staged: dict[int, LiveUnit] = {}  # those whose shard has been fetched into a stage, and no more
@@ -78,6 +78,8 @@ class Residency:
             self.order.use(live.unit.index)
             if live.state is not UnitState.PRESENT:
                 self._bring(live)
+        live.memory.use(live.filled)
+        if not live.unit.is_resident:
             self._look_ahead(live)
 
     def release(self, live: LiveUnit) -> None:

@@ -59,7 +59,7 @@ class Values:
         if live.unit.is_packed:
             return self._unpacked_elements(live, part)
         if live.shard is not None:
-            return live.shard[part].clone()
+            return live.shard[part].to("cpu", copy=True)
         assert live.entry is not None
         return self.read_part(live.entry, live.unit.dtype, part)
 
@@ -68,6 +68,7 @@ class Values:
 
         Nothing that shows the parameters follows yet: `drop_head_start` before, and `refresh` once all are there.
         """
+        live.await_home()
         if live.unit.is_packed:
             self._pack_elements(live, start, values)
         elif live.shard is not None:

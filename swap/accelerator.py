@@ -1,0 +1,260 @@
+"""Accelerator: all that tiermem knows of a device that is not the CPU. Nobody else names a kind of device.
+
+    which      is_accelerator, find_device, activate            one per rank: torchrun's LOCAL_RANK chooses it
+    order      new_stream, current_stream, new_event, wait_for  work on a stream begins when what it waits for has ended
+    memory     free_and_total, in_use_bytes, peak_bytes         bytes of the device, as torch counts them
+    pinning    PageLock                                         host memory that the device copies from by itself
+    the rest   rng_state, set_rng_state, backends_of, control_device
+
+It is written on torch.accelerator, torch.Stream, torch.Event and the device's own module (`torch.cuda`, `torch.xpu`, ...), so
+that CUDA, ROCm, XPU and devices of extensions take one path. Asking whether there is a device takes none of it: a run on the
+CPU makes no context and pins nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger("tiermem")
+
+_HOST = ("cpu", "meta")
+_CHUNK_BYTES = 8 << 30
+"""Of host memory that is registered in one call: some drivers refuse very large ones."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every context, not that of the calling thread alone."""
+
+
+# ---- which -----------------------------------------------------------------------------------------------------------
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device has memory of its own beside HOST."""
+    return device.type not in _HOST
+
+
+def find_device(asked: torch.device | str | None = None) -> torch.device:
+    """The device that this process computes on: the one asked for, else its accelerator, else the CPU.
+
+    A rank that a launcher has started takes the accelerator of its LOCAL_RANK; ranks share them where there are fewer. Raises
+    ValueError for a device that is not there.
+    """
+    if asked is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if found is None else torch.device(found.type, _own_index(found))
+    device = torch.device(asked)
+    if not is_accelerator(device):
+        return device
+    module, count = _module(device), 0
+    if module is not None and module.is_available():
+        count = int(module.device_count())
+    if device.index is None and count:
+        return torch.device(device.type, _own_index(device))
+    if device.index is None or device.index >= count:
+        there = torch.accelerator.current_accelerator(check_available=True)
+        has = "no accelerator" if there is None else f"{torch.accelerator.device_count()} of type {there.type!r}"
+        raise ValueError(
+            f"device {str(asked)!r} is not there: this machine has {has}. Name one of those, or device='cpu'"
+        )
+    return device
+
+
+def activate(device: torch.device) -> None:
+    """Makes a device the current one of this thread; does nothing for the CPU."""
+    if is_accelerator(device):
+        _module_of(device).set_device(device.index)
+
+
+def _own_index(device: torch.device) -> int:
+    module = _module_of(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"]) % int(module.device_count())
+    return int(module.current_device())
+
+
+def _module(device: torch.device) -> Any:
+    return getattr(torch, device.type, None)
+
+
+def _module_of(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """A stream beside the current one."""
+    return torch.Stream(device)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream that this thread's work goes to."""
+    return torch.accelerator.current_stream(device)
+
+
+def new_event(device: torch.device, enable_timing: bool = False) -> torch.Event:
+    """An event that has not been recorded."""
+    return torch.Event(device, enable_timing=enable_timing)
+
+
+def record(stream: torch.Stream) -> torch.Event:
+    """An event that comes when all that has been given to a stream until now has ended."""
+    event = new_event(stream.device)
+    event.record(stream)
+    return event
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def free_and_total(device: torch.device) -> tuple[int, int]:
+    """Bytes that can still be allocated, torch's cached blocks among them, and bytes of the whole device."""
+    free, total = _module_of(device).mem_get_info(device)
+    cached = _module_of(device).memory_reserved(device) - _module_of(device).memory_allocated(device)
+    return int(free) + int(cached), int(total)
+
+
+def in_use_bytes(device: torch.device) -> tuple[int, int]:
+    """(allocated, reserved) bytes of torch's on a device at this moment."""
+    module = _module_of(device)
+    return int(module.memory_allocated(device)), int(module.memory_reserved(device))
+
+
+def peak_bytes(device: torch.device) -> tuple[int, int]:
+    """The most (allocated, reserved) bytes since the start, or since `reset_peak`."""
+    module = _module_of(device)
+    return int(module.max_memory_allocated(device)), int(module.max_memory_reserved(device))
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begins to count peaks anew."""
+    _module_of(device).reset_peak_memory_stats(device)
+
+
+def give_back_unused(device: torch.device) -> None:
+    """Returns torch's cached blocks to the driver."""
+    with torch.device(device):
+        _module_of(device).empty_cache()
+
+
+# ---- pinning ---------------------------------------------------------------------------------------------------------
+
+
+class PageLock:
+    """Host memory that is registered with a device's driver, so that copies to and from it run asynchronously.
+
+    Args:
+        slots: (address, bytes) of each piece that is copied whole, in the order of addresses. Those that lie one behind the
+            other are registered in one call, of 8 GiB or one slot at most: no copy crosses the end of a registration.
+
+    Where the device registers no host memory, or the driver refuses, nothing is pinned and a warning says what that costs.
+    """
+
+    def __init__(self, device: torch.device, slots: Sequence[tuple[int, int]]) -> None:
+        self._device = device
+        self._registered: list[int] = []
+        num_bytes = sum(size for _, size in slots)
+        try:
+            for address, size in _chunks(slots):
+                _register(device, address, size)
+                self._registered.append(address)
+        except RuntimeError as error:
+            self.close()
+            logger.warning(
+                "host memory is not pinned (%d bytes: %s): copies to and from %s block the thread that starts them and run at "
+                "a part of the link's rate. Raise the limit on locked memory (ulimit -l), or lower the budget",
+                num_bytes,
+                str(error).splitlines()[0],
+                device,
+            )
+
+    def close(self) -> None:
+        """Takes the registrations back; twice does nothing. No copy may be under way."""
+        while self._registered:
+            _unregister(self._device, self._registered.pop())
+
+
+def _chunks(slots: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    chunks: list[tuple[int, int]] = []
+    for address, size in slots:
+        start, held = chunks[-1] if chunks else (address, 0)
+        if chunks and start + held == address and held + size <= _CHUNK_BYTES:
+            chunks[-1] = start, held + size
+        else:
+            chunks.append((address, size))
+    return chunks
+
+
+def _register(device: torch.device, address: int, num_bytes: int) -> None:
+    module = _module_of(device)
+    if hasattr(module, "cudart"):
+        _check(module, module.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
+    elif hasattr(module, "host_register"):
+        module.host_register(address, num_bytes)
+    else:
+        raise RuntimeError(f"{device.type} registers no host memory")
+
+
+def _unregister(device: torch.device, address: int) -> None:
+    module = _module_of(device)
+    if hasattr(module, "cudart"):
+        module.cudart().cudaHostUnregister(address)
+    else:
+        module.host_unregister(address)
+
+
+def _check(module: Any, status: Any) -> None:
+    module.check_error(status)
+
+
+# ---- the rest --------------------------------------------------------------------------------------------------------
+
+
+def rng_state(device: torch.device) -> torch.Tensor:
+    """The state of a device's generator: uint8, on the CPU."""
+    state: torch.Tensor = _module_of(device).get_rng_state(device)
+    return state
+
+
+def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    """Puts a generator's state back."""
+    _module_of(device).set_rng_state(state, device)
+
+
+def backends_of(device: torch.device) -> str:
+    """What torch.distributed is asked for: gloo for tensors on the CPU, and the device's own for those on it."""
+    if not is_accelerator(device):
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
+
+
+def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where small tensors must lie that the ranks of a device exchange: on the CPU if the group takes them there.
+
+    Raises ValueError for a group that takes no tensors of the device.
+    """
+    takes = {each.type for each in group._device_types}
+    if device.type not in takes:
+        raise ValueError(
+            f"the process group exchanges tensors of {', '.join(sorted(takes))}, and the model is on {device}: make the group "
+            f"with init_process_group({backends_of(device)!r}), leave it to tiermem, or shard with device='cpu'"
+        )
+    return torch.device("cpu") if "cpu" in takes else device
+
+
+@contextlib.contextmanager
+def on(stream: torch.Stream) -> Iterator[None]:
+    """Inside, this thread's work on the stream's device goes to it."""
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
