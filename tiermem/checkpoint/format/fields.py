@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from tiermem.checkpoint.format.crc import crc32c
 
 LARGEST = (1 << 63) - 1
+MOST_TEXT = 4096  # characters of a name or a path
 _TRAILER = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n\Z')
 _TRAILER_BYTES = len(b',"crc32c":"00000000"}\n')
 
@@ -78,14 +79,14 @@ class Fields:
             self.refuse(name, value, f"a whole number of {least} to {most}")
         return int(value)
 
-    def text(self, name: str, most: int = 4096, allowed: frozenset[str] | None = None, least: int = 1) -> str:
-        """A string of at most so many characters, without NUL; one of `allowed`."""
+    def text(self, name: str, most: int = MOST_TEXT, allowed: frozenset[str] | None = None, least: int = 1) -> str:
+        """A string of at most so many characters, without NUL and half surrogate pairs; one of `allowed`."""
         value = self.any(name)
-        if not isinstance(value, str) or not least <= len(value) <= most or "\0" in value or not _is_unicode(value):
-            self.refuse(name, value, f"a string of {least} to {most} characters")
+        if not _is_text(value, least, most):
+            self.refuse(name, value, f"a string of {least} to {most} characters, without NUL, that UTF-8 can hold,")
         if allowed is not None and value not in allowed:
             self.refuse(name, value, f"one of {', '.join(sorted(allowed))}")
-        return value
+        return str(value)
 
     def flag(self, name: str) -> bool:
         """True or false."""
@@ -118,13 +119,13 @@ class Fields:
     def texts(self, name: str) -> tuple[str, ...]:
         """A list of strings, none of them twice."""
         value = self.any(name)
-        if not isinstance(value, list) or not all(
-            isinstance(v, str) and 0 < len(v) <= 4096 and "\0" not in v and _is_unicode(v) for v in value
-        ):
-            self.refuse(name, value, "a list of strings")
-        if len(set(value)) != len(value):
-            twice = next(v for i, v in enumerate(value) if v in value[:i])
-            raise ManifestError(f"{self._where}: {name}: {twice!r} is listed twice")
+        if not isinstance(value, list) or not all(_is_text(each, 1, MOST_TEXT) for each in value):
+            self.refuse(name, value, f"a list of strings of 1 to {MOST_TEXT} characters, without NUL, in UTF-8,")
+        seen: set[str] = set()
+        for each in value:
+            if each in seen:
+                raise ManifestError(f"{self._where}: {name}: {each!r} is listed twice")
+            seen.add(each)
         return tuple(value)
 
     def names(self) -> list[str]:
@@ -165,8 +166,10 @@ def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-def _is_unicode(value: str) -> bool:
-    """Whether a string can be written again: JSON may smuggle half a surrogate pair in."""
+def _is_text(value: Any, least: int, most: int) -> bool:
+    """Whether it is a string that can be written again: JSON may smuggle half a surrogate pair in."""
+    if not isinstance(value, str) or not least <= len(value) <= most or "\0" in value:
+        return False
     return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
 
