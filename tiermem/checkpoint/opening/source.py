@@ -30,6 +30,7 @@ from tiermem.checkpoint.opening.damage import DamagedState
 from tiermem.checkpoint.opening.streams import Span, Stream
 from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES, Bytes, Verified
 from tiermem.optim.layout import is_positive
+from tiermem.swap import durable
 from tiermem.swap.native import Workers, widen_part
 from tiermem.swap.parts import Quantised
 from tiermem.swap.run_folder import RunName
@@ -240,7 +241,7 @@ class Source:
             for path, end in stream.ends().items():
                 size = sizes.get(path)
                 if size is None:
-                    size = sizes[path] = path.stat().st_size  # raises with its name
+                    size = sizes[path] = _size_of(path)
                 if end > size:
                     raise ManifestError(
                         f"{path}: has {size} bytes and {stream.state} of {stream.param} ends at byte {end}: it was cut, or "
@@ -314,6 +315,15 @@ class Source:
         if self._workers is None:
             self._workers = Workers(fair_threads(), fair_cores())
         return self._workers
+
+
+def _size_of(file: Path) -> int:
+    """Of a regular file. Raises OSError that names it."""
+    fd = durable.open_regular(file)
+    try:
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)
 
 
 def advice(others: Sequence[Found]) -> str:
