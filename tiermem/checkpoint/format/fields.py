@@ -3,8 +3,8 @@
     text(data, source)    bytes -> one JSON object: UTF-8, no NaN, no key twice
     Fields(...)           its keys, each read once, as one type, within bounds; what is left over is an error
 
-Every error is a ManifestError that names the file and the field. Nothing is executed, and what is made of a file is at
-most some tens of bytes for each of its own.
+Every error is a ManifestError that names the file and the field. Nothing is executed. Time is linear in a file's bytes, and
+what is made of it takes at most 26 bytes for each; usually it is 5.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tiermem.checkpoint.format.crc import crc32c
 
 LARGEST = (1 << 63) - 1
 MOST_TEXT = 4096  # characters of a name or a path
+MOST_BYTES = 1 << 28  # of a file that says what is where: enough for 20 TB of states, at 12 bytes for each MiB
 _TRAILER = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n\Z')
 _TRAILER_BYTES = len(b',"crc32c":"00000000"}\n')
 
@@ -35,16 +36,19 @@ def seal(content: Mapping[str, Any]) -> bytes:
 
 def unseal(data: bytes, source: str) -> dict[str, Any]:
     """The object in a sealed file, without its CRC. Raises ManifestError for anything else."""
+    if len(data) > MOST_BYTES:
+        raise ManifestError(f"{source}: has {len(data)} bytes; {MOST_BYTES} are allowed")
     match = _TRAILER.search(data, max(0, len(data) - _TRAILER_BYTES))
     if match is None:
         raise ManifestError(
             f"{source}: its {len(data)} bytes do not end as a checkpoint's file does: cut, or no such file"
         )
-    body, said = data[: match.start()], int(match[1], 16)
-    found = crc32c(body)
+    said, found = int(match[1], 16), crc32c(memoryview(data)[: match.start()])
     if found != said:
         raise ManifestError(f"{source}: crc32c is {found:08x} and the file says {said:08x}: it is damaged")
-    return text(body + b"}", source)
+    content = text(data, source)
+    del content["crc32c"]
+    return content
 
 
 def text(data: bytes, source: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.checkpoint.format.crc import crc32c
+from tiermem.checkpoint.format.fields import MOST_BYTES
 from tiermem.checkpoint.format.manifest import (
     LATEST_FILE,
     POINTER_FILE,
@@ -34,7 +35,6 @@ from tiermem.checkpoint.format.manifest import (
 from tiermem.swap import durable
 
 _MANIFEST = re.compile(r"manifest-(?:[^-]{1,64}-)?(\d{1,18})\.json")
-_MOST_BYTES = 1 << 30  # of a file that says what is where; 100 bytes for each MiB of states is far below it
 _MOST_TAG_BYTES = 4096
 
 
@@ -196,7 +196,7 @@ def _read_whole(file: Path, num_bytes: int, crc: int, source: str) -> bytes:
     return data
 
 
-def _read(file: Path, most_bytes: int = _MOST_BYTES) -> bytes:
+def _read(file: Path, most_bytes: int = MOST_BYTES) -> bytes:
     data = durable.read_file(file, most_bytes)
     if len(data) > most_bytes:
         raise ManifestError(f"{file}: has more than {most_bytes} bytes, which no such file has")

@@ -90,13 +90,16 @@ class Source:
         covered = cover(self.manifest, self.parts, str(self.file))
         self.parameters: Mapping[str, Parameter] = {each.name: each for each in self.manifest.parameters}
         self._aliases = {alias: each.name for each in self.manifest.parameters for alias in each.aliases}
-        self._states: dict[str, tuple[str, ...]] = dict.fromkeys(self.parameters, ())
+        self._states: dict[str, list[str]] = {name: [] for name in self.parameters}
         self._streams: dict[tuple[str, str], Stream] = {}
+        paths = [[folder / file for file in part.files] for folder, part in parts]  # once each: pieces are many
+        used: set[Path] = set()
         for (param, state), pieces in covered.items():
-            placed = [(parts[rank][0] / self.parts[rank].files[piece.file], piece) for rank, piece in pieces]
+            placed = [(paths[rank][piece.file], piece) for rank, piece in pieces]
             self._streams[param, state] = Stream(param, state, placed)
-            self._states[param] += (state,)
-        for folder in dict.fromkeys(path.parent for stream in self._streams.values() for path in stream.ends()):
+            self._states[param].append(state)
+            used.update(path for path, _ in placed)
+        for folder in sorted({path.parent for path in used}):
             self._share(folder, shared)
         self._check_files()
 
@@ -148,7 +151,7 @@ class Source:
 
     def states(self, param: str) -> tuple[str, ...]:
         """The states that a parameter was saved with; one that is not among them is that before the first step."""
-        return self._states[param]
+        return tuple(self._states[param])
 
     def kind(self, param: str, state: str) -> str | None:
         """How a state's elements are stored (kinds.py); None: it is that before the first step."""
