@@ -67,9 +67,8 @@ class TransferError(OSError):
         self.offset = offset
         self.length = length
 
-    def anew(self) -> TransferError:
-        """The same error without a traceback, to be raised once more."""
-        return TransferError(self.errno or errno.EIO, self.kind, str(self.filename), self.offset, self.length)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.errno, self.kind, self.filename, self.offset, self.length), self.__dict__
 
 
 class Op(NamedTuple):
