@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tiermem.swap.extents import FreeRanges, round_up
-from tiermem.swap.native import Map
+from tiermem.swap.native import Map, check_process
 
 PAGE_BYTES = 4096
 HUGE_BYTES = 2 << 20
@@ -82,6 +82,7 @@ class Arena:
     def take(self, num_bytes: int, what: str = "a slot") -> Slot:
         """Carves a slot, content undefined. Raises BudgetError when no free range is long enough."""
         size = _size_of(num_bytes)
+        check_process(self._owner, "this arena")
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(f"{what} needs {size} bytes of HOST memory; the arena is closed")
