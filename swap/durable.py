@@ -74,7 +74,7 @@ def named(name: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _naming(error, name) from None
+        raise naming(error, name) from None
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, follows: bool = False) -> int:
@@ -135,7 +135,7 @@ def write_file(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             new.unlink()
         if isinstance(error, OSError):
-            raise _naming(error, path) from None
+            raise naming(error, path) from None
         raise
     sync_folder(path.parent)
 
@@ -216,7 +216,7 @@ def _fsync_folder(fd: int) -> None:
             raise
 
 
-def _naming(error: OSError, name: Path) -> OSError:
+def naming(error: OSError, name: Path) -> OSError:
     """The same error, told of a path, with what to do about it."""
     text, advice = error.strerror or str(error), remedy(error.errno)
     if advice and advice not in text:

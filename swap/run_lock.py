@@ -209,8 +209,9 @@ def _write_held(folder: Path) -> int:
     new.unlink(missing_ok=True)  # of one that was killed just here
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)  # nobody holds it for longer than a look (`is_live`)
-        durable.write_all(fd, json.dumps(this_process()._asdict()).encode(), new)
+        with durable.named(new):
+            fcntl.flock(fd, fcntl.LOCK_EX)  # nobody holds it for longer than a look (`is_live`)
+            durable.write_all(fd, json.dumps(this_process()._asdict()).encode(), new)
     except BaseException:
         os.close(fd)
         new.unlink(missing_ok=True)
@@ -244,6 +245,8 @@ def _hold(fd: int, folder: Path) -> None:
             if not patience:
                 raise _lives(folder) from None
             time.sleep(_LOOK_S)  # somebody may only be looking whether it is held
+        except OSError as error:
+            raise durable.naming(error, folder / LOCK) from None
         else:
             return
 
