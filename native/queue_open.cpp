@@ -66,8 +66,8 @@ static int open_engine(tm_queue *q, Opening *opening) {
         if (asked != TM_ENGINE_AUTO && asked != engine)
             continue;
         answer = try_engine(q, opening, engine);
-        if (answer == 0 || answer == -ENOMEM)
-            break;
+        if (answer == 0)
+            break; // any refusal leads to the next: io_uring's and aio's ENOMEM may be RLIMIT_MEMLOCK or a kernel's table
     }
     if (answer < 0 || opening->options->num_faults == 0)
         return answer;

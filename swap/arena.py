@@ -23,7 +23,7 @@ import torch
 
 from tiermem.swap.accelerator import PageLock
 from tiermem.swap.extents import FreeRanges, round_up
-from tiermem.swap.native import Map
+from tiermem.swap.native import Map, check_process
 
 PAGE_BYTES = 4096
 HUGE_BYTES = 2 << 20
@@ -94,6 +94,7 @@ class Arena:
         size = _size_of(num_bytes)
         is_linked = crosses_link and self._link_bytes > 0
         free = self._link if is_linked else self._free
+        check_process(self._owner, "this arena")
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(f"{what} needs {size} bytes of HOST memory; the arena is closed")

@@ -10,6 +10,7 @@ A file that says what lies where (manifest, part, pointer) is a ManifestError wh
 from __future__ import annotations
 
 import errno
+from typing import Any
 
 
 class CorruptionError(OSError):
@@ -25,6 +26,9 @@ class CorruptionError(OSError):
         super().__init__(errno.EIO, what, filename)
         self.offset, self.length = offset, length
         self.written, self.seen = written, seen
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), (self.errno, self.strerror, self.filename), self.__dict__)
 
 
 class DamagedEntry(CorruptionError):
@@ -55,9 +59,11 @@ class DamagedEntry(CorruptionError):
         super().__init__(what, filename, offset, length, written, seen)
         self.entry, self.entry_offset = entry, entry_offset
         self.piece = piece
-        self._advice = advice
 
-    def anew(self) -> DamagedEntry:
-        """The same error without a traceback, to be raised once more."""
-        place = (str(self.filename), self.offset, self.length, self.entry, self.entry_offset)
-        return DamagedEntry(*place, self.piece, self.written, self.seen, self._advice)
+
+def _again(kind: type[CorruptionError], told: tuple[Any, ...], attributes: dict[str, Any]) -> CorruptionError:
+    """The same error from what copying and pickling keep."""
+    error = kind.__new__(kind)
+    OSError.__init__(error, *told)
+    error.__dict__.update(attributes)
+    return error

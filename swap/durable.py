@@ -1,5 +1,6 @@
 """Durable: the file operations that last, in one place: every sync, rename, removal and small file of tiermem.
 
+    read_file    a small file's bytes; what is no regular file is an error at once
     write_file   bytes -> NAME.new in the same folder -> sync -> rename to NAME -> sync the folder
     remove       unlink -> sync the folder
     make_folder  mkdir -> sync the folder above
@@ -17,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -71,7 +74,47 @@ def named(name: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _naming(error, name) from None
+        raise naming(error, name) from None
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, follows: bool = False) -> int:
+    """Opens a regular file and returns its descriptor; never waits, as opening a FIFO does.
+
+    follows: a link in the place of the file may lead to it. The files of runs and checkpoints are no links; folders above them
+    may be, and what a user names or another system wrote.
+
+    Raises OSError that names the path: ELOOP for a link, EINVAL for a FIFO, a device or a socket, EISDIR for a folder.
+    """
+    with named(path):
+        try:
+            fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW), 0o600)
+        except OSError as error:
+            if error.errno == errno.ELOOP and path.is_symlink():
+                raise OSError(errno.ELOOP, "is a symbolic link where a regular file is due") from None
+            raise
+        try:
+            check_regular(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+    return fd
+
+
+def check_regular(fd: int) -> None:
+    """Raises OSError unless a descriptor that was opened with O_NONBLOCK is a regular file's; takes O_NONBLOCK off it."""
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISDIR(mode):
+        raise OSError(errno.EISDIR, "is a folder where a regular file is due")
+    if not stat.S_ISREG(mode):
+        kind = "a FIFO" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+        raise OSError(errno.EINVAL, f"is {kind} where a regular file is due")
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+
+
+def read_file(path: Path, most_bytes: int, follows: bool = False) -> bytes:
+    """The bytes of a file, at most so many and one. Blocks. Raises OSError as `open_regular`."""
+    with open(open_regular(path, follows=follows), "rb") as file, named(path):
+        return file.read(most_bytes + 1)
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -92,7 +135,7 @@ def write_file(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             new.unlink()
         if isinstance(error, OSError):
-            raise _naming(error, path) from None
+            raise naming(error, path) from None
         raise
     sync_folder(path.parent)
 
@@ -173,7 +216,7 @@ def _fsync_folder(fd: int) -> None:
             raise
 
 
-def _naming(error: OSError, name: Path) -> OSError:
+def naming(error: OSError, name: Path) -> OSError:
     """The same error, told of a path, with what to do about it."""
     text, advice = error.strerror or str(error), remedy(error.errno)
     if advice and advice not in text:

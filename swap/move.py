@@ -10,6 +10,7 @@ starts when the write has ended, started by whoever looks first, and fails with 
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import functools
 import threading
@@ -227,7 +228,8 @@ class Move:
             self._recorder.add(self._lane, self.name, answer.started_ns, answer.finished_ns, answer.num_bytes)
         error = self._queue.error_of(answer) or (self._check() if self._check is not None else None)
         if error is not None:
-            self._failure, self._was_cancelled = error.anew, error.errno == errno.ECANCELED
+            self._failure = functools.partial(copy.copy, error)
+            self._was_cancelled = error.errno == errno.ECANCELED
         self._end()
 
     def _fail(self, code: int, what: str) -> None:

@@ -67,9 +67,8 @@ class TransferError(OSError):
         self.offset = offset
         self.length = length
 
-    def anew(self) -> TransferError:
-        """The same error without a traceback, to be raised once more."""
-        return TransferError(self.errno or errno.EIO, self.kind, str(self.filename), self.offset, self.length)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.errno, self.kind, self.filename, self.offset, self.length), self.__dict__
 
 
 class Op(NamedTuple):
@@ -126,6 +125,15 @@ def check(code: int, what: str) -> int:
     if code < 0:
         raise OSError(-code, f"{what}: {os.strerror(-code)}")
     return code
+
+
+def check_process(owner: int, what: str) -> None:
+    """Raises RuntimeError in a fork of the process that opened something: threads and arena memory are not in the child."""
+    if os.getpid() != owner:
+        raise RuntimeError(
+            f"{what} belongs to the process that opened it; a forked child may not use it. Open one in the child, or start it "
+            "with spawn"
+        )
 
 
 class Map:
@@ -190,6 +198,7 @@ class Queue:
         if engine not in ENGINES:
             raise ValueError(f"engine is {engine!r}; allowed are {', '.join(ENGINES)}")
         self._path_of = path_of
+        self._owner = os.getpid()
         self._tags = itertools.count(1)  # its next() is one step, whichever thread asks
         self._queue = ffi.NULL
         starts = ffi.new("void *[]", [ffi.cast("void *", address) for address, _ in regions])
@@ -303,6 +312,7 @@ class Queue:
     def _open_queue(self) -> object:
         if self._queue == ffi.NULL:
             raise OSError(errno.ESHUTDOWN, "this I/O queue is closed")
+        check_process(self._owner, "this I/O queue")
         return self._queue
 
 
@@ -335,7 +345,7 @@ class Workers:
     def __init__(self, num_threads: int, cores: Sequence[int] = ()) -> None:
         workers = ffi.new("tm_workers **")
         check(lib.tm_workers_open(num_threads, workers), f"starting {num_threads} threads")
-        self.handle = workers[0]
+        self._handle, self._owner = workers[0], os.getpid()
         self.num_threads = num_threads
         if cores:
             code = lib.tm_workers_pin(self.handle, ffi.new("int32_t[]", list(cores)), len(cores))
@@ -343,10 +353,16 @@ class Workers:
                 self.close()
                 check(code, f"pinning {num_threads} threads to cores {list(cores)}")
 
+    @property
+    def handle(self) -> Any:
+        """For kernels. Raises RuntimeError in a forked child: neither the threads nor what the kernels work on are there."""
+        check_process(self._owner, "this pool of threads")
+        return self._handle
+
     def close(self) -> None:
-        """Stops the threads; calling it twice does nothing."""
-        handle, self.handle = self.handle, ffi.NULL
-        if handle != ffi.NULL:
+        """Stops the threads; calling it twice does nothing, nor does calling it in a forked child."""
+        handle, self._handle = self._handle, ffi.NULL
+        if handle != ffi.NULL and os.getpid() == self._owner:
             check(lib.tm_workers_close(handle), "stopping threads")
 
 

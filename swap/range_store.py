@@ -39,7 +39,7 @@ from tiermem.swap.held import Held
 from tiermem.swap.home import NvmeHome, changing
 from tiermem.swap.host_memory import HostMemory
 from tiermem.swap.move import Move
-from tiermem.swap.native import BACKGROUND, NORMAL, READ, WRITE, Fault, Op
+from tiermem.swap.native import BACKGROUND, NORMAL, READ, WRITE, Fault, Op, check_process
 from tiermem.swap.paths import AnyPath
 from tiermem.swap.queues import Queues, Transfers
 from tiermem.swap.ranges import blocks_of, check_range, home_of, transfers_of
@@ -260,8 +260,13 @@ class RangeStore:
 
     def thaw(self, freeze: Freeze) -> None:
         """Lets what only this freeze held be written, and given back, again. Thawing twice does nothing. Never blocks."""
+        self.check_process()
         with durable.step("thaw", self.run.folder_name), self._lock:
             self._freezes.let_go(freeze)
+
+    def check_process(self) -> None:
+        """Raises RuntimeError in a forked child, which has none of the memory that this store lends."""
+        check_process(self._owner, "this store")
 
     def folders(self) -> tuple[Path, ...]:
         """The run's folder on each path; what else is put there is removed with the store if run_folder.py knows its name."""
@@ -329,8 +334,7 @@ class RangeStore:
     # ---- inside --------------------------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._owner:
-            raise RuntimeError("this store belongs to the process that opened it; a forked child may not use it")
+        self.check_process()
         if self._held.is_closed:
             raise RuntimeError("this store is closed")
 

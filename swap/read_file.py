@@ -13,16 +13,19 @@ from pathlib import Path
 
 import torch
 
+from tiermem.swap import durable
 from tiermem.swap.direct import open_direct
 
 
 class ReadFile:
-    """An open file. Raises OSError when it cannot be opened."""
+    """An open regular file, also through a link. Raises OSError when it cannot be opened."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.fd, _ = open_direct(path, os.O_RDONLY)
+        self.fd, _ = open_direct(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
+            with durable.named(path):
+                durable.check_regular(self.fd)
             self.num_bytes = os.fstat(self.fd).st_size
         except BaseException:
             os.close(self.fd)

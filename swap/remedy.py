@@ -13,6 +13,7 @@ _REMEDIES: Mapping[int, str] = MappingProxyType(
         errno.ENODATA: "the file is shorter than what was written to it: something truncated it",
         errno.EIO: "the device reports a failure: see the kernel log",
         errno.EROFS: "the file system has turned read-only: see the kernel log",
+        errno.ENOLCK: "the file system keeps no locks, or their server is down: mount it with locks, or use another one",
         errno.EFBIG: "the file may not grow so long: see ulimit -f",
     }
 )

@@ -123,7 +123,7 @@ def take_over(folder: Path) -> RunLock:
     Raises OSError: EBUSY when its run lives, or may live on another host, or somebody reads what it left.
     """
     while True:
-        old = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        old = durable.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
         try:
             _hold(old, folder)
             if not _is_lock_of(folder, old):  # another process was faster and has ended since: look again
@@ -165,8 +165,7 @@ def share(folder: Path, run_id: str | None = None) -> Iterator[None]:
 def owner_of(folder: Path) -> Owner | None:
     """What a folder's lock says of its process, alive or not; UNKNOWN when it is unreadable. None: there is no lock."""
     try:
-        with (folder / LOCK).open("rb") as file:
-            told = json.loads(file.read(_MOST_LOCK_BYTES) or b"{}")
+        told = json.loads(durable.read_file(folder / LOCK, _MOST_LOCK_BYTES) or b"{}")
         return Owner(int(told["pid"]), str(told["host"]), str(told.get("started", "")))
     except FileNotFoundError:
         return None
@@ -210,8 +209,9 @@ def _write_held(folder: Path) -> int:
     new.unlink(missing_ok=True)  # of one that was killed just here
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)  # nobody holds it for longer than a look (`is_live`)
-        durable.write_all(fd, json.dumps(this_process()._asdict()).encode(), new)
+        with durable.named(new):
+            fcntl.flock(fd, fcntl.LOCK_EX)  # nobody holds it for longer than a look (`is_live`)
+            durable.write_all(fd, json.dumps(this_process()._asdict()).encode(), new)
     except BaseException:
         os.close(fd)
         new.unlink(missing_ok=True)
@@ -245,6 +245,8 @@ def _hold(fd: int, folder: Path) -> None:
             if not patience:
                 raise _lives(folder) from None
             time.sleep(_LOOK_S)  # somebody may only be looking whether it is held
+        except OSError as error:
+            raise durable.naming(error, folder / LOCK) from None
         else:
             return
 
@@ -288,8 +290,8 @@ def _is_lock_of(folder: Path, fd: int) -> bool:
 
 def _is_held(file: Path) -> bool:
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # none, or somebody else's
+        fd = durable.open_regular(file)
+    except OSError:  # none, somebody else's, or no lock
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

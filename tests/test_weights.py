@@ -267,3 +267,14 @@ def save_in_files(tensors: dict[str, torch.Tensor], folder: Path, num_files: int
 def write(file: Path, header: bytes, rest: bytes = bytes(16)) -> Path:
     file.write_bytes(struct.pack("<Q", len(header)) + header + rest)
     return file
+
+
+def test_tensors_that_overlap_and_names_that_are_there_twice_are_refused(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    nothing = {"dtype": "F32", "shape": [0], "data_offsets": [8, 8]}
+    same = json.dumps({"a": entry, "nothing": nothing, "b": entry}).encode()
+    with pytest.raises(ValueError, match=r"overlaps another tensor at byte"):
+        read_header(write(tmp_path / "bad.safetensors", same))
+    part = json.dumps({"a": entry}).encode()
+    with pytest.raises(ValueError, match=r"bad\.safetensors.*a key is there twice"):
+        read_header(write(tmp_path / "bad.safetensors", part[:-1] + b"," + part[1:]))

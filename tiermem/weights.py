@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tiermem.swap import durable
 from tiermem.swap.reader import FileReader
 from tiermem.zero import registry
 
@@ -93,7 +94,13 @@ def read_header(file: Path) -> list[_Stored]:
     """Every tensor of a file, in the order of their bytes. Raises ValueError for a header that does not describe the file."""
     header, base = _header_of(file)
     header.pop("__metadata__", None)
-    return sorted(_entries(file, header, base, file.stat().st_size), key=lambda stored: stored.start)
+    found = sorted(_entries(file, header, base, file.stat().st_size), key=lambda stored: stored.start)
+    end = 0
+    for stored in found:
+        if stored.start < end and stored.num_bytes:
+            raise ValueError(f"{file}: {stored.name} overlaps another tensor at byte {stored.start}")
+        end = max(end, stored.start + stored.num_bytes)
+    return found
 
 
 def read_ties(file: Path) -> dict[str, str]:
@@ -108,8 +115,8 @@ def read_ties(file: Path) -> dict[str, str]:
 
 def _header_of(file: Path) -> tuple[dict[str, Any], int]:
     """A file's header, and where the bytes behind it begin."""
-    size = file.stat().st_size
-    with open(file, "rb") as stream:
+    with open(durable.open_regular(file, follows=True), "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"{file}: not a safetensors file: {size} bytes, header of {length}")
@@ -136,9 +143,10 @@ def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> Iterat
 
 def _names_in(index: Path) -> list[str]:
     """The files that an index names. Raises ValueError for one that is no index, or names files in other folders."""
-    if index.stat().st_size > _MAX_HEADER_BYTES:
-        raise ValueError(f"{index}: {index.stat().st_size} bytes are too many for an index")
-    names = _parse(index, index.read_bytes()).get("weight_map")
+    data = durable.read_file(index, _MAX_HEADER_BYTES, follows=True)
+    if len(data) > _MAX_HEADER_BYTES:
+        raise ValueError(f"{index}: more than {_MAX_HEADER_BYTES} bytes are too many for an index")
+    names = _parse(index, data).get("weight_map")
     if not isinstance(names, dict) or not all(
         isinstance(n, str) and n == os.path.basename(n) != "" for n in names.values()
     ):
@@ -148,11 +156,18 @@ def _names_in(index: Path) -> list[str]:
 
 def _parse(file: Path, text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: the header is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file}: the header is no JSON object but {reprlib.repr(found)}")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
     return found
 
 

@@ -22,18 +22,22 @@ def fsck(
     remove: Annotated[
         bool, typer.Option("--remove", help="remove what killed runs left; only files that runs make")
     ] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="end removals and saves that were cut short, restore a lost `latest`")
+    ] = False,
     shows_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
 ) -> None:
     """Say what is in a store: runs live or dead, which steps are durable and whole, space, what is not ours.
 
-    Exit status: 0 nothing is wrong, 1 a killed run has left its folder, 3 something durable is broken or damaged.
+    Exit status: 0 nothing is wrong, 1 a killed run has left its folder or a removal was cut short, 2 not all could be
+    looked at, 3 something durable is broken or damaged.
     """
     from tiermem.tools.fsck import fsck as run_fsck
     from tiermem.tools.reports import open_console
 
     with refusing("fsck", debug, "stopped by Ctrl-C; nothing was changed"):
-        status = run_fsck(where, open_console(), verify, shows_json, remove)
+        status = run_fsck(where, open_console(), verify, shows_json, remove, repair)
     raise typer.Exit(status)
 
 

@@ -49,6 +49,8 @@ def export_checkpoint(options: ExportOptions, console: Console) -> int:
 
     if options.is_pytorch and options.is_dcp:
         raise ValueError("--pytorch and --dcp are given; choose one")
+    if options.max_shard_bytes is not None and options.max_shard_bytes < 1:
+        raise ValueError(f"--max-shard-size is {options.max_shard_bytes}; give a size of 1 byte or more, such as 5GB")
     dtype = None if options.dtype is None else dtype_of(options.dtype)
     with Source.open(options.where, options.tag) as source:
         files, num_bytes = (_export_dcp if options.is_dcp else _export_weights)(options, source, dtype, console)

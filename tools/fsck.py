@@ -1,8 +1,10 @@
 """`tiermem fsck DIR`: what is in a store or a folder of checkpoints, which steps are durable, and what killed runs left.
 
     0    nothing is wrong
-    1    a run was killed and has left its folder: resume it, or remove it with --remove
-    2    the command cannot be done as it was asked for (as for every command)
+    1    a run was killed and has left its folder: resume it, or remove it with --remove; or a step's removal was cut short:
+         --repair ends it
+    2    the command cannot be done as it was asked for (as for every command), or not all could be looked at: this process
+         lacks memory, threads, descriptors or a permission, as is said. Nothing is said against what it did not see
     3    something durable is broken or damaged; what else is whole is listed
 
 What runs take on the disk is told by who needs it; together it is what stat says (checkpoint/space.py):
@@ -14,6 +16,8 @@ What runs take on the disk is told by who needs it; together it is what stat say
 
 --verify reads every byte of every step and compares it with its checksum. --remove removes the folders of killed runs, after
 naming them, and in them only files that runs make; one that holds a durable step goes only when its own folder is named.
+--repair ends what was cut short before it looks: pointers of removed steps go, what killed saves left goes, and a `latest` that
+is lost or names no tag names the newest whole one. It says what it does, and leaves folders alone that a run may save into.
 """
 
 from __future__ import annotations
@@ -34,15 +38,24 @@ if TYPE_CHECKING:
     from tiermem.checkpoint.survey import PathReport, RunReport, StepReport, Survey
 
 MADE_BY = "tiermem fsck"
-EXIT_DEAD, EXIT_DAMAGED = 1, 3
+EXIT_DEAD, EXIT_UNREAD, EXIT_DAMAGED = 1, 2, 3
 _SPACE = ("on the disk", "durable", "live", "free", "unclear", "records")
 _STYLES = {"whole": "green", "live": "cyan", "kept": "green", "dead": "yellow", "unseen": "yellow"}
+_STYLES |= {"removed": "yellow", "unread": "yellow"}
 
 
-def fsck(where: Path, console: Console, verifies: bool = False, shows_json: bool = False, removes: bool = False) -> int:
+def fsck(
+    where: Path,
+    console: Console,
+    verifies: bool = False,
+    shows_json: bool = False,
+    removes: bool = False,
+    repairs: bool = False,
+) -> int:
     """Prints what there is and returns the exit status. Blocks. Raises OSError when the folder cannot be looked at."""
-    from tiermem.checkpoint.survey import survey
+    from tiermem.checkpoint.survey import repair, survey
 
+    repaired = repair(survey(where)) if repairs else []
     if verifies and console.is_terminal and not shows_json:
         with console.status("verifying checksums") as status:
             found = survey(where, True, _counter(status))
@@ -50,13 +63,19 @@ def fsck(where: Path, console: Console, verifies: bool = False, shows_json: bool
         found = survey(where, verifies)
     removed = [str(run.folder) for run in removable(found) if _remove(run, console, shows_json)] if removes else []
     if shows_json:
-        print(json.dumps({"made_by": MADE_BY, **_plain(dataclasses.asdict(found)), "removed": removed}, indent=2))
+        shown = {"made_by": MADE_BY, **_plain(dataclasses.asdict(found)), "removed": removed, "repaired": repaired}
+        print(json.dumps(shown, indent=2))
     else:
+        for each in repaired:
+            console.print(Text(f"repaired {each}", style="yellow"))
         _print(found, console)
         _advise(found, console, removed)
     if found.is_damaged:
         return EXIT_DAMAGED
-    return EXIT_DEAD if len(found.dead) > len(removed) else 0
+    if found.is_unread:
+        return EXIT_UNREAD
+    is_left = len(found.dead) > len(removed) or any(step.state == "removed" for step in found.steps)
+    return EXIT_DEAD if is_left else 0
 
 
 def removable(found: Survey) -> list[RunReport]:
@@ -108,6 +127,8 @@ def _print(found: Survey, console: Console) -> None:
         console.print(Text(f"{found.where}: no run and no durable step"))
     for fault in found.faults:
         console.print(Text(fault, style="red"))
+    for each in found.unread:
+        console.print(Text(f"{each}: not looked at", style="yellow"))
 
 
 def _cells(step: StepReport, where: Path) -> Iterable[str | Text]:

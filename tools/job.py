@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tiermem.swap import durable
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -35,7 +37,8 @@ class Job:
 
     def save(self, file: Path) -> None:
         """Writes it."""
-        file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        with durable.named(file):
+            file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
     def load(file: Path) -> Job:

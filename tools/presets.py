@@ -28,6 +28,16 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int, vocabulary: 
     }
 
 
+_SIZES = (
+    "num_hidden_layers", "n_layer", "num_layers", "hidden_size", "n_embd", "vocab_size", "intermediate_size", "n_inner",
+    "num_attention_heads", "n_head", "num_key_value_heads", "head_dim",
+)  # fmt: skip
+_ENCODERS = frozenset(
+    {"albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "roberta",
+     "xlm-roberta"}
+)  # fmt: skip
+_NUM_BYTE_VALUES = 256
+
 PRESETS: dict[str, ModelShape] = {
     "151m": _llama(1024, 4096, 8, 16, 8192),
     "419m": _llama(1024, 4096, 24, 16, 8192),
@@ -53,6 +63,35 @@ def read_shape(file: Path) -> ModelShape:
     if not isinstance(shape, dict) or "model_type" not in shape:
         raise ValueError(f'{file} is no Hugging Face config: it must be an object with a "model_type"')
     return {**shape, "use_cache": False}
+
+
+def check_shape(shape: ModelShape) -> None:
+    """Raises ValueError for a shape that no causal language model over bytes has."""
+    kind = shape.get("model_type")
+    if kind in _ENCODERS and not shape.get("is_decoder"):
+        raise ValueError(
+            f"model_type is {kind!r}, an encoder; causal language models are trained, such as llama or gpt2"
+        )
+    for key in _SIZES:
+        value = shape.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{key} is {value!r} in the model's config; it must be a whole number of 1 or more")
+    vocabulary = shape.get("vocab_size")
+    if vocabulary is not None and vocabulary < _NUM_BYTE_VALUES:
+        raise ValueError(
+            f"vocab_size is {vocabulary}; bytes of text are the tokens, so at least {_NUM_BYTE_VALUES} are due"
+        )
+    hidden = shape.get("hidden_size", shape.get("n_embd"))
+    heads = shape.get("num_attention_heads", shape.get("n_head"))
+    if hidden and heads and not shape.get("head_dim") and hidden % heads:
+        raise ValueError(
+            f"num_attention_heads is {heads}, which does not divide hidden_size {hidden}: change one of them"
+        )
+    few = shape.get("num_key_value_heads")
+    if heads and few and heads % few:
+        raise ValueError(
+            f"num_key_value_heads is {few}, which does not divide num_attention_heads {heads}: change one of them"
+        )
 
 
 def with_layers(shape: ModelShape, num_layers: int) -> ModelShape:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tiermem.swap import durable
 from tiermem.tools.channel import Message
 from tiermem.tools.counts import IoCounts, disagreements
 from tiermem.tools.launcher import Observer, Outcome, Sample
@@ -206,8 +207,9 @@ def stamp(command: Sequence[str]) -> dict[str, Any]:
 def save_json(file: Path, content: dict[str, Any]) -> None:
     """Writes JSON under a temporary name first, so that a reader never sees a part."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(file)
+    with durable.named(file):
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(file)
 
 
 def _larger(a: Sample, b: Sample) -> Sample:

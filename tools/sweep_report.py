@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tiermem.swap import durable
 from tiermem.tools.byte_size import format_bytes
 from tiermem.tools.counts import IoCounts
 from tiermem.tools.heatmap import block_label
@@ -85,12 +86,13 @@ def print_rows(rows: Sequence[Row], best: dict[str, Row], notes: Sequence[str], 
 
 def save_json(file: Path, made_by: str, report: dict[str, Any]) -> None:
     """Writes {"made_by", ...}. Raises OSError."""
-    file.write_text(json.dumps({"made_by": made_by, **report}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    with durable.named(file):
+        file.write_text(json.dumps({"made_by": made_by, **report}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def save_csv(file: Path, made_by: str, rows: Sequence[Row]) -> None:
     """Writes our mark, the header and the rows. Raises OSError."""
-    with file.open("w", encoding="utf-8", newline="") as out:
+    with durable.named(file), file.open("w", encoding="utf-8", newline="") as out:
         out.write(csv_mark(made_by) + "\n")
         writer = csv.DictWriter(out, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()

@@ -7,17 +7,23 @@ What goes on from a saved step takes from there what is not given (resumed.py).
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from tiermem.swap.probe import probe_path
+from tiermem.tools.budget import ModelSizes
+from tiermem.tools.byte_size import format_bytes
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.job import Job
-from tiermem.tools.presets import ModelShape, preset, read_shape, with_layers
+from tiermem.tools.machine import memory_bytes, num_cores
+from tiermem.tools.presets import ModelShape, check_shape, preset, read_shape, with_layers
 from tiermem.tools.resumed import CHECKPOINTS, Resumed, options_to_save
 from tiermem.tools.train_config import DEFAULT_LR, make_config, nvme_folders, own_folders, precision_of, read_config
 from tiermem.tools.train_options import DEFAULT_SEED, DEFAULT_SEQ, DEFAULT_STEPS, TrainOptions
 from tiermem.tuned import with_tuned
+
+_LEAST_MEMORY_BYTES = 32 << 20
 
 
 def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | None = None) -> Job:
@@ -26,12 +32,16 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
     Raises ValueError or OSError for options that contradict or name what is not there.
     """
     shape, checkpoint = _shape(options, resumed)
+    check_shape(shape)
     _check_sizes(options)
+    if options.save is not None:
+        probe_path(_existing(options.save.absolute()))
     batch, seq = options.batch or 1, options.seq or DEFAULT_SEQ
     config, nvme, own = _config(options, resumed, folder, batch)
     for path in nvme:
         if path != folder:
             probe_path(path)
+    _check_room(shape, [_existing(path.absolute()) for path in nvme])
     seed = options.seed if options.seed is not None else DEFAULT_SEED
     Corpus(options.data, seq, seed)  # raises for what cannot be read
     saves = options.save is not None or options.save_every is not None
@@ -129,10 +139,41 @@ def _check_sizes(options: TrainOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-    if options.lr is not None and not options.lr >= 0:
-        raise ValueError(f"--lr is {options.lr}; it must be 0 or more")
+    if options.lr is not None and not 0 <= options.lr < math.inf:
+        raise ValueError(f"--lr is {options.lr}; it must be a number of 0 or more")
+    if options.seed is not None and not 0 <= options.seed < 1 << 63:
+        raise ValueError(f"--seed is {options.seed}; allowed are whole numbers of 0 to {(1 << 63) - 1}")
+    if options.threads is not None and options.threads > num_cores():
+        raise ValueError(f"--threads is {options.threads}; allowed are 1 to {num_cores()}, the cores of this process")
+    if options.memory_bytes is not None and options.memory_bytes < _LEAST_MEMORY_BYTES:
+        raise ValueError(
+            f"--memory is {options.memory_bytes} bytes, which Python alone exceeds: give {_LEAST_MEMORY_BYTES >> 20}MiB or "
+            "more, with the unit"
+        )
     if options.peer_python is not None and not options.has_peers:
         raise ValueError("--peer-python names an interpreter for --peers, which is not given")
+
+
+def _check_room(shape: ModelShape, nvme: list[Path]) -> None:
+    """Raises ValueError for a model whose weights alone, in two bytes each, exceed all disks and the memory."""
+    try:
+        sizes = ModelSizes.of(shape)
+    except (ValueError, TypeError):  # a model that the budget does not know, which the trainer builds as it is
+        return
+    num_bytes = 2 * (sizes.num_layers * sizes.block_numel + sizes.vocabulary * sizes.hidden)
+    disks = {facts.device: facts.free_bytes for facts in map(probe_path, nvme)}
+    there = sum(disks.values()) + memory_bytes()
+    if num_bytes > there:
+        raise ValueError(
+            f"the model's weights alone are {format_bytes(num_bytes)} ({sizes.num_layers} layers of {sizes.hidden}, vocabulary "
+            f"{sizes.vocabulary}); memory and free disk are {format_bytes(there)}: take a smaller model, or name a larger disk "
+            "with --nvme"
+        )
+
+
+def _existing(path: Path) -> Path:
+    """The folder itself, or the one above it that is there."""
+    return next(each for each in (path, *path.parents) if each.is_dir())
 
 
 def _decided_by_config(options: TrainOptions) -> list[str]:

@@ -155,7 +155,7 @@ def run_blocks(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def run_disagreements(rank: int, folder: Path) -> list[str]:
-    """Tags that differ, flags that differ, and a client state that one rank cannot save."""
+    """Tags that differ, flags that differ, a client state that one rank cannot save, and buffers that are no variants."""
     out, said, made = folder / "out" / "apart", [], model()
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -174,6 +174,11 @@ def run_disagreements(rank: int, folder: Path) -> list[str]:
                 said.append("nothing")
             except (ValueError, TypeError, RuntimeError) as error:
                 said.append(f"{type(error).__name__}: {error}")
+        made.register_buffer("seen", torch.zeros(3 + rank))
+        try:
+            checkpoint.save(shards, None, out, "t")
+        except ValueError as error:
+            said.append(str(error))
     logging.getLogger("tiermem").removeHandler(handler)
     return [*said, *sorted(path.name for path in out.iterdir())]
 

@@ -122,3 +122,16 @@ def test_what_is_no_plain_value_is_named(tmp_path: Path) -> None:
     assert "client_state['args'] is a builtins.object" in done.left_behind[1]
     with Source.open(tmp_path) as source:
         assert source.manifest.client_state == {"epoch": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("", (3,)), ("a\0b", (3,)), ("\ud800", (3,)), ("w" * 5000, (3,)), ("w", (0, 1 << 62, 1 << 62))]
+)
+def test_what_would_not_open_again_is_not_imported(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    def pieces() -> Iterator[torch.Tensor]:
+        raise AssertionError("it is refused before a value is read")
+
+    foreign = Foreign("test", [ForeignParameter(name, shape, {"weight": ForeignState(torch.float32, pieces)})])
+    with pytest.raises(ValueError, match=r"cannot be saved.*parameters\[0\]: (name|shape)"):
+        write_checkpoint(foreign, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -21,6 +22,8 @@ from twins import assert_same_tensors
 
 import tiermem
 from tiermem import checkpoint
+from tiermem.checkpoint.format.fields import seal
+from tiermem.checkpoint.format.finding import NothingSaved
 from tiermem.checkpoint.opening.damage import DamagedState
 
 
@@ -300,3 +303,44 @@ def test_the_store_of_another_live_process_is_refused(saved: tiermem.Engine, tmp
     other.load_checkpoint(tmp_path / "ck")
     assert other.global_steps == 3
     other.close()
+
+
+def test_tags_without_latest_are_listed_or_the_newest_is_opened(saved: tiermem.Engine, tmp_path: Path) -> None:
+    (tmp_path / "ck" / "latest").unlink()
+    with pytest.raises(NothingSaved, match=r"no file named latest.*: new, old; or give newest=True"):
+        saved.load_checkpoint(tmp_path / "ck")
+    path, _ = saved.load_checkpoint(tmp_path / "ck", newest=True)
+    assert path == str(tmp_path / "ck" / "new")
+
+
+RESEALED = {
+    "client_state": {"x": {"$": "tensor", "dtype": "fp32", "shape": [0, 1 << 47, 1 << 47], "value": ""}},
+    "config": {"x": {"$": "ndarray", "dtype": "f4", "shape": [0, 1 << 47, 1 << 47], "value": ""}},
+    "scheduler": [1],
+    "loss_scaler": "x",
+    "engine": "x",
+}
+
+
+@pytest.mark.parametrize("field", [*RESEALED, "a counter", "a schedule"])
+def test_a_value_of_another_kind_is_named_before_anything_changes(
+    saved: tiermem.Engine, tmp_path: Path, field: str
+) -> None:
+    """As somebody writes it who makes the checksum right."""
+    tag = tmp_path / "ck" / "old"
+    (tag / "tiermem.json").unlink()
+    file = next(tag.glob("manifest-*.json"))
+    content = json.loads(file.read_text())
+    del content["crc32c"]
+    if field in RESEALED:
+        content[field] = RESEALED[field]
+    elif field == "a counter":
+        field, content["engine"] = "engine", {**content["engine"], "global_steps": "7"}
+    else:
+        field, content["scheduler"] = "scheduler", {"$": "tuple", "value": []}
+    file.write_bytes(seal(content))
+    before, was = weights(saved), counters(saved)
+    with pytest.raises(checkpoint.ManifestError, match=field):
+        saved.load_checkpoint(tmp_path / "ck", "old")
+    assert_same_tensors(weights(saved), before)
+    assert counters(saved) == was

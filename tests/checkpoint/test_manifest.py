@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from manifests import manifest, parts, piece, pointer
 
+from tiermem.checkpoint.format import fields as fields_of_files
 from tiermem.checkpoint.format.cover import cover
 from tiermem.checkpoint.format.crc import crc32c
-from tiermem.checkpoint.format.fields import seal
+from tiermem.checkpoint.format.fields import Fields, seal, unseal
 from tiermem.checkpoint.format.manifest import (
     ManifestError,
+    Parameter,
     Part,
     PartState,
     Piece,
@@ -220,3 +223,70 @@ def test_deep_nesting_and_strange_json_are_refused() -> None:
         sealed = body + b',"crc32c":"%08x"}\n' % crc32c(body)
         with pytest.raises(ManifestError, match="m"):
             parse_manifest(sealed, "m")
+
+
+class Compared(str):
+    """A string that counts how often it is compared with another: work, without a clock."""
+
+    num_times = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Compared.num_times += 1
+        return str.__eq__(self, other)
+
+
+def test_parts_are_put_together_in_linear_time() -> None:
+    names = [Compared(f"w{number}") for number in range(1000)]
+    kinds_of = {"weight": "bf16", "exp_avg": "8bit", "exp_avg.scales": "8bit-scales"}
+    pieces = [
+        piece(name, state, kind, 0, 8, 64 * (3 * number + place))
+        for number, name in enumerate(names)
+        for place, (state, kind) in enumerate(kinds_of.items())
+    ]
+    part = dataclasses.replace(parts()[0], files=("segment.bin",), states=states_of(pieces))
+    whole = dataclasses.replace(
+        manifest([part]), parameters=tuple(Parameter(name, (), "parameter", (8,), "bf16", True, 1, 0) for name in names),
+        checksums={name: dict.fromkeys(kinds_of, (1,)) for name in names},
+    )  # fmt: skip
+    Compared.num_times = 0
+    assert len(cover(whole, [part], "m")) == 3 * len(names)
+    assert Compared.num_times < 30 * len(names)
+
+
+def test_a_name_that_is_listed_twice_is_found_in_linear_time() -> None:
+    names = [Compared(f"w{number}") for number in range(2000)]
+    Compared.num_times = 0
+    with pytest.raises(ManifestError, match="'w1999' is listed twice"):
+        Fields({"excluded": [*names, Compared("w1999")]}, "m").texts("excluded")
+    assert Compared.num_times < 20 * len(names)
+
+
+@pytest.mark.parametrize("filler", [b"[]", b'{"a":1}', b'"ab"', b"999", b"[999,999,999,999]"])
+def test_what_is_made_of_a_file_is_bounded_by_its_size(filler: bytes) -> None:
+    body = b'{"x":[' + b",".join([filler] * ((1 << 20) // (len(filler) + 1))) + b"]"
+    data = body + b',"crc32c":"%08x"}\n' % crc32c(body)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ManifestError, match="format is missing"):
+            parse_manifest(data, "m")
+        assert tracemalloc.get_traced_memory()[1] < 26 * len(data)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_of_a_checkpoint_is_not_copied_to_be_checked() -> None:
+    data = seal({"text": "x" * (1 << 20)})
+    tracemalloc.start()
+    try:
+        unseal(data, "m")
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * len(data), "its text, and what is made of it"
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_that_opening_calls_too_long_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = manifest()
+    monkeypatch.setattr(fields_of_files, "MOST_BYTES", 100)
+    with pytest.raises(ManifestError, match=r"cannot be saved.* manifest: has \d+ bytes; 100 are allowed"):
+        whole.dump()

@@ -180,3 +180,35 @@ def test_a_disk_that_is_read_only_from_any_moment_keeps_what_was_saved(tmp_path:
         assert len(list(tmp_path.glob("tiermem-*/*"))) == 2 + 3 * commits  # lock, segment; manifest, part, data
         assert len(list(out.rglob("*.*"))) == (8 if way == "a copy" else 1 if way == "a step" else 2)
         assert states_in(out, "kept") == saved
+
+
+@pytest.mark.parametrize("name", ["a\0b", "", "\ud800", "n" * 5000])
+def test_a_name_that_opening_refuses_is_refused_by_the_save(tmp_path: Path, name: str) -> None:
+    made = model()
+    with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        train(made, optimizer, 1)
+        checkpoint.save(shards, optimizer, tmp_path / "out", "t")
+        saved, files = states_in(tmp_path / "out", "t"), sorted(files_below(tmp_path))
+        made._buffers[name] = torch.ones(3)
+        for copy in (False, True):
+            with pytest.raises(
+                checkpoint.ManifestError, match=r"cannot be saved, because it would not open again.*name"
+            ):
+                checkpoint.save(shards, optimizer, tmp_path / "out", "u", copy=copy)
+        assert sorted(files_below(tmp_path)) == files
+        assert states_in(tmp_path / "out", "t") == saved
+        del made._buffers[name]
+        checkpoint.save(shards, optimizer, tmp_path / "out", "u")
+
+
+def test_a_path_that_opening_refuses_is_refused_by_the_save(tmp_path: Path) -> None:
+    made, out = model(), tmp_path / "out"
+    store = tmp_path / "a" / "\udc80"  # a byte that is no UTF-8
+    store.mkdir(parents=True)
+    with tiermem.shard(made, policy("nvme", store)) as shards:
+        optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+        train(made, optimizer, 1)
+        with pytest.raises(checkpoint.ManifestError, match=r"cannot be saved.*the pointer: folder"):
+            checkpoint.save(shards, optimizer, out, "t")
+        assert not list(files_below(out))

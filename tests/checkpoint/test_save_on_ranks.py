@@ -62,11 +62,12 @@ def test_an_error_on_one_rank_is_told_on_both_and_leaves_the_older_tag(found: li
 
 
 def test_ranks_that_ask_for_different_things_are_told(found: list[dict[str, Any]]) -> None:
-    warned, failed, latest, state, *files = found[0]["apart"]
+    warned, failed, latest, state, buffers, *files = found[0]["apart"]
     assert "the tag is 'tag0' on rank 0 and 'tag1' on rank 1: saved as 'tag0'" in warned
     assert "ValueError: the tag is 'tag0' on rank 0 and 'tag1' on rank 1" in failed
     assert "save_latest is True on rank 0 and False on rank 1" in latest
     assert "rank 1: TypeError" in state and "client_state['x']" in state
+    assert "weight of seen: rank 0 has 3 elements of fp32, rank 1 has 4 elements of fp32" in buffers
     assert files == ["latest", "tag0"]
     assert found[1]["apart"][0] == "" and found[1]["apart"][3].startswith("TypeError: client_state['x']")
 

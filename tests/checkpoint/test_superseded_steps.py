@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+import pytest
 from runs import model, policy, train
 
 import tiermem
@@ -35,3 +39,29 @@ def test_superseded_step_goes_with_the_tag_that_stands_in_for_it(tmp_path: Path)
         train(made, optimizer, 1, seed=2)
         checkpoint.save(shards, optimizer, tmp_path / "out", "second")  # keep=1: the first goes
     assert not left.exists()
+
+
+def test_folders_that_may_not_be_read_are_left_and_the_save_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat, out, kept = os.stat, tmp_path / "out", ""
+
+    def refuse(path: object, **fields: Any) -> os.stat_result:  # root may read everything
+        if kept and kept in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **fields)  # type: ignore[call-overload]
+
+    for number in range(2):
+        made = model()
+        with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
+            optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+            train(made, optimizer, 1)
+            if number:
+                monkeypatch.setattr(os, "stat", refuse)
+            checkpoint.save(shards, optimizer, out, f"t{number}")
+            if not number:
+                kept = shards.store.folders()[0].name
+    monkeypatch.undo()
+    assert sorted(path.name for path in out.iterdir()) == ["latest", "t0", "t1"]
+    with checkpoint.Source.open(out, "t0") as source:
+        assert source.manifest.tag == "t0"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from torch import nn
 
 from tiermem.checkpoint.interchange.foreign import Foreign
 from tiermem.checkpoint.interchange.from_torch import read_torch
+from tiermem.checkpoint.interchange.opening import read_foreign
 from tiermem.checkpoint.interchange.torch_files import load_torch
 
 
@@ -198,6 +202,50 @@ def test_a_few_bytes_do_not_say_that_they_are_terabytes(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(1).expand(1 << 40)}, tmp_path / "a.pt")
     with pytest.raises(ValueError, match="stands on 4 bytes, not on 4398046511104"):
         load_torch(tmp_path / "a.pt")
+
+
+def test_a_few_bytes_take_no_more_memory_than_a_few_times_as_many(tmp_path: Path) -> None:
+    takes = b"\x80\x02cbuiltins\nbytearray\n\x8a\x04" + (600 << 20).to_bytes(4, "little") + b"\x85R."
+    (tmp_path / "legacy.pt").write_bytes(takes)
+    with zipfile.ZipFile(tmp_path / "zip.pt", "w") as file:
+        file.writestr("zip/data.pkl", takes)
+        file.writestr("zip/version", "3\n")
+        file.writestr("zip/byteorder", "little")
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    for name in ("legacy.pt", "zip.pt"):
+        with pytest.raises(ValueError, match=f"{name}: its .* bytes ask for more memory"):
+            read_torch(tmp_path / name)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_tensors_on_the_same_bytes_are_not_written_again_and_again(tmp_path: Path) -> None:
+    values = torch.arange(1000.0)
+    torch.save({f"w{start}": values[start:] for start in range(100)}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="stand on the same 4000 bytes"):
+        read_torch(tmp_path / "a.pt")
+    torch.save({"a": values.view(10, 100), "b": values.view(100, 10).t()}, tmp_path / "b.pt")
+    assert len(read_torch(tmp_path / "b.pt").parameters) == 2
+
+
+@pytest.mark.parametrize("kind", ["device", "fifo"])
+@pytest.mark.parametrize("name", ["a.pt", "folder/pytorch_model.bin", "folder/model.safetensors", "folder/.metadata"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    if kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        os.mkfifo(file)
+    (tmp_path / "folder").mkdir(exist_ok=True)
+    (tmp_path / "folder" / "__0_0.distcp").touch()
+    signal.alarm(20)
+    try:
+        with pytest.raises(
+            OSError, match=r"is a (device|FIFO) where a regular file|no such file|no checkpoint that is known"
+        ):
+            read_foreign(file if name == "a.pt" else file.parent)
+    finally:
+        signal.alarm(0)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tiermem.swap import native, probe
-from tiermem.swap.direct import open_direct, open_unnamed
+from tiermem.swap.direct import open_direct, open_unnamed, preallocate
 from tiermem.swap.files import Files
 from tiermem.swap.probe import probe_path
 from tiermem.swap.reader import FileReader
@@ -130,3 +131,17 @@ def test_probing_a_folder_makes_no_name_in_it(tmp_path: Path, monkeypatch: pytes
     os.close(fd)
     assert probe_path(tmp_path).is_direct == is_direct
     assert not names
+
+
+def test_room_is_taken_where_there_is_no_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(fd: int, start: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "posix_fallocate", lacking)
+    file = tmp_path / "segment"
+    file.write_bytes(b"kept" * 1000)
+    fd, _ = open_direct(file, os.O_RDWR)
+    preallocate(fd, 0, 3 << 20)
+    os.close(fd)
+    assert file.read_bytes() == b"kept" * 1000 + bytes((3 << 20) - 4000)
+    assert file.stat().st_blocks * 512 >= 3 << 20

@@ -114,7 +114,7 @@ def memory() -> Iterator[Map]:
     memory.close()
 
 
-@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS, errno.EINVAL])
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS, errno.EINVAL, errno.ENOMEM])  # ENOMEM: RLIMIT_MEMLOCK
 def test_refused_io_uring_falls_back_to_linux_aio(error: int, tmp_path: Path, memory: Map) -> None:
     def body() -> None:
         refuse_io_uring(error)

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import Inside, fork
 
 from tiermem.swap.arena import Arena
 from tiermem.swap.move import Move
-from tiermem.swap.native import Fault
+from tiermem.swap.native import Fault, Queue, Workers, widen_part
 from tiermem.swap.settings import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
@@ -311,3 +312,28 @@ def test_settings_reach_the_queue(tmp_path: Path) -> None:
     with TensorStore([tmp_path], 8 << 20, IoSettings("threads", block_bytes=4096, depth=2, threads=1)) as store:
         store.put("x", torch.ones(8192, dtype=torch.uint8), Tier.NVME).wait()
         assert store.queues.counters().blocks == 2
+
+
+def test_a_forked_child_may_use_no_threads_queue_or_arena_of_its_parent(tmp_path: Path) -> None:
+    workers, queue, arena = Workers(2), Queue("threads"), Arena(1 << 20)
+    uses: list[Callable[[], object]] = [
+        lambda: widen_part(workers, torch.zeros(9, dtype=torch.bfloat16)),
+        queue.counters,
+        lambda: arena.take(4096),
+    ]
+
+    def use_all(inside: Inside) -> None:
+        for use in uses:
+            with pytest.raises(RuntimeError, match="forked child may not use it"):
+                use()
+        workers.close()
+        inside.say("refused")
+
+    child = fork(use_all)
+    said = child.hear()
+    child.end()
+    assert said == "refused"
+    for use in uses:
+        use()
+    for each in (workers, queue, arena):
+        each.close()

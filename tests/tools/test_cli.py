@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
+from tiermem.swap.run_folder import RunFolder, RunName
 from tiermem.tools.cli import spread_lists
+from tiermem.tools.export_checkpoint import ExportOptions, export_checkpoint
+from tiermem.tools.train_job import make_job
+from tiermem.tools.train_options import TrainOptions
 
 
 def tiermem(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -39,6 +50,11 @@ def tiermem(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["--preset", "151m", "--deepspeed-config", "x", "--lr", "1"], "--lr: --deepspeed-config decides this"),
         (["--preset", "151m", "--tuned", "no.json"], "no.json: No such file or directory"),
         (["--preset", "151m", "--tbw", "much"], "'much' is no drive's endurance"),
+        (["--preset", "151m", "--threads", "100000"], "--threads is 100000; allowed are 1 to"),
+        (["--preset", "151m", "--lr", "inf"], "--lr is inf"),
+        (["--preset", "151m", "--seed", "-1"], "--seed is -1; allowed are"),
+        (["--preset", "151m", "--memory", "10"], "--memory is 10 bytes, which Python alone exceeds"),
+        (["--preset", "151m", "--save", "/proc/1/no"], "cannot write here"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_made(tmp_path: Path, arguments: list[str], reason: str) -> None:
@@ -47,6 +63,59 @@ def test_a_mistake_is_one_line_and_nothing_is_made(tmp_path: Path, arguments: li
     assert done.stderr.startswith("tiermem train: ")
     assert reason in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+SHAPE = {"model_type": "llama", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"vocab_size": 200}, "at least 256 are due"),
+        ({"hidden_size": 10_000_000}, "weights alone are"),
+        ({"num_attention_heads": 7}, "num_attention_heads is 7, which does not divide hidden_size 64"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
+        ({"hidden_size": "64"}, "hidden_size is '64'"),
+        ({"model_type": "bert"}, "model_type is 'bert', an encoder"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_before_anything_is_made(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | change))
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        make_job(TrainOptions(config=tmp_path / "config.json"), "name", tmp_path / "run")
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_shard_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--max-shard-size is 0"):
+        export_checkpoint(ExportOptions(tmp_path, tmp_path / "out", max_shard_bytes=0), Console())
+
+
+def test_an_error_of_the_system_names_the_file_and_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(fd: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def over_quota(fd: int, data: bytes) -> int:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    run = RunName.new()
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", no_locks)
+        with pytest.raises(OSError, match=r"No locks available .*mount it with locks") as caught:
+            RunFolder(tmp_path, run)
+        assert caught.value.filename == str(tmp_path / run.folder_name / "lock.new")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", over_quota)
+        with pytest.raises(OSError, match="the quota is used up") as caught:
+            RunFolder(tmp_path, run)
+        assert caught.value.filename == str(tmp_path / run.folder_name / "lock.new")
     assert list(tmp_path.iterdir()) == []
 
 

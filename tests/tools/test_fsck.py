@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -18,7 +19,10 @@ import torch
 from rich.console import Console
 from saved_by_hand import write
 
-from tiermem.tools.fsck import EXIT_DAMAGED, EXIT_DEAD, fsck
+from tiermem.checkpoint.format.fields import seal
+from tiermem.checkpoint.format.finding import read_pointer
+from tiermem.swap import native
+from tiermem.tools.fsck import EXIT_DAMAGED, EXIT_DEAD, EXIT_UNREAD, fsck
 from tiermem.tools.inspect_checkpoint import inspect_checkpoint
 
 SCRIPT = Path(__file__).parent / "leaves_a_run.py"
@@ -81,7 +85,7 @@ def left(template: Left, tmp_path: Path) -> Iterator[Left]:
 
 
 def look(where: Path, capsys: pytest.CaptureFixture[str], **options: bool) -> Found:
-    """fsck's exit status and what it prints."""
+    """fsck's exit status and what it prints; it must not wait for a FIFO's other end."""
     capsys.readouterr()
     status = fsck(where, Console(markup=False, width=400), **options)
     return Found(status, capsys.readouterr().out)
@@ -283,3 +287,118 @@ def test_inspect_lists_every_tensor(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found["totals"] == {"weight": 4}
     with pytest.raises(ValueError, match=r"no tensor of .* is named c"):
         inspect_checkpoint(tmp_path, console, patterns=["c"])
+
+
+PLACES = ["tiermem-*/manifest-*", "tiermem-*/part-*", "tiermem-*/segment.bin", "global_step2/tiermem.json", "latest"]
+
+
+@pytest.mark.parametrize("put", ["fifo", "link", "circle"])
+@pytest.mark.parametrize("place", [*PLACES, "tiermem-*/lock"])
+def test_what_is_no_regular_file_is_named_at_once(
+    left: Left, capsys: pytest.CaptureFixture[str], place: str, put: str
+) -> None:
+    file = next(left.saved.glob(place))
+    file.rename(left.saved / "elsewhere")
+    if put == "fifo":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(left.saved / "elsewhere" if put == "link" else file)
+    signal.alarm(20)  # a wait ends the test run, and is not waited for
+    try:
+        for where in (left.saved, file.parent):
+            status, text = look(where, capsys, verifies=True)
+            assert status == (EXIT_DEAD if file.name == "lock" else EXIT_DAMAGED if where == left.saved else status)
+            if file.name != "lock":
+                assert f"{file.name}: is a " in text
+    finally:
+        signal.alarm(0)
+
+
+def test_a_folder_that_leads_to_itself_is_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    (tmp_path / "manifest-1.json").symlink_to(tmp_path / "manifest-1.json")
+    status, text = look(tmp_path, capsys)
+    assert (status, " broken " in text) == (EXIT_DAMAGED, True)
+    with pytest.raises(NotADirectoryError):
+        look(tmp_path / "round", capsys)
+
+
+def test_what_the_machine_lacks_is_no_damage(
+    left: Left, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under pids.max=1, where no queue's thread can start."""
+
+    def refuse(*arguments: object, **named: object) -> None:
+        raise OSError(errno.EAGAIN, "no I/O queue (engine 'auto'): Resource temporarily unavailable")
+
+    monkeypatch.setattr(native.Queue, "__init__", refuse)
+    status, text = look(left.saved, capsys, verifies=True, removes=True)
+    assert status == EXIT_UNREAD
+    assert "unread" in text and "no I/O queue" in text and "None" not in text
+    assert left.run.is_dir(), "a step that was not seen may be whole: its run stays"
+
+
+def test_a_folder_that_may_not_be_read_is_told_and_the_rest_is_looked_at(
+    left: Left, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iterate, closed = Path.iterdir, left.saved / "lost+found"
+    closed.mkdir()
+
+    def refuse(folder: Path) -> Iterator[Path]:  # root reads everything
+        if folder == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return iterate(folder)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    status, text = look(left.saved, capsys)
+    assert status == EXIT_UNREAD
+    assert "lost+found: Permission denied: not looked at" in text
+    assert " whole" in line_of(text, "global_step2")
+
+
+def cut_short(left: Left, name: str = "older") -> Path:
+    """A tag whose removal stopped between its manifest and its pointer."""
+    pointer = json.loads((left.saved / "global_step2" / "tiermem.json").read_text())
+    del pointer["crc32c"]
+    (left.saved / name).mkdir()
+    file = left.saved / name / "tiermem.json"
+    file.write_bytes(seal(pointer | {"file": "manifest-999.json", "commit": 999}))
+    return file
+
+
+def test_a_removal_that_was_cut_short_is_ended_by_repair(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
+    pointer = cut_short(left)
+    status, text = look(left.saved, capsys)
+    assert status == EXIT_DEAD
+    assert " removed " in line_of(text, "older") and "--repair" in line_of(text, "older")
+    assert pointer.exists()
+    status, text = look(left.saved, capsys, repairs=True, shows_json=True)
+    assert status == EXIT_DEAD  # of the killed run
+    assert json.loads(text)["repaired"] == [f"{pointer.parent}: the pointer of a removed step is removed"]
+    assert not pointer.parent.exists()
+    assert [step["state"] for step in json.loads(text)["steps"]] == ["whole"]
+
+
+def test_a_pointer_to_a_disk_that_is_not_there_stays(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
+    pointer = cut_short(left)
+    content = json.loads(pointer.read_text())
+    del content["crc32c"]
+    pointer.write_bytes(seal(content | {"folder": str(left.saved.parent / "unmounted" / "tiermem-1")}))
+    assert look(left.saved, capsys, repairs=True).status == EXIT_DAMAGED
+    assert read_pointer(pointer)[0].commit == 999
+
+
+@pytest.mark.parametrize("latest", [None, "t9", "../x"])
+def test_a_lost_latest_is_restored(tmp_path: Path, capsys: pytest.CaptureFixture[str], latest: str | None) -> None:
+    for number in (1, 2, 3):
+        folder = write(tmp_path, {"w": {"weight": torch.arange(50.0)}}, f"t{number}", commit=number)
+        os.utime(next(folder.glob("manifest-*")), (number, number))
+    next((tmp_path / "t3").glob("part-*")).unlink()
+    (tmp_path / "latest").unlink()
+    if latest is not None:
+        (tmp_path / "latest").write_text(latest)
+    status, text = look(tmp_path, capsys, repairs=True)
+    assert status == EXIT_DAMAGED  # t3 is
+    assert f"repaired {tmp_path / 'latest'}: names 't2' again" in text
+    assert (tmp_path / "latest").read_text() == "t2"
+    assert "repaired" not in look(tmp_path, capsys, repairs=True).text

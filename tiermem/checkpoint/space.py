@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tiermem.checkpoint.format.finding import real
 from tiermem.checkpoint.format.manifest import Part
 from tiermem.swap.run_folder import holds_states
 
@@ -70,7 +71,7 @@ class Named:
         self._steps.add(step)
         found: dict[Path, list[tuple[int, int]]] = {}
         for place, part in parts:
-            files = [(place / name).resolve() for name in part.files]
+            files = [real(place / name) for name in part.files]
             for piece in part.pieces:
                 found.setdefault(files[piece.file], []).append((piece.offset, piece.offset + piece.num_bytes))
         for file, ranges in found.items():
@@ -82,7 +83,7 @@ class Named:
 
     def blocks_of(self, file: Path, without: Path | None = None) -> Ranges:
         """The blocks that any step names; `without` one of them."""
-        steps = self._by_file.get(file.resolve(), {})
+        steps = self._by_file.get(real(file), {})
         return blocks(each for step, ranges in steps.items() if step != without for each in ranges)
 
     def by_folder(self, step: Path) -> tuple[StepSpace, ...]:

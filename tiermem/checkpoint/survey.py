@@ -6,8 +6,10 @@ A run       live: somebody holds its lock     dead: nobody does, it was killed  
             unseen: its host is another one, and from here nobody can see whether it lives
 A step      whole: manifest and parts are valid, every file is there and long enough (verified: and every checksum is right)
             live: of a run that goes on, so only its manifest was looked at   broken: why is said   damaged: a checksum differs
+            removed: its manifest went and its pointer stayed, because the removal was cut short; another step is the latest
+            unread: this process lacks what reading it takes (memory, threads, descriptors, a permission), as is said
 
-Reading takes a shared lock on what it reads, as resuming does; nothing is written or taken over.
+Reading takes a shared lock on what it reads, as resuming does; nothing is written or taken over but by `repair`.
 """
 
 from __future__ import annotations
@@ -18,17 +20,50 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Literal
 
-from tiermem.checkpoint.format.finding import Found, NothingSaved, find, read_latest, read_manifest, read_parts, tags_of
-from tiermem.checkpoint.format.manifest import ManifestError
+from tiermem.checkpoint.format.finding import (
+    Found,
+    NothingSaved,
+    find,
+    read_latest,
+    read_manifest,
+    read_parts,
+    read_pointer,
+    real,
+    tags_of,
+)
+from tiermem.checkpoint.format.manifest import LATEST_FILE, POINTER_FILE, ManifestError
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
 from tiermem.checkpoint.opening.damage import DamagedState
 from tiermem.checkpoint.opening.source import Source
+from tiermem.checkpoint.saving.predecessors import is_removed
+from tiermem.checkpoint.saving.publish import remove_pointer
+from tiermem.checkpoint.saving.unfinished import alone, remove_unfinished
 from tiermem.checkpoint.space import Named, Space, StepSpace, space_of
+from tiermem.swap import durable
 from tiermem.swap.run_folder import RunName, is_made, run_folders
 from tiermem.swap.run_lock import is_live, is_stillborn, owner_of, share
 
 RunState = Literal["live", "dead", "kept", "unseen"]
-StepState = Literal["whole", "live", "broken", "damaged"]
+StepState = Literal["whole", "live", "broken", "damaged", "removed", "unread"]
+
+_OF_THE_FILES = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.EINVAL,
+        errno.ENXIO,
+        errno.ENAMETOOLONG,
+        errno.ENODATA,
+        errno.EIO,
+        errno.EBADMSG,
+        errno.EUCLEAN,
+        errno.EREMOTEIO,
+        errno.ESTALE,
+    }
+)
+"""What is wrong with files or their disk; other errors are about this process and what the machine lets it have."""
 
 Progress = Callable[[int], None]
 """Told how many bytes more have been verified."""
@@ -96,13 +131,14 @@ class PathReport:
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """All of it; `faults` are about no step: a `latest` that names nothing."""
+    """All of it; `faults` are about no step: a `latest` that names nothing. `unread` are folders, and why."""
 
     where: Path
     runs: tuple[RunReport, ...]
     paths: tuple[PathReport, ...]
     steps: tuple[StepReport, ...]
     faults: tuple[str, ...]
+    unread: tuple[str, ...]
 
     @property
     def is_damaged(self) -> bool:
@@ -110,13 +146,20 @@ class Survey:
         return bool(self.faults) or any(step.state in ("broken", "damaged") for step in self.steps)
 
     @property
+    def is_unread(self) -> bool:
+        """Whether something could not be looked at."""
+        return bool(self.unread) or any(step.state == "unread" for step in self.steps)
+
+    @property
     def dead(self) -> tuple[RunReport, ...]:
         """The runs that were killed."""
         return tuple(run for run in self.runs if run.state == "dead")
 
     def steps_of(self, run_id: str) -> tuple[StepReport, ...]:
-        """The steps of one run that can be opened."""
-        return tuple(step for step in self.steps if step.run_id == run_id and step.state in ("whole", "live"))
+        """The steps of one run that can be opened, or may be, by a process that has what this one lacks."""
+        return tuple(
+            step for step in self.steps if _run_id_of(step) == run_id and step.state in ("whole", "live", "unread")
+        )
 
 
 def survey(where: Path, verifies: bool = False, progress: Progress | None = None) -> Survey:
@@ -124,25 +167,81 @@ def survey(where: Path, verifies: bool = False, progress: Progress | None = None
     if not where.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "no such folder", str(where))
     named = Named()
-    runs, steps, faults = [], [], []
+    runs: list[Path] = []
+    steps: list[StepReport] = []
+    faults: list[str] = []
+    unread: list[str] = []
     for folder in _folders(where):
-        runs += [folder] if RunName.of(folder) is not None else run_folders(folder)
-        found, wrong = _found(folder)
+        try:
+            own = [folder] if RunName.of(folder) is not None else run_folders(folder)
+            found, wrong = _found(folder)
+        except PermissionError as error:  # lost+found, or another user's
+            unread.append(_said(error))
+            continue
+        runs += own
         faults += wrong
         steps += [_step(each, is_latest, verifies, progress, named) for each, is_latest in found]
     for folder in runs:
         if folder != where:
             steps += [_step(each, False, verifies, progress, named) for each, _ in _found(folder)[0]]
-    unique = {step.manifest.resolve(): step for step in reversed(steps)}  # a tag, before the manifest it points at
-    unread = {_run_id_of(step) for step in unique.values() if not named.knows(step.manifest)}
-    reports = tuple(_run(folder, named, unread) for folder in runs)
-    placed = (dataclasses.replace(step, places=named.by_folder(step.manifest)) for step in reversed(unique.values()))
-    return Survey(where, reports, _paths(reports), tuple(placed), tuple(faults))
+    unique = {real(step.manifest): step for step in reversed(steps)}  # a tag, before the manifest it points at
+    unknown = {_run_id_of(step) for step in unique.values() if not named.knows(step.manifest)}
+    reports = tuple(_run(folder, named, unknown) for folder in runs)
+    placed = [dataclasses.replace(step, places=named.by_folder(step.manifest)) for step in reversed(unique.values())]
+    told = tuple(_cut_short(step) if _is_cut_short(step, placed) else step for step in placed)
+    return Survey(where, reports, _paths(reports), told, tuple(faults), tuple(unread))
+
+
+def repair(found: Survey) -> list[str]:
+    """Does again what was cut short, and nothing else; says what. Blocks; raises OSError.
+
+    A step that is `removed` loses its pointer. Where tags lie and `latest` names none of them, it names the newest whole one.
+    What killed saves have left goes (unfinished.py). A folder that a run saves into, or may, is left as it is.
+    """
+    done: list[str] = []
+    of_folder: dict[Path, list[StepReport]] = {}
+    for step in found.steps:
+        if step.place.is_dir() and RunName.of(step.place) is None and step.place != found.where:
+            of_folder.setdefault(step.place.parent, []).append(step)
+    for folder, steps in of_folder.items():
+        if is_deepspeed(folder) or any(step.state in ("live", "unread") for step in steps):
+            continue
+        for step in steps:
+            with alone(step.place) as is_alone:
+                if is_alone and step.state == "removed":
+                    remove_pointer(step.place / POINTER_FILE)
+                    done.append(f"{step.place}: the pointer of a removed step is removed")
+        whole = [step.place.name for step in steps if step.state == "whole"]
+        if whole and not any(step.is_latest for step in steps):
+            newest = next(tag for tag in tags_of(folder) if tag in whole)
+            durable.write_file(folder / LATEST_FILE, newest.encode())
+            done.append(f"{folder / LATEST_FILE}: names {newest!r} again")
+        remove_unfinished(folder)
+    return done
+
+
+def _is_cut_short(step: StepReport, steps: Iterable[StepReport]) -> bool:
+    """Whether a step went before its pointer did, which a removal that ends takes away as well (saving/commit.py)."""
+    if step.state != "broken" or step.is_latest or step.manifest.name != POINTER_FILE:
+        return False
+    if not any(
+        each.is_latest and each.place.parent == step.place.parent for each in steps if each.state in ("whole", "live")
+    ):
+        return False
+    try:
+        return is_removed(read_pointer(step.manifest)[1])
+    except (ManifestError, OSError):
+        return False
+
+
+def _cut_short(step: StepReport) -> StepReport:
+    why = "its manifest is removed, and its pointer is left: --repair removes that too"
+    return dataclasses.replace(step, state="removed", why=why)
 
 
 def _folders(where: Path) -> list[Path]:
     """The place itself, and folders below it that are neither a run's nor a tag's."""
-    if RunName.of(where.resolve()) is not None:
+    if RunName.of(real(where)) is not None:
         return [where]
     tags = set(tags_of(where))
     below = [each for each in sorted(where.iterdir()) if each.is_dir() and not each.is_symlink()]
@@ -161,8 +260,10 @@ def _found(folder: Path) -> tuple[list[tuple[Found, bool]], list[str]]:
         if is_deepspeed(folder):  # its `latest` is not ours
             return left, []
         return left, [f"{folder / 'latest'} names {latest!r}, which is not there"]
-    except ManifestError as error:
-        return [(each, False) for tag in tags_of(folder)[:1] for each in find(folder, tag)], [str(error)]
+    except (ManifestError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _OF_THE_FILES:
+            raise
+        return [(each, False) for tag in tags_of(folder)[:1] for each in find(folder, tag)], [_said(error)]
     return [(each, latest is not None and each.tag == latest) for each in steps], []
 
 
@@ -174,7 +275,7 @@ def _step(found: Found, is_latest: bool, verifies: bool, progress: Progress | No
         manifest = opened.manifest
         report = dataclasses.replace(
             report,
-            manifest=opened.file.resolve(),
+            manifest=real(opened.file),
             tag=manifest.tag if found.tag is None else found.tag,
             step=manifest.step,
             run_id=manifest.run_id,
@@ -191,12 +292,20 @@ def _step(found: Found, is_latest: bool, verifies: bool, progress: Progress | No
                                 progress(num_bytes)
             return dataclasses.replace(report, state="whole", num_bytes=source.num_bytes, is_verified=verifies)
     except DamagedState as error:
-        return dataclasses.replace(report, state="damaged", why=f"{error.filename}: {error.strerror}")
+        return dataclasses.replace(report, state="damaged", why=_said(error))
     except OSError as error:
-        state: StepState = "live" if error.errno == errno.EBUSY else "broken"
-        return dataclasses.replace(report, state=state, why=f"{error.filename}: {error.strerror}")
+        state: StepState = "broken" if error.errno in _OF_THE_FILES else "unread"
+        state = "live" if error.errno == errno.EBUSY else state
+        return dataclasses.replace(report, state=state, why=_said(error))
     except ManifestError as error:
-        return dataclasses.replace(report, why=str(error))
+        return dataclasses.replace(report, why=_said(error))
+
+
+def _said(error: OSError | ManifestError) -> str:
+    """An error in words, with its file."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror or error}"
+    return str(error)
 
 
 def _run_id_of(step: StepReport) -> str | None:
@@ -206,7 +315,7 @@ def _run_id_of(step: StepReport) -> str | None:
 
 
 def _run(folder: Path, named: Named, unread: Collection[str | None]) -> RunReport:
-    name = RunName.of(folder.resolve())
+    name = RunName.of(real(folder))
     assert name is not None  # it was found by its name
     owner = owner_of(folder)
     files, state = [file for file in folder.iterdir() if file.is_file()], _state(folder)

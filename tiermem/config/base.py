@@ -42,6 +42,9 @@ class CombinedError(ValueError):
         self.found = tuple(found)
         super().__init__("; ".join(f"{key}: {message}" if key else message for key, message in found))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.found,), self.__dict__
+
 
 class ConfigModel(pydantic.BaseModel):
     """A section of the config.

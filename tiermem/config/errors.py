@@ -44,6 +44,9 @@ class ConfigError(ValueError):
         self.source = source
         super().__init__(self._text())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems, self.source), self.__dict__
+
     def _text(self) -> str:
         if len(self.problems) == 1:
             return f"{self.source}: {self.problems[0]}"

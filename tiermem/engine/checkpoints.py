@@ -90,6 +90,7 @@ class EngineCheckpoints:
         custom_load_fn: CustomLoad | None = None,
         *,
         allow_older: bool = False,
+        newest: bool = False,
     ) -> tuple[str | None, Any]:
         """Opens what `save_checkpoint` saved, on any number of ranks, stage, tiers, tile sizes, paths and precisions.
 
@@ -103,6 +104,7 @@ class EngineCheckpoints:
             custom_load_fn: called with src= (saved weights by name, each read when it is asked for) and dst= (the model), to
                 put weights in place itself; masters are made from what it leaves.
             allow_older: opens the next older tag when this one is not whole.
+            newest: where there is no `latest`, opens the newest tag; else tags without it are an error that lists them.
 
         Returns the path that was opened and the client state; (None, None), with a warning, when no tag is given and nothing is
         saved there. On as many ranks as there were, training goes on to the bit. Gradients that have added up are dropped.
@@ -122,6 +124,7 @@ class EngineCheckpoints:
             load_module_only=load_module_only,
             custom_load_fn=custom_load_fn,
             allow_older=allow_older,
+            newest=newest,
             scheduler=self.lr_scheduler if load_lr_scheduler_states else None,
             loss_scaler=self._scaler,
             loader=self.training_dataloader,

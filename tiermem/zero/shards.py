@@ -218,7 +218,8 @@ class Shards:
         return local.float() * (shard.grad_factor / self.homes.divisor)
 
     def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
-        """A parameter's unit and its part there. Raises ValueError for one of another model."""
+        """A parameter's unit and its part there. Raises ValueError for one of another model, RuntimeError in a fork."""
+        self.store.check_process()
         try:
             return self._by_param[id(param)]
         except KeyError:

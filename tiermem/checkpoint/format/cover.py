@@ -100,9 +100,7 @@ def _check_due(manifest: Manifest, found: States, source: str) -> None:
         if parameter.numel and (parameter.name, WEIGHT) not in found:
             raise ManifestError(f"{source}: {parameter.name[:80]!r} has no weight")
     for (param, state), pieces in found.items():
-        if pieces[0][1].kind in (kinds.CODES, kinds.PACKED) and _scales_of(state) not in (
-            s for p, s in found if p == param
-        ):
+        if pieces[0][1].kind in (kinds.CODES, kinds.PACKED) and (param, _scales_of(state)) not in found:
             raise ManifestError(f"{source}: {state} of {param[:80]!r} is in 8 bits and has no scales")
         _check_sums(
             manifest.checksums.get(param, {}).get(state), total_bytes(pieces), f"{state} of {param[:80]!r}", source

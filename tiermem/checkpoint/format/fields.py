@@ -3,8 +3,8 @@
     text(data, source)    bytes -> one JSON object: UTF-8, no NaN, no key twice
     Fields(...)           its keys, each read once, as one type, within bounds; what is left over is an error
 
-Every error is a ManifestError that names the file and the field. Nothing is executed, and what is made of a file is at
-most some tens of bytes for each of its own.
+Every error is a ManifestError that names the file and the field. Nothing is executed. Time is linear in a file's bytes, and
+what is made of it takes at most 26 bytes for each; usually it is 5.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 from tiermem.checkpoint.format.crc import crc32c
 
 LARGEST = (1 << 63) - 1
+MOST_TEXT = 4096  # characters of a name or a path
+MOST_BYTES = 1 << 28  # of a file that says what is where: enough for 20 TB of states, at 12 bytes for each MiB
 _TRAILER = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n\Z')
 _TRAILER_BYTES = len(b',"crc32c":"00000000"}\n')
 
@@ -34,16 +36,19 @@ def seal(content: Mapping[str, Any]) -> bytes:
 
 def unseal(data: bytes, source: str) -> dict[str, Any]:
     """The object in a sealed file, without its CRC. Raises ManifestError for anything else."""
+    if len(data) > MOST_BYTES:
+        raise ManifestError(f"{source}: has {len(data)} bytes; {MOST_BYTES} are allowed")
     match = _TRAILER.search(data, max(0, len(data) - _TRAILER_BYTES))
     if match is None:
         raise ManifestError(
             f"{source}: its {len(data)} bytes do not end as a checkpoint's file does: cut, or no such file"
         )
-    body, said = data[: match.start()], int(match[1], 16)
-    found = crc32c(body)
+    said, found = int(match[1], 16), crc32c(memoryview(data)[: match.start()])
     if found != said:
         raise ManifestError(f"{source}: crc32c is {found:08x} and the file says {said:08x}: it is damaged")
-    return text(body + b"}", source)
+    content = text(data, source)
+    del content["crc32c"]
+    return content
 
 
 def text(data: bytes, source: str) -> dict[str, Any]:
@@ -78,14 +83,14 @@ class Fields:
             self.refuse(name, value, f"a whole number of {least} to {most}")
         return int(value)
 
-    def text(self, name: str, most: int = 4096, allowed: frozenset[str] | None = None, least: int = 1) -> str:
-        """A string of at most so many characters, without NUL; one of `allowed`."""
+    def text(self, name: str, most: int = MOST_TEXT, allowed: frozenset[str] | None = None, least: int = 1) -> str:
+        """A string of at most so many characters, without NUL and half surrogate pairs; one of `allowed`."""
         value = self.any(name)
-        if not isinstance(value, str) or not least <= len(value) <= most or "\0" in value or not _is_unicode(value):
-            self.refuse(name, value, f"a string of {least} to {most} characters")
+        if not _is_text(value, least, most):
+            self.refuse(name, value, f"a string of {least} to {most} characters, without NUL, that UTF-8 can hold,")
         if allowed is not None and value not in allowed:
             self.refuse(name, value, f"one of {', '.join(sorted(allowed))}")
-        return value
+        return str(value)
 
     def flag(self, name: str) -> bool:
         """True or false."""
@@ -118,13 +123,13 @@ class Fields:
     def texts(self, name: str) -> tuple[str, ...]:
         """A list of strings, none of them twice."""
         value = self.any(name)
-        if not isinstance(value, list) or not all(
-            isinstance(v, str) and 0 < len(v) <= 4096 and "\0" not in v and _is_unicode(v) for v in value
-        ):
-            self.refuse(name, value, "a list of strings")
-        if len(set(value)) != len(value):
-            twice = next(v for i, v in enumerate(value) if v in value[:i])
-            raise ManifestError(f"{self._where}: {name}: {twice!r} is listed twice")
+        if not isinstance(value, list) or not all(_is_text(each, 1, MOST_TEXT) for each in value):
+            self.refuse(name, value, f"a list of strings of 1 to {MOST_TEXT} characters, without NUL, in UTF-8,")
+        seen: set[str] = set()
+        for each in value:
+            if each in seen:
+                raise ManifestError(f"{self._where}: {name}: {each!r} is listed twice")
+            seen.add(each)
         return tuple(value)
 
     def names(self) -> list[str]:
@@ -165,8 +170,10 @@ def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-def _is_unicode(value: str) -> bool:
-    """Whether a string can be written again: JSON may smuggle half a surrogate pair in."""
+def _is_text(value: Any, least: int, most: int) -> bool:
+    """Whether it is a string that can be written again: JSON may smuggle half a surrogate pair in."""
+    if not isinstance(value, str) or not least <= len(value) <= most or "\0" in value:
+        return False
     return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
 

@@ -6,30 +6,35 @@
     a file         that manifest, or where a pointer points
 
 Nothing is taken for another: what is asked for comes first, and what is older is only there for whoever asks for it. Files
-are looked at here, never the states they speak of (source.py).
+are looked at here, never the states they speak of (source.py). They are regular files: a FIFO or a link in the place of one is
+an error. Folders may be links, and so may a file that the user names.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.checkpoint.format.crc import crc32c
+from tiermem.checkpoint.format.fields import MOST_BYTES
 from tiermem.checkpoint.format.manifest import (
     LATEST_FILE,
     POINTER_FILE,
     Manifest,
     ManifestError,
     Part,
+    Pointer,
     parse_manifest,
     parse_part,
     parse_pointer,
 )
+from tiermem.swap import durable
 
 _MANIFEST = re.compile(r"manifest-(?:[^-]{1,64}-)?(\d{1,18})\.json")
-_MOST_BYTES = 1 << 30  # of a file that says what is where; 100 bytes for each MiB of states is far below it
 _MOST_TAG_BYTES = 4096
 
 
@@ -63,7 +68,7 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
     if tag is not None and not is_tag(tag):
         raise ValueError(f"tag is {tag!r}; a tag is the name of a folder below the checkpoint's")
     if where.is_file():
-        return [Found(where, None)]
+        return [Found(real(where), None)]
     if not where.is_dir():
         raise NothingSaved(2, "there is no such checkpoint", str(where))
     tags = tags_of(where)
@@ -94,7 +99,7 @@ def is_tag(tag: str) -> bool:
 def read_latest(where: Path) -> str | None:
     """The tag that `latest` names; None: there is no such file. Raises ManifestError when it names none."""
     file = where / LATEST_FILE
-    if not file.is_file():
+    if not os.path.lexists(file) or file.is_dir():
         return None
     tag = _read(file, _MOST_TAG_BYTES).decode(errors="replace").strip()
     if not is_tag(tag):
@@ -102,13 +107,23 @@ def read_latest(where: Path) -> str | None:
     return tag
 
 
+def real(path: Path) -> Path:
+    """The path without links; where links go in a circle, as far as they lead."""
+    return Path(os.path.realpath(path))
+
+
+def read_pointer(file: Path) -> tuple[Pointer, Path]:
+    """A tag's pointer, and the manifest that it names, which may be gone. Raises ManifestError, OSError."""
+    pointer = parse_pointer(_read(file), str(file))
+    return pointer, file.parent / pointer.folder / pointer.file
+
+
 def read_manifest(found: Found) -> Opened:
     """The manifest of a place, through its pointer where there is one. Raises ManifestError, OSError."""
-    data, file = _read(found.file), found.file
     if found.file.name != POINTER_FILE:
-        return Opened(file, parse_manifest(data, str(file)), file if found.tag is None else file.parent)
-    pointer = parse_pointer(data, str(file))
-    file = found.file.parent / pointer.folder / pointer.file
+        manifest = parse_manifest(_read(found.file), str(found.file))
+        return Opened(found.file, manifest, found.file if found.tag is None else found.file.parent)
+    pointer, file = read_pointer(found.file)
     data = _read_whole(file, pointer.num_bytes, pointer.crc32c, str(found.file))
     manifest = parse_manifest(data, str(file))
     if (manifest.run_id, manifest.commit) != (pointer.run_id, pointer.commit):
@@ -136,13 +151,17 @@ def tags_of(where: Path) -> list[str]:
 
 
 def _is_of_tag(folder: Path) -> bool:
-    return (folder / POINTER_FILE).is_file() or (not folder.name.startswith("tiermem-") and bool(_commits(folder)))
+    if os.path.lexists(folder / POINTER_FILE):
+        return True
+    with contextlib.suppress(PermissionError):  # lost+found, or another user's
+        return not folder.name.startswith("tiermem-") and bool(_commits(folder))
+    return False
 
 
 def _age(folder: Path) -> int:
     """When a tag was written."""
     files = [folder / POINTER_FILE, *(file for _, file in _commits(folder))]
-    return max((file.stat().st_mtime_ns for file in files if file.is_file()), default=0)
+    return max((file.lstat().st_mtime_ns for file in files if os.path.lexists(file)), default=0)
 
 
 def _in_tag(where: Path, tag: str) -> Found:
@@ -151,7 +170,7 @@ def _in_tag(where: Path, tag: str) -> Found:
 
 def _in_folder(folder: Path) -> list[Found]:
     """A folder's pointer, or its manifests, newest first."""
-    if (folder / POINTER_FILE).is_file():
+    if os.path.lexists(folder / POINTER_FILE):
         return [Found(folder / POINTER_FILE, None)]
     return [Found(file, None) for _, file in sorted(_commits(folder), reverse=True)]
 
@@ -177,9 +196,8 @@ def _read_whole(file: Path, num_bytes: int, crc: int, source: str) -> bytes:
     return data
 
 
-def _read(file: Path, most_bytes: int = _MOST_BYTES) -> bytes:
-    with open(file, "rb") as stream:
-        data = stream.read(most_bytes + 1)
+def _read(file: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    data = durable.read_file(file, most_bytes)
     if len(data) > most_bytes:
         raise ManifestError(f"{file}: has more than {most_bytes} bytes, which no such file has")
     return data

@@ -39,19 +39,21 @@ checksums of each 1 MiB of a state's bytes, put in the order of its elements as 
           on tiles, ranks or files. The last one is of what is left. With 8-bit states codes and scales have their own
 
 What is opened is validated as a whole, here and in cover.py, before a byte of a state is read: an error is a ManifestError
-that names the file and the field. Nothing in a file is executed, and no more memory is taken than its size asks for.
+that names the file and the field. Nothing in a file is executed, and no more memory is taken than its size asks for. What is
+written is read by the same functions before it is published (`dump`): what opening refuses is not saved.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.fields import LARGEST, Fields, ManifestError, seal, unseal
+from tiermem.checkpoint.format.fields import LARGEST, Fields, ManifestError, seal, text, unseal
 from tiermem.checkpoint.format.plain import Json, check
 
 __all__ = [
@@ -136,8 +138,8 @@ class Part:
         )
 
     def dump(self) -> bytes:
-        """The file's bytes."""
-        return seal(
+        """The file's bytes. Raises ManifestError for what `parse_part` refuses."""
+        return _readable(
             {
                 **_head(self.run_id, self.commit),
                 "rank": self.rank,
@@ -145,7 +147,9 @@ class Part:
                 "data": self.data,
                 "files": self.files,
                 "states": [each._asdict() for each in self.states],
-            }
+            },
+            parse_part,
+            f"the part of rank {self.rank}",
         )
 
 
@@ -201,13 +205,13 @@ class Manifest:
     checksums: Mapping[str, Mapping[str, tuple[int, ...]]]
 
     def dump(self) -> bytes:
-        """The file's bytes."""
+        """The file's bytes. Raises ManifestError for what `parse_manifest` refuses."""
         shown = {name: getattr(self, name) for name in ("tag", "step", "world", "num_shards")}
         parts = [
             {"rank": p.rank, "folder": p.folder, "file": p.file, "bytes": p.num_bytes, "crc32c": f"{p.crc32c:08x}"}
             for p in self.parts
         ]
-        return seal(
+        return _readable(
             {
                 **_head(self.run_id, self.commit),
                 **shown,
@@ -216,7 +220,9 @@ class Manifest:
                 "parameters": [_written(each) for each in self.parameters],
                 "excluded": self.excluded,
                 "checksums": {name: dict(states) for name, states in self.checksums.items()},
-            }
+            },
+            parse_manifest,
+            "the manifest",
         )
 
 
@@ -232,9 +238,9 @@ class Pointer:
     crc32c: int
 
     def dump(self) -> bytes:
-        """The file's bytes."""
+        """The file's bytes. Raises ManifestError for what `parse_pointer` refuses."""
         place = {"folder": self.folder, "file": self.file, "bytes": self.num_bytes, "crc32c_of": f"{self.crc32c:08x}"}
-        return seal({**_head(self.run_id, self.commit), **place})
+        return _readable({**_head(self.run_id, self.commit), **place}, parse_pointer, "the pointer")
 
 
 def manifest_name(commit: int) -> str:
@@ -292,9 +298,7 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
         fields.refuse("num_shards", num_shards, f"a divisor of world={world}")
     parts = _part_files(fields, source, world)
     values = {name: check(fields.any(name), f"{source}: {name}") for name in _VALUES}
-    parameters = tuple(_parameter(value, where) for where, value in fields.items("parameters"))
-    excluded = fields.texts("excluded")
-    _check_names(parameters, excluded, source)
+    parameters, excluded = _parameters(fields, source)
     checksums = _checksums(fields.any("checksums"), {p.name for p in parameters}, source)
     fields.done()
     return Manifest(
@@ -312,6 +316,13 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
     )
 
 
+def check_parameters(parameters: Iterable[Parameter], excluded: Sequence[str]) -> None:
+    """Raises ManifestError for parameters that `parse_manifest` refuses: before anything is written."""
+    content = {"parameters": [_written(each) for each in parameters], "excluded": excluded}
+    _parameters(Fields(text(json.dumps(content).encode(), _NOT_SAVED), _NOT_SAVED), _NOT_SAVED)
+
+
+_NOT_SAVED = "this cannot be saved, because it would not open again"
 _VALUES = ("optimizer", "scheduler", "loss_scaler", "engine", "client_state", "config")
 
 
@@ -323,6 +334,13 @@ def _written(parameter: Parameter) -> dict[str, Any]:
     shown = dict(vars(parameter))
     shown["trainable"] = shown.pop("is_trainable")
     return shown
+
+
+def _readable(content: Mapping[str, Any], parse: Callable[[bytes, str], object], what: str) -> bytes:
+    """A sealed file that its reader takes."""
+    data = seal(content)
+    parse(data, f"{_NOT_SAVED}: {what}")
+    return data
 
 
 def _opened(data: bytes, source: str) -> Fields:
@@ -359,10 +377,25 @@ def _part_files(fields: Fields, source: str, world: int) -> tuple[PartFile, ...]
     return tuple(found)
 
 
+def _parameters(fields: Fields, source: str) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
+    """What is saved, and what was left out; no name twice."""
+    parameters = tuple(_parameter(value, where) for where, value in fields.items("parameters"))
+    excluded = fields.texts("excluded")
+    seen: set[str] = set()
+    for name in (name for p in parameters for name in (p.name, *p.aliases)):
+        if name in seen:
+            raise ManifestError(f"{source}: parameters: {name!r} is listed twice")
+        seen.add(name)
+    both = sorted(seen.intersection(excluded))
+    if both:
+        raise ManifestError(f"{source}: excluded: {both[0]!r} is among the parameters as well")
+    return parameters, excluded
+
+
 def _parameter(value: Any, where: str) -> Parameter:
     fields = Fields(value, where)
     shape, group = fields.integers("shape"), fields.any("group")
-    if len(shape) > _MOST_DIMENSIONS or math.prod(shape) > LARGEST or math.prod(max(n, 1) for n in shape) > LARGEST:
+    if len(shape) > _MOST_DIMENSIONS or math.prod(max(n, 1) for n in shape) > LARGEST:
         fields.refuse("shape", list(shape), f"at most {_MOST_DIMENSIONS} dimensions and {LARGEST} elements")
     if group is not None and not (type(group) is int and 0 <= group <= LARGEST):
         fields.refuse("group", group, "the number of a parameter group, or null")
@@ -378,17 +411,6 @@ def _parameter(value: Any, where: str) -> Parameter:
     )
     fields.done()
     return found
-
-
-def _check_names(parameters: tuple[Parameter, ...], excluded: tuple[str, ...], source: str) -> None:
-    seen: set[str] = set()
-    for name in (name for p in parameters for name in (p.name, *p.aliases)):
-        if name in seen:
-            raise ManifestError(f"{source}: parameters: {name!r} is listed twice")
-        seen.add(name)
-    both = sorted(seen & set(excluded))
-    if both:
-        raise ManifestError(f"{source}: excluded: {both[0]!r} is among the parameters as well")
 
 
 def _checksums(value: Any, names: set[str], source: str) -> dict[str, dict[str, tuple[int, ...]]]:

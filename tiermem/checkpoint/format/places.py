@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiermem.checkpoint.format.finding import is_tag
+from tiermem.checkpoint.format.finding import is_tag, real
 from tiermem.checkpoint.format.manifest import LATEST_FILE, POINTER_FILE
 
 
 def written(path: Path, base: Path) -> str:
     """A path as a file in `base` names it; either may be relative to the working directory, or pass through links."""
-    path, base = path.resolve(), base.resolve()
+    path, base = real(path), real(base)
     if path == base:
         return "."
     if path.parent == base:

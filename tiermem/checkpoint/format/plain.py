@@ -207,8 +207,8 @@ def _base64(raw: bytes) -> str:
 
 def _raw(fields: Fields, due: int | None, shape: tuple[int, ...]) -> bytes:
     """The bytes of a field in base64; so many, where that is known."""
-    if len(shape) > 32 or any(size > 1 << 48 for size in shape):
-        fields.refuse("shape", None, "at most 32 dimensions")
+    if len(shape) > 32 or math.prod(max(size, 1) for size in shape) > 1 << 48:
+        fields.refuse("shape", list(shape)[:33], f"at most 32 dimensions and {1 << 48} elements")
     given = fields.any("value")
     if not isinstance(given, str):
         fields.refuse("value", given, "a string in base64")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tiermem.checkpoint.interchange.torch_files import Attributes, load_torch_bytes
+from tiermem.swap import durable
 
 METADATA = ".metadata"
 _ROOM = "torch.distributed.checkpoint."
@@ -198,7 +199,7 @@ def _size(value: Any) -> tuple[int, ...]:
 
 
 def _bytes_of(file: Path, offset: int, length: int) -> bytes:
-    with open(file, "rb") as opened:
+    with open(durable.open_regular(file, follows=True), "rb") as opened:
         opened.seek(offset)
         return opened.read(length)
 
@@ -249,7 +250,7 @@ def _is_word(name: str) -> bool:
 
 def _unpickle(file: Path) -> Any:
     try:
-        return _Unpickler(file.read_bytes()).load()
+        return _Unpickler(durable.read_file(file, _MAX_METADATA_BYTES, follows=True)).load()
     except (OSError, MemoryError):
         raise
     except pickle.UnpicklingError as error:

@@ -36,6 +36,7 @@ from tiermem.checkpoint.interchange.foreign import (
 )
 from tiermem.checkpoint.interchange.torch_files import Attributes, load_torch
 from tiermem.optim.layout import MASTER
+from tiermem.swap import durable
 
 _FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 _SCALER = "deepspeed.runtime.fp16.loss_scaler."
@@ -303,10 +304,9 @@ def _find_ranks(folder: Path, kind: str) -> list[Path]:
 def _tag_folder(path: Path, tag: str | None) -> Path:
     if tag is None and not any(path.glob("*_model_states.pt")):
         latest = path / "latest"
-        if not latest.is_file():
+        if not latest.exists():
             raise FileNotFoundError(2, "no *_model_states.pt and no file `latest` that names a tag", str(path))
-        with open(latest, "rb") as file:
-            tag = file.read(_MAX_LATEST_BYTES).decode(errors="replace").strip()
+        tag = durable.read_file(latest, _MAX_LATEST_BYTES, follows=True).decode(errors="replace").strip()
     if tag is None:
         return path
     if Path(tag).name != tag or tag in ("", ".", ".."):

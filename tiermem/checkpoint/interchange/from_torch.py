@@ -36,6 +36,7 @@ from tiermem.checkpoint.interchange.foreign import (
     steps_in,
 )
 from tiermem.checkpoint.interchange.torch_files import load_torch
+from tiermem.swap import durable
 from tiermem.swap.reader import FileReader
 from tiermem.weights import INDEX_NAME, find_files, read_header, read_ties
 
@@ -44,6 +45,7 @@ OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 STEP_KEYS = ("global_step", "global_steps", "step")
 BIN_NAME, BIN_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _READ_BYTES = 16 << 20
+_MOST_VIEWS = 8  # how many times the bytes of a storage may be there, in tensors that overlap
 _MAX_INDEX_BYTES = 100 << 20
 
 State = Mapping[str, Any]
@@ -124,10 +126,11 @@ def _bin_files(path: Path) -> list[Path]:
 
 
 def _names_in(index: Path) -> list[str]:
-    if index.stat().st_size > _MAX_INDEX_BYTES:
-        raise ValueError(f"{index}: {index.stat().st_size} bytes are too many for an index")
+    data = durable.read_file(index, _MAX_INDEX_BYTES, follows=True)
+    if len(data) > _MAX_INDEX_BYTES:
+        raise ValueError(f"{index}: more than {_MAX_INDEX_BYTES} bytes are too many for an index")
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = sorted(set(json.loads(data)["weight_map"].values()))
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         names = [""]
     if not names or not all(isinstance(name, str) and name == Path(name).name != "" for name in names):
@@ -151,6 +154,7 @@ def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
     """The tensors of a state dict, tied ones under their first name."""
     first: dict[tuple[Any, ...], str] = {}
     found: dict[str, ForeignParameter] = {}
+    of_storage: dict[int, int] = {}  # bytes of tensors on each
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor):
             shown = f"{name!r:.80} is {type(value).__name__}"
@@ -165,6 +169,13 @@ def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
         first[place] = name
         is_buffer = is_buffer_like(name, value.dtype)
         found[name] = ForeignParameter(name, tuple(value.shape), {WEIGHT: of_tensor(value)}, is_buffer=is_buffer)
+        storage = value.untyped_storage()
+        of_storage[storage.data_ptr()] = of_storage.get(storage.data_ptr(), 0) + value.nbytes
+        if of_storage[storage.data_ptr()] > _MOST_VIEWS * storage.nbytes():
+            raise ValueError(
+                f"{path}: {name!r:.80} and others are {of_storage[storage.data_ptr()]} bytes of tensors that all stand on the "
+                f"same {storage.nbytes()} bytes: no weights do"
+            )
     return list(found.values())
 
 

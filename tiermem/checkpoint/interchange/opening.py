@@ -7,6 +7,7 @@ latest, *_optim_states.pt             DeepSpeed
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tiermem.checkpoint.format.finding import NothingSaved, find
@@ -14,6 +15,7 @@ from tiermem.checkpoint.interchange.foreign import Foreign
 from tiermem.checkpoint.interchange.from_dcp import is_dcp, read_dcp
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed, read_deepspeed
 from tiermem.checkpoint.interchange.from_torch import read_torch
+from tiermem.swap import durable
 
 
 def read_foreign(path: Path, tag: str | None = None, optimizer: Path | None = None) -> Foreign:
@@ -28,6 +30,8 @@ def read_foreign(path: Path, tag: str | None = None, optimizer: Path | None = No
     """
     if not path.exists():
         raise FileNotFoundError(2, "no such file or folder", str(path))
+    if not path.is_dir():
+        os.close(durable.open_regular(path, follows=True))
     if path.is_dir() and _is_ours(path, tag):
         raise ValueError(f"{path} is a tiermem checkpoint: it is loaded as it is, on any number of ranks")
     if optimizer is not None and (is_dcp(path) or is_deepspeed(path)):

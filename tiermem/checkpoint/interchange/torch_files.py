@@ -2,14 +2,17 @@
 
 A pickle is a program. torch's own weights-only machine runs it here: it makes tensors and containers, and refuses the rest.
 Classes that other systems pickle along are looked at through `Attributes`, which has their attributes and none of their code.
-Tensors are mapped, not read, where the file allows that; none is larger than the bytes it stands on.
+Tensors are mapped, not read, where the file allows that; none is larger than the bytes it stands on. While the machine runs,
+this process gets no more memory than 10 times the file and 64 MiB: what it may call includes bytearray(6 << 30).
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
+import resource
 import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -18,10 +21,13 @@ from typing import Any
 
 import torch
 
+from tiermem.swap import durable
+
 _NAMED = re.compile(
     r"(?:GLOBAL |Unsupported class |forbidden to load |unsupported |disallowed )`?([A-Za-z_][\w.]*\.\w+)"
 )
 _MAX_PICKLE_BYTES = 256 << 20  # of a file's structure, without the values
+_MEMORY_TIMES, _SPARE_BYTES = 10, 64 << 20
 
 
 _MEMBER = "builtins.getattr"
@@ -44,9 +50,11 @@ def load_torch(path: Path, foreign: Sequence[str] = ()) -> Any:
 
     Raises ValueError when it is no such file, is damaged, or would execute something; OSError when it cannot be read.
     """
+    os.close(durable.open_regular(path, follows=True))
     size = os.stat(path).st_size
     is_zip = _check_structure(path, size)
-    found = _load(path, str(path), foreign, is_zip)
+    with _bounded(size, str(path)):
+        found = _load(path, str(path), foreign, is_zip)
     for tensor in tensors_in(found):
         _check_tensor(path, tensor)
     return found
@@ -54,7 +62,8 @@ def load_torch(path: Path, foreign: Sequence[str] = ()) -> Any:
 
 def load_torch_bytes(data: bytes, what: str) -> Any:
     """The same for bytes in memory; `what` names them in errors."""
-    found = _load(io.BytesIO(data), what, (), False)
+    with _bounded(len(data), what):
+        found = _load(io.BytesIO(data), what, (), False)
     for tensor in tensors_in(found):
         _check_tensor(what, tensor)
     return found
@@ -88,6 +97,25 @@ def _load(file: Path | io.BytesIO, what: str, foreign: Sequence[str], is_mapped:
         raise
     except Exception as error:  # whatever a damaged or hostile file leads torch into is the file's fault
         raise ValueError(f"{what}: {_reason(error)}") from None
+
+
+@contextlib.contextmanager
+def _bounded(num_bytes: int, what: str) -> Iterator[None]:
+    """Within the block this process may take 10 times so many bytes, and 64 MiB. Raises ValueError where that is not enough."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    with open("/proc/self/statm", "rb") as file:
+        used = int(file.read().split()[5]) * resource.getpagesize()
+    most = used + _MEMORY_TIMES * num_bytes + _SPARE_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard))
+    try:
+        yield
+    except MemoryError:
+        raise ValueError(
+            f"{what}: its {num_bytes} bytes ask for more memory than {_MEMORY_TIMES} times as many and {_SPARE_BYTES >> 20} "
+            "MiB: no weights do"
+        ) from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _reason(error: Exception) -> str:

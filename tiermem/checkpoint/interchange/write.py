@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.cover import cover
 from tiermem.checkpoint.format.crc import crc32c as crc32c_of_text
 from tiermem.checkpoint.format.finding import is_tag
 from tiermem.checkpoint.format.manifest import (
@@ -31,6 +32,7 @@ from tiermem.checkpoint.format.manifest import (
     Part,
     PartFile,
     Piece,
+    check_parameters,
     states_of,
 )
 from tiermem.checkpoint.format.places import copy_name
@@ -68,12 +70,14 @@ def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progre
         tag: default: global_step<N>, as save_checkpoint names it.
 
     Raises FileExistsError when the tag is there already, OSError when the disk is full or something cannot be read, ValueError
-    when the values are not what they were announced as; then nothing is left.
+    when the values are not what they were announced as, or would not open again; then nothing is left.
     """
     step = foreign.global_steps or max((p.num_steps for p in foreign.parameters), default=0)
     tag = f"global_step{step}" if tag is None else tag
     if not is_tag(tag):
         raise ValueError(f"the tag is {tag!r}; a tag names a folder below OUT")
+    parameters = tuple(_parameter(p) for p in foreign.parameters)
+    check_parameters(parameters, ())
     folder = out / tag
     new = folder.with_name(f"{folder.name}{durable.NEW_SUFFIX}")
     if folder.exists():
@@ -83,7 +87,7 @@ def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progre
         new.mkdir()
     made = new
     try:
-        left_behind, num_bytes = _write_folder(foreign, new, tag, step, progress)
+        left_behind, num_bytes = _write_folder(foreign, parameters, new, tag, step, progress)
         durable.rename(new, folder)
         made = folder
         durable.sync_folder(folder.parent)
@@ -95,15 +99,15 @@ def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progre
 
 
 def _write_folder(
-    foreign: Foreign, folder: Path, tag: str, step: int, progress: Progress | None
+    foreign: Foreign, parameters: tuple[Parameter, ...], folder: Path, tag: str, step: int, progress: Progress | None
 ) -> tuple[list[str], int]:
     run_id = secrets.token_hex(6)
     data = copy_name(run_id, _COMMIT, 0, "bin")
     pieces, sums, num_bytes = _write_data(foreign, folder / data, progress or (lambda _: None))
     scalars, lost = scalars_of(foreign)
-    part = Part(run_id, _COMMIT, 0, None, None, (data,), states_of(pieces)).dump()
-    name = copy_name(run_id, _COMMIT, 0, "json")
-    durable.write_file(folder / name, part)
+    part = Part(run_id, _COMMIT, 0, None, None, (data,), states_of(pieces))
+    name, text = copy_name(run_id, _COMMIT, 0, "json"), part.dump()
+    durable.write_file(folder / name, text)
     manifest = Manifest(
         run_id=run_id,
         commit=_COMMIT,
@@ -111,12 +115,13 @@ def _write_folder(
         step=step,
         world=1,
         num_shards=1,
-        parts=(PartFile(0, ".", name, len(part), crc32c_of_text(part)),),
-        parameters=tuple(_parameter(p) for p in foreign.parameters),
+        parts=(PartFile(0, ".", name, len(text), crc32c_of_text(text)),),
+        parameters=parameters,
         excluded=(),
         checksums=sums,
         **scalars._asdict(),
     )
+    cover(manifest, [part], str(folder))
     durable.write_file(folder / copy_name(run_id, _COMMIT, None, "json"), manifest.dump())
     return [*foreign.left_behind, *lost], num_bytes
 

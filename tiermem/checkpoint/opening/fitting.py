@@ -43,7 +43,7 @@ def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
     used.update(name for shard, names in own if shard in params for name in names)  # tied here, saved apart
     excluded = set(source.manifest.excluded)
     missing = [names[0] for shard, names in own if shard not in params and not excluded.intersection(names)]
-    missing += [names[0] for names, tensor in held if not any(tensor is each for each, _ in placed)]
+    missing += [names[0] for names, _ in held if _found(source, names) is None]
     extra = [each.name for each in source.manifest.parameters if each.name not in used and each.role != "ordinary"]
     _check_shapes(source, [(shard.shape, name) for shard, name in params.items()])
     _check_shapes(source, [(tensor.shape, name) for tensor, name in placed])

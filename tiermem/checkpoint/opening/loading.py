@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiermem.checkpoint.format.finding import Found, NothingSaved, find, read_latest
+from tiermem.checkpoint.format.finding import Found, NothingSaved, find, read_latest, tags_of
+from tiermem.checkpoint.format.manifest import ManifestError
 from tiermem.checkpoint.format.plain import decode
 from tiermem.checkpoint.opening.custom import SavedWeights
 from tiermem.checkpoint.opening.fitting import Fitted, fit
@@ -33,6 +34,9 @@ from tiermem.zero.ranks.collectives import exchange
 from tiermem.zero.shards import Shards
 
 logger = logging.getLogger("tiermem")
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+"""What an engine has saved of itself."""
 
 CustomLoad = Callable[..., Any]
 """Called with src=(the saved weights, a mapping) and dst=(the model): puts the weights in place itself."""
@@ -72,6 +76,7 @@ def load(
     load_module_only: bool = False,
     custom_load_fn: CustomLoad | None = None,
     allow_older: bool = False,
+    newest: bool = False,
     scheduler: Any = None,
     loss_scaler: Any = None,
     loader: Any = None,
@@ -81,7 +86,7 @@ def load(
     Args:
         optimizer: the one that steps the model; None: weights alone are taken.
         load_dir: what was given to `save`, or the folder of a tag, a run or a manifest.
-        tag: default: what `latest` names.
+        tag: default: what `latest` names. newest: where there is no `latest`, the newest tag.
         load_module_strict: names that only the model or only the checkpoint has are an error with both lists; else a warning.
         load_optimizer_states: False: masters are made from the weights; moments and counts stay as they are, new in a new
             optimizer.
@@ -94,13 +99,14 @@ def load(
     Returns None, with a warning, when no tag is given and nothing is saved there. On as many ranks as there were generators and
     the position in the data are put back too, and training goes on to the bit.
 
-    Collective; blocks. Every byte is verified. Raises NothingSaved (a FileNotFoundError) for a tag that is not there;
+    Collective; blocks. Every byte is verified. Raises NothingSaved (a FileNotFoundError), which lists the tags there are, for a
+    tag that is not there, and where there are tags and no `latest`, unless `newest` is set;
     ManifestError and ValueError for what does not fit, before anything is changed; DamagedState and OSError for what cannot be
     read: then the model is a mixture that no step touches until another load has gone well.
     """
     beside = (("scheduler", scheduler), ("loss_scaler", loss_scaler), ("data", loader))
     asked = Asked(load_module_strict, load_optimizer_states, load_module_only, custom_load_fn, beside)
-    candidates = _candidates(shards, Path(load_dir), tag)
+    candidates = _candidates(shards, Path(load_dir), tag, newest)
     own = frozenset(Owner(*json.loads(each)) for each in exchange(shards.topology, json.dumps(this_process())))
     for number, each in enumerate(candidates):
         older = candidates[number + 1 :]
@@ -113,15 +119,22 @@ def load(
     return None
 
 
-def _candidates(shards: Shards, where: Path, tag: str | None) -> list[Found]:
+def _candidates(shards: Shards, where: Path, tag: str | None, newest: bool) -> list[Found]:
     """What there is on every rank. Collective."""
 
     def look() -> list[Found]:
         try:
             return find(where, tag)
         except NothingSaved as error:
+            tags = tags_of(where) if where.is_dir() else []
+            if newest and tags and tag is None and read_latest(where) is None:
+                return find(where, tags[0])
             if tag is not None or (where.is_dir() and read_latest(where) is not None):
                 raise
+            if tags:
+                raise NothingSaved(
+                    error.errno, f"{error.strerror}; or give newest=True, for the first", str(where)
+                ) from None
             logger.warning("nothing is opened: %s", error)
             return []
 
@@ -146,6 +159,8 @@ def _open(
         wants = _wants(source, optimizer, asked)
         fitted = fit(shards, source, asked.is_strict)
         groups = _check_optimizer(source, shards, optimizer, fitted) if wants.states else []
+        loaded = _loaded(source, wants)
+        rest = [] if asked.module_only else _rest(source, shards, wants, asked)
         if asked.custom_load is not None:
             asked.custom_load(src=SavedWeights(source), dst=shards.model)
         restore(shards, source, fitted, wants)
@@ -155,10 +170,10 @@ def _open(
             if manifest.optimizer is not None:
                 put_ordinary(source, optimizer, topology)
         if not asked.module_only:
-            _put_rest(source, shards, wants, asked)
+            _put_rest(source, shards, rest)
         if wants.states and wants.weights:
             saver_of(shards).commits.went_on_from(source.file, manifest)
-        return _loaded(source, wants)
+        return loaded
 
 
 def _wants(source: Source, optimizer: NativeOptimizer | None, asked: Asked) -> Wants:
@@ -180,8 +195,28 @@ def _check_optimizer(
     return groups
 
 
-def _put_rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> None:
-    """Generators, schedule, loss scale, position in the data."""
+def _rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> list[tuple[Any, Any, str]]:
+    """(owner, its saved state, where that is): schedule, loss scale, position in the data. Changes nothing.
+
+    Raises ManifestError for a state of another type than the owner saves.
+    """
+    rank, manifest, found = shards.topology.rank, source.manifest, []
+    is_same_world = manifest.world == shards.topology.world
+    for name, owner in asked.beside:
+        saved = getattr(source.parts[rank], name) if name == "data" and is_same_world else getattr(manifest, name, None)
+        if saved is not None and hasattr(owner, "load_state_dict") and (wants.states or name != "loss_scaler"):
+            state, own = decode(saved, f"{source.file}: {name}"), owner.state_dict()
+            if isinstance(own, Mapping) and not isinstance(state, Mapping):
+                raise ManifestError(
+                    f"{source.file}: {name}: is a {type(state).__name__}; what {type(owner).__name__} saves is due, which has "
+                    f"{', '.join(map(str, own))}"
+                )
+            found.append((owner, state, f"{source.file}: {name}"))
+    return found
+
+
+def _put_rest(source: Source, shards: Shards, rest: list[tuple[Any, Any, str]]) -> None:
+    """Generators, and what `_rest` has found. Raises ManifestError for what an owner cannot go on from."""
     rank, manifest = shards.topology.rank, source.manifest
     is_same_world = manifest.world == shards.topology.world
     if not is_same_world and rank == 0:
@@ -189,21 +224,28 @@ def _put_rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> Non
         logger.info(text, source.file, manifest.world, shards.topology.world)
     if is_same_world:
         put_rng(source.parts[rank].rng, f"{source.file}: rng of rank {rank}", shards.device)
-    for name, owner in asked.beside:
-        saved = getattr(source.parts[rank], name) if name == "data" and is_same_world else getattr(manifest, name, None)
-        if saved is not None and hasattr(owner, "load_state_dict") and (wants.states or name != "loss_scaler"):
-            owner.load_state_dict(decode(saved, f"{source.file}: {name}"))
+    for owner, state, where in rest:
+        try:
+            owner.load_state_dict(state)
+        except (AttributeError, KeyError, IndexError, TypeError) as error:
+            raise ManifestError(f"{where}: is not what {type(owner).__name__} saves: {error!r}") from error
 
 
 def _loaded(source: Source, wants: Wants) -> Loaded:
     manifest = source.manifest
     engine = decode(manifest.engine, f"{source.file}: engine")
+    engine = {} if engine is None else engine
+    if not isinstance(engine, dict):
+        raise ManifestError(f"{source.file}: engine: is a {type(engine).__name__}; an object with its counters is due")
+    for name in COUNTERS:
+        if type(engine.get(name, 0)) is not int or engine.get(name, 0) < 0:
+            raise ManifestError(f"{source.file}: engine: {name} is {engine[name]!r:.80}; a count of 0 or more is due")
     return Loaded(
         path=source.place,
         tag=manifest.tag,
         step=manifest.step,
         world=manifest.world,
         client_state=decode(manifest.client_state, f"{source.file}: client_state"),
-        engine=engine if isinstance(engine, dict) else {},
+        engine=engine,
         has_states=wants.states and manifest.optimizer is not None,
     )

@@ -30,6 +30,7 @@ from tiermem.checkpoint.opening.damage import DamagedState
 from tiermem.checkpoint.opening.streams import Span, Stream
 from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES, Bytes, Verified
 from tiermem.optim.layout import is_positive
+from tiermem.swap import durable
 from tiermem.swap.native import Workers, widen_part
 from tiermem.swap.parts import Quantised
 from tiermem.swap.run_folder import RunName
@@ -89,13 +90,16 @@ class Source:
         covered = cover(self.manifest, self.parts, str(self.file))
         self.parameters: Mapping[str, Parameter] = {each.name: each for each in self.manifest.parameters}
         self._aliases = {alias: each.name for each in self.manifest.parameters for alias in each.aliases}
-        self._states: dict[str, tuple[str, ...]] = dict.fromkeys(self.parameters, ())
+        self._states: dict[str, list[str]] = {name: [] for name in self.parameters}
         self._streams: dict[tuple[str, str], Stream] = {}
+        paths = [[folder / file for file in part.files] for folder, part in parts]  # once each: pieces are many
+        used: set[Path] = set()
         for (param, state), pieces in covered.items():
-            placed = [(parts[rank][0] / self.parts[rank].files[piece.file], piece) for rank, piece in pieces]
+            placed = [(paths[rank][piece.file], piece) for rank, piece in pieces]
             self._streams[param, state] = Stream(param, state, placed)
-            self._states[param] += (state,)
-        for folder in dict.fromkeys(path.parent for stream in self._streams.values() for path in stream.ends()):
+            self._states[param].append(state)
+            used.update(path for path, _ in placed)
+        for folder in sorted({path.parent for path in used}):
             self._share(folder, shared)
         self._check_files()
 
@@ -147,7 +151,7 @@ class Source:
 
     def states(self, param: str) -> tuple[str, ...]:
         """The states that a parameter was saved with; one that is not among them is that before the first step."""
-        return self._states[param]
+        return tuple(self._states[param])
 
     def kind(self, param: str, state: str) -> str | None:
         """How a state's elements are stored (kinds.py); None: it is that before the first step."""
@@ -240,7 +244,7 @@ class Source:
             for path, end in stream.ends().items():
                 size = sizes.get(path)
                 if size is None:
-                    size = sizes[path] = path.stat().st_size  # raises with its name
+                    size = sizes[path] = _size_of(path)
                 if end > size:
                     raise ManifestError(
                         f"{path}: has {size} bytes and {stream.state} of {stream.param} ends at byte {end}: it was cut, or "
@@ -314,6 +318,15 @@ class Source:
         if self._workers is None:
             self._workers = Workers(fair_threads(), fair_cores())
         return self._workers
+
+
+def _size_of(file: Path) -> int:
+    """Of a regular file. Raises OSError that names it."""
+    fd = durable.open_regular(file)
+    try:
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)
 
 
 def advice(others: Sequence[Found]) -> str:

@@ -26,8 +26,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiermem.checkpoint.format.manifest import Manifest, data_name, manifest_name, part_name
-from tiermem.checkpoint.format.places import latest_path, pointer_path, written
+from tiermem.checkpoint.format.finding import read_latest
+from tiermem.checkpoint.format.manifest import LATEST_FILE, Manifest, ManifestError, data_name, manifest_name, part_name
+from tiermem.checkpoint.format.places import pointer_path, written
 from tiermem.checkpoint.saving.content import Content, frozen, manifest_of, write_part
 from tiermem.checkpoint.saving.pieces import put_together, write_data
 from tiermem.checkpoint.saving.predecessors import drop_step, drop_tags
@@ -207,13 +208,14 @@ class Commits:
     def _drop_pointer(self, old: Kept, new: Kept, save_dir: Path | None) -> None:
         assert old.pointer is not None
         remove_pointer(old.pointer)
-        latest = latest_path(save_dir) if save_dir is not None else None
-        still = latest is not None and latest.exists() and latest.read_text() == old.tag
+        latest = None
+        with contextlib.suppress(ManifestError, OSError):
+            latest = None if save_dir is None else read_latest(save_dir)
         logger.warning(
             "checkpoint %r (step %d) is dropped for %r (step %d): keep=%d. Keep more with OffloadPolicy(keep=...), or "
             '"tiermem": {"keep": ...} in a config; copy=True makes copies, which are never dropped%s',
             old.tag, old.step, new.tag, new.step, self._shards.policy.keep,
-            f"; {latest} still names it" if still else "",
+            f"; {LATEST_FILE} in {save_dir} still names it" if latest == old.tag else "",
         )  # fmt: skip
 
 

@@ -18,31 +18,51 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiermem.checkpoint.format.finding import Found, Opened, read_latest, read_manifest, read_parts
-from tiermem.checkpoint.format.manifest import (
-    POINTER_FILE,
-    ManifestError,
-    Pointer,
-    data_name,
-    manifest_name,
-    parse_pointer,
+from tiermem.checkpoint.format.finding import (
+    Found,
+    Opened,
+    read_latest,
+    read_manifest,
+    read_parts,
+    read_pointer,
+    real,
 )
+from tiermem.checkpoint.format.manifest import POINTER_FILE, ManifestError, Pointer, data_name, manifest_name
 from tiermem.checkpoint.saving.publish import remove, remove_pointer
-from tiermem.swap.run_folder import RunFolder, RunName
+from tiermem.swap.run_folder import RunFolder, RunName, run_folders
 
 logger = logging.getLogger("tiermem")
 
 
 def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
     """Of tags that other runs have saved, keeps the newest `num_more` that are whole. Blocks; never raises OSError."""
-    others = [(file, _manifest_of(file, pointer)) for file, pointer in _pointers(save_dir) if pointer.run_id != run_id]
+    try:
+        pointers = _pointers(save_dir)
+    except (ManifestError, OSError) as error:
+        logger.warning("%s: checkpoints of earlier runs are left: %s", save_dir, error)
+        return
+    others = [(file, manifest) for file, pointer, manifest in pointers if pointer.run_id != run_id]
     stores = [(file, manifest) for file, manifest in others if RunName.of(manifest.parent) is not None]  # and no copies
-    for file, manifest in stores:
-        if not manifest.exists():  # a death came between the two
-            remove_pointer(file)
-    for file, manifest in [each for each in stores if each[1].exists()][num_more:]:
+    gone = [file for file, manifest in stores if is_removed(manifest)]
+    for file in gone:  # a death came between the two
+        remove_pointer(file)
+    for file, manifest in [each for each in stores if each[0] not in gone][num_more:]:
         if drop_step(manifest, f"checkpoint {file.parent.name!r} of an earlier run is dropped: newer ones are kept"):
             remove_pointer(file)
+
+
+def is_removed(manifest: Path) -> bool:
+    """Whether a manifest in a run's folder was removed: it is gone, and that folder, or another run's beside it, is there.
+
+    A disk that is not mounted, or a folder that may not be read, has removed nothing. Never raises OSError.
+    """
+    try:
+        manifest.lstat()
+    except FileNotFoundError:
+        return manifest.parent.is_dir() or bool(run_folders(manifest.parent.parent))
+    except OSError:
+        return False
+    return False
 
 
 def drop_step(manifest: Path, why: str) -> bool:
@@ -96,20 +116,20 @@ def _folders(opened: Opened) -> Sequence[Path]:
     """Every folder that the ranks of a saved step had, on all their paths."""
     found = {opened.file.parent}
     for folder, part in read_parts(opened):
-        found.update((folder / file).resolve().parent for file in part.files)
-        found.add(folder.resolve())
-    return sorted(folder for folder in {each.resolve() for each in found} if folder.exists())
+        found.update(real(folder / file).parent for file in part.files)
+        found.add(folder)
+    return sorted(folder for folder in {real(each) for each in found} if folder.exists())
 
 
-def _pointers(save_dir: Path) -> list[tuple[Path, Pointer]]:
-    """The pointers of a folder's tags, newest first, but for what `latest` names; what is no pointer is not ours to judge."""
+def _pointers(save_dir: Path) -> list[tuple[Path, Pointer, Path]]:
+    """The pointers of a folder's tags with their manifests, newest first, but for what `latest` names.
+
+    What is no pointer is not ours to judge. Raises ManifestError, OSError when `latest` cannot be read.
+    """
     latest, found = read_latest(save_dir), []
     for file in save_dir.glob(f"*/{POINTER_FILE}"):
         if file.parent.name != latest:
             with contextlib.suppress(ManifestError, OSError):
-                found.append((file.stat().st_mtime_ns, file, parse_pointer(file.read_bytes(), str(file))))
-    return [(file, pointer) for _, file, pointer in sorted(found, key=lambda each: each[0], reverse=True)]
-
-
-def _manifest_of(file: Path, pointer: Pointer) -> Path:
-    return (file.parent / pointer.folder / pointer.file).resolve()
+                pointer, manifest = read_pointer(file)
+                found.append((file.stat().st_mtime_ns, (file, pointer, real(manifest))))
+    return [each for _, each in sorted(found, key=lambda each: each[0], reverse=True)]

@@ -19,6 +19,8 @@ from tiermem.swap import durable
 
 logger = logging.getLogger("tiermem")
 
+_MOST_BYTES = 1 << 20  # far more than a pointer has, and `latest`
+
 
 class SavingInto:
     """A tag's folder, made if it is missing, that nobody tidies (unfinished.py) until `close`, or the end of this process.
@@ -62,7 +64,7 @@ def publish(content: Content, manifest: Manifest, path: Path, undo: contextlib.E
 
 def replace(path: Path, data: bytes, undo: contextlib.ExitStack) -> None:
     """Writes a file whose old content, if any, comes back when it is undone."""
-    before = path.read_bytes() if path.exists() else None
+    before = durable.read_file(path, _MOST_BYTES) if os.path.lexists(path) else None
     if before is None:
         undo.callback(remove, path)
     else:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from tiermem.checkpoint.format.manifest import check_parameters
 from tiermem.checkpoint.format.places import tag_folder
 from tiermem.checkpoint.format.plain import Json, encode
 from tiermem.checkpoint.saving import capture
@@ -143,7 +144,8 @@ def save(
 
     Collective; blocks. On the paths the newest `keep` tags of the run stay; the oldest is dropped, with a warning. Raises on
     every rank, and then what was saved before is as it was: OSError (full disk, failed sync or write), TypeError for a client
-    state that has no place in JSON, naming the key, ValueError for a tag that is no name.
+    state that has no place in JSON, naming the key, ValueError for a tag that is no name and for what opening would refuse,
+    such as a parameter's name with NUL.
     """
     saver = saver_of(shards)
     found = beside or Beside(scheduler, loss_scaler, loader, client_state=dict(client_state or {}))
@@ -207,6 +209,7 @@ def _draft(
 ) -> _Draft:
     shards.check_whole()
     parameters, excluded = capture.parameters(shards, optimizer, exclude_frozen)
+    check_parameters(parameters, excluded)
     values = {
         "optimizer": optimizer_json(shards, optimizer),
         "scheduler": state_json(beside.scheduler, "lr_scheduler"),
@@ -234,7 +237,7 @@ def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValida
     def tell() -> Json:
         drafts.append(make())
         [draft] = drafts
-        sums = [[each.param, each.state, _sum(each.data)] for each in draft.own]
+        sums = [[each.param, each.state, [each.kind, each.numel], _sum(each.data)] for each in draft.own]
         return {"tag": draft.content.tag, "is_copy": draft.is_copy, "facts": draft.facts, "own": sums}
 
     told = together(talk_over(shards.topology), WHAT, tell)
@@ -246,11 +249,26 @@ def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValida
                     f"{name} is {value} on rank 0 and {each['facts'][name]} on rank {other}: save alike on every rank"
                 )
     tag = _agreed_tag([each["tag"] for each in told], tag_validation, rank)
-    first = {(param, state): crc for param, state, crc in told[0]["own"]}
+    first = _agreed_own([each["own"] for each in told])
     own = [each for each in draft.own if rank == 0 or first.get((each.param, each.state)) != _sum(each.data)]
     in_memory = [*draft.content.in_memory, *(each.stretch(rank) for each in own)]
     content = dataclasses.replace(draft.content, tag=tag, in_memory=in_memory)
     return content, any(each["is_copy"] for each in told)
+
+
+def _agreed_own(told: list[list[Any]]) -> dict[tuple[str, str], int]:
+    """Rank 0's checksums. Raises ValueError where a rank has a buffer, or a state, that is no variant of one of rank 0's."""
+    first = {(param, state): (form, crc) for param, state, form, crc in told[0]}
+    for rank, own in enumerate(told):
+        for param, state, form, _ in own:
+            there = first.get((param, state), (None,))[0]
+            if there != form:
+                here = "none" if there is None else f"{there[1]} elements of {there[0]}"
+                raise ValueError(
+                    f"{state} of {param}: rank 0 has {here}, rank {rank} has {form[1]} elements of {form[0]}: give it the same "
+                    "size and dtype on every rank"
+                )
+    return {key: crc for key, (_, crc) in first.items()}
 
 
 def _agreed_tag(tags: list[str | None], validation: TagValidation, rank: int) -> str | None:

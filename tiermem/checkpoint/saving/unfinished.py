@@ -17,7 +17,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiermem.checkpoint.format.manifest import POINTER_FILE, ManifestError, parse_pointer
+from tiermem.checkpoint.format.finding import read_pointer
+from tiermem.checkpoint.format.manifest import POINTER_FILE, ManifestError
 from tiermem.checkpoint.saving.publish import remove, remove_empty
 from tiermem.swap.durable import NEW_SUFFIX
 from tiermem.swap.run_folder import RunName
@@ -44,7 +45,7 @@ def remove_unfinished(save_dir: Path) -> None:
 
 
 def _tidy(folder: Path) -> None:
-    with _alone(folder) as is_alone:
+    with alone(folder) as is_alone:
         files = _unfinished(folder) if is_alone else []
         if files:
             logger.warning(
@@ -62,7 +63,7 @@ def _unfinished(folder: Path) -> list[Path]:
     kept = ""
     if POINTER_FILE in names:
         try:
-            pointer = parse_pointer((folder / POINTER_FILE).read_bytes(), str(folder / POINTER_FILE))
+            pointer, _ = read_pointer(folder / POINTER_FILE)
         except ManifestError:
             return []
         kept = f"{pointer.run_id}-{pointer.commit}"
@@ -74,7 +75,7 @@ def _unfinished(folder: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[bool]:
+def alone(folder: Path) -> Iterator[bool]:
     """Whether nobody saves into a folder, nor begins to while the block runs."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

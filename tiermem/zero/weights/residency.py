@@ -58,6 +58,7 @@ class Residency:
         self._units = units
         self.order = order
         self.recorder = store.recorder
+        self._check_process = store.check_process
         self._arrival = Arrival(store, pool, stages, device)
         self._pool = pool
         self._stages = stages
@@ -111,7 +112,11 @@ class Residency:
         return any(live.state is UnitState.HOME and live.reads for live in upcoming)
 
     def begin_pass(self, kind: Hashable, has_backward: bool) -> None:
-        """A pass of a kind begins: starts fetching what it is expected to begin with, unless that is under way."""
+        """A pass of a kind begins: starts fetching what it is expected to begin with, unless that is under way.
+
+        Raises RuntimeError in a forked child.
+        """
+        self._check_process()
         self.order.begin(kind, has_backward)
         self._look_ahead(None)
 
