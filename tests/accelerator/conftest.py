@@ -1,0 +1,3 @@
+from accelerator.fixture import sim
+
+__all__ = ["sim"]

@@ -1,0 +1,113 @@
+"""Programs: small models trained in plain PyTorch, on any device, which the simulated device must compute as the CPU does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+VOCAB, WIDTH = 61, 16
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).split(WIDTH, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.attention = Attention()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 50), nn.GELU(), nn.Linear(50, WIDTH), nn.Dropout(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.mlp(self.norms[1](x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, checkpointing: str = "") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.checkpointing = checkpointing
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = (
+                checkpoint(block, x, use_reentrant=self.checkpointing == "reentrant")
+                if self.checkpointing
+                else block(x)
+            )
+        return self.head(x)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 40), nn.SiLU(), nn.Linear(40, VOCAB))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.layers(tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A training run. Two runs of one program that differ in the device leave the same bits."""
+
+    build: Callable[[], nn.Module] = Transformer
+    autocast: torch.dtype | None = None
+    num_steps: int = 5
+    num_micro: int = 2
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    tensors: dict[str, torch.Tensor]  # parameters, the last gradients, and optimizer states, on the CPU
+
+
+def train(program: Program, device: str) -> Trained:
+    torch.manual_seed(0)
+    model = program.build().to(device)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    torch.manual_seed(1)
+    losses = []
+    for step in range(program.num_steps):
+        optim.zero_grad()
+        for micro in range(program.num_micro):
+            tokens = torch.randint(0, VOCAB, (2, 10), generator=torch.Generator().manual_seed(100 * step + micro)).to(
+                device
+            )
+            with torch.autocast(torch.device(device).type, program.autocast, enabled=program.autocast is not None):
+                logits = model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()) / program.num_micro
+            loss.backward()
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+        optim.step()
+    tensors = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        tensors[f"{name}.grad"] = parameter.grad.cpu()
+        tensors |= {f"{name}.{key}": value.cpu() for key, value in optim.state[parameter].items()}
+    return Trained([loss.item() for loss in losses], tensors)
+
+
+def assert_same(found: Trained, expected: Trained) -> None:
+    """Equal to the bit."""
+    assert found.losses == expected.losses
+    different = [name for name, tensor in expected.tensors.items() if not torch.equal(found.tensors[name], tensor)]
+    assert found.tensors.keys() == expected.tensors.keys() and not different

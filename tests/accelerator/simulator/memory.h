@@ -1,0 +1,26 @@
+// Device memory: addresses that the host cannot touch, and a caching allocator over them.
+//
+//   address of a tensor ──(+ constant)──> shadow: the bytes themselves, which only the simulator's operations touch
+//
+// Addresses are PROT_NONE: a host access is a SIGSEGV. New memory is NaN (0xFF); freed memory becomes NaN in the order
+// of the stream that allocated it, where it may be given out again at once: the rule of CUDA's caching allocator. A
+// block that another stream uses without record_stream is overwritten while in use.
+//
+// Segments have the size of the request that made them, rounded to 512 bytes; CUDA's are 2 MiB, 20 MiB or the request.
+#pragma once
+
+#include "streams.h"
+
+#include <c10/core/CachingDeviceAllocator.h>
+
+namespace sim {
+
+/// The allocator of all devices. It allocates on the current device and stream.
+c10::DeviceAllocator &device_allocator();
+/// Where the bytes of a device address are. Null stays null.
+void *shadow_of(const void *address);
+
+/// Bytes that a device can reserve. Where more are reserved already, the next segment fails.
+void set_capacity(int device, uint64_t bytes);
+
+} // namespace sim

@@ -1,0 +1,32 @@
+// A recording: every operation, wait and host wait in the order in which the host issued them.
+#pragma once
+
+#include "streams.h"
+
+#include <string>
+#include <vector>
+
+namespace sim {
+
+struct Entry {
+    enum Kind { OPERATION, STREAM_WAIT, HOST_WAIT, HOST_WORK };
+    Kind kind;
+    Label label;
+    std::string lane;           // the lane of host work, which the caller names
+    Mark place;                 // where an operation or a stream's wait stands
+    Mark after;                 // what a stream or the host waits for
+    std::vector<int64_t> needs; // entries that host work starts after
+    Thread thread;
+    int64_t thread_id;
+};
+
+/// Starts a recording, without what was recorded before, or stops it.
+void record(bool is_on);
+bool is_recording();
+void add_entry(Entry entry);
+/// Adds work of the host (a disk read, a CPU kernel) in place. Returns its number, or -1 while nothing is recorded.
+int64_t add_host_work(const std::string &name, const std::string &lane, uint64_t bytes, double flops,
+                      const std::vector<int64_t> &needs);
+std::vector<Entry> recorded();
+
+} // namespace sim

@@ -1,0 +1,115 @@
+// Streams: queues of operations that run when the schedule lets them, or when a thread waits for them.
+//
+//   issue ──> queue of the stream ──> run_until(mark)        by a thread that waits
+//                                 └─> run_if_possible(mark)  by the schedule, inside issue; never blocks
+//
+// A stream runs one operation at a time, in order, on the thread that asks for it. No lock is held meanwhile, so that
+// an operation may block (a collective), free tensors or take the GIL. A mark is a place in a stream; an event holds a
+// mark, and an operation without a function waits for a mark of another stream.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+
+namespace sim {
+
+constexpr auto DEVICE_TYPE = c10::DeviceType::PrivateUse1;
+constexpr int MAX_DEVICES = 16;
+
+// ---- the context: what a process makes when it first uses a device -----------------------------------------------
+
+/// Number of devices: TIERMEM_SIM_DEVICES, default 2. Makes no context.
+int device_count();
+/// Throws std::runtime_error in a process that was forked from one with a context, as CUDA does.
+void use_context();
+/// Whether this process has allocated, created a stream or registered memory.
+bool has_context();
+/// Whether this process is a fork of one that had a context: its devices are gone.
+bool is_bad_fork();
+void check_device(int64_t device);
+
+// ---- operations ----------------------------------------------------------------------------------------------------
+
+/// A place in a stream: reached when `index` operations of it are done.
+struct Mark {
+    int device = 0;
+    int64_t stream = 0;
+    uint64_t index = 0;
+};
+
+/// What occupies which resource: the clock has a rate for each.
+enum class Lane { NONE, COMPUTE, TO_DEVICE, TO_HOST, BETWEEN_DEVICES, COLLECTIVE };
+const char *lane_name(Lane lane);
+
+/// What a recording says of an operation.
+struct Label {
+    std::string name;
+    Lane lane = Lane::NONE; // NONE: the simulator's own work, which is not recorded
+    uint64_t bytes = 0;
+    double flops = 0;
+};
+
+struct Operation {
+    std::function<void()> run; // empty: waits for `after`
+    std::optional<Mark> after;
+    std::function<void()> run_elsewhere; // set where `run` blocks (a collective): asks a thread of its own to run it
+};
+
+/// Appends an operation to a stream, and runs what the schedule says. Never blocks.
+Mark issue(const c10::Stream &stream, Operation operation, const Label &label = {});
+/// The end of a stream as it is now.
+Mark mark_of(const c10::Stream &stream);
+/// Makes a stream wait for a mark. Does not block the host.
+void make_wait(const c10::Stream &stream, const Mark &mark);
+
+bool is_done(const Mark &mark);
+/// What an event's or stream's query answers. While it answers no, a late schedule gives in after a number of queries.
+bool query(const Mark &mark);
+/// Runs a stream up to a mark, and what that depends on. Blocks. Is not counted as a host wait.
+void run_until(const Mark &mark);
+/// Runs all that was issued on a device. Blocks. Is not counted as a host wait.
+void run_device(int device);
+/// Blocks the host until a mark is reached: counted and recorded under `reason`. Throws the first error of an
+/// operation.
+void wait_on_host(const Mark &mark, const std::string &reason);
+void wait_on_host_for_device(int device, const std::string &reason);
+/// Throws the first error of an operation that no host wait has reported.
+void throw_failure();
+
+// ---- streams --------------------------------------------------------------------------------------------------------
+
+c10::Stream new_stream(int device);
+c10::Stream default_stream(int device);
+c10::Stream current_stream(int device);
+/// Makes a stream the thread's current one of its device; returns the one before.
+c10::Stream set_current_stream(const c10::Stream &stream);
+int current_device();
+void set_current_device(int device);
+inline c10::Device device_of(int index) { return {DEVICE_TYPE, static_cast<c10::DeviceIndex>(index)}; }
+
+// ---- schedules and counts
+// ---------------------------------------------------------------------------------------------
+
+enum class Schedule { AT_ONCE, LATE, RANDOM };
+/// Streams run each operation when it is issued, as late as a thread waits, or at random by a seed.
+void set_schedule(Schedule schedule, uint64_t seed);
+Schedule schedule();
+/// The random schedule's coin. False under the other schedules.
+bool toss();
+
+enum Thread { MAIN, AUTOGRAD, OTHER, NUM_THREADS };
+Thread this_thread();
+const char *thread_name(Thread thread);
+
+/// Operations that are issued and not done.
+uint64_t num_pending();
+/// Host waits since the last reset, by the thread that waited.
+std::array<uint64_t, NUM_THREADS> num_host_waits();
+void reset_host_waits();
+
+} // namespace sim
