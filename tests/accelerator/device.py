@@ -28,7 +28,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import build
+from . import build, group
+
+SCHEDULES = ["at_once", "late", *(f"random:{seed}" for seed in range(20))]
+"""A correct program computes the same under each of them."""
 
 _Device = torch.device | str | int | None
 _sim: Any = None  # the C++ module, once loaded
@@ -53,6 +56,7 @@ def load() -> ModuleType:
     spec.loader.exec_module(_sim)
     torch._register_device_module("sim", module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    group.register(_sim)
     reset()
     return module
 

@@ -245,6 +245,7 @@ bool query(const Mark &mark) {
 }
 
 void run_until(const Mark &mark) {
+    const WithoutGil released;
     std::unique_lock lock(all.lock);
     Queue &queue = queue_of(mark);
     while (queue.num_done < mark.index) {
@@ -262,15 +263,11 @@ void wait_on_host(const Mark &mark, const std::string &reason) {
     }
     if (is_recording())
         add_entry({Entry::HOST_WAIT, {reason}, "", {}, mark, {}, {}, {}});
-    {
-        const WithoutGil released;
-        run_until(mark);
-    }
+    run_until(mark);
     throw_failure();
 }
 
 void run_device(int device) {
-    const WithoutGil released;
     for (const Mark &mark : ends_of_streams(device))
         run_until(mark);
 }
