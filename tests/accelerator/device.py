@@ -376,9 +376,12 @@ def recording() -> list[dict[str, Any]]:
     return _sim.recording()
 
 
-def mark(name: str, lane: str, num_bytes: int = 0, flops: float = 0.0, needs: Sequence[int] = ()) -> int:
+def mark(
+    name: str, lane: str = "", num_bytes: int = 0, flops: float = 0.0, needs: Sequence[int] = (), blocks: bool = False
+) -> int:
     """Adds host work (a disk read, a CPU kernel) to the recording, which starts after the entries `needs`.
 
+    blocks: the thread goes on when the work is done; else at once. With needs and no lane: the thread's wait for them.
     Returns the entry's number, -1 while nothing is recorded.
     """
-    return _sim.add_host_work(name, lane, num_bytes, flops, [need for need in needs if need >= 0])
+    return _sim.add_host_work(name, lane, num_bytes, flops, [need for need in needs if need >= 0], blocks)

@@ -17,6 +17,7 @@ from accelerator import device
 from accelerator.device import SCHEDULES
 
 sim = device.load()
+torch.ones(1, device="meta").add(1)  # imports what Meta kernels in Python need, once before the ranks are forked
 
 Collective = Callable[[torch.Tensor, int, int], torch.Tensor]
 """(this rank's tensor of 12 elements, rank, number of ranks) -> what the collective leaves"""

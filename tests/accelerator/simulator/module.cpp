@@ -30,8 +30,10 @@ py::dict as_dict(size_t id, const sim::Entry &entry) {
         found["bytes"] = entry.label.bytes;
         found["flops"] = entry.label.flops;
     }
-    if (entry.kind == sim::Entry::HOST_WORK)
+    if (entry.kind == sim::Entry::HOST_WORK) {
         found["needs"] = entry.needs;
+        found["blocks"] = entry.blocks;
+    }
     return found;
 }
 
