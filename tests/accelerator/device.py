@@ -28,7 +28,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import build
+from . import build, group
+
+SCHEDULES = ["at_once", "late", *(f"random:{seed}" for seed in range(20))]
+"""A correct program computes the same under each of them."""
 
 _Device = torch.device | str | int | None
 _sim: Any = None  # the C++ module, once loaded
@@ -53,6 +56,7 @@ def load() -> ModuleType:
     spec.loader.exec_module(_sim)
     torch._register_device_module("sim", module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    group.register(_sim)
     reset()
     return module
 
@@ -372,9 +376,12 @@ def recording() -> list[dict[str, Any]]:
     return _sim.recording()
 
 
-def mark(name: str, lane: str, num_bytes: int = 0, flops: float = 0.0, needs: Sequence[int] = ()) -> int:
+def mark(
+    name: str, lane: str = "", num_bytes: int = 0, flops: float = 0.0, needs: Sequence[int] = (), blocks: bool = False
+) -> int:
     """Adds host work (a disk read, a CPU kernel) to the recording, which starts after the entries `needs`.
 
+    blocks: the thread goes on when the work is done; else at once. With needs and no lane: the thread's wait for them.
     Returns the entry's number, -1 while nothing is recorded.
     """
-    return _sim.add_host_work(name, lane, num_bytes, flops, [need for need in needs if need >= 0])
+    return _sim.add_host_work(name, lane, num_bytes, flops, [need for need in needs if need >= 0], blocks)

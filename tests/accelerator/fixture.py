@@ -34,7 +34,3 @@ def sim() -> Iterator[ModuleType]:
         gc.collect()
         device.reset()
         device.unplug()
-
-
-SCHEDULES = ["at_once", "late", *(f"random:{seed}" for seed in range(20))]
-"""Every program that is correct computes the same under each of them."""

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from accelerator.fixture import SCHEDULES
+from accelerator.device import SCHEDULES
 
 LATE_ONES = [schedule for schedule in SCHEDULES if schedule != "at_once"]
 

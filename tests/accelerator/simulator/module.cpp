@@ -1,5 +1,6 @@
 // The boundary to Python: device.py and group.py call what is defined here, as the module `_sim`.
 #include "copies.h"
+#include "group.h"
 #include "host.h"
 #include "memory.h"
 #include "operators.h"
@@ -29,8 +30,10 @@ py::dict as_dict(size_t id, const sim::Entry &entry) {
         found["bytes"] = entry.label.bytes;
         found["flops"] = entry.label.flops;
     }
-    if (entry.kind == sim::Entry::HOST_WORK)
+    if (entry.kind == sim::Entry::HOST_WORK) {
         found["needs"] = entry.needs;
+        found["blocks"] = entry.blocks;
+    }
     return found;
 }
 
@@ -89,6 +92,10 @@ PYBIND11_MODULE(_sim, m) {
 
     m.def("default_generator", &sim::default_generator);
     m.def("undeferred", &sim::undeferred);
+
+    py::class_<sim::Group, c10d::Backend, c10::intrusive_ptr<sim::Group>>(m, "Group")
+        .def(py::init<c10::intrusive_ptr<c10d::Backend>, c10::intrusive_ptr<c10d::Store>, int, int>(),
+             py::call_guard<py::gil_scoped_release>());
 
     m.def("record", &sim::record);
     m.def("is_recording", &sim::is_recording);

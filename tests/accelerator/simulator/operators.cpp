@@ -349,11 +349,14 @@ class Call {
         if (!is_recording())
             return {"", Lane::COMPUTE};
         uint64_t bytes = 0;
-        const auto add = [&](const Tensor &tensor) { bytes += tensor.numel() * tensor.itemsize(); };
-        for (const IValue &value : given)
-            for_each_tensor(value, add);
+        const std::vector<Tensor> used = different_tensors();
+        for (const Tensor &tensor : used)
+            bytes += tensor.nbytes();
         for (const IValue &value : results)
-            for_each_tensor(value, add);
+            for_each_tensor(value, [&](const Tensor &tensor) {
+                if (!is_one_of(used, tensor) || name.back() == '_') // new, or read and written
+                    bytes += tensor.nbytes();
+            });
         return {name, Lane::COMPUTE, bytes, flops_of(name, given, results)};
     }
 };

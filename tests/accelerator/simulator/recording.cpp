@@ -23,21 +23,17 @@ void record(bool on) {
 
 bool is_recording() { return is_on; }
 
-void add_entry(Entry entry) {
+int64_t add_entry(Entry entry) {
     entry.thread = this_thread();
     entry.thread_id = gettid();
     std::lock_guard lock(entries_lock);
     entries.push_back(std::move(entry));
+    return static_cast<int64_t>(entries.size()) - 1;
 }
 
 int64_t add_host_work(const std::string &name, const std::string &lane, uint64_t bytes, double flops,
-                      const std::vector<int64_t> &needs) {
-    if (!is_on)
-        return -1;
-    Entry entry{Entry::HOST_WORK, {name, Lane::NONE, bytes, flops}, lane, {}, {}, needs, this_thread(), gettid()};
-    std::lock_guard lock(entries_lock);
-    entries.push_back(std::move(entry));
-    return static_cast<int64_t>(entries.size()) - 1;
+                      const std::vector<int64_t> &needs, bool blocks) {
+    return is_on ? add_entry({Entry::HOST_WORK, {name, Lane::NONE, bytes, flops}, lane, {}, {}, needs, blocks}) : -1;
 }
 
 std::vector<Entry> recorded() {

@@ -16,17 +16,19 @@ struct Entry {
     Mark place;                 // where an operation or a stream's wait stands
     Mark after;                 // what a stream or the host waits for
     std::vector<int64_t> needs; // entries that host work starts after
-    Thread thread;
-    int64_t thread_id;
+    bool blocks = false;        // host work that its thread waits for
+    Thread thread = MAIN;
+    int64_t thread_id = 0;
 };
 
 /// Starts a recording, without what was recorded before, or stops it.
 void record(bool is_on);
 bool is_recording();
-void add_entry(Entry entry);
+/// Returns the entry's number.
+int64_t add_entry(Entry entry);
 /// Adds work of the host (a disk read, a CPU kernel) in place. Returns its number, or -1 while nothing is recorded.
 int64_t add_host_work(const std::string &name, const std::string &lane, uint64_t bytes, double flops,
-                      const std::vector<int64_t> &needs);
+                      const std::vector<int64_t> &needs, bool blocks);
 std::vector<Entry> recorded();
 
 } // namespace sim

@@ -202,9 +202,9 @@ Mark issue(const c10::Stream &stream, Operation operation, const Label &label) {
         Queue &queue = queue_of(mark);
         mark.index = ++queue.num_issued;
         if (is_recording() && operation.after)
-            add_entry({Entry::STREAM_WAIT, {"wait"}, "", mark, *operation.after, {}, {}, {}});
+            add_entry({Entry::STREAM_WAIT, {"wait"}, "", mark, *operation.after, {}});
         else if (is_recording() && label.lane != Lane::NONE)
-            add_entry({Entry::OPERATION, label, lane_name(label.lane), mark, {}, {}, {}, {}});
+            add_entry({Entry::OPERATION, label, lane_name(label.lane), mark, {}, {}});
         queue.operations.push_back(std::move(operation));
     }
     run_by_schedule(mark);
@@ -245,6 +245,7 @@ bool query(const Mark &mark) {
 }
 
 void run_until(const Mark &mark) {
+    const WithoutGil released;
     std::unique_lock lock(all.lock);
     Queue &queue = queue_of(mark);
     while (queue.num_done < mark.index) {
@@ -261,16 +262,12 @@ void wait_on_host(const Mark &mark, const std::string &reason) {
         all.num_host_waits[this_thread()]++;
     }
     if (is_recording())
-        add_entry({Entry::HOST_WAIT, {reason}, "", {}, mark, {}, {}, {}});
-    {
-        const WithoutGil released;
-        run_until(mark);
-    }
+        add_entry({Entry::HOST_WAIT, {reason}, "", {}, mark, {}});
+    run_until(mark);
     throw_failure();
 }
 
 void run_device(int device) {
-    const WithoutGil released;
     for (const Mark &mark : ends_of_streams(device))
         run_until(mark);
 }
@@ -282,7 +279,7 @@ void wait_on_host_for_device(int device, const std::string &reason) {
     }
     if (is_recording())
         for (const Mark &mark : ends_of_streams(device))
-            add_entry({Entry::HOST_WAIT, {reason}, "", {}, mark, {}, {}, {}});
+            add_entry({Entry::HOST_WAIT, {reason}, "", {}, mark, {}});
     run_device(device);
     throw_failure();
 }

@@ -1,0 +1,558 @@
+#include "group.h"
+
+#include "operators.h"
+#include "recording.h"
+
+#include <ATen/ops/from_blob.h>
+#include <c10/util/irange.h>
+#include <pthread.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <set>
+#include <thread>
+
+namespace sim {
+
+// ---- datagrams ------------------------------------------------------------------------------------------------------
+
+/// Tells peers that this rank has started operation `number` of a channel, and hears it from them.
+class Group::Post {
+  public:
+    struct Letter {
+        int32_t from;
+        int32_t is_collective; // else the channel between the two ranks
+        uint64_t number;       // 0: the end, to oneself
+    };
+    using Read = std::function<void(const Letter &)>;
+
+    Post(c10::intrusive_ptr<c10d::Store> shared, int my_rank, int num_ranks, Read read)
+        : store(std::move(shared)), rank(my_rank), peers(num_ranks) {
+        fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+        sockaddr_un address{};
+        address.sun_family = AF_UNIX;
+        TORCH_CHECK(fd >= 0 && bind(fd, reinterpret_cast<sockaddr *>(&address), sizeof(sa_family_t)) == 0,
+                    "simccl: no socket: ", strerror(errno)); // the kernel chooses an abstract name
+        socklen_t length = sizeof address;
+        getsockname(fd, reinterpret_cast<sockaddr *>(&address), &length);
+        const char *const name = reinterpret_cast<const char *>(&address);
+        peers[rank] = std::string(name, length);
+        store->set(key(rank), peers[rank]);
+        reader = std::thread([this, read = std::move(read)] {
+            pthread_setname_np(pthread_self(), "simccl-post");
+            Letter letter;
+            while (::recv(fd, &letter, sizeof letter, 0) == sizeof letter && letter.number)
+                read(letter);
+        });
+    }
+
+    ~Post() {
+        send(rank, {rank, 0, 0});
+        reader.join();
+        close(fd);
+    }
+
+    void send(int to, const Letter &letter) {
+        std::string address;
+        {
+            std::lock_guard guard(lock);
+            if (peers[to].empty()) {
+                const std::vector<uint8_t> found = store->get(key(to)); // waits until the peer is there
+                peers[to] = {found.begin(), found.end()};
+            }
+            address = peers[to];
+        }
+        // A peer that is gone does not hear it; gloo will say so.
+        (void)!::sendto(fd, &letter, sizeof letter, 0, reinterpret_cast<const sockaddr *>(address.data()),
+                        address.size());
+    }
+
+  private:
+    static std::string key(int rank) { return "simccl/" + std::to_string(rank); }
+
+    const c10::intrusive_ptr<c10d::Store> store;
+    const int rank;
+    int fd;
+    std::mutex lock; // guards peers
+    std::vector<std::string> peers;
+    std::thread reader;
+};
+
+// ---- channels -------------------------------------------------------------------------------------------------------
+
+/// A sequence of operations: those of the group, or those between two ranks. Has a stream per device, and a thread that
+/// runs operations that a peer or the schedule asks for. Two ranks number the operations that both take part in; a rank
+/// numbers all of its own for itself.
+class Channel {
+  public:
+    using Numbers = std::map<int, uint64_t>; // by rank
+
+    explicit Channel(int my_rank) : rank(my_rank), runner([this] { run(); }) {}
+
+    ~Channel() {
+        {
+            std::lock_guard guard(lock);
+            is_closed = true;
+        }
+        changed.notify_all();
+        runner.join();
+    }
+
+    c10::Stream stream(int device) {
+        std::lock_guard guard(lock);
+        const auto found = streams.find(device);
+        return found != streams.end() ? found->second : streams.emplace(device, new_stream(device)).first->second;
+    }
+
+    /// The numbers of the next operation, which these peers take part in.
+    Numbers next_numbers(const std::set<int> &peers) {
+        Numbers numbers;
+        std::lock_guard guard(lock);
+        for (const int peer : peers)
+            numbers[peer] = shared[peer].size() + 1;
+        numbers[rank] = shared[rank].size() + 1;
+        return numbers;
+    }
+
+    /// The operation of these numbers is issued.
+    void add(const Numbers &numbers, const Mark &mark) {
+        std::lock_guard guard(lock);
+        for (const auto &[peer, number] : numbers)
+            shared[peer].push_back(mark);
+        changed.notify_all();
+    }
+
+    /// Has the thread run the operation that has this number with a rank, as soon as it is issued.
+    void ask_for(int with, uint64_t number) {
+        std::lock_guard guard(lock);
+        asked.emplace_back(with, number);
+        changed.notify_all();
+    }
+
+    void run_all() {
+        std::unique_lock guard(lock);
+        const std::vector<Mark> marks = shared[rank];
+        guard.unlock();
+        for (const Mark &mark : marks)
+            run_until(mark);
+    }
+
+    uint64_t num_issued() {
+        std::lock_guard guard(lock);
+        return shared[rank].size();
+    }
+
+  private:
+    const int rank;
+    std::mutex lock; // guards everything below
+    std::condition_variable changed;
+    std::map<int, c10::Stream> streams;          // by device
+    std::map<int, std::vector<Mark>> shared;     // operations issued with each rank, the first has number 1
+    std::vector<std::pair<int, uint64_t>> asked; // (rank, number)
+    bool is_closed = false;
+    std::thread runner;
+
+    /// Takes what was asked for and is issued.
+    std::optional<Mark> next() {
+        for (auto one = asked.begin(); one != asked.end(); ++one)
+            if (const std::vector<Mark> &marks = shared[one->first]; one->second <= marks.size()) {
+                const Mark mark = marks[one->second - 1];
+                asked.erase(one);
+                return mark;
+            }
+        return {};
+    }
+
+    void run() {
+        pthread_setname_np(pthread_self(), "simccl-run");
+        std::unique_lock guard(lock);
+        while (true) {
+            std::optional<Mark> mark;
+            changed.wait(guard, [&] { return is_closed || (mark = next()); });
+            if (is_closed)
+                return;
+            guard.unlock();
+            run_until(*mark);
+            guard.lock();
+        }
+    }
+};
+
+namespace {
+
+// ---- work -----------------------------------------------------------------------------------------------------------
+
+/// A collective that is issued. It keeps the tensors until the stream that waits for it has them in order.
+class DeviceWork final : public c10d::Work {
+  public:
+    DeviceWork(int rank, c10d::OpType type, const Mark &place, Group::Tensors used, bool is_host_blocked)
+        : Work(rank, type), mark(place), tensors(std::move(used)), blocks_host(is_host_blocked) {}
+
+    ~DeviceWork() override {
+        for (const at::Tensor &tensor : tensors) // nobody waited: the allocator must
+            if (tensor.storage().data() && !is_bad_fork())
+                c10::impl::getDeviceGuardImpl(DEVICE_TYPE)
+                    ->recordDataPtrOnStream(tensor.storage().data_ptr(), stream());
+    }
+
+    bool isCompleted() override { return query(mark); }
+    bool isSuccess() const override { return is_done(mark); }
+    void synchronize() override { wait(kNoTimeout); }
+
+    bool wait(std::chrono::milliseconds /*timeout*/) override {
+        make_wait(current_stream(mark.device), mark);
+        tensors.clear();
+        if (blocks_host)
+            wait_on_host(mark, "barrier");
+        return true;
+    }
+
+    std::vector<at::Tensor> result() override { return tensors; }
+
+    /// A future that is done, whose value the streams that ask for it wait for.
+    c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+        const DeviceScope scope(mark.device);
+        auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                               std::vector<c10::Device>{device_of(mark.device)});
+        const c10::Stream before = set_current_stream(stream());
+        future->markCompleted(c10::IValue(tensors));
+        set_current_stream(before);
+        return future;
+    }
+
+  private:
+    const Mark mark;
+    Group::Tensors tensors;
+    const bool blocks_host;
+
+    c10::Stream stream() const { return c10::Stream(c10::Stream::UNSAFE, device_of(mark.device), mark.stream); }
+};
+
+/// Work of a call between startCoalescing and endCoalescing, whose Work is the one to wait for.
+class NoWork final : public c10d::Work {
+  public:
+    bool isCompleted() override { return true; }
+    bool isSuccess() const override { return true; }
+    void synchronize() override {}
+    bool wait(std::chrono::milliseconds /*timeout*/) override { return true; }
+};
+
+// ---- tensors --------------------------------------------------------------------------------------------------------
+
+/// The bytes of a tensor as gloo takes them: it has no 8-bit floats, which only move.
+at::Tensor bytes_of(const at::Tensor &tensor, const std::string &name) {
+    const at::Tensor cpu = as_cpu(tensor, name);
+    if (!at::isFloat8Type(tensor.scalar_type()))
+        return cpu;
+    return at::from_blob(cpu.data_ptr(), cpu.sizes(), cpu.strides(), cpu.options().dtype(at::kByte));
+}
+
+Group::Tensors bytes_of(const Group::Tensors &tensors, const std::string &name) {
+    Group::Tensors found;
+    for (const at::Tensor &tensor : tensors)
+        found.push_back(bytes_of(tensor, name));
+    return found;
+}
+
+/// All tensors on one device and contiguous, as NCCL wants them. Returns the device.
+int check_tensors(const std::string &name, const Group::Tensors &tensors) {
+    TORCH_CHECK(!tensors.empty(), "simccl: ", name, " without tensors");
+    for (const at::Tensor &tensor : tensors) {
+        TORCH_CHECK(is_on_device(tensor), "simccl: ", name, ": No backend type associated with device type ",
+                    tensor.device().type(), ": tensors must be on a sim device, but found one on ", tensor.device());
+        TORCH_CHECK(tensor.device() == tensors[0].device(), "simccl: ", name, ": tensors are on ", tensors[0].device(),
+                    " and ", tensor.device());
+        TORCH_CHECK(tensor.is_contiguous(), "simccl: ", name, ": Tensors must be contiguous");
+    }
+    return tensors[0].device().index();
+}
+
+Group::Tensors joined(const Group::Tensors &one, const Group::Tensors &other) {
+    Group::Tensors all = one;
+    all.insert(all.end(), other.begin(), other.end());
+    return all;
+}
+
+Group::Tensors joined(const Group::Tensors &one, const std::vector<Group::Tensors> &others) {
+    Group::Tensors all = one;
+    for (const Group::Tensors &other : others)
+        all.insert(all.end(), other.begin(), other.end());
+    return all;
+}
+
+} // namespace
+
+// ---- the group ------------------------------------------------------------------------------------------------------
+
+Group::Group(c10::intrusive_ptr<c10d::Backend> inner, c10::intrusive_ptr<c10d::Store> store, int rank, int size)
+    : Backend(rank, size), gloo(std::move(inner)) {
+    post = std::make_unique<Post>(std::move(store), rank, size, [this](const Post::Letter &letter) {
+        channel(letter.is_collective ? ALL_RANKS : letter.from).ask_for(letter.from, letter.number);
+    });
+}
+
+Group::~Group() {
+    try {
+        shutdown();
+    } catch (const std::exception &error) {
+        TORCH_WARN("simccl: ", error.what());
+    }
+}
+
+void Group::shutdown() {
+    std::vector<Channel *> open;
+    {
+        std::lock_guard guard(lock);
+        for (const auto &[peer, one] : channels)
+            open.push_back(one.get());
+    }
+    if (!is_bad_fork())
+        for (Channel *const one : open)
+            one->run_all();
+    post.reset();
+    std::map<int, std::unique_ptr<Channel>> closing;
+    std::lock_guard guard(lock);
+    closing.swap(channels);
+}
+
+uint64_t Group::getSequenceNumberForGroup() { return channel(ALL_RANKS).num_issued(); }
+
+std::set<int> Group::all_peers() const {
+    std::set<int> peers;
+    for (const int peer : c10::irange(size_))
+        if (peer != rank_)
+            peers.insert(peer);
+    return peers;
+}
+
+Channel &Group::channel(int peer) {
+    std::lock_guard guard(lock);
+    auto &found = channels[peer];
+    if (!found)
+        found = std::make_unique<Channel>(rank_);
+    return *found;
+}
+
+Group::WorkPtr Group::add(const std::string &name, c10d::OpType type, const Tensors &tensors, Start start, int peer) {
+    std::set<int> peers = peer == ALL_RANKS ? all_peers() : std::set<int>{peer};
+    {
+        std::lock_guard guard(lock);
+        if (coalesced) {
+            coalesced->name += (coalesced->name.empty() ? "" : ", ") + name;
+            coalesced->type = type;
+            coalesced->starts.push_back(std::move(start));
+            coalesced->tensors = joined(coalesced->tensors, tensors);
+            coalesced->peers.merge(peers);
+            return c10::make_intrusive<NoWork>();
+        }
+    }
+    return issue_parts({name, {std::move(start)}, tensors, type, peers, peer}, false);
+}
+
+Group::WorkPtr Group::issue_parts(Parts parts, bool blocks_host) {
+    const int device = check_tensors(parts.name, parts.tensors);
+    Channel &shared = channel(parts.channel);
+    const c10::Stream stream = shared.stream(device);
+    make_wait(stream, mark_of(current_stream(device)));
+    const Channel::Numbers numbers = shared.next_numbers(parts.peers);
+    Operation operation;
+    operation.run = [this, numbers, starts = parts.starts, is_collective = parts.channel == ALL_RANKS] {
+        for (const auto &[peer, number] : numbers)
+            if (peer != rank_)
+                post->send(peer, {rank_, is_collective, number});
+        const KernelGuard guard;
+        std::vector<WorkPtr> started;
+        for (const Start &start : starts)
+            started.push_back(start());
+        for (const WorkPtr &work : started)
+            work->wait();
+    };
+    operation.run_elsewhere = [&shared, mine = rank_, number = numbers.at(rank_)] { shared.ask_for(mine, number); };
+    Label label{"simccl::" + parts.name, Lane::COLLECTIVE};
+    for (const at::Tensor &tensor : parts.tensors)
+        label.bytes += tensor.nbytes();
+    const Mark mark = issue(stream, std::move(operation), label);
+    shared.add(numbers, mark);
+    return c10::make_intrusive<DeviceWork>(rank_, parts.type, mark, std::move(parts.tensors), blocks_host);
+}
+
+void Group::startCoalescing() {
+    std::lock_guard guard(lock);
+    if (coalescing_depth++ == 0)
+        coalesced.emplace();
+}
+
+Group::WorkPtr Group::endCoalescing() {
+    Parts parts;
+    {
+        std::lock_guard guard(lock);
+        TORCH_CHECK(coalesced, "simccl: coalescing has not started");
+        if (--coalescing_depth)
+            return c10::make_intrusive<NoWork>(); // the outer call's Work is the one to wait for
+        parts = std::move(*coalesced);
+        coalesced.reset();
+    }
+    if (parts.starts.empty())
+        return c10::make_intrusive<NoWork>();
+    return issue_parts(std::move(parts), false);
+}
+
+// ---- collectives ----------------------------------------------------------------------------------------------------
+
+Group::WorkPtr Group::broadcast(Tensors &tensors, const c10d::BroadcastOptions &options) {
+    check_tensors("broadcast", tensors);
+    return add(
+        "broadcast", c10d::OpType::BROADCAST, tensors,
+        [this, bytes = bytes_of(tensors, "broadcast"), options]() mutable { return gloo->broadcast(bytes, options); });
+}
+
+Group::WorkPtr Group::allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) {
+    check_tensors("all_reduce", tensors);
+    return add(
+        "all_reduce", c10d::OpType::ALLREDUCE, tensors,
+        [this, bytes = bytes_of(tensors, "all_reduce"), options]() mutable { return gloo->allreduce(bytes, options); });
+}
+
+Group::WorkPtr Group::allreduce_coalesced(Tensors &tensors, const c10d::AllreduceCoalescedOptions &options) {
+    startCoalescing();
+    for (const at::Tensor &tensor : tensors) {
+        Tensors one{tensor};
+        allreduce(one, options);
+    }
+    return endCoalescing();
+}
+
+Group::WorkPtr Group::reduce(Tensors &tensors, const c10d::ReduceOptions &options) {
+    check_tensors("reduce", tensors);
+    return add("reduce", c10d::OpType::REDUCE, tensors,
+               [this, bytes = bytes_of(tensors, "reduce"), options]() mutable { return gloo->reduce(bytes, options); });
+}
+
+Group::WorkPtr Group::allgather(std::vector<Tensors> &outputs, Tensors &inputs, const c10d::AllgatherOptions &options) {
+    const Tensors all = joined(inputs, outputs);
+    check_tensors("all_gather", all);
+    std::vector<Tensors> to{bytes_of(outputs.at(0), "all_gather")};
+    return add("all_gather", c10d::OpType::ALLGATHER, all,
+               [this, to, from = bytes_of(inputs, "all_gather"), options]() mutable {
+                   return gloo->allgather(to, from, options);
+               });
+}
+
+Group::WorkPtr Group::_allgather_base(at::Tensor &output, at::Tensor &input, const c10d::AllgatherOptions &options) {
+    check_tensors("all_gather_into_tensor", {output, input});
+    TORCH_CHECK(output.numel() == input.numel() * size_ && output.dtype() == input.dtype(),
+                "simccl: all_gather_into_tensor: output has ", output.numel(), " elements of ", output.dtype(),
+                ", not ", input.numel() * size_, " of ", input.dtype());
+    return add("all_gather_into_tensor", c10d::OpType::_ALLGATHER_BASE, {output, input},
+               [this, to = bytes_of(output, "all_gather_into_tensor").view(-1),
+                from = bytes_of(input, "all_gather_into_tensor").view(-1),
+                options]() mutable { return gloo->_allgather_base(to, from, options); });
+}
+
+Group::WorkPtr Group::allgather_into_tensor_coalesced(Tensors &outputs, Tensors &inputs,
+                                                      const c10d::AllgatherOptions &options) {
+    startCoalescing();
+    for (const size_t at : c10::irange(inputs.size()))
+        _allgather_base(outputs.at(at), inputs[at], options);
+    return endCoalescing();
+}
+
+Group::WorkPtr Group::gather(std::vector<Tensors> &outputs, Tensors &inputs, const c10d::GatherOptions &options) {
+    const Tensors all = joined(inputs, outputs);
+    check_tensors("gather", all);
+    std::vector<Tensors> to;
+    for (const Tensors &output : outputs)
+        to.push_back(bytes_of(output, "gather"));
+    return add("gather", c10d::OpType::GATHER, all, [this, to, from = bytes_of(inputs, "gather"), options]() mutable {
+        return gloo->gather(to, from, options);
+    });
+}
+
+Group::WorkPtr Group::scatter(Tensors &outputs, std::vector<Tensors> &inputs, const c10d::ScatterOptions &options) {
+    const Tensors all = joined(outputs, inputs);
+    check_tensors("scatter", all);
+    std::vector<Tensors> from;
+    for (const Tensors &input : inputs)
+        from.push_back(bytes_of(input, "scatter"));
+    return add("scatter", c10d::OpType::SCATTER, all,
+               [this, from, to = bytes_of(outputs, "scatter"), options]() mutable {
+                   return gloo->scatter(to, from, options);
+               });
+}
+
+Group::WorkPtr Group::reduce_scatter(Tensors &outputs, std::vector<Tensors> &inputs,
+                                     const c10d::ReduceScatterOptions &options) {
+    const Tensors all = joined(outputs, inputs);
+    check_tensors("reduce_scatter", all);
+    std::vector<Tensors> from{bytes_of(inputs.at(0), "reduce_scatter")};
+    return add("reduce_scatter", c10d::OpType::REDUCE_SCATTER, all,
+               [this, from, to = bytes_of(outputs, "reduce_scatter"), options]() mutable {
+                   return gloo->reduce_scatter(to, from, options);
+               });
+}
+
+Group::WorkPtr Group::_reduce_scatter_base(at::Tensor &output, at::Tensor &input,
+                                           const c10d::ReduceScatterOptions &options) {
+    check_tensors("reduce_scatter_tensor", {output, input});
+    TORCH_CHECK(input.numel() == output.numel() * size_ && output.dtype() == input.dtype(),
+                "simccl: reduce_scatter_tensor: input has ", input.numel(), " elements of ", input.dtype(), ", not ",
+                output.numel() * size_, " of ", output.dtype());
+    return add("reduce_scatter_tensor", c10d::OpType::_REDUCE_SCATTER_BASE, {output, input},
+               [this, to = bytes_of(output, "reduce_scatter_tensor").view(-1),
+                from = bytes_of(input, "reduce_scatter_tensor").view(-1),
+                options]() mutable { return gloo->_reduce_scatter_base(to, from, options); });
+}
+
+Group::WorkPtr Group::reduce_scatter_tensor_coalesced(Tensors &outputs, Tensors &inputs,
+                                                      const c10d::ReduceScatterOptions &options) {
+    startCoalescing();
+    for (const size_t at : c10::irange(inputs.size()))
+        _reduce_scatter_base(outputs.at(at), inputs[at], options);
+    return endCoalescing();
+}
+
+Group::WorkPtr Group::alltoall_base(at::Tensor &output, at::Tensor &input, std::vector<int64_t> &output_sizes,
+                                    std::vector<int64_t> &input_sizes, const c10d::AllToAllOptions &options) {
+    check_tensors("all_to_all_single", {output, input});
+    return add("all_to_all_single", c10d::OpType::ALLTOALL_BASE, {output, input},
+               [this, to = bytes_of(output, "all_to_all_single"), from = bytes_of(input, "all_to_all_single"),
+                output_sizes, input_sizes,
+                options]() mutable { return gloo->alltoall_base(to, from, output_sizes, input_sizes, options); });
+}
+
+Group::WorkPtr Group::alltoall(Tensors &outputs, Tensors &inputs, const c10d::AllToAllOptions &options) {
+    check_tensors("all_to_all", joined(outputs, inputs));
+    return add("all_to_all", c10d::OpType::ALLTOALL, joined(outputs, inputs),
+               [this, to = bytes_of(outputs, "all_to_all"), from = bytes_of(inputs, "all_to_all"), options]() mutable {
+                   return gloo->alltoall(to, from, options);
+               });
+}
+
+Group::WorkPtr Group::send(Tensors &tensors, int rank, int tag) {
+    check_tensors("send", tensors);
+    return add(
+        "send", c10d::OpType::SEND, tensors,
+        [this, bytes = bytes_of(tensors, "send"), rank, tag]() mutable { return gloo->send(bytes, rank, tag); }, rank);
+}
+
+Group::WorkPtr Group::recv(Tensors &tensors, int rank, int tag) {
+    check_tensors("recv", tensors);
+    return add(
+        "recv", c10d::OpType::RECV, tensors,
+        [this, bytes = bytes_of(tensors, "recv"), rank, tag]() mutable { return gloo->recv(bytes, rank, tag); }, rank);
+}
+
+/// Blocks the host when waited for, as NCCL's does.
+Group::WorkPtr Group::barrier(const c10d::BarrierOptions &options) {
+    const int device = options.device_ids.empty() ? current_device() : static_cast<int>(options.device_ids[0]);
+    const at::Tensor place = empty_on(device, {1}, {1}, at::kByte);
+    Parts parts{
+        "barrier", {[this, options] { return gloo->barrier(options); }}, {place}, c10d::OpType::BARRIER, all_peers()};
+    return issue_parts(std::move(parts), true);
+}
+
+} // namespace sim
