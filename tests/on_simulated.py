@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-_SITE = Path(__file__).parent.parent / "accelerator" / "site"
+_SITE = Path(__file__).parent / "accelerator" / "site"
 
 
 def environment(**settings: str) -> dict[str, str]:
