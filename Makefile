@@ -4,6 +4,8 @@
 #   make test         the tests (not those marked slow or soak)
 #   make test-all     also the slow ones        make soak    only the soak; seeds and totals go to build/soak
 #   make native-test  floor 0 under sanitizers  make lint    what CI checks before it tests
+#   make gpu          what to run first on a GPU: its link, its tests, a small training; build/gpu.json and one table.
+#                     On a bare machine, with packages and the native module in PYTHONPATH: make gpu GPU_PYTHON=python3
 #   make yardsticks   build/yardsticks/{bare_loop,bare_stream,bench_native}, which benchmarks and people measure against
 #   make clean        removes what was built, and .venv
 
@@ -15,7 +17,7 @@ NATIVE := $(wildcard native/*.cpp native/*.h native/*.py native/CMakeLists.txt)
 NATIVE_CODE := $(wildcard native/*.cpp native/*.h tests/native/*.cpp tests/native/*.h)
 CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake -G Ninja
 
-.PHONY: demo test test-all soak lint native-test yardsticks wheel clean
+.PHONY: demo test test-all soak gpu lint native-test yardsticks wheel clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -33,6 +35,10 @@ test-all: .venv/.installed
 soak: .venv/.installed
 	@mkdir -p build/soak
 	@TIERMEM_SOAK_TOTALS=$(CURDIR)/build/soak $(BIN)/python -m pytest -q -m soak --timeout=0
+
+gpu: $(if $(GPU_PYTHON),,.venv/.installed)
+	@mkdir -p build
+	@$(or $(GPU_PYTHON),$(BIN)/python) -m tiermem.tools.bench_gpu --json build/gpu.json $(GPU_OPTIONS)
 
 lint: .venv/.installed .venv/.tools
 	$(BIN)/ruff format --check .

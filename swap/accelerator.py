@@ -158,13 +158,14 @@ class PageLock:
         slots: (address, bytes) of each piece that is copied whole, in the order of addresses. Those that lie one behind the
             other are registered in one call, of 8 GiB or one slot at most: no copy crosses the end of a registration.
 
-    Where the device registers no host memory, or the driver refuses, nothing is pinned and a warning says what that costs.
+    Where the device registers no host memory, or the driver refuses, nothing is pinned (`num_bytes` is 0) and a warning says
+    what that costs.
     """
 
     def __init__(self, device: torch.device, slots: Sequence[tuple[int, int]]) -> None:
         self._device = device
         self._registered: list[int] = []
-        num_bytes = sum(size for _, size in slots)
+        self.num_bytes = num_bytes = sum(size for _, size in slots)
         try:
             for address, size in _chunks(slots):
                 _register(device, address, size)
@@ -181,6 +182,7 @@ class PageLock:
 
     def close(self) -> None:
         """Takes the registrations back; twice does nothing. No copy may be under way."""
+        self.num_bytes = 0
         while self._registered:
             _unregister(self._device, self._registered.pop())
 

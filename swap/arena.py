@@ -125,6 +125,13 @@ class Arena:
                 self._free.add(slot.offset, size)
             self.carved_bytes -= size
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether all that has been carved of the link slab is registered with a device's driver."""
+        with self._lock:
+            pinned = sum(lock.num_bytes for lock in self._locks)
+            return 0 < sum(self._link_slots.values()) <= pinned
+
     def pin(self, device: torch.device) -> None:
         """Registers what has been carved of the link slab with a device's driver, unless it is. Blocks."""
         with self._lock:

@@ -158,10 +158,12 @@ def find_kinds(modules: dict[str, Module]) -> list[str]:
         if module.name == "tiermem.swap.accelerator" or module.name.startswith("tiermem.tools.peer"):
             continue
         for node in ast.walk(module.tree):
+            if not isinstance(node, ast.Attribute | ast.Import | ast.ImportFrom | ast.Call | ast.Compare):
+                continue
             if isinstance(node, ast.Compare) and module.name == "tiermem.config.gds":
                 continue
             if kinds := sorted(KINDS & set(kinds_in(node))):
-                found.append(f"{module.path}:{node.lineno}: {', '.join(kinds)}: ask swap/accelerator.py")  # type: ignore[attr-defined]
+                found.append(f"{module.path}:{node.lineno}: {', '.join(kinds)}: ask swap/accelerator.py")
     return found
 
 

@@ -26,6 +26,8 @@
     sweep_report   its table, notes, JSON and CSV                     heatmap      its picture
     sweep_witnesses  others' figures in the same loops                bare_loop    a yardstick, driven line by line
     bench_ranks    a step on several ranks beside FSDP2's            rank_steps   what each of them runs
+    bench_gpu      `tiermem bench gpu`: what to run first on one      link_rates   pinning host memory, and copies
+    small_training a small model in every place, beside its twin
     fio            somebody else's benchmark                          peer_aio     DeepSpeed's aio_handle as a yardstick
     knee           where a series of rates drops for good             machine      the facts behind every figure
     outputs        files that a command may overwrite                 stopping     SIGTERM as Ctrl-C

@@ -1,4 +1,4 @@
-"""The command line of `tiermem bench`: io, adam, step, ranks and curves. See cli.py."""
+"""The command line of `tiermem bench`: io, adam, step, ranks, curves and gpu. See cli.py."""
 
 from __future__ import annotations
 
@@ -194,3 +194,15 @@ def bench_curves(
         options = CurvesOptions(steps, presets.split(","), tuple(data or ()), seed, repeats, json_file, plot_file)
         status = run_benchmark(options, open_console())
     raise typer.Exit(status)
+
+
+@bench.command(
+    "gpu",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench_gpu(context: typer.Context) -> None:
+    """Try this machine's accelerator: registration, copies, tests, a small training. Its options: `bench gpu --help`."""
+    from tiermem.tools.bench_gpu import main as run_benchmark
+
+    raise typer.Exit(run_benchmark(context.args))

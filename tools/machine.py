@@ -7,7 +7,6 @@ them in its JSON and says the main ones in the caption of its picture.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import re
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tiermem
 from tiermem.tools.byte_size import format_bytes
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")
@@ -43,7 +43,7 @@ def machine_facts(paths: Sequence[Path] = ()) -> dict[str, Any]:
         "memory_bytes": memory_bytes(),
         "virtualisation": virtualisation(),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "tiermem": importlib.metadata.version("tiermem"),
+        "tiermem": tiermem.__version__,
         "python": platform.python_version(),
         "paths": [place_of(path)._asdict() for path in paths],
     }

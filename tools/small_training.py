@@ -1,0 +1,158 @@
+"""SmallTraining: one small model trained with its weights and states in each place, so that the places can be compared.
+
+    cpu       all in memory, the maths on the CPU: the twin           host   weights, gradients and states on HOST
+    weights   weights on DEVICE, states on HOST                       nvme   weights, gradients and states on NVMe
+    device    weights and states on DEVICE, which steps them
+
+`weights`, `host` and `nvme` compute the same in the same places, so their losses are equal to the bit. `cpu` and `device` do
+their sums elsewhere, in another order. The model is bf16 with fp32 masters; data are noise. Needs torch and tiermem alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import tiermem
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.accelerator import is_accelerator, reset_peak, usage
+
+PLACES: dict[str, tuple[Tier, Tier]] = {
+    "cpu": (Tier.HOST, Tier.HOST),
+    "weights": (Tier.DEVICE, Tier.HOST),
+    "host": (Tier.HOST, Tier.HOST),
+    "nvme": (Tier.NVME, Tier.NVME),
+    "device": (Tier.DEVICE, Tier.DEVICE),
+}
+"""(home of parameters, home of states)"""
+SAME = ("weights", "host", "nvme")
+"""Places whose losses are equal to the bit."""
+MOST_APART = 0.02
+"""Of losses in bf16 whose sums were made in another order."""
+_NUM_CLASSES = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the model and its training: `blocks` of 8 x width^2 parameters each."""
+
+    width: int = 1024
+    blocks: int = 8
+    samples: int = 256
+    steps: int = 6
+
+
+class Block(nn.Module):
+    """A feed-forward block with a residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        y: torch.Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        return x + y
+
+
+class Stack(nn.Module):
+    """Blocks and a head."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(sizes.width) for _ in range(sizes.blocks))
+        self.head = nn.Linear(sizes.width, _NUM_CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def train_in(place: str, sizes: Sizes, folder: Path) -> dict[str, Any]:
+    """Trains in one of PLACES; returns losses, seconds of each phase (medians, the first step left out) and bytes. Blocks."""
+    params, optim = PLACES[place]
+    paths = [folder] if Tier.NVME in (params, optim) else []
+    torch.manual_seed(0)
+    model = Stack(sizes).bfloat16()
+    policy = OffloadPolicy(
+        params=params, optim=optim, paths=paths, persistence_numel=8 * sizes.width
+    )  # matrices come and go
+    num_params = sum(param.numel() for param in model.parameters())
+    losses: list[float] = []
+    seconds: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
+    with tiermem.shard(model, policy, device="cpu" if place == "cpu" else None) as shards:
+        device = shards.device
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+        if is_accelerator(device):
+            reset_peak(device)
+        for step in range(sizes.steps):
+            x, y = _batch(sizes, step, device)
+            loss = _timed(seconds, "forward", device, functools.partial(_loss_of, model, x, y))
+            _timed(seconds, "backward", device, loss.backward)
+            _timed(seconds, "step", device, optimizer.step)
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        stats = shards.store.stats()
+        return {
+            "device": str(device),
+            "losses": losses,
+            **{f"{phase}_s": statistics.median(each[1:] or each) for phase, each in seconds.items()},
+            "num_params": num_params,
+            "host_peak_bytes": stats.host_peak_bytes,
+            "nvme_read_bytes": stats.nvme_read_bytes,
+            "nvme_written_bytes": stats.nvme_written_bytes,
+            "plan_device_bytes": shards.plan.device_bytes,
+            **(usage(device)._asdict() if is_accelerator(device) else {}),
+        }
+
+
+def compare(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Whether the places that must be equal are, and how far the others are from `host`, as a part of its losses."""
+    same = [runs[place]["losses"] for place in SAME if place in runs]
+    apart = {
+        place: _apart(runs[place]["losses"], runs["host"]["losses"]) for place in ("cpu", "device") if place in runs
+    }
+    is_equal = all(losses == same[0] for losses in same)
+    return {
+        "is_equal_to_the_bit": is_equal,
+        "apart": apart,
+        "passed": is_equal and all(distance <= MOST_APART for distance in apart.values()),
+    }
+
+
+def _apart(losses: list[float], wanted: list[float]) -> float:
+    """The largest difference, as a part; a loss that is NaN is infinitely far."""
+    distances = [abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)]
+    return max((each if each == each else float("inf") for each in distances), default=0.0)
+
+
+def _batch(sizes: Sizes, step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step % 2)
+    x = torch.randn(sizes.samples, sizes.width, generator=generator).bfloat16()
+    y = torch.randint(0, _NUM_CLASSES, (sizes.samples,), generator=generator)
+    return x.to(device), y.to(device)
+
+
+def _loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x).float(), y)
+
+
+def _timed(seconds: dict[str, list[float]], phase: str, device: torch.device, work: Callable[[], Any]) -> Any:
+    start = time.monotonic()
+    found = work()
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+    seconds[phase].append(time.monotonic() - start)
+    return found
