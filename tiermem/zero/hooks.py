@@ -107,6 +107,8 @@ class Hooks:
             if live.unit.is_resident:
                 for shard in live.unit.shards:
                     self.see_gradient_of(live, shard.param)
+            if live.memory.has_streams and live.unit.is_trainable:
+                self._handles += [_note_stream(live, shard.param) for shard in live.unit.shards]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(
@@ -284,7 +286,7 @@ class Hooks:
         self._let_go(use)
         with torch._C.DisableTorchFunctionSubclass():  # asking resting parameters for their gradients is quicker so
             for live in use.units:
-                live.memory.join()  # autograd may have accumulated on another stream
+                live.memory.join()  # autograd may have computed and accumulated on other streams
                 if live.unit.is_trainable and self._uses.is_final(live) and self.may_receive():
                     self._homes.receive(live.unit)
 
@@ -533,6 +535,19 @@ def _needed_by_module(
     visit(root)
     found.setdefault(root, [])
     return {module: found[module] for module in root.modules() if module in found}
+
+
+def _note_stream(live: LiveUnit, param: nn.Parameter) -> RemovableHandle:
+    """Autograd accumulates a gradient on the stream on which the parameter was first used, in this graph or an older one."""
+    reference = weakref.ref(live)
+
+    def note(param: torch.Tensor) -> None:
+        living = reference()
+        if living is not None:
+            living.memory.note_gradient()
+
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(note)
+    return handle
 
 
 def _see_backward(hooks: weakref.ref[Hooks]) -> None:

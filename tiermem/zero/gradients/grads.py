@@ -243,6 +243,7 @@ class GradientHomes:
 
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
         """Per parameter, over all ranks, in float64, with what was multiplied since. Collective."""
+        self._homes.join()
         sums = block_sums_of(shards)
         local = [math.fsum(sums[s]) * s.grad_factor**2 if s.has_gradient else 0.0 for s in shards]
         values: list[float] = total(self._topology, self._on_wire(local, torch.float64)).tolist()

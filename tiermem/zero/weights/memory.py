@@ -59,6 +59,7 @@ class UnitMemory:
         self.unit = unit
         self._owner = owner
         self._users: dict[int, torch.Stream] = {}  # by id; whose work may look at the memory
+        self._accumulating: dict[int, torch.Stream] = {}  # by id; on which gradients have come since the last join
         self.is_present = False
         self._out: dict[int, torch.Tensor] = {}  # parameters that hold a copy of their own (gathered.py)
         self._may_swap = may_swap and device.type == "cpu"
@@ -77,6 +78,11 @@ class UnitMemory:
         if unit.full_dtype != unit.dtype and unit.is_trainable:
             for shard in unit.shards:
                 shard.param.grad_dtype = unit.dtype  # autograd adds up in it, whatever dtype forward saw
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether it is an accelerator's, where several streams may use it."""
+        return self._owner is not None
 
     def put_under(self, slot: Slot) -> None:
         """Puts an arena slot's memory under the unit (CPU). The slot belongs to the unit until it leaves.
@@ -120,13 +126,20 @@ class UnitMemory:
                 if filled is not None:
                     stream.wait_event(filled)
 
+    def note_gradient(self) -> None:
+        """A gradient of the unit has been accumulated on the current stream."""
+        assert self._owner is not None
+        stream = current_stream(self._owner.device)
+        self._accumulating[stream.stream_id] = stream
+
     def join(self) -> None:
-        """The current stream waits for all others that use the memory: what they have made of it is complete."""
+        """The current stream waits for all others that use the memory or made gradients of it: what they made is complete."""
         if self._owner is not None:
             stream = current_stream(self._owner.device)
-            for other in self._users.values():
+            for other in (*self._users.values(), *self._accumulating.values()):
                 if other.stream_id != stream.stream_id:
                     stream.wait_stream(other)
+            self._accumulating.clear()
 
     def show(self) -> None:
         """Points the parameters at the full layout, once its bytes are (or will be, in stream order) right."""
