@@ -2,9 +2,9 @@
 
     which      is_accelerator, find_device, activate            one per rank: torchrun's LOCAL_RANK chooses it
     order      new_stream, current_stream, new_event, wait_for  work on a stream begins when what it waits for has ended
-    memory     free_and_total, in_use_bytes, peak_bytes         bytes of the device, as torch counts them
+    memory     free_and_total, usage, reset_peak                bytes of the device, as torch counts them
     pinning    PageLock                                         host memory that the device copies from by itself
-    the rest   rng_state, set_rng_state, backends_of, control_device
+    the rest   facts_of, rng_state, set_rng_state, backends_of, control_device
 
 It is written on torch.accelerator, torch.Stream, torch.Event and the device's own module (`torch.cuda`, `torch.xpu`, ...), so
 that CUDA, ROCm, XPU and devices of extensions take one path. Asking whether there is a device takes none of it: a run on the
@@ -17,7 +17,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -121,27 +121,31 @@ def free_and_total(device: torch.device) -> tuple[int, int]:
     return int(free) + int(cached), int(total)
 
 
-def in_use_bytes(device: torch.device) -> tuple[int, int]:
-    """(allocated, reserved) bytes of torch's on a device at this moment."""
-    module = _module_of(device)
-    return int(module.memory_allocated(device)), int(module.memory_reserved(device))
+class Usage(NamedTuple):
+    """Bytes of a device that this process has: in tensors, and reserved for them by torch; now and at most so far."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
 
 
-def peak_bytes(device: torch.device) -> tuple[int, int]:
-    """The most (allocated, reserved) bytes since the start, or since `reset_peak`."""
-    module = _module_of(device)
-    return int(module.max_memory_allocated(device)), int(module.max_memory_reserved(device))
+def usage(device: torch.device) -> Usage:
+    """What this process has of a device's memory; peaks are since the start, or since `reset_peak`."""
+    stats = torch.accelerator.memory_stats(device)
+    kinds = (
+        "allocated_bytes.all.current",
+        "reserved_bytes.all.current",
+        "allocated_bytes.all.peak",
+        "reserved_bytes.all.peak",
+    )
+    return Usage(*(int(stats.get(kind, 0)) for kind in kinds))
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begins to count peaks anew."""
-    _module_of(device).reset_peak_memory_stats(device)
-
-
-def give_back_unused(device: torch.device) -> None:
-    """Returns torch's cached blocks to the driver."""
-    with torch.device(device):
-        _module_of(device).empty_cache()
+    """Returns torch's cached blocks to the driver and begins to count peaks anew. Waits for the device: for tools."""
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats(device)
 
 
 # ---- pinning ---------------------------------------------------------------------------------------------------------
@@ -215,6 +219,14 @@ def _check(module: Any, status: Any) -> None:
 
 
 # ---- the rest --------------------------------------------------------------------------------------------------------
+
+
+def facts_of(device: torch.device) -> dict[str, int | float | str]:
+    """What a device says of itself: its name, and whatever of torch's properties is a number or a text."""
+    properties = _module_of(device).get_device_properties(device)
+    found = {key: getattr(properties, key) for key in dir(properties) if not key.startswith("_")}
+    facts = {key: value for key, value in found.items() if isinstance(value, (int, float, str))}
+    return {**facts, "name": str(_module_of(device).get_device_name(device))}
 
 
 def rng_state(device: torch.device) -> torch.Tensor:

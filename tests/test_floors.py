@@ -3,8 +3,8 @@
     tools (3) -> tiermem (2) -> swap (1) -> _tiermem_native (0, through swap/native.py alone)
 
 Rules that hold beside that: no cycle of top-level imports, the floors are imported as parts of `tiermem`, the
-library does not print, and every module says what it is. Imports under TYPE_CHECKING count for the floors but not
-for cycles: at run time they are not there.
+library does not print, swap/accelerator.py alone names a kind of accelerator, and every module says what it is.
+Imports under TYPE_CHECKING count for the floors but not for cycles: at run time they are not there.
 """
 
 import ast
@@ -16,6 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {"swap": 1, "tiermem": 2, "tools": 3}
+KINDS = {"cuda", "xpu", "mps", "mtia", "hpu", "npu", "privateuse1", "sim"}
+"""Of accelerators, as torch names them."""
 
 
 class Module(NamedTuple):
@@ -146,6 +148,44 @@ def find_prints(modules: dict[str, Module]) -> list[str]:
     ]
 
 
+def find_kinds(modules: dict[str, Module]) -> list[str]:
+    """Returns where a kind of accelerator is named: `torch.cuda`, an import of it, a call or comparison with "cuda".
+
+    swap/accelerator.py may; config/gds.py may compare; tools/peer*.py are programs without tiermem.
+    """
+    found = []
+    for module in modules.values():
+        if module.name == "tiermem.swap.accelerator" or module.name.startswith("tiermem.tools.peer"):
+            continue
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Compare) and module.name == "tiermem.config.gds":
+                continue
+            if kinds := sorted(KINDS & set(kinds_in(node))):
+                found.append(f"{module.path}:{node.lineno}: {', '.join(kinds)}: ask swap/accelerator.py")  # type: ignore[attr-defined]
+    return found
+
+
+def kinds_in(node: ast.AST) -> Iterator[str]:
+    """Yields what a node says that may be a kind of accelerator."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+        yield node.attr
+    elif isinstance(node, ast.Import):
+        yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("torch."))
+    elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+        yield from [*(node.module or "").split(".")[1:2], *(alias.name for alias in node.names)]
+    elif isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda", "xpu", "is_xpu"):
+        yield node.attr.removeprefix("is_")
+    texts: list[ast.expr] = []
+    if isinstance(node, ast.Call):
+        texts = [*node.args, *(keyword.value for keyword in node.keywords)]
+    elif isinstance(node, ast.Compare):
+        texts = [node.left, *node.comparators]
+    for text in texts:
+        for each in text.elts if isinstance(text, ast.Tuple | ast.List | ast.Set) else [text]:
+            if isinstance(each, ast.Constant) and isinstance(each.value, str):
+                yield each.value.split(":")[0]
+
+
 def find_undescribed(modules: dict[str, Module]) -> list[str]:
     return [str(module.path) for module in modules.values() if not ast.get_docstring(module.tree)]
 
@@ -160,6 +200,10 @@ def test_no_import_cycle() -> None:
 
 def test_library_does_not_print() -> None:
     assert find_prints(read_modules(ROOT)) == []
+
+
+def test_one_module_names_kinds_of_accelerators() -> None:
+    assert find_kinds(read_modules(ROOT)) == []
 
 
 def test_every_module_says_what_it_is() -> None:
@@ -184,6 +228,14 @@ BAD = {
     "a cycle": ("swap/store.py", "from tiermem.swap import tier", find_cycle),
     "a cycle by dots": ("swap/store.py", "from .tier import Tier", find_cycle),
     "a print": ("tiermem/engine.py", "print('hello')", find_prints),
+    "torch.cuda": ("tools/cli.py", "import torch\ntorch.cuda.synchronize()", find_kinds),
+    "torch.xpu in a function": ("swap/store.py", "def f():\n    return torch.xpu.is_available()", find_kinds),
+    "an import of torch.cuda": ("tiermem/engine.py", "import torch.cuda", find_kinds),
+    "a part of torch.cuda": ("tiermem/engine.py", "from torch.cuda import Stream", find_kinds),
+    "cuda out of torch": ("tiermem/engine.py", "from torch import cuda", find_kinds),
+    "a device by name": ("tiermem/engine.py", "device = torch.device('cuda:0')", find_kinds),
+    "a tensor's own method": ("swap/store.py", "def f(x):\n    return x.cuda()", find_kinds),
+    "a comparison": ("tiermem/engine.py", "def f(x):\n    return x.device.type in ('cuda', 'xpu')", find_kinds),
     "no docstring": ("tiermem/bare.py", None, find_undescribed),
 }
 
@@ -197,21 +249,24 @@ def write_tree(root: Path) -> None:
         "swap/store.py": "from tiermem.swap import native",
         "tiermem/__init__.py": "from tiermem.engine import Engine",
         "tiermem/engine.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from tiermem import Engine",
+        "swap/accelerator.py": "import torch\ntorch.cuda.synchronize()",
+        "tiermem/config/__init__.py": "",
+        "tiermem/config/gds.py": "def f(device):\n    return device.type == 'cuda'",
         "tools/__init__.py": "",
+        "tools/peer_plain.py": "import torch\ntorch.cuda.synchronize()",
         "tools/cli.py": "from tiermem.swap import store\nprint('fine')",
     }
     for name, source in files.items():
         path = root / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f'"""What it is."""\n{source}\n', "utf-8")
 
 
 def test_a_good_tree_passes(tmp_path: Path) -> None:
     write_tree(tmp_path)
     modules = read_modules(tmp_path)
-    assert (
-        find_upward_imports(modules) == find_prints(modules) == find_undescribed(modules) == find_cycle(modules) == []
-    )
+    for find in (find_upward_imports, find_prints, find_kinds, find_undescribed, find_cycle):
+        assert find(modules) == []
 
 
 @pytest.mark.parametrize("fault", BAD)

@@ -14,6 +14,7 @@
     heap           its C heap, while it is built and while it is trained
     disk_rate      the disk's ceiling, measured now                   progress     what a person sees while it runs
     run_record     what a run told, kept as runs/<id>/run.json        reports      tables
+    device_memory  what it takes of its accelerator's memory
     timeline       its events, as lanes and rows                      plots, chrome_trace   its pictures
     tune           `tiermem tune`: what suits some disks, measured    io_grid      the settings that are worth trying
     halving        the best of many candidates in a given time        step_mix     what a step's bytes cost with some settings

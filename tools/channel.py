@@ -24,6 +24,8 @@ class Channel:
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
+        self.phase_name = "start"
+        """What is under way."""
 
     def send(self, kind: str, **fields: Any) -> None:
         """Writes one message; blocks only while the launcher is 64 KiB behind."""
@@ -35,6 +37,7 @@ class Channel:
 
     def phase(self, name: str, **fields: Any) -> None:
         """Says what begins now."""
+        self.phase_name = name
         self.send("phase", name=name, **fields)
 
 

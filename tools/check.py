@@ -109,7 +109,7 @@ def find_gpu() -> Iterator[Finding]:
     """GPUs and whether memory can be pinned for them."""
     import torch
 
-    from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator
+    from tiermem.swap.accelerator import facts_of, find_device, free_and_total, is_accelerator
 
     device = find_device()
     if not is_accelerator(device):
@@ -118,8 +118,9 @@ def find_gpu() -> Iterator[Finding]:
         )
         return
     for index in range(torch.accelerator.device_count()):
-        free, total = free_and_total(torch.device(device.type, index))
-        yield Finding(f"GPU {index}", f"{device.type}, {format_bytes(total)}, of which {format_bytes(free)} are free")
+        each = torch.device(device.type, index)
+        free, total = map(format_bytes, free_and_total(each))
+        yield Finding(f"GPU {index}", f"{facts_of(each)['name']} ({each.type}), {total}, of which {free} are free")
     try:
         torch.empty(1 << 20, dtype=torch.uint8).pin_memory()
     except RuntimeError as error:

@@ -114,10 +114,12 @@ def train(
             backward_s=seconds["backward"],
             step_s=seconds["step"],
             tokens=num_micro * int(batch.numel()),
+            **_device_fields(model.device),
         )
     phase("close")
+    on_device = _device_fields(model.device)
     model.close()
-    tell("done", peak_rss_bytes=_peak_resident())
+    tell("done", peak_rss_bytes=_peak_resident(), **on_device)
 
 
 def _load(name: str) -> Any:
@@ -129,6 +131,24 @@ def _load(name: str) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def _device_fields(device: str) -> dict[str, Any]:
+    """What device_memory.py's device_fields tells of our own run."""
+    if device == "cpu":
+        return {}
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    figures = {
+        "allocated_bytes": torch.cuda.memory_allocated(),
+        "reserved_bytes": torch.cuda.memory_reserved(),
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+        "free_bytes": free,
+        "total_bytes": total,
+    }
+    return {"device_memory": {**figures, "device": device}}
 
 
 def _peak_resident() -> int:

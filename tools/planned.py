@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from tiermem.forecast.rates import Compute
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES
 from tiermem.tools.budget import ModelSizes, activation_terms
-from tiermem.zero.plan import Plan, make_plan
+from tiermem.zero.plan import USUAL_ON_DEVICE, Plan, make_plan
 from tiermem.zero.ranks.mesh import plan_topology
 from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.unit import Division, Unit, divide
@@ -35,7 +35,6 @@ Config = Mapping[str, Any]
 INTERPRETER_BYTES = (
     360 << 20
 )  # torch and transformers imported, before any model, as measured on Linux with Python 3.11
-_GPU_UNITS = 3  # present at once (zero/weights/residency.py)
 _HEAP_TERMS = ("repacked weight", "gradients before", "allocator")  # of the CPU's products and its C library
 
 
@@ -162,7 +161,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
             policy = choice.policy
     division, plan, policy = _plan(model, policy, topology, is_gpu, cluster.ranks_per_node)
     lines = [Line(row.what, row.tier.name, row.num_bytes, row.why) for row in plan.rows]
-    lines += _passing_lines(division.units, plan) if is_gpu else []
+    lines += passing_lines(division.units, policy) if is_gpu else []
     uses = uses_of(model, division, compute)
     forecast = forecast_step(
         division, plan, policy, topology, uses, scenario.speed.rates, is_gpu, cluster.ranks_per_node, batch.accumulation
@@ -214,19 +213,27 @@ def _within(policy: OffloadPolicy, cluster: Cluster, outside_bytes: int) -> Offl
 
 def _extra_lines(scenario: Scenario, sizes: ModelSizes, precision: str, batch: int) -> list[Line]:
     """What lies outside the store: the interpreter, and activations where the maths runs."""
-    place = "HOST" if scenario.cluster.gpu_bytes is None else "DEVICE"
-    terms = activation_terms(sizes, batch * scenario.seq, precision, scenario.is_checkpointing)
-    lines = [
-        Line("interpreter and libraries", "HOST", INTERPRETER_BYTES, "measured before any model, transformers included")
+    is_gpu = scenario.cluster.gpu_bytes is not None
+    why = "measured before any model, transformers included"
+    return [
+        Line("interpreter and libraries", "HOST", INTERPRETER_BYTES, why),
+        *activation_lines(sizes, batch * scenario.seq, precision, scenario.is_checkpointing, is_gpu),
     ]
-    on_cpu_only = () if place == "HOST" else _HEAP_TERMS
-    return lines + [Line(term.name, place, term.num_bytes, term.why) for term in terms if term.name not in on_cpu_only]
 
 
-def _passing_lines(units: list[Unit], plan: Plan) -> list[Line]:
+def activation_lines(
+    sizes: ModelSizes, num_tokens: int, precision: str, is_checkpointing: bool, is_gpu: bool
+) -> list[Line]:
+    """What a forward and backward of so many tokens takes where the maths runs."""
+    terms = activation_terms(sizes, num_tokens, precision, is_checkpointing)
+    place, on_cpu_only = ("DEVICE", _HEAP_TERMS) if is_gpu else ("HOST", ())
+    return [Line(term.name, place, term.num_bytes, term.why) for term in terms if term.name not in on_cpu_only]
+
+
+def passing_lines(units: Sequence[Unit], policy: OffloadPolicy) -> list[Line]:
     """Of a GPU: the units present at once beside those that stay."""
     streamed = [unit.full_bytes for unit in units if not unit.is_resident]
-    num = min(_GPU_UNITS, len(streamed))
+    num = min(policy.unit_buffers or USUAL_ON_DEVICE, len(streamed))
     lines = [
         Line(f"{num} units", "DEVICE", num * max(streamed, default=0), "in use and fetched ahead, of the largest size")
     ]

@@ -90,13 +90,17 @@ def draw_loss(run: dict[str, Any]) -> Figure | None:
 
 
 def draw_memory(run: dict[str, Any]) -> Figure | None:
-    """Memory over time: resident, charged to the cgroup and carved by the store, under the cap; NVMe in use below."""
+    """Memory over time: resident, charged to the cgroup and carved by the store, under the cap; below it the accelerator's,
+    if there is one, and NVMe in use."""
     samples = run["pictures"]["samples"]
     if not samples:
         return None
-    figure, axes = _figure(10, 6.2, 2, heights=(3, 1))
-    top, bottom = axes
     origin = samples[0][0]
+    on_device = [p for p in (*run["pictures"]["phases"], *run["pictures"]["steps"]) if "device_memory" in p]
+    figure, axes = _figure(10, 8.0, 3, heights=(3, 2, 1)) if on_device else _figure(10, 6.2, 2, heights=(3, 1))
+    top, *middle, bottom = axes
+    for ax in middle:
+        _draw_device_memory(ax, sorted(on_device, key=lambda p: int(p["time_ns"])), origin)
     times = [(s[0] - origin) / 1e9 for s in samples]
     charged = [(t, s[2] / MIB) for t, s in zip(times, samples, strict=True) if s[2] is not None]
     if charged:
@@ -128,8 +132,26 @@ def draw_memory(run: dict[str, Any]) -> Figure | None:
         ax.set_xlim(0, times[-1] or 1)
     _name_stretches(top, run, origin)
     peak = run.get("peak_rss_bytes")
-    figure.suptitle(f"{run['name']}: memory per tier, peak resident {(peak or 0) / MIB:.0f} MiB", fontsize=12)
+    title = f"{run['name']}: memory per tier, peak resident {(peak or 0) / MIB:.0f} MiB"
+    if on_device:
+        card = on_device[-1]["device_memory"]
+        title += f", {card['device']} {card['peak_allocated_bytes'] / MIB:.0f} MiB"
+    figure.suptitle(title, fontsize=12)
     return figure
+
+
+def _draw_device_memory(ax: Axes, marks: Sequence[dict[str, Any]], origin: int) -> None:
+    """The accelerator's memory as each phase began: tensors, what torch has reserved, and the peak so far."""
+    at = [(mark["time_ns"] - origin) / 1e9 for mark in marks]
+    told = [mark["device_memory"] for mark in marks]
+    held = {key: [each[f"{key}_bytes"] / MIB for each in told] for key in ("allocated", "reserved", "peak_allocated")}
+    ax.fill_between(at, held["allocated"], step="post", color=_COLOURS["forward"], alpha=0.35, label="in tensors")
+    ax.step(at, held["reserved"], where="post", color=_GREY, linewidth=1.2, label="reserved by torch")
+    label = "most in tensors so far"
+    ax.step(at, held["peak_allocated"], where="post", color=_COLOURS["wait"], linestyle=":", linewidth=1.4, label=label)
+    ax.set_ylim(0, max(*held["reserved"], *held["peak_allocated"]) * 1.3 or 1)
+    ax.set_ylabel(f"{told[0]['device']} (MiB\nof {told[0]['total_bytes'] / MIB:,.0f})")
+    ax.legend(loc="upper left", ncols=3, fontsize=9, frameon=False)
 
 
 def draw_timeline(run: dict[str, Any], spans: Sequence[Span]) -> Figure | None:

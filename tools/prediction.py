@@ -4,7 +4,8 @@
               (calibrate.py), where the cap leaves room for it
     disk      the rates measured at the start, summed over the file systems that the paths lie on (disk_rate.py)
     bytes     the plan and the forecast: nothing is measured
-    memory    resident after the imports (measured) + the store (planned) + activations (budget.py's arithmetic)
+    memory    resident after the imports (measured) + the store (planned) + activations (budget.py's arithmetic); of an
+              accelerator: what the plan keeps there, units present at once, activations
 
 The trainer sends it as JSON; a prediction that cannot be made says why in `not_made`.
 """
@@ -15,7 +16,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tiermem.tools.budget import ModelSizes, activation_terms
+from tiermem.tools.budget import ModelSizes
 from tiermem.tools.calibrate import MOST_KERNEL_NUMEL, Maths, copy_bytes, measure_kernels, measure_maths, measure_sums
 from tiermem.tools.job import Job
 
@@ -40,6 +41,8 @@ class Measured(NamedTuple):
 
 def measure(job: Job, room_bytes: int | None) -> Measured | str:
     """Times the maths within `room_bytes` of memory (None: no limit); returns why not, where it cannot. Blocks."""
+    import torch
+
     folders = [Path(path) for path in job.nvme_paths]
     try:
         copy = copy_bytes(job.shape, job.precision, bool(folders))
@@ -48,6 +51,8 @@ def measure(job: Job, room_bytes: int | None) -> Measured | str:
         maths = measure_maths(job.shape, job.precision, job.batch, job.seq, job.is_checkpointing, folders)
     except ValueError as error:
         return str(error)
+    except torch.OutOfMemoryError:
+        return "a small copy of the model does not fit the accelerator's memory"
     numel = MOST_KERNEL_NUMEL if room_bytes is None else min(MOST_KERNEL_NUMEL, room_bytes // (2 * _KERNEL_ROOM_BYTES))
     return Measured(maths, measure_kernels(max(_LEAST_KERNEL_NUMEL, numel)), measure_sums())
 
@@ -58,13 +63,17 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
         return {"not_made": measured}
     from tiermem.forecast import forecast_shards
     from tiermem.swap.accelerator import is_accelerator
+    from tiermem.tools.planned import activation_lines, passing_lines
 
     rates = rates_of(measured, disk)
     forecast = forecast_shards(engine.shards, measured.maths.compute, rates, engine.gradient_accumulation_steps())
     plan = engine.shards.plan
-    terms = activation_terms(ModelSizes.of(job.shape), job.batch * job.seq, job.precision, job.is_checkpointing)
-    activations = sum(term.num_bytes for term in terms)
     is_gpu = is_accelerator(engine.shards.device)
+    sizes, num_tokens = ModelSizes.of(job.shape), job.batch * job.seq
+    beside = activation_lines(sizes, num_tokens, job.precision, job.is_checkpointing, is_gpu)
+    activations = sum(line.num_bytes for line in beside)
+    units = passing_lines([live.unit for live in engine.shards.units], engine.shards.policy)
+    on_device = plan.device_bytes + activations + sum(line.num_bytes for line in units)
     return {
         **{f"{phase}_s": seconds for phase, seconds in forecast.seconds.items()},
         "nvme_read_bytes": forecast.edge_bytes("NVME -> HOST"),
@@ -74,6 +83,7 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
         "activation_bytes": activations,
         "disk_bytes": plan.disk_bytes - (0 if _freezes(engine, job) else plan.frozen_disk_bytes),
         "peak_bytes": None if is_gpu else resident_bytes + plan.host_bytes + activations,
+        "device_bytes": on_device if is_gpu else None,
         "busy_s": {lane: dict(by) for lane, by in forecast.busy_s.items()},
         "rates": {"compute": measured.maths.compute._asdict(), **dataclasses.asdict(rates), "disk": disk},
     }

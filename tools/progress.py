@@ -1,6 +1,7 @@
 """Progress: what a person sees while a run goes on. A live panel on a terminal, plain lines elsewhere.
 
-Loss, tokens per second, memory against the cap, GB/s against the disk's measured ceiling, seconds waited and for what.
+Loss, tokens per second, memory against the cap and on the accelerator, GB/s against the disk's measured ceiling, seconds
+waited and for what.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from tiermem.tools.byte_size import format_bytes
 from tiermem.tools.channel import Message
+from tiermem.tools.device_memory import describe_device
 from tiermem.tools.launcher import Observer, Sample
 
 _REFRESH_S = 0.25
@@ -83,6 +85,8 @@ class Progress(Observer):
             f"forward {step['forward_s']:.2f} backward {step['backward_s']:.2f} step {step['step_s']:.2f} s",
             f"memory {self._describe_memory()}",
         ]
+        if "device_memory" in step:
+            parts.append(describe_device(step["device_memory"]))
         if any(self._moved):
             parts.append(self._describe_disk(seconds))
         if waits := self._describe_waits(step):
@@ -121,6 +125,8 @@ class Progress(Observer):
                 rows.add_row("disk", self._describe_disk(seconds).removeprefix("disk "))
             rows.add_row("waited", self._describe_waits(step) or "no time worth naming")
         rows.add_row("memory", self._describe_memory())
+        if step and "device_memory" in step:
+            rows.add_row("device", describe_device(step["device_memory"]))
         if self._limit_bytes and self._sample:
             part = self._sample.resident_bytes / self._limit_bytes
             style = "green" if part < 0.85 else "yellow" if part < 0.97 else "red"

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from tiermem.tools.byte_size import format_bytes
 from tiermem.tools.channel import Message
+from tiermem.tools.device_memory import planned_bytes
 from tiermem.tools.run_record import median_after_warm_up
 
 _WIDTH = 150  # of tables that go to a file
@@ -30,6 +31,10 @@ def plan_table(ready: Message) -> Table:
         table.add_column(name, justify=justify, style="dim" if name == "why" else "")  # type: ignore[arg-type]
     for what, tier, num_bytes, why in ready.get("plan", []):
         table.add_row(what, tier, format_bytes(num_bytes), why)
+    if "device_memory" in ready:
+        card = ready["device_memory"]
+        on = f"of {format_bytes(card['total_bytes'])} of {card['device']}, {format_bytes(card['free_bytes'])} free now"
+        table.add_row("= DEVICE", "DEVICE", format_bytes(planned_bytes(ready.get("plan", []))), on, style="bold")
     if ready.get("budget"):
         table.add_section()
         for name, num_bytes, why in ready["budget"]:
@@ -55,6 +60,7 @@ def result_table(run: Summary) -> Table:
         if ours or kernel:
             table.add_row(f"NVMe bytes {what}", _size(ours), _size(kernel), _difference(ours, kernel))
     table.add_row("host memory carved", _size(run.get("host_peak_bytes")), "", "peak of the store's arena")
+    _add_device_rows(table, run.get("device_memory"))
     table.add_row("resident", "", _size(run["peak_rss_bytes"]), "peak over the process tree (VmHWM)")
     if run["cgroup_peak_bytes"] is not None:
         anonymous = run["cgroup_anonymous_peak_bytes"]
@@ -65,6 +71,19 @@ def result_table(run: Summary) -> Table:
     if run.get("engine") not in (None, "none yet"):
         table.add_row("engine", run["engine"], "", run["engine_why"])
     return table
+
+
+def _add_device_rows(table: Table, card: Mapping[str, Any] | None) -> None:
+    """The accelerator's memory: tensors beside the plan, and what torch has reserved beside the card."""
+    if card is None:
+        return
+    tensors = (
+        f"peak; {_size(card['allocated_bytes'])} at the end, {_size(card['plan_bytes'])} of them planned to rest there"
+    )
+    table.add_row(f"memory of {card['device']}", _size(card["peak_allocated_bytes"]), "", tensors)
+    of_card = f"of {_size(card['total_bytes'])}, {_size(card['free_bytes'])} free"
+    reserved = f"peak; {_size(card['reserved_bytes'])} at the end, {of_card}"
+    table.add_row("reserved there by torch", _size(card["peak_reserved_bytes"]), "", reserved)
 
 
 def predicted_table(run: Summary) -> Table | None:
@@ -86,6 +105,7 @@ def predicted_table(run: Summary) -> Table | None:
         ("states on NVMe", said["disk_bytes"], run["nvme_peak_bytes"]),
         ("host memory of the store", said["host_bytes"], run["host_peak_bytes"]),
         ("resident at the peak", said["peak_bytes"], run["peak_rss_bytes"]),
+        ("accelerator's memory at the peak", said.get("device_bytes"), _device_peak(run)),
     ):
         if predicted or measured:
             table.add_row(what, _size(predicted), _size(measured), _ratio(predicted, measured))
@@ -97,7 +117,9 @@ def peers_table(runs: Sequence[Summary]) -> Table:
     table = Table(
         title="side by side (same model, data, seed, threads, cap)", title_justify="left", box=None, pad_edge=False
     )
-    columns = ("run", "loss", "forward s", "backward s", "step s", "tokens/s", "peak RSS", "outcome")
+    has_device = any(_device_peak(run) is not None for run in runs)
+    on_device = ("peak GPU",) * has_device
+    columns = ("run", "loss", "forward s", "backward s", "step s", "tokens/s", "peak RSS", *on_device, "outcome")
     for name in columns:
         table.add_column(name, justify="left" if name in ("run", "outcome") else "right", overflow="fold")
     for run in runs:
@@ -105,8 +127,14 @@ def peers_table(runs: Sequence[Summary]) -> Table:
         loss = f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else "-"
         times = [_seconds(median_after_warm_up(run[key])) for key in ("forward_s", "backward_s", "step_s")]
         speed = f"{run['tokens_per_s']:.1f}" if run["tokens_per_s"] else "-"
-        table.add_row(run["name"], loss, *times, speed, _size(run["peak_rss_bytes"]), run["outcome"])
+        peaks = [_size(run["peak_rss_bytes"]), *[_size(_device_peak(run))] * has_device]
+        table.add_row(run["name"], loss, *times, speed, *peaks, run["outcome"])
     return table
+
+
+def _device_peak(run: Summary) -> int | None:
+    card = run.get("device_memory")
+    return card["peak_allocated_bytes"] if card is not None else None
 
 
 def _difference(ours: int | None, kernel: int | None) -> str:

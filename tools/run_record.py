@@ -19,6 +19,7 @@ from typing import Any
 from tiermem.swap import durable
 from tiermem.tools.channel import Message
 from tiermem.tools.counts import IoCounts, disagreements
+from tiermem.tools.device_memory import planned_bytes
 from tiermem.tools.launcher import Observer, Outcome, Sample
 
 _MAX_SAMPLES = 4096
@@ -119,6 +120,7 @@ class RunRecord(Observer):
             "kernel_written_bytes": done.get("kernel_written_bytes"),
             "paths": [dict(zip(_PATH_KEYS, each, strict=True)) for each in done.get("paths", [])],
             "host_peak_bytes": done.get("host_peak_bytes"),
+            "device_memory": self._device_memory(),
             "engine": last.get("engine"),
             "engine_why": last.get("engine_why"),
             "threads": ready.get("threads"),
@@ -149,6 +151,13 @@ class RunRecord(Observer):
                 "wall_s": outcome.wall_s,
             }
         return figures
+
+    def _device_memory(self) -> dict[str, Any] | None:
+        """The last figures of the accelerator's memory, beside what the plan has there; None for a run on the CPU."""
+        told = [message for message in (self.ready, *self.steps[-1:], self.done) if "device_memory" in message]
+        if not told:
+            return None
+        return {**told[-1]["device_memory"], "plan_bytes": planned_bytes(self.ready.get("plan", []))}
 
     def _training_s(self) -> float:
         """Seconds from the start of the first step to the end of the last."""

@@ -29,6 +29,13 @@ from tiermem.tools.channel import Channel
 from tiermem.tools.chosen import choose_config
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.counts import IoCounts, counts_at_rest, kernel_counts, store_counts, written_by_path
+from tiermem.tools.device_memory import (
+    OutOfDeviceMemory,
+    device_fields,
+    explain_out_of_memory,
+    forget_peak,
+    out_of_memory_in,
+)
 from tiermem.tools.heap import give_back_free_memory, large_blocks_mapped
 from tiermem.tools.job import Job
 from tiermem.tools.prediction import Measured, measure, predict, rates_of
@@ -63,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_FAILED  # the launcher is gone
     except Exception as error:
         channel.send("error", type=type(error).__name__, message=str(error), trace=traceback.format_exc())
-        return EXIT_USER if isinstance(error, (ValueError, OSError)) else EXIT_FAILED
+        return EXIT_USER if isinstance(error, (ValueError, OSError, OutOfDeviceMemory)) else EXIT_FAILED
     return 0
 
 
@@ -87,7 +94,7 @@ class Trainer:
         self._beside = IoCounts(0, 0)  # bytes of checkpoints that the kernel counts and the store does not
 
     def run(self) -> None:
-        """Trains and reports. Raises what goes wrong, the store closed."""
+        """Trains and reports. Raises what goes wrong, the store closed; what an accelerator refuses as OutOfDeviceMemory."""
         job = self._job
         self._channel.phase("the imports")
         _import_all(job)
@@ -98,28 +105,45 @@ class Trainer:
         measured = measure(job, self._budget.host_bytes if self._budget is not None else None)
         config = self._choose(config, measured, ceiling)
         give_back_free_memory()
-        with large_blocks_mapped():
+        forget_peak()
+        with self._explaining_out_of_memory(), large_blocks_mapped():
             self._channel.phase("building the model")
             model = build_model(job, config)
             self._channel.phase("initialize")
             engine = self._initialize(model, config)
         num_params = sum(p.numel() for p in model.parameters())
         try:
-            if job.checkpoint is not None:
-                self._load(model, Path(job.checkpoint))
-            if job.resume is not None:
-                self._resume(engine, job.resume)
-            engine.step_client_state = {CLIENT_KEY: job.to_save}
-            give_back_free_memory()
-            self._announce(engine, num_params, ceiling, predict(engine, job, measured, ceiling, resident_bytes))
-            before = store_counts(engine.shards.store), kernel_counts(), written_by_path(engine.shards.store)
-            self._stop.may_unwind = False
-            self._train(engine)
+            with self._explaining_out_of_memory(engine):
+                if job.checkpoint is not None:
+                    self._load(model, Path(job.checkpoint))
+                if job.resume is not None:
+                    self._resume(engine, job.resume)
+                engine.step_client_state = {CLIENT_KEY: job.to_save}
+                give_back_free_memory()
+                self._announce(engine, num_params, ceiling, predict(engine, job, measured, ceiling, resident_bytes))
+                before = store_counts(engine.shards.store), kernel_counts(), written_by_path(engine.shards.store)
+                self._stop.may_unwind = False
+                self._train(engine)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 engine.close()
             raise
         self._finish(engine, *before)
+
+    @contextlib.contextmanager
+    def _explaining_out_of_memory(self, engine: Engine | None = None) -> Iterator[None]:
+        """Inside, an accelerator's refusal of memory becomes one sentence, made of what it holds at that moment."""
+        try:
+            yield
+        except Exception as error:
+            refusal = out_of_memory_in(error)
+            if refusal is None:
+                raise
+            figures = device_fields(None if engine is None else engine.device)["device_memory"]
+            plan = None if engine is None else _rows_of(engine)
+            raise OutOfDeviceMemory(
+                explain_out_of_memory(refusal, figures, plan, self._channel.phase_name, self._job)
+            ) from error
 
     # ---- before training ---------------------------------------------------------------------------------------------
 
@@ -186,7 +210,6 @@ class Trainer:
         import torch
 
         precision = precision_of(self._job.config)
-        plan = engine.shards.plan
         self._channel.send(
             "ready",
             num_params=num_params,
@@ -194,13 +217,14 @@ class Trainer:
             batch_size=engine.train_batch_size(),
             threads=torch.get_num_threads(),
             device=str(engine.device),
-            plan=[[row.what, row.tier.name, row.num_bytes, row.why] for row in plan.rows],
+            plan=_rows_of(engine),
             budget=[list(term) for term in self._budget.rows()] if self._budget else [],
             ceiling=ceiling,
             predicted=predicted,
             choice=self._choice,
             versions=_versions(),
             **store_counts(engine.shards.store)._asdict(),
+            **device_fields(engine.device),
         )
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -248,7 +272,8 @@ class Trainer:
     @contextlib.contextmanager
     def _timed(self, engine: Engine, seconds: dict[str, float], name: str, step: int) -> Iterator[None]:
         stats = engine.shards.store.stats()
-        self._channel.phase(f"{name} of step {step}", host_bytes=stats.host_bytes, nvme_bytes=stats.nvme_bytes)
+        held = {"host_bytes": stats.host_bytes, "nvme_bytes": stats.nvme_bytes, **device_fields(engine.device)}
+        self._channel.phase(f"{name} of step {step}", **held)
         started = time.monotonic()
         yield
         _synchronize(engine.device)
@@ -278,6 +303,7 @@ class Trainer:
             grad_norm=float(engine.get_global_grad_norm()),
             lr=engine.get_lr()[0],
             skipped_steps=engine.skipped_steps,
+            **device_fields(engine.device),
         )
 
     # ---- after training ----------------------------------------------------------------------------------------------
@@ -288,7 +314,7 @@ class Trainer:
         moved = counts_at_rest(engine.shards.store).since(ours)
         moved_by_kernel = kernel_counts().since(kernel).since(self._beside)
         host_peak_bytes = engine.shards.store.stats().host_peak_bytes
-        since_made = written_by_path(engine.shards.store)
+        since_made, on_device = written_by_path(engine.shards.store), device_fields(engine.device)
         engine.close()
         self._channel.send(
             "done",
@@ -301,6 +327,7 @@ class Trainer:
             is_every_step_durable=engine.shards.policy.durability == "step",
             peak_rss_bytes=own_resident().peak_bytes,
             is_interrupted=self._stop.is_asked,
+            **on_device,
         )
         if self._job.events_file is not None:
             with open(self._job.events_file, "w", encoding="utf-8") as file:
@@ -322,6 +349,10 @@ def _import_all(job: Job) -> None:
         torch.set_num_threads(job.threads)
     with torch.device("meta"):  # loads the model's own modules; takes no memory for weights
         transformers().AutoModelForCausalLM.from_config(hf_config(job.shape))
+
+
+def _rows_of(engine: Engine) -> list[tuple[str, str, int, str]]:
+    return [(row.what, row.tier.name, row.num_bytes, row.why) for row in engine.shards.plan.rows]
 
 
 def _synchronize(device: torch.device) -> None:

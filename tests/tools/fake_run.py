@@ -8,9 +8,21 @@ from typing import Any
 
 MS = 1_000_000
 MIB = 1 << 20
+DEVICE_FIELDS: dict[str, Any] = {
+    "device_memory": {
+        "device": "cuda:0",
+        "allocated_bytes": 100 * MIB,
+        "reserved_bytes": 300 * MIB,
+        "peak_allocated_bytes": 200 * MIB,
+        "peak_reserved_bytes": 400 * MIB,
+        "free_bytes": 19 << 30,
+        "total_bytes": 20 << 30,
+    }
+}
+"""Of a message of a run on an accelerator."""
 
 
-def write_run(folder: Path, num_steps: int = 3) -> dict[str, Any]:
+def write_run(folder: Path, num_steps: int = 3, device_fields: dict[str, Any] | None = None) -> dict[str, Any]:
     """Writes a run of steps of 300 ms each into `folder`; returns what run.json holds."""
     steps, spans, phases, samples = [], [], [], []
     for index in range(num_steps):
@@ -19,7 +31,7 @@ def write_run(folder: Path, num_steps: int = 3) -> dict[str, Any]:
             spans.append([lane, f"micro-batch {index}", begin + start * MS, begin + end * MS, 0])
             name = f"{lane} of step {index + 1}"
             phase = {"kind": "phase", "name": name, "time_ns": begin + start * MS}
-            phases.append({**phase, "host_bytes": 300 * MIB, "nvme_bytes": 6 << 30})
+            phases.append({**phase, "host_bytes": 300 * MIB, "nvme_bytes": 6 << 30, **(device_fields or {})})
         for tile in range(10):
             start = begin + (150 + 14 * tile) * MS
             spans.append(["read", f"tile {tile}", start - 10 * MS, start, 12 * MIB])

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_run import MS, write_run
+from fake_run import DEVICE_FIELDS, MS, write_run
 
 pytest.importorskip("matplotlib")
 
@@ -64,6 +64,19 @@ def test_axes_are_labelled_with_units_and_the_cap_is_drawn(tmp_path: Path) -> No
     assert top.get_ylabel() == "memory (MiB)"
     assert bottom.get_xlabel() == "time (s)"
     assert "cap 1250 MiB (cgroup-v1)" in [text.get_text() for text in top.texts]
+
+
+def test_an_accelerators_memory_has_lines_of_its_own(tmp_path: Path) -> None:
+    figure = plots.draw_memory(write_run(tmp_path, device_fields=DEVICE_FIELDS))
+    assert figure is not None
+    _, device, _ = figure.axes
+    assert device.get_ylabel() == "cuda:0 (MiB\nof 20,480)"
+    legend = device.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "in tensors", "reserved by torch", "most in tensors so far",
+    ]  # fmt: skip
+    assert "cuda:0 200 MiB" in figure.get_suptitle()
 
 
 def test_the_timeline_is_of_one_step_and_says_what_was_moved(tmp_path: Path) -> None:

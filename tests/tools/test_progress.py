@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import io
+import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_run import DEVICE_FIELDS
 
 from tiermem.tools.launcher import Sample
 from tiermem.tools.progress import Progress
@@ -49,6 +55,16 @@ def test_a_step_is_shown(is_terminal: bool) -> None:
         assert part in shown
     assert "for param" not in shown
     assert ("building the model" in shown) is not is_terminal or is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_an_accelerators_memory_is_shown_beside_the_hosts(is_terminal: bool) -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=300, force_terminal=is_terminal, color_system=None)
+    with Progress(console, "tiermem tiny", 10, None, "none") as progress:
+        progress.on_message({**STEP, **DEVICE_FIELDS})
+        progress.on_sample(Sample(1, 800 * MIB, None))
+    assert "cuda:0 100.0 MiB (300.0 MiB reserved) of 20.00 GiB, peak 200.0 MiB (400.0 MiB)" in text.getvalue()
 
 
 def test_texts_with_brackets_are_shown_as_they_are() -> None:

@@ -55,6 +55,7 @@ class Plan:
 
     rows: list[Row]
     host_bytes: int  # all HOST rows: the arena's size
+    device_bytes: int  # all DEVICE rows, on an accelerator
     disk_bytes: int  # all NVME rows
     frozen_disk_bytes: int  # of them, what is there for checkpoints; taken when the first step after one is written
     grads: Tier | None  # None: none is held
@@ -237,6 +238,7 @@ class _Planner:
         return Plan(
             rows=sheet.rows,
             host_bytes=sheet.total(Tier.HOST),
+            device_bytes=sheet.total(Tier.DEVICE),
             disk_bytes=sheet.total(Tier.NVME),
             frozen_disk_bytes=frozen,
             grads=grads,

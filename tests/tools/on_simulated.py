@@ -1,0 +1,21 @@
+"""OnSimulated: the environment of a process that finds the simulated accelerator of tests/accelerator, as users find a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+
+import pytest
+
+_SITE = Path(__file__).parent.parent / "accelerator" / "site"
+
+
+def environment(**settings: str) -> dict[str, str]:
+    """For subprocess.run. Skips the test where there is no simulated device, or no compiler to build it with."""
+    if not _SITE.is_dir():
+        pytest.skip("tests/accelerator, the simulated device, is not there")
+    missing = importlib.import_module("accelerator.build").missing_for_build()
+    if missing:
+        pytest.skip(missing)
+    return {**os.environ, "PYTHONPATH": str(_SITE), "OMP_NUM_THREADS": "1", **settings}

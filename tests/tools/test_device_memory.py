@@ -1,0 +1,145 @@
+"""Does a person see what a run takes of its accelerator, and what to change when that is too little?"""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_run import DEVICE_FIELDS, MIB
+from on_simulated import environment
+
+from tiermem.tools.device_memory import device_fields, explain_out_of_memory, out_of_memory_in
+from tiermem.tools.job import Job
+from tiermem.tools.launcher import Outcome
+from tiermem.tools.memory_limit import Charge
+from tiermem.tools.reports import peers_table, plan_table, predicted_table, result_table
+from tiermem.tools.run_record import RunRecord
+
+PLAN = [
+    ["resident parameters", "DEVICE", 30 * MIB, "present all the time"],
+    ["gradients", "HOST", 80 * MIB, "rest on HOST until the step"],
+    ["parameters", "DEVICE", 40 * MIB, "rest on DEVICE"],
+]
+STEP = {"kind": "step", "step": 1, "loss": 7.0, "tokens": 4, "forward_s": 1.0, "backward_s": 1.0, "step_s": 1.0}
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def job_of(**settings: Any) -> Job:
+    values = {"batch": 4, "seq": 128, "is_checkpointing": False, "config": {}}
+    others = dict.fromkeys(("name", "precision"), "") | {key: [] for key in ("data", "nvme_paths")}
+    rest = {"shape": {}, "checkpoint": None, "steps": 1, "seed": 0, "lr": 0.1, "threads": None, "events_file": None}
+    return Job(**{**rest, **others, "memory_limit_bytes": None, **values, **settings})
+
+
+def summary_of(fields: dict[str, Any]) -> dict[str, Any]:
+    record = RunRecord()
+    predicted = {f"{phase}_s": 1.0 for phase in ("forward", "backward", "step")}
+    predicted |= dict.fromkeys(("nvme_read_bytes", "nvme_written_bytes", "disk_bytes", "host_bytes", "peak_bytes"), 0)
+    record.on_message({"kind": "ready", "plan": PLAN, "predicted": {**predicted, "device_bytes": 100 * MIB}, **fields})
+    record.on_message({**STEP, **fields})
+    record.outcome = Outcome(0, "close", "none", None, False, False, False, 7, Charge(), None, 1.0, ())
+    return {"name": "tiermem tiny", **json.loads(json.dumps(record.summary()))}
+
+
+def text_of(table: Table | None) -> str:
+    assert table is not None
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_tables_and_json_have_the_sums_of_a_run_on_an_accelerator() -> None:
+    run = summary_of(DEVICE_FIELDS)
+    assert run["device_memory"] == {**DEVICE_FIELDS["device_memory"], "plan_bytes": 70 * MIB}
+    result = text_of(result_table(run))
+    assert "memory of cuda:0" in result
+    assert "peak; 100.0 MiB at the end, 70.0 MiB of them planned to rest there" in result
+    assert "peak; 300.0 MiB at the end, of 20.00 GiB, 19.00 GiB free" in result
+    plan = text_of(plan_table({"plan": PLAN, **DEVICE_FIELDS}))
+    assert "= DEVICE" in plan and "70.0 MiB" in plan and "of 20.00 GiB of cuda:0, 19.00 GiB free now" in plan
+    assert "100.0 MiB  200.0 MiB             0.500" in text_of(predicted_table(run))
+    other = summary_of({})
+    both = text_of(peers_table([run, other]))
+    assert "peak GPU" in both and "200.0 MiB" in both
+
+
+def test_a_run_on_the_cpu_says_nothing_of_a_device() -> None:
+    run = summary_of({})
+    assert run["device_memory"] is None
+    assert device_fields(torch.device("cpu")) == {}
+    for table in (result_table(run), plan_table({"plan": PLAN[1:2]}), peers_table([run])):
+        assert "DEVICE" not in text_of(table) and "GPU" not in text_of(table) and "device" not in text_of(table)
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({}, "a --batch below 4, a --seq below 128, --checkpointing or --offload cpu"),
+        ({"batch": 1, "is_checkpointing": True}, "a --seq below 128 or --offload cpu"),
+        (
+            {
+                "batch": 1,
+                "config": {
+                    "zero_optimization": {f"offload_{what}": {"device": "cpu"} for what in ("param", "optimizer")}
+                },
+            },
+            "a --seq below 128 or --checkpointing",
+        ),
+    ],
+)
+def test_a_refusal_is_one_sentence_that_says_what_to_change(settings: dict[str, Any], remedy: str) -> None:
+    refusal = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 20.00 GiB"
+    )
+    said = explain_out_of_memory(
+        refusal, DEVICE_FIELDS["device_memory"], PLAN, "backward of step 3", job_of(**settings)
+    )
+    assert said == (
+        "cuda:0 has no memory left in backward of step 3: 20.00 MiB more were wanted, torch has reserved 300.0 MiB of 20.00 "
+        "GiB (100.0 MiB in tensors) and 19.00 GiB are free; the plan keeps 70.0 MiB on DEVICE (resident parameters 30.0 MiB, "
+        f"parameters 40.0 MiB): give {remedy}"
+    )
+
+
+def test_a_refusal_is_found_behind_the_error_that_it_caused() -> None:
+    refusal = torch.OutOfMemoryError("no")
+    torn = RuntimeError("the step is torn")
+    torn.__cause__ = refusal
+    assert out_of_memory_in(torn) is refusal
+    assert out_of_memory_in(RuntimeError("another")) is None
+    torn.__cause__ = torn  # a chain may be a ring
+    assert out_of_memory_in(torn) is None
+
+
+def test_training_that_runs_out_of_device_memory_ends_in_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    words = ["train", "--config", "config.json", "--offload", "none", "--seq", "32", "--steps", "2", "--runs", "runs"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tiermem.tools.cli", *words],
+        cwd=tmp_path,
+        env=environment(TIERMEM_SIM_CAPACITY="2900000"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2, done.stdout
+    assert line.startswith("tiermem train: sim:0 has no memory left in backward of step 1: ")
+    assert "the plan keeps 2.3 MiB on DEVICE (resident parameters" in line and "--offload cpu" in line
+    assert not any((tmp_path / "runs").iterdir())
