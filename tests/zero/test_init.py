@@ -245,6 +245,22 @@ def test_skip_init_and_to_empty_make_room_for_values(is_root: bool, home: Tier, 
             assert (value == number).all()
 
 
+def test_adapters_that_are_added_afterwards_are_partitioned_when_asked(tmp_path: Path) -> None:
+    policy = policy_at(Tier.NVME, tmp_path)
+    with Init(policy=policy, dtype=torch.bfloat16):
+        model = zoo.Tower()
+    model.adapter = nn.Linear(31, 97)
+    values = {name: value.clone() for name, value in model.adapter.state_dict().items()}
+    model.embed.weight.convert_to_zero_parameters(list(model.parameters()))
+    assert model.adapter.weight.isnan().all()
+    assert (model.adapter.weight.ds_shape, model.adapter.weight.dtype) == ((97, 31), torch.float32)
+    with tiermem.shard(model, policy):
+        found = {name.partition(".")[2]: v for name, v in model.state_dict().items() if name.startswith("adapter")}
+        assert_same_tensors(found, values)
+        with pytest.raises(RuntimeError, match="add modules before"):
+            model.embed.weight.convert_to_zero_parameters([nn.Parameter(torch.zeros(3))])
+
+
 def test_integer_parameters_are_kept(tmp_path: Path) -> None:
     policy = policy_at(Tier.HOST, tmp_path)
     with Init(policy=policy):

@@ -24,7 +24,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
@@ -41,7 +41,6 @@ from torch.utils.hooks import RemovableHandle
 
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import find_device
-from tiermem.zero import registry
 from tiermem.zero.building.as_built import AsBuilt, size_of_near
 from tiermem.zero.building.nursery import Nursery
 from tiermem.zero.ranks.collectives import exchange
@@ -189,7 +188,7 @@ class Init:
             for module in list(
                 self._seen
             ):  # which may hold other parameters than were registered: to_empty replaces them
-                self._admit(module.parameters(recurse=False))
+                self._nursery.adopt(module.parameters(recurse=False))
             self._nursery.graduate(self._dtype)
         else:
             self._nursery.abandon()
@@ -213,14 +212,8 @@ class Init:
             self._seen[module] = None
 
     def _stands(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        if module is not None and _innermost() is self._mode:
-            self._admit(module.parameters())
-
-    def _admit(self, params: Iterable[nn.Parameter]) -> None:
-        assert self._nursery is not None
-        for param in params:
-            if registry.keeper_of(param) is None:
-                self._nursery.admit(param)
+        if module is not None and self._nursery is not None and _innermost() is self._mode:
+            self._nursery.adopt(module.parameters())
 
 
 def shutdown_init_context() -> None:

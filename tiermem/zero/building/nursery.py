@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -93,6 +94,14 @@ class Nursery:
         describe(param, self._num_admitted, value.shape, part, ZeroParamStatus.NOT_AVAILABLE)
         weakref.finalize(param, self._forget, child)
         self._sleep(param)
+
+    def adopt(self, params: Iterable[nn.Parameter]) -> None:
+        """Takes parameters of any module that nobody keeps, after building, too. Collective; blocks."""
+        fresh = [param for param in params if registry.keeper_of(param) is None]
+        for param in fresh:
+            self.admit(param)
+        if not self._is_building:
+            resting.rest(fresh)
 
     def wake(self, param: nn.Parameter, is_overwritten: bool = False) -> None:
         """Brings a parameter's values back for code that touches it, until `trim` puts it to sleep.
