@@ -45,7 +45,7 @@ MUTANTS = {
         UnitMemory, "allocate", "stream.wait_stream(self._owner)", "pass", "plain", "host"
     ),
     "memory is freed while compute uses it": Mutant(
-        UnitMemory, "leave", "self._owner.wait_stream(stream)", "pass", "plain", "host"
+        UnitMemory, "leave", "self._owner.wait_event(self._ends[number])", "pass", "plain", "host"
     ),
     "memory is allocated on the caller's stream": Mutant(
         UnitMemory, "allocate", "with on(self._owner):", "if True:", "on_side_streams", "host"
@@ -92,7 +92,8 @@ MUTANTS = {
         GradientStore, "_at_home", "data.record_stream(self._stream)", "pass", "plain", "device"
     ),
     "a step does not wait for the last gradients": Mutant(
-        GradientStore, "join", "stream.wait_stream(self._stream)", "pass", "two_streams_one_backward", "device"
+        GradientStore, "join", "current_stream(self._stream.device).wait_stream(self._stream)", "pass",
+        "two_streams_one_backward", "device",
     ),
     "resident weights are not brought from the step": Mutant(
         ShardedModel, "_regather", "self._shards.values.regather(live.unit, live.shard, live.memory)", "pass", "plain",
