@@ -160,7 +160,7 @@ class OffloadPolicy:
     quantised_frozen: bool = False
     """Keep frozen parameters as 8-bit blocks where they rest (`zero_quantized_nontrainable_weights`)."""
     pin_memory: bool = True
-    """Register the arena with the GPU driver, where there is a GPU."""
+    """Register what crosses the link to an accelerator with its driver, where there is one."""
     master_from: Literal["param", "init"] = "param"
     """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
     loads_masters: bool = True
