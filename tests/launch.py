@@ -53,12 +53,12 @@ def launch_ranks(script: Path, num_ranks: int, *words: str, timeout_s: float = 4
 
 
 @contextlib.contextmanager
-def as_rank() -> Iterator[tuple[int, Path, list[str]]]:
+def as_rank(backend: str = "gloo") -> Iterator[tuple[int, Path, list[str]]]:
     """In a launched script: meets the other ranks; gives this rank's number, the file to write and the script's words."""
     folder, rank, world = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     meeting = f"file://{folder.absolute()}/meeting"
     dist.init_process_group(
-        "gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=_WAIT_S)
+        backend, init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=_WAIT_S)
     )
     yield rank, folder / f"{rank}.pt", sys.argv[2:]
     dist.destroy_process_group()

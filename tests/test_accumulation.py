@@ -15,6 +15,13 @@ from torch import nn
 from twins import assert_same_tensors, seeded
 
 import tiermem
+from tiermem.utils import (
+    safe_get_full_grad,
+    safe_get_local_grad,
+    safe_set_full_grad,
+    safe_set_local_grad,
+    safe_update_full_grad_vectorized,
+)
 
 STAGES = [0, 1, 2, 3]
 NUM_MICRO = 3
@@ -223,3 +230,100 @@ def test_micro_batches_of_a_bf16_model_add_up_in_the_dtype_that_is_asked_for(sta
     assert found is not None
     assert found.item() == 256.5
     engine.close()
+
+
+# ---- gradients between the last backward and the step ------------------------------------------------------------------------
+
+
+def own_backward(each: Runs, loss: torch.Tensor) -> None:
+    loss.backward()
+
+
+def scaled_backward(each: Runs, loss: torch.Tensor) -> None:
+    each.engine.scale(loss).backward()
+
+
+def engine_backward(each: Runs, loss: torch.Tensor) -> None:
+    each.engine.backward(loss)
+
+
+@contextlib.contextmanager
+def at_the_boundary(
+    stage: int, backward: Any, folder: Path, **keys: Any
+) -> Iterator[tuple[Runs, list[tuple[nn.Parameter, nn.Parameter]]]]:
+    """An engine after the last backward of its first step, and its parameters beside those of a twin with the mean gradient."""
+    model = seeded(zoo.Tower)
+    twin = copy.deepcopy(model)
+    for micro in range(NUM_MICRO):
+        (zoo.loss_of(twin, micro) / NUM_MICRO).backward()
+    with runs(stage, folder, **keys) as each:
+        for micro in range(NUM_MICRO):
+            backward(each, zoo.loss_of(each.engine, micro))
+            if micro < NUM_MICRO - 1:
+                each.engine.step()
+        yield each, list(zip(each.engine.module.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("backward", [own_backward, scaled_backward, engine_backward])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_at_the_boundary_are_the_mean(stage: int, backward: Any, tmp_path: Path) -> None:
+    with at_the_boundary(stage, backward, tmp_path) as (_, pairs):
+        for mine, other in pairs:
+            assert other.grad is not None
+            torch.testing.assert_close(safe_get_full_grad(mine), other.grad)
+            if stage:
+                torch.testing.assert_close(safe_get_local_grad(mine), other.grad.flatten())
+        mine, other = zip(*pairs, strict=True)
+        clipped = nn.utils.clip_grad_norm_(mine, 1e-3)
+        torch.testing.assert_close(clipped, nn.utils.clip_grad_norm_(other, 1e-3))
+        torch.testing.assert_close(safe_get_full_grad(mine[0]), other[0].grad)
+
+
+def put_full(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    for mine, _ in pairs:
+        found = safe_get_full_grad(mine)
+        assert found is not None
+        safe_set_full_grad(mine, 2 * found)
+
+
+def put_local(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    for mine, _ in pairs:
+        found = safe_get_local_grad(mine)
+        assert found is not None
+        safe_set_local_grad(mine, 2 * found)
+
+
+def put_vectorised(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    safe_update_full_grad_vectorized([mine for mine, _ in pairs], lambda grad, param: 2 * grad)
+
+
+@pytest.mark.parametrize("backward", [own_backward, engine_backward])
+@pytest.mark.parametrize("put", [put_full, put_local, put_vectorised])
+def test_a_gradient_put_at_the_boundary_is_the_one_that_is_stepped(put: Any, backward: Any, tmp_path: Path) -> None:
+    sgd = {"type": "SGD", "params": {"lr": 0.5}}
+    with at_the_boundary(3, backward, tmp_path, optimizer=sgd) as (each, pairs):
+        put(pairs)
+        each.engine.step()
+        for name, value in each.engine.module.state_dict().items():
+            twin = dict(zip(each.engine.module.state_dict(), pairs, strict=True))[name][1]
+            torch.testing.assert_close(value, twin.detach() - 0.5 * 2 * twin.grad)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_samples_are_counted_of_the_micro_batches_that_ran(stage: int, tmp_path: Path) -> None:
+    with runs(stage, tmp_path, managed_gradient_accumulation=False) as each:
+        for num_micro in (1, 2):  # the config says NUM_MICRO
+            for micro in range(num_micro):
+                own_backward(each, zoo.loss_of(each.engine, micro))
+            each.engine.step()
+        assert (each.engine.global_steps, each.engine.global_samples) == (2, (1 + 2) * 2)
+    with runs(stage, tmp_path) as each:
+        each.engine.set_gradient_accumulation_boundary(True)
+        each.backward(0, 0)
+        each.engine.step()
+        assert (each.engine.global_steps, each.engine.global_samples) == (1, 2)
+    with runs(stage, tmp_path) as each:
+        for micro in range(NUM_MICRO):
+            each.backward(0, micro)
+            each.engine.step()
+        assert (each.engine.global_steps, each.engine.global_samples) == (1, NUM_MICRO * 2)

@@ -390,6 +390,9 @@ CLAIMS: dict[str, Claim] = {
     "tiermem.verify": Claim(
         "resume", "tests/checkpoint/test_engine_saves.py::test_verify_says_which_reads_are_compared", {"verify": "resume"}
     ),
+    "tiermem.strict": Claim(
+        True, "tests/config/test_refused_keys.py::test_what_does_nothing_is_dropped_with_one_warning_unless_strict"
+    ),
     "tiermem.engine": Claim("threads", RUN + "test_engine_says_who_moves_the_blocks", with_io(engine="threads")),
     "tiermem.timeout_s": Claim(
         5.0, "tests/ranks/test_lost_ranks.py::test_a_rank_that_hangs_is_waited_for_no_longer_than_the_policy_says",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,51 @@ def test_broken_json_names_file_line_and_column(tmp_path: Path) -> None:
     path.write_text('{\n  "seed": 1,\n  "bf16": {,}\n}')
     with pytest.raises(ConfigError, match=r"broken\.json: not JSON at line 3, column 12"):
         load_config(path)
+
+
+def test_hjson_is_read_where_its_package_is_installed(tmp_path: Path) -> None:
+    file = tmp_path / "ds.hjson"
+    file.write_text("{\n  # a comment\n  train_batch_size: 4\n  zero_optimization: {stage: 2}\n}\n")
+    assert load_config(file) == load_config({"train_batch_size": 4, "zero_optimization": {"stage": 2}})
+    file.write_text("{\n  # a comment\n  train_batch_size: 4\n  train_batch_size: 5\n}\n")
+    with pytest.raises(ConfigError, match="train_batch_size: appears twice"):
+        load_config(file)
+
+
+def test_without_the_package_of_hjson_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(ConfigError, match=r"not JSON at line 1, column 3.*pip install hjson"):
+        load_config("{ train_batch_size: 4 }")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"gradient_allreduce_op": "SUM"}, {"gradient_allreduce_op": "sum"}),
+        ({"checkpoint": {"tag_validation": "FAIL"}}, {"checkpoint": {"tag_validation": "Fail"}}),
+        ({"communication_data_type": "BF16"}, {"communication_data_type": "bf16"}),
+        ({"tiermem": {"verify": "Sample"}}, {"tiermem": {"verify": "sample"}}),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "CPU"}}},
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        ),
+    ],
+    ids=str,
+)
+def test_words_may_be_written_in_any_case(given: dict[str, Any], meant: dict[str, Any]) -> None:
+    assert load_config(given) == load_config(meant)
+
+
+def test_overlap_is_read_as_it_acts() -> None:
+    for given in ({}, {"overlap_comm": None}, {"overlap_comm": "auto"}):
+        assert load_config({"zero_optimization": given}).zero_optimization.overlap_comm is True
+    assert load_config({"zero_optimization": {"overlap_comm": False}}).zero_optimization.overlap_comm is False
+
+
+def test_lists_of_leaf_modules_stay_lists() -> None:
+    leaf = {"classes": ["A", "B"], "names": "layers.0", "name_suffixes": []}
+    found = load_config({"zero_optimization": {"stage": 3, "leaf_module": leaf}}).zero_optimization.leaf_module
+    assert (found.classes, found.names, found.name_suffixes) == (["A", "B"], ["layers.0"], [])
 
 
 def test_json_that_is_no_object_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ ZERO_DEFAULTS: dict[str, Any] = {
     "use_multi_rank_bucket_allreduce": True,
     "allgather_partitions": True,
     "allgather_bucket_size": 500_000_000,
-    "overlap_comm": None,
+    "overlap_comm": True,  # documented as null, which is read as it acts
     "load_from_fp32_weights": True,
     "elastic_checkpoint": False,
     "offload_param": None,

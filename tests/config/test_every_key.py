@@ -30,9 +30,15 @@ COMPUTED_VALUES: dict[str, Any] = {
     "tiermem.measured": {"date": "today"},
     "checkpoint.parallel_write": {"pipeline_stage": True},
     "checkpoint.writer": {"type": "FAST"},
+    "optimizer.params.ns_method": "standard",
     "zero_force_ds_cpu_optimizer": False,
 }  # of keys that are not switches
-BESIDE_COMPUTED: dict[str, Any] = {"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3}}
+
+
+def beside_computed(path: str) -> dict[str, Any]:
+    """A config in which a computed key may stand."""
+    name = "Muon" if path == "optimizer.params.ns_method" else "Adam"
+    return {"optimizer": {"type": name}, "zero_optimization": {"stage": 3}}
 
 
 def leaves() -> Iterator[Key]:
@@ -91,8 +97,9 @@ def test_the_test_that_sees_a_key_exists_and_speaks_of_it(path: str) -> None:
 @pytest.mark.parametrize("path", [path for path, key in KEYS.items() if key.fate == "computed"])
 def test_a_computed_key_takes_any_value_changes_nothing_and_says_what_happens(path: str) -> None:
     value = COMPUTED_VALUES.get(path, KEYS[path].default != "true")
-    before = load_config(BESIDE_COMPUTED)
-    after = load_config(with_key(BESIDE_COMPUTED, path, value))
+    beside = beside_computed(path)
+    before = load_config(beside)
+    after = load_config(with_key(beside, path, value))
     assert after.policy() == before.policy()
     (row,) = (row for row in after.report() if row.key == path)
     assert (row.value, row.how, row.note) == (value, "computed", KEYS[path].note)
@@ -119,7 +126,7 @@ def misspelt(key: str) -> str:
 @pytest.mark.parametrize("path", [path for path in KEYS if not path.startswith("tiermem.paths.")])
 def test_a_misspelt_key_names_the_nearest_in_its_section(path: str) -> None:
     section, _, key = path.rpartition(".")
-    beside = CLAIMS[path].beside if path in CLAIMS else BESIDE_COMPUTED
+    beside = CLAIMS[path].beside if path in CLAIMS else beside_computed(path)
     wrong = f"{section}.{misspelt(key)}" if section else misspelt(key)
     if section == "scheduler" or path == "optimizer.type":
         beside = {section: {"type": "AdamW" if section == "optimizer" else "WarmupLR"}}

@@ -33,13 +33,39 @@ def config_with(path: str, value: Any) -> dict[str, Any]:
     return config
 
 
+INERT = [path for path in REFUSED if REFUSED[path].is_inert]
+
+
 @pytest.mark.parametrize("path", REFUSED)
 def test_refused_key_says_its_reason(path: str) -> None:
+    strict = {"tiermem": {"strict": True}} if path in INERT else {}
     with pytest.raises(ConfigError) as caught:
-        load_config(config_with(path, NOT_DEFAULT.get(path, True)))
+        load_config(config_with(path, NOT_DEFAULT.get(path, True)) | strict)
     (problem,) = caught.value.problems
     assert problem.path == path
     assert REFUSED[path].reason in problem.message
+
+
+def test_what_does_nothing_is_dropped_with_one_warning_unless_strict() -> None:
+    asked = {path: NOT_DEFAULT.get(path, {"enabled": True}) for path in INERT}
+    with pytest.warns(UserWarning, match="does nothing here") as caught:
+        assert load_config(asked) == load_config({})
+    assert len(caught) == 1
+    assert all(f"{path} ({REFUSED[path].reason})" in str(caught[0].message) for path in INERT)
+    with pytest.raises(ConfigError) as refused:
+        load_config(asked | {"tiermem": {"strict": True}})
+    assert {problem.path for problem in refused.value.problems} == set(INERT)
+
+
+@pytest.mark.parametrize("key", ["compile", "tensorboard", "flops_profiler", "disable_python_gc", "log_level"])
+def test_sections_that_monitor_or_compile_do_not_stop_a_run(key: str) -> None:
+    with pytest.warns(UserWarning, match=key):
+        load_config({key: {"enabled": True}})
+
+
+def test_expert_parallelism_has_the_documented_key() -> None:
+    with pytest.warns(UserWarning, match=r"use_data_before_expert_parallelism \("):
+        load_config({"use_data_before_expert_parallelism": True})
 
 
 @pytest.mark.parametrize("path", [p for p in REFUSED if "." not in p])

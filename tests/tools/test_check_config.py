@@ -54,13 +54,13 @@ def test_everything_that_is_wrong_is_listed_with_its_reason(tmp_path: Path) -> N
     config = {
         "zero_optimization": {"stage": 3, "legacy_stage1": True},
         "optimiser": {},
-        "tensorboard": {"enabled": True},
+        "pipeline": {"stages": 2},
     }
     status, text = checked(config, tmp_path)
     assert status == 2
     assert "the old stage 1 does not exist here" in row_of(text, "zero_optimization.legacy_stage1")
     assert "did you mean optimizer?" in row_of(text, "optimiser")
-    assert "monitors are not started" in row_of(text, "tensorboard")
+    assert "pipeline parallelism does not exist here" in row_of(text, "pipeline")
 
 
 def test_deprecated_keys_are_named(tmp_path: Path) -> None:

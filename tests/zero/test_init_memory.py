@@ -70,8 +70,8 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 def test_peak_while_building_is_a_unit_the_cache_and_the_buffers(peaks: dict[str, int]) -> None:
     allowed = (
         2 * BLOCK_BYTES  # the module under construction, and its part on the way to the store
-        + 64 * MIB  # parameters awake for the initialisation that follows (the cache)
-        + 64 * MIB  # freed blocks that the C library has not given back yet: trimmed as often as the cache is filled
+        + 16 * MIB  # parameters awake for the initialisation that follows (the cache)
+        + 16 * MIB  # freed blocks that the C library has not given back yet: trimmed as often as the cache is filled
         + 8 * MIB  # the store's buffers
         + 16 * MIB  # interpreter, hooks, slack
     )

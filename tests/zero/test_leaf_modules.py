@@ -132,9 +132,36 @@ def test_what_is_not_there_is_an_error_unless_it_need_not_be() -> None:
         set_z3_leaf_modules(model, [3])
 
 
-def test_a_container_without_forward_cannot_be_a_leaf() -> None:
-    with pytest.raises(ValueError, match="a ModuleList has no forward"):
-        set_z3_leaf_module(Sparse().layers, True)
+def test_a_marked_list_comes_as_one_with_the_module_around_it(tmp_path: Path) -> None:
+    model = seeded(Sparse)
+    plain = copy.deepcopy(model)
+    for block in model.layers:
+        set_z3_leaf_module(block.experts, True)
+    with tiermem.shard(model, policy_at(tmp_path, max_reuse_numel=0)) as shards:
+        names = [live.unit.name for live in shards.units]
+        assert [name for name in names if name.startswith("layers.0")] == ["layers.0.gate", "layers.0.experts"]
+        for step in range(2):
+            loss = loss_of(model, step)
+            assert loss.item() == loss_of(plain, step).item()
+            loss.backward()
+
+
+def test_a_marked_model_comes_as_one(tmp_path: Path) -> None:
+    model = seeded(Sparse)
+    plain = copy.deepcopy(model)
+    set_z3_leaf_module(model, True)
+    with tiermem.shard(model, policy_at(tmp_path)) as shards:
+        assert [live.unit.name for live in shards.units] == ["root"]
+        loss = loss_of(model, 0)
+        assert loss.item() == loss_of(plain, 0).item()
+        loss.backward()
+
+
+def test_a_marked_model_without_forward_is_refused(tmp_path: Path) -> None:
+    model = nn.ModuleList([nn.Linear(3, 3)])
+    set_z3_leaf_module(model, True)
+    with pytest.raises(ValueError, match=r"ModuleList has no forward.*mark the modules in it"):
+        tiermem.shard(model, policy_at(tmp_path))
 
 
 def test_marks_are_copied_with_the_model() -> None:

@@ -323,6 +323,36 @@ class RoutedModel(nn.Module):
         return self.head(self.block(self.embed(tokens)))
 
 
+class Straying(nn.Module):
+    """Branches without a router; which of them runs depends on the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 31)
+        self.branches = nn.ModuleList([nn.Linear(31, 31) for _ in range(3)])
+        self.head = nn.Linear(31, 61)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.branches[dist.get_rank() % 3](self.embed(tokens)))
+
+
+def train_apart(model: nn.Module, plain: nn.Module, shards: tiermem.Shards) -> None:
+    """Trains a model of which each rank uses another part, beside its twin."""
+    for step in range(2):
+        loss, twin = loss_of(model, step), loss_of(plain, step)
+        assert abs(loss.item() - twin.item()) <= 1e-6 * abs(twin.item())
+        loss.backward()
+        twin.backward()
+        for param in plain.parameters():  # what was not used on this rank adds zeros
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        average_gradients(plain)
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            found = shards.gradient(param)
+            found = torch.zeros_like(other) if found is None else found
+            torch.testing.assert_close(found, other.grad, rtol=1e-5, atol=1e-7)
+            param.grad = other.grad = None
+
+
 @case
 def ranks_take_different_experts(nvme: Path) -> None:
     model, plain = seeded(RoutedModel), seeded(RoutedModel)
@@ -330,19 +360,25 @@ def ranks_take_different_experts(nvme: Path) -> None:
         of_block = {live.unit.name for live, s in shards.parameters() if s.name.startswith("block.")}
         assert of_block == {"block"}, of_block
         assert tiermem.utils.z3_leaf_parameter(model.block.experts[2][0].weight)
-        for step in range(2):
-            loss, twin = loss_of(model, step), loss_of(plain, step)
-            assert abs(loss.item() - twin.item()) <= 1e-6 * abs(twin.item())
-            loss.backward()
-            twin.backward()
-            for param in plain.parameters():  # experts that nobody took on this rank add zeros
-                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-            average_gradients(plain)
-            for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-                found = shards.gradient(param)
-                found = torch.zeros_like(other) if found is None else found
-                torch.testing.assert_close(found, other.grad, rtol=1e-5, atol=1e-7)
-                param.grad = other.grad = None
+        train_apart(model, plain, shards)
+
+
+@case
+def ranks_take_different_parts_of_a_marked_model(nvme: Path) -> None:
+    model, plain = seeded(Straying), seeded(Straying)
+    tiermem.utils.set_z3_leaf_module(model, True)
+    with tiermem.shard(model, policy_at(nvme, persistence_numel=0, max_reuse_numel=0)) as shards:
+        assert [live.unit.name for live in shards.units] == ["root"]
+        train_apart(model, plain, shards)
+
+
+@case
+def ranks_take_different_parts_of_a_marked_list(nvme: Path) -> None:
+    model, plain = seeded(Straying), seeded(Straying)
+    tiermem.utils.set_z3_leaf_modules(model, [nn.ModuleList])
+    with tiermem.shard(model, policy_at(nvme, persistence_numel=0, max_reuse_numel=0)) as shards:
+        assert [live.unit.name for live in shards.units] == ["embed", "branches", "head"]
+        train_apart(model, plain, shards)
 
 
 @case

@@ -5,14 +5,17 @@
 A section forbids unknown keys, is frozen once built, treats the string "auto" as if the key were absent, and refuses a
 key whose effect does not exist (`keys.py`) unless its value is the documented default. Problems of one section are
 found together. Numbers are strict about booleans (`true` is no count) and kind about whole floats (`5e8` is a count, and
-so is `"5e8"`).
+so is `"5e8"`). Where a key takes one of several words, their case does not matter.
 """
 
 from __future__ import annotations
 
+import enum
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo
@@ -67,6 +70,14 @@ class ConfigModel(pydantic.BaseModel):
             return raw
         return {key: value for key, value in raw.items() if not is_auto(value)}
 
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _know_words_in_any_case(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, str) or info.field_name is None:
+            return value
+        words = {word.lower(): word for word in _words_of(cls.model_fields[info.field_name].annotation)}
+        return words.get(value.lower(), value)
+
     @pydantic.field_validator("*", mode="after")
     @classmethod
     def _refuse_what_does_not_exist(cls, value: Any, info: ValidationInfo) -> Any:
@@ -105,6 +116,17 @@ def canonical_key(model: type[pydantic.BaseModel], name: str) -> str:
     if isinstance(alias, pydantic.AliasChoices):
         alias = alias.choices[0]
     return alias if isinstance(alias, str) else name
+
+
+def _words_of(annotation: Any) -> Iterator[str]:
+    """The words that a value may be: those of a Literal or an enum, inside unions, too."""
+    if isinstance(annotation, type) and issubclass(annotation, str) and issubclass(annotation, enum.Enum):
+        yield from (member.value for member in annotation)
+    elif typing.get_origin(annotation) is Literal:
+        yield from (word for word in typing.get_args(annotation) if isinstance(word, str))
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for inner in typing.get_args(annotation):
+            yield from _words_of(inner)
 
 
 def _no_bool(value: Any) -> Any:

@@ -42,7 +42,7 @@ from tiermem.schedule import DOCUMENTED, arguments_of
 
 __all__ = ["Fate", "Key", "Section", "catalogue", "every_model", "kind_of"]
 
-Fate = Literal["honoured", "planned", "computed", "refused", "deprecated"]
+Fate = Literal["honoured", "planned", "computed", "inert", "refused", "deprecated"]
 
 
 class Key(NamedTuple):
@@ -56,7 +56,8 @@ class Key(NamedTuple):
     """As JSON; with commas in large numbers."""
     fate: Fate
     """honoured: acts as set. planned: acts as set, computed when not. computed: any value is taken, the design decides.
-    refused: any value but the default is an error. deprecated: becomes its successor, with a warning."""
+    inert: does nothing, with a warning. refused: any value but the default is an error. deprecated: becomes its successor, with
+    a warning."""
     asks: str
     """What the key asks for."""
     note: str
@@ -176,11 +177,18 @@ def _schedule(name: str) -> Section:
 
 def _recognised() -> Section:
     keys = tuple(
-        Key(path, "", "null" if refusal.off is None else _written(refusal.off), "refused", "", refusal.reason)
+        Key(
+            path,
+            "",
+            "null" if refusal.off is None else _written(refusal.off),
+            "inert" if refusal.is_inert else "refused",
+            "",
+            refusal.reason,
+        )
         for path, refusal in REFUSED.items()
         if is_recognised_only(path, TiermemConfig.model_fields)
     )
-    intro = 'accepted where they ask for nothing (false, null, {}, {"enabled": false}, or the default), else refused.'
+    intro = 'accepted where they ask for nothing (false, null, {}, {"enabled": false}, or the default), else inert or refused.'
     return Section("", "Sections and switches that are only recognised", intro, keys)
 
 
@@ -198,6 +206,8 @@ def kind_of(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return ", ".join(map(str, inner))
     if origin is tuple:
         return _kind_of_tuple(inner)
+    if origin is list:
+        return f"list of {kind_of(inner[0])}"
     if origin is dict:
         return "object"
     return _kind_of_class(annotation) + _bounds(metadata)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import BeforeValidator
+from typing import Any, ClassVar, Literal
 
 from tiermem.config.base import ConfigModel
 
 __all__ = ["CheckpointConfig"]
-
-
-def _capitalised(value: Any) -> Any:
-    return value.capitalize() if isinstance(value, str) else value  # the reference takes any case
 
 
 class CheckpointConfig(ConfigModel):
@@ -20,7 +14,7 @@ class CheckpointConfig(ConfigModel):
 
     section: ClassVar[str] = "checkpoint"
 
-    tag_validation: Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(_capitalised)] = "Warn"
+    tag_validation: Literal["Warn", "Ignore", "Fail"] = "Warn"
     """Tags that differ between ranks: a warning, nothing (rank 0's is saved either way), or an error."""
     load_universal: bool = False
     """Open what was saved on another number of ranks."""

@@ -142,8 +142,7 @@ def _known_paths(model: type[pydantic.BaseModel], prefix: str = "") -> Iterator[
     for name, field in model.model_fields.items():
         path = prefix + canonical_key(model, name)
         yield path
-        inner = _model_in(field.annotation)
-        if inner is not None:
+        for inner in _models_in(field.annotation):
             yield from _known_paths(inner, path + ".")
     if not prefix:
         yield from (key for key in REFUSED if "." not in key)
@@ -154,16 +153,15 @@ def _field_of(model: type[pydantic.BaseModel], key: str) -> tuple[str, type[pyda
         aliases = field.validation_alias
         spellings = aliases.choices if isinstance(aliases, pydantic.AliasChoices) else [aliases]
         if key == name or key in spellings:
-            return canonical_key(model, name), _model_in(field.annotation)
+            return canonical_key(model, name), next(_models_in(field.annotation), None)
     return None
 
 
-def _model_in(annotation: object) -> type[pydantic.BaseModel] | None:
-    """The model that an annotation holds, through Optional and Annotated; None for plain values."""
+def _models_in(annotation: object) -> Iterator[type[pydantic.BaseModel]]:
+    """The models that an annotation holds, through Optional, Annotated and unions; none for plain values."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return annotation if issubclass(annotation, pydantic.BaseModel) else None
+        if issubclass(annotation, pydantic.BaseModel):
+            yield annotation
+        return
     for inner in typing.get_args(annotation):
-        found = _model_in(inner)
-        if found is not None:
-            return found
-    return None
+        yield from _models_in(inner)

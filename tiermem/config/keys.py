@@ -6,7 +6,8 @@
 
 Every other key of the models is honoured. Paths are the documented ones, dotted from the top of the config. A top-level
 key in REFUSED that no model has a field for is a section or switch we only recognise: `is_off` says whether its value
-asks for nothing.
+asks for nothing. Some of those change nothing of what is trained (monitors, profilers): `is_inert`, they are dropped with
+a warning, and refused with tiermem.strict alone.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Refusal(NamedTuple):
     """A clause that fits after "..., but ": what does not exist, and what to do."""
     off: Any = None
     """The documented default; None, false, {} and {"enabled": false} ask for nothing too."""
+    is_inert: bool = False
+    """Nothing of what is trained depends on it: it is refused with tiermem.strict alone."""
 
 
 _ZERO = "zero_optimization"
@@ -39,13 +42,14 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
             "error feedback (LoCo) would keep every gradient of the model whole on each rank, which sharding exists to avoid; "
             "remove the key"
         ),
-        f"{_ZERO}.log_trace_cache_warnings": Refusal("there is no trace cache to warn about; remove the key"),
-        f"{_ZERO}.enable_sanity_checks": Refusal("sanity checks do not exist as a switch; remove the key"),
         f"{_ZERO}.save_muon_momentum_buffer_in_memory": Refusal(
             "momentum rests with the other states; to keep a part of them in memory set tiermem.resident_bytes"
         ),
         f"{_ZERO}.zenflow": Refusal("asynchronous selective updates (ZenFlow) do not exist; remove the key"),
-        f"{_OPTIM}.super_offload": Refusal("SuperOffload does not exist here; remove the key"),
+        f"{_OPTIM}.super_offload": Refusal(
+            "SuperOffload does not exist here, nor its step_subgroup and rollback_subgroup; tiermem.step_in_backward steps "
+            "each unit while backward runs. Remove the key"
+        ),
         f"{_OPTIM}.cpuadam_cores_perc": Refusal("it belongs to SuperOffload, which does not exist; remove the key"),
         # precision
         "amp": Refusal('apex amp cannot be combined with ZeRO; use "bf16" or "fp16"'),
@@ -54,37 +58,61 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "optimizer.params.bias_correction": Refusal("moments are always corrected for their start; remove the key"),
         "optimizer.legacy_fusion": Refusal("there is no fused legacy optimizer; remove the key"),
         # the rest of the top level
-        "sparse_gradients": Refusal("sparse gradients do not exist here; remove the key"),
+        "sparse_gradients": Refusal(
+            "sparse gradients are neither reduced nor stepped here; build embeddings with sparse=False, or freeze them, and "
+            "remove the key"
+        ),
         "disable_allgather": Refusal("updated parameters are always gathered; remove the key"),
-        "memory_breakdown": Refusal("use `tiermem plan` for where memory goes; remove the key"),
-        "vocabulary_size": Refusal("nothing depends on it; remove the key"),
-        "flops_profiler": Refusal("there is no FLOPS profiler; use torch.profiler and remove the section"),
+        "memory_breakdown": Refusal("use `tiermem plan` for where memory goes; remove the key", is_inert=True),
+        "vocabulary_size": Refusal("nothing depends on it; remove the key", is_inert=True),
+        "flops_profiler": Refusal(
+            "there is no FLOPS profiler; use torch.profiler and remove the section", is_inert=True
+        ),
         "activation_checkpointing": Refusal(
             "activations are checkpointed by the model (torch.utils.checkpoint), not by a config; remove the section",
+            is_inert=True,
         ),
         "sparse_attention": Refusal("attention is the model's own; remove the section"),
-        "autotuning": Refusal("use `tiermem tune` and `tiermem plan`; remove the section"),
+        "autotuning": Refusal("use `tiermem tune` and `tiermem plan`; remove the section", is_inert=True),
         "elasticity": Refusal("batch sizes are not chosen for you; remove the section"),
         "compression_training": Refusal("compression does not exist here; remove the section"),
         "data_efficiency": Refusal("curricula and data routing do not exist here; remove the section"),
         "curriculum_learning": Refusal("curricula do not exist here; remove the section"),
-        "tensorboard": Refusal("monitors are not started for you; log from the training loop and remove the section"),
-        "wandb": Refusal("monitors are not started for you; log from the training loop and remove the section"),
-        "comet": Refusal("monitors are not started for you; log from the training loop and remove the section"),
-        "csv_monitor": Refusal("monitors are not started for you; log from the training loop and remove the section"),
-        "comms_logger": Refusal("collectives are counted (Shards.topology.traffic) but not timed; use torch.profiler"),
-        "load_universal_checkpoint": Refusal("what is saved opens on any number of ranks without it; remove the key"),
-        "use_node_local_storage": Refusal("what is saved lies in the file or folder you name; remove the key"),
-        "nebula": Refusal("that service is not supported; remove the section"),
+        "tensorboard": Refusal(
+            "monitors are not started for you; log from the training loop and remove the section", is_inert=True
+        ),
+        "wandb": Refusal(
+            "monitors are not started for you; log from the training loop and remove the section", is_inert=True
+        ),
+        "comet": Refusal(
+            "monitors are not started for you; log from the training loop and remove the section", is_inert=True
+        ),
+        "csv_monitor": Refusal(
+            "monitors are not started for you; log from the training loop and remove the section", is_inert=True
+        ),
+        "comms_logger": Refusal(
+            "collectives are counted (Shards.topology.traffic) but not timed; use torch.profiler", is_inert=True
+        ),
+        "load_universal_checkpoint": Refusal(
+            "what is saved opens on any number of ranks without it; remove the key", is_inert=True
+        ),
+        "use_node_local_storage": Refusal(
+            "what is saved lies in the file or folder you name; remove the key", is_inert=True
+        ),
+        "nebula": Refusal("that service is not supported; remove the section", is_inert=True),
         "hybrid_engine": Refusal("there is no inference engine; remove the section"),
         "tensor_parallel": Refusal("tensor parallelism does not exist here; remove the section"),
         "expert_parallel": Refusal("expert parallelism does not exist here; remove the section"),
         "sequence_parallel_size": Refusal("sequence parallelism does not exist here; set 1 or remove it", off=1),
         "pipeline": Refusal("pipeline parallelism does not exist here; remove the section"),
-        "use_data_before_expert_parallel_parallelism": Refusal("expert parallelism does not exist; remove the key"),
-        "compile": Refusal("call engine.compile() after initialize; remove the section"),
-        "graph_harvesting": Refusal("CUDA graphs are not captured for you; remove the key"),
-        "eigenvalue": Refusal("eigenvalues are not computed; remove the section"),
+        "use_data_before_expert_parallelism": Refusal(
+            "expert parallelism does not exist; remove the key", is_inert=True
+        ),
+        "compile": Refusal("call engine.compile() after initialize; remove the section", is_inert=True),
+        "graph_harvesting": Refusal("CUDA graphs are not captured for you; remove the key", is_inert=True),
+        "disable_python_gc": Refusal("call gc.disable() and gc.collect() yourself; remove the key", is_inert=True),
+        "log_level": Refusal('set it with logging.getLogger("tiermem").setLevel; remove the key', is_inert=True),
+        "eigenvalue": Refusal("eigenvalues are not computed; remove the section", is_inert=True),
         "progressive_layer_drop": Refusal("layers are not dropped for you; remove the section"),
         "quantize_training": Refusal("quantised training does not exist here; remove the section"),
         "weight_quantization": Refusal("weights are not quantised; remove the section"),
@@ -93,6 +121,9 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
 
 COMPUTED: Mapping[str, str] = MappingProxyType(
     {
+        f"{_ZERO}.log_trace_cache_warnings": "there is no trace cache; an order that changes costs fetches, not correctness",
+        f"{_ZERO}.enable_sanity_checks": "ranks that differ, gradients that are not finite and damaged reads are always found",
+        "optimizer.params.ns_method": "the standard iteration; gram is the same with fewer operations, but for rounding",
         f"{_ZERO}.elastic_checkpoint": "what is saved opens on any number of ranks, with it or without",
         f"{_ZERO}.pipeline_loading_checkpoint": "weights are read tensor by tensor, so ranks need not take turns",
         "checkpoint.load_universal": "what is saved opens on any number of ranks without it",
@@ -113,7 +144,7 @@ COMPUTED: Mapping[str, str] = MappingProxyType(
 
 PLANNED: Mapping[str, str] = MappingProxyType(
     {
-        f"{_ZERO}.overlap_comm": "on in every stage; set false to wait for each reduction",
+        f"{_ZERO}.overlap_comm": "on in every stage, and read as true; set false to wait for each reduction",
         f"{_ZERO}.sub_group_size": "the plan sizes tiles from the budget",
         f"{_ZERO}.stage3_prefetch_bucket_size": "what the unit buffers hold",
         f"{_ZERO}.stage3_max_live_parameters": "what the unit buffers hold",

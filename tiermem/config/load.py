@@ -25,8 +25,8 @@ __all__ = ["load_config", "resolve_auto"]
 def load_config(config: Mapping[str, Any] | str | os.PathLike[str] | TiermemConfig) -> TiermemConfig:
     """Reads and checks a config: a mapping, the path of a JSON file, JSON text (starting with `{`), or one read before.
 
-    Raises ConfigError (a ValueError) that lists every problem; OSError when the file cannot be read. Values are never
-    changed in place.
+    HJSON (comments, no quotes) is read where the package `hjson` is installed. Raises ConfigError (a ValueError)
+    that lists every problem; OSError when the file cannot be read. Values are never changed in place.
     """
     if isinstance(config, TiermemConfig):
         return config
@@ -82,13 +82,27 @@ def _parsed(text: str, source: str) -> dict[str, Any]:
     try:
         raw = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, repeated))
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise ConfigError([Problem("", f"not JSON at {where}: {error.msg}")], source) from None
+        repeated.clear()
+        raw = _parsed_as_hjson(text, source, error, repeated)
     if repeated:
         raise ConfigError([Problem(key, "appears twice in one object; keep one of them") for key in repeated], source)
     if not isinstance(raw, dict):
         raise ConfigError([Problem("", f"a JSON {type(raw).__name__} given; allowed is an object")], source)
     return raw
+
+
+def _parsed_as_hjson(text: str, source: str, first: json.JSONDecodeError, repeated: list[str]) -> Any:
+    """What a text that is not JSON says as HJSON; raises ConfigError where it is not, or nothing here reads that."""
+    where = f"not JSON at line {first.lineno}, column {first.colno}: {first.msg}"
+    try:
+        import hjson  # optional
+    except ImportError:
+        raise ConfigError([Problem("", f"{where} (to read HJSON: pip install hjson)")], source) from None
+    try:
+        return hjson.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, repeated))
+    except hjson.HjsonDecodeError as error:
+        where += f"; nor HJSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        raise ConfigError([Problem("", where)], source) from None
 
 
 def _unique(pairs: list[tuple[str, Any]], repeated: list[str]) -> dict[str, Any]:

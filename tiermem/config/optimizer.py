@@ -10,7 +10,7 @@ Settings have the names of torch's optimizers, and of the reference's where thos
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field, SerializeAsAny, ValidationInfo
@@ -148,6 +148,8 @@ class MuonParams(OptimizerParams):
     """Step along the momentum after next."""
     ns_steps: PositiveCount = 5
     """Iterations that make an update orthogonal."""
+    ns_method: Literal["gram", "standard"] = "gram"
+    """How they are computed."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW, for what is no matrix of a hidden layer."""
     eps: Number = 1e-8
@@ -171,7 +173,7 @@ _PARAMS: dict[str, type[OptimizerParams]] = {
     "Muon": MuonParams,
 }
 _TYPES = {name.lower(): name for name in _PARAMS}
-_ABOUT_US = ("adam_w_mode", "fp32_optimizer_states", "bias_correction", "torch_adam")
+_ABOUT_US = ("adam_w_mode", "fp32_optimizer_states", "bias_correction", "torch_adam", "ns_method")
 
 
 class OptimizerConfig(ConfigModel):

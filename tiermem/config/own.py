@@ -52,6 +52,8 @@ class OwnConfig(ConfigModel):
     """When checksums of what is read from NVMe are compared: at every read, at one in 16, or only when a run is resumed."""
     engine: Literal["auto", "uring", "aio", "threads"] = "auto"
     """How files are read and written; auto takes the first that works."""
+    strict: bool = False
+    """Refuse sections and switches that do nothing here, such as monitors and profilers; false: drop them with a warning."""
     measured: dict[str, Any] | None = None
     """What `tiermem tune` noted beside its settings: machine, date, rates."""
     timeout_s: Annotated[Number, Field(gt=0.0)] = 1800.0

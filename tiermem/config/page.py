@@ -29,6 +29,7 @@ forgotten. The column "here" says which of these it is:
 | honoured | acts as it is set, or as its default says |
 | planned | acts as it is set; when it is not set, the plan computes the value instead of taking the documented default |
 | computed | any value is accepted and none changes the result: the design decides, and the note says what happens |
+| inert | accepted with one warning, since nothing of what is trained depends on it; an error with `tiermem.strict` |
 | refused | any value but the default is an error that gives the reason in the note |
 | deprecated | taken with a warning that names its successor; beside its successor it is an error |
 
@@ -46,7 +47,8 @@ DISAGREEMENTS: Mapping[str, str] = MappingProxyType(
         "the default shown, and neither when it is not set.",
         "zero_optimization.sub_group_size": "The class says 1e9, an example of the documentation 1e12. Taken: 1e9 as the "
         "default shown, and neither when it is not set.",
-        "zero_optimization.overlap_comm": "null is documented; the sources make it true with stage 3 and false below.",
+        "zero_optimization.overlap_comm": "null is documented; the sources make it true with stage 3 and false below. "
+        "Taken: true.",
         "zero_optimization.stage3_allgather_sequential": "Proposed as stage3_allgather_single_param and merged under this "
         "name. Taken: both, and the one without a prefix.",
         "bf16.immediate_grad_update": "The section's class says false, a constant beside it true. Taken: false.",
@@ -92,6 +94,7 @@ def _note(key: Key) -> str:
     """What is asked for, what becomes of it, other spellings, and where sources disagree."""
     said = {
         "computed": f"Here: {key.note}.",
+        "inert": f"Does nothing here: {key.note}.",
         "refused": f"Refused: {key.note}.",
         "planned": "" if "Not set:" in key.asks else f"Not set: {key.note}.",
         "deprecated": f"{_sentence(key.note)}",

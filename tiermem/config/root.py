@@ -11,6 +11,7 @@ live here; checks within one live with it.
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -113,10 +114,18 @@ class TiermemConfig(ConfigModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _drop_what_is_off(cls, raw: Any) -> Any:
-        """Leaves out recognised keys that ask for nothing (`"tensorboard": {"enabled": false}`)."""
+        """Leaves out recognised keys that ask for nothing (`"tensorboard": {"enabled": false}`), or for nothing that trains."""
         if not isinstance(raw, dict):
             return raw
-        return {k: v for k, v in raw.items() if not (_only_recognised(k) and is_off(v, REFUSED[k].off))}
+        own = raw.get("tiermem")
+        is_strict = isinstance(own, dict) and own.get("strict") is True
+        recognised = {k for k in raw if is_recognised_only(k, cls.model_fields)}
+        asked = [k for k in raw if k in recognised and not is_off(raw[k], REFUSED[k].off)]
+        inert = [k for k in asked if REFUSED[k].is_inert and not is_strict]
+        if inert:
+            said = "; ".join(f"{k} ({REFUSED[k].reason})" for k in inert)
+            warnings.warn(f"of the config, this does nothing here: {said}. tiermem.strict refuses it", stacklevel=2)
+        return {k: v for k, v in raw.items() if k not in recognised or (k in asked and k not in inert)}
 
     @property
     def auto_keys(self) -> frozenset[str]:
@@ -282,8 +291,3 @@ class TiermemConfig(ConfigModel):
 
 
 _NO_ACCUMULATION = "true with gradient_accumulation_steps {}, but no gradient is held to add to; set it to 1"
-
-
-def _only_recognised(key: str) -> bool:
-    """Whether a top-level key is one that no field holds."""
-    return is_recognised_only(key, TiermemConfig.model_fields)

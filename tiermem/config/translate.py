@@ -106,10 +106,11 @@ def policy_of(zero: ZeroConfig, aio: AioConfig, own: OwnConfig, overrides: Mappi
     }
     fields |= {ours: getattr(zero, theirs) for theirs, ours in _ZERO_FIELDS.items() if zero.is_set(theirs)}
     leaf = zero.leaf_module
-    fields["leaves"] = LeafRules(leaf.classes, leaf.names, leaf.name_suffixes, zero.module_granularity_threshold)
+    fields["leaves"] = LeafRules(
+        tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes), zero.module_granularity_threshold
+    )
     fields |= rank_fields(zero)
-    if zero.overlap_comm is not None:
-        fields["overlap_reduce"] = zero.overlap_comm
+    fields["overlap_reduce"] = zero.overlap_comm
     if zero.use_all_reduce_for_fetch_params or zero.allgather_sequential:
         fields["gather_way"] = "all_reduce" if zero.use_all_reduce_for_fetch_params else "single"
     fields |= _offload_fields(zero)

@@ -23,10 +23,14 @@ __all__ = ["LeafModuleConfig", "ZeroConfig", "ZeroStage"]
 def _names(value: Any) -> Any:
     """A name alone is a list of one; each counts once."""
     given = [value] if isinstance(value, str) else value
-    return tuple(dict.fromkeys(given)) if isinstance(given, (list, tuple)) else given
+    return list(dict.fromkeys(given)) if isinstance(given, (list, tuple)) else given
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+def _on_if_null(value: Any) -> Any:
+    return True if value is None else value
+
+
+Names = Annotated[list[str], BeforeValidator(_names)]
 
 
 class ZeroStage(enum.IntEnum):
@@ -52,11 +56,11 @@ class LeafModuleConfig(ConfigModel):
 
     section: ClassVar[str] = "zero_optimization.leaf_module"
 
-    classes: Names = ()
+    classes: Names = Field(default=[])
     """Names of classes, bare or with their Python module."""
-    names: Names = ()
+    names: Names = Field(default=[])
     """Names of modules, as `named_modules` gives them."""
-    name_suffixes: Names = ()
+    name_suffixes: Names = Field(default=[])
     """Ends of such names."""
 
 
@@ -80,7 +84,7 @@ class ZeroConfig(ConfigModel):
     after the other."""
     allgather_bucket_size: Count = 500_000_000
     """Most elements of updated parameters that come together in one call, or in one broadcast from each rank."""
-    overlap_comm: bool | None = None
+    overlap_comm: Annotated[bool, BeforeValidator(_on_if_null)] = Field(default=None, validate_default=True)
     """Overlap reductions with backward. Not set: on in every stage, unlike the reference; false waits for each."""
     load_from_fp32_weights: bool = True
     """Take fp32 masters from a saved optimizer's state dict, without loss; false: make them from the model's low-precision
@@ -161,9 +165,9 @@ class ZeroConfig(ConfigModel):
     leaf_module: LeafModuleConfig = LeafModuleConfig()
     """Modules fetched as one, beside the blocks of experts that are found by themselves."""
     log_trace_cache_warnings: bool = False
-    """Warn when the order of units changes; does not exist here."""
+    """Warn when the order of units changes."""
     enable_sanity_checks: bool = False
-    """Extra checks; do not exist here."""
+    """Extra checks; always made here."""
     save_muon_momentum_buffer_in_memory: bool = False
     """Keep Muon's momentum off NVMe; does not exist here."""
     zenflow: dict[str, Any] | None = None

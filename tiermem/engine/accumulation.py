@@ -35,6 +35,7 @@ class Accumulation:
         self._block = ""  # no_sync or coalesce_grad_reduction, while in one
         self.micro_steps = 0  # micro-batches that have ended
         self.is_under_way = False  # some of them since the last step
+        self._num_backwards = shards.hooks.num_backwards  # when the last step ended
         shards.hooks.may_receive = self._may_receive
 
     @property
@@ -57,9 +58,16 @@ class Accumulation:
             self._check_holds_gradients("set_gradient_accumulation_boundary(False)")
         self._set_by_user = is_boundary
 
+    def end_step(self) -> int:
+        """A step has ended: gives its micro-batches. Where the user says where it ends, each backward counts as one."""
+        started, self._num_backwards = self._num_backwards, self._shards.hooks.num_backwards
+        is_counted = self._is_managed and self._set_by_user is None
+        return self.num_micro_batches if is_counted else self._num_backwards - started
+
     def begin_anew(self, micro_steps: int | None = None) -> None:
         """The next micro-batch is the first of a step, after so many (default: those that have ended), in whole steps."""
         self.is_under_way = False
+        self._num_backwards = self._shards.hooks.num_backwards
         ended = self.micro_steps if micro_steps is None else micro_steps
         self.micro_steps = -(-ended // self.num_micro_batches) * self.num_micro_batches
 

@@ -5,7 +5,7 @@
     step        at the last micro-batch of a step: optimizer, loss scale, schedule
 
 The loss may also be the user's own to differentiate: `engine.scale(loss).backward(); engine.step()`, and without fp16
-`loss.backward()` will do. Then gradients are divided by the micro-batches inside the step: see losses.
+`loss.backward()` will do. Then the gradients are divided by the micro-batches: see losses.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         self.shards: Shards = shard(model, policy, device=device, is_trained=choice is not None)
         self._times = PhaseTimes(config.wall_clock_breakdown, device)
         self._scaler = LossScaler(config.fp16, config.fp16.enabled or self._autocast.dtype is torch.float16)
-        self._losses = Losses(self._scaler)
+        self._losses = Losses(self._scaler, self.shards.homes, self._sizes.accumulation)
         try:
             if config.reduced_in is None:  # a communication_data_type wins
                 self._autocast.set_reduced_dtypes(model, self.shards)
@@ -187,6 +187,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         """
         self._sizes = solve_batch(train_batch_size, self._sizes.micro, None, self.shards.topology.world)
         self._accumulation.num_micro_batches = self._sizes.accumulation
+        self._losses.begin_step(self._sizes.accumulation)
 
     # ---- weights, whole --------------------------------------------------------------------------------------------------
 
@@ -327,12 +328,20 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
 
     def _step(self, optimizer: NativeOptimizer, lr_kwargs: Mapping[str, Any]) -> None:
         with self._times.phase("step"):
-            scale = self._losses.gradient_scale(self._sizes.accumulation)
-            optimizer.step(scale=scale, max_norm=self.config.gradient_clipping)
+            try:
+                self._losses.check_one_way()
+                optimizer.step(
+                    scale=self._scaler.scale,
+                    max_norm=self.config.gradient_clipping,
+                    num_undivided=self._losses.num_undivided,
+                )
+            finally:
+                self._losses.begin_step(self._sizes.accumulation)
         optimizer.zero_grad()
         self._scaler.update(optimizer.was_skipped)
         self.global_steps += 1
-        self.global_samples += self._sizes.total
+        num_samples = self._sizes.micro * self.shards.topology.world
+        self.global_samples += num_samples * self._accumulation.end_step()
         self._was_step_applied = not optimizer.was_skipped
         if optimizer.was_skipped:
             self.skipped_steps += 1

@@ -110,7 +110,14 @@ class NativeOptimizer(torch.optim.Optimizer):
         return self._sharded[shards].tiles
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, scale: float = 1.0, max_norm: float = 0.0) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        scale: float = 1.0,
+        max_norm: float = 0.0,
+        num_undivided: int = 1,
+    ) -> Any:
         """Steps every parameter that has a gradient; collective over the ranks of sharded models.
 
         Args:
@@ -118,6 +125,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             scale: the loss scale; gradients are divided by it in the same pass.
             max_norm: clips to this the global norm of each sharded model's gradients, and that of all ordinary
                 parameters' together; 0: does not.
+            num_undivided: micro-batches whose sum ordinary parameters' gradients are, to be divided by; sharded ones' know.
 
         Gradients that hold NaN or infinity leave every sharded state untouched (`was_skipped` is then True), or raise
         NonFiniteGradients, as the policy says; ordinary parameters too are left when scale or max_norm is given, else they
@@ -133,7 +141,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         for shards in self._sharded:
             self._step_sharded(shards, scale, max_norm)
         if not self.was_skipped:
-            self._step_ordinary(scale, max_norm)
+            self._step_ordinary(scale * num_undivided, max_norm)
         for shards in self._sharded if self.makes_durable else ():
             if shards.policy.durability == "step":
                 make_durable(shards, self)

@@ -5,7 +5,6 @@ Rooms, and the files outside them, in the order in which to read (imports go the
     unit         parameters fetched together, and their two layouts
     order        the learnt sequence of uses            registry     Parameter -> who looks after it
     ranks/       who shares what, and what they call together
-    device       where the maths runs
     state_pieces what of an entry on NVMe has a checksum
     plan         bytes of every tier, beforehand        estimate     needs of an imagined model
     weights/     a unit's values, at rest and present

@@ -24,14 +24,13 @@ import torch
 from torch import nn
 
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.zero.plan import make_plan
+from tiermem.zero.plan import USUAL_ON_DEVICE, make_plan
 from tiermem.zero.ranks.topology import Topology
 from tiermem.zero.unit import Unit, divide
 
 _GIB = 1 << 30
 _PARAM, _GRAD, _FP32 = 2, 2, 4  # bytes: 16-bit weights and gradients, and what is in 32 bits
 _STATES = 4 * _FP32  # master, gradient, momentum, variance
-_GPU_UNITS = 3  # present at once on a GPU: the one in use and two fetched ahead (residency.py)
 _MOST_LAYERS = 10_000  # of an imagined model
 
 
@@ -200,7 +199,7 @@ def _passing_bytes(units: list[Unit]) -> int:
     """Of a GPU: the units present at once beside those that stay, and the gradients of the largest unit."""
     streamed = [unit.full_bytes for unit in units if not unit.is_resident]
     gradients = max((unit.full_bytes for unit in units if unit.is_trainable), default=0)
-    return min(_GPU_UNITS, len(streamed)) * max(streamed, default=0) + gradients
+    return min(USUAL_ON_DEVICE, len(streamed)) * max(streamed, default=0) + gradients
 
 
 def _imagined(total: int, largest: int) -> nn.Module:

@@ -88,7 +88,7 @@ class Hooks:
         self._is_training_pass = False  # the outermost forward under way began with gradients
         self._ending: weakref.ref[_EndOfBackward] | None = None  # of the backward under way; dead after an exception
         self._watched = -1  # torch's number of the backward whose end is being watched
-        self._num_backwards = 0  # begun
+        self.num_backwards = 0  # begun
         self._clock = 0  # counts forwards that begin and end
         self.may_receive: Callable[[], bool] = lambda: True  # False: autograd goes on adding to p.grad
         self.on_last_read: Callable[[], None] = lambda: None
@@ -107,6 +107,8 @@ class Hooks:
             if live.unit.is_resident:
                 for shard in live.unit.shards:
                     self.see_gradient_of(live, shard.param)
+            if live.memory.has_streams and live.unit.is_trainable:
+                self._handles += [_note_stream(live, shard.param) for shard in live.unit.shards]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(
@@ -279,12 +281,12 @@ class Hooks:
 
     def answer(self, use: Use) -> None:
         """A use's backward has been computed: its units are let go, and their gradients received if they are final."""
-        use.answered_in = self._num_backwards
+        use.answered_in = self.num_backwards
         self._uses.answer(use)
         self._let_go(use)
         with torch._C.DisableTorchFunctionSubclass():  # asking resting parameters for their gradients is quicker so
             for live in use.units:
-                live.memory.join()  # autograd may have accumulated on another stream
+                live.memory.join()  # autograd may have computed and accumulated on other streams
                 if live.unit.is_trainable and self._uses.is_final(live) and self.may_receive():
                     self._homes.receive(live.unit)
 
@@ -319,7 +321,7 @@ class Hooks:
     def _hold(self, use: Use, grad: torch.Tensor | None = None) -> None:
         """The gradient of a tensor that a forward handed back has come."""
         self.watch_backward()
-        if use.is_held or use.answered_in == self._num_backwards:
+        if use.is_held or use.answered_in == self.num_backwards:
             return
         for later in [other for other in self._held if other.entered > use.left]:
             self.answer(later)  # what was recorded after this forward has been computed
@@ -337,7 +339,7 @@ class Hooks:
 
     def _computed(self, use: Use, grad: torch.Tensor) -> None:
         """The gradient of a tensor that was handed to a forward has come."""
-        if use.answered_in != self._num_backwards:
+        if use.answered_in != self.num_backwards:
             self.answer(use)
         if grad.requires_grad:  # a backward through this one begins here
             mark([grad], use, self._hold)
@@ -382,7 +384,7 @@ class Hooks:
         ending = _EndOfBackward(self)
         self._ending = weakref.ref(ending)
         self._watched = torch._C._current_graph_task_id()
-        self._num_backwards += 1
+        self.num_backwards += 1
         with torch._C.DisableTorchFunctionSubclass():
             self._homes.begin()
         torch.autograd.Variable._execution_engine.queue_callback(ending)
@@ -533,6 +535,19 @@ def _needed_by_module(
     visit(root)
     found.setdefault(root, [])
     return {module: found[module] for module in root.modules() if module in found}
+
+
+def _note_stream(live: LiveUnit, param: nn.Parameter) -> RemovableHandle:
+    """Autograd accumulates a gradient on the stream on which the parameter was first used, in this graph or an older one."""
+    reference = weakref.ref(live)
+
+    def note(param: torch.Tensor) -> None:
+        living = reference()
+        if living is not None:
+            living.memory.note_gradient()
+
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(note)
+    return handle
 
 
 def _see_backward(hooks: weakref.ref[Hooks]) -> None:

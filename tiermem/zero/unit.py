@@ -122,9 +122,14 @@ class Division:
 def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained: bool = True) -> Division:
     """Divides a model's parameters into units.
 
-    Raises ValueError when a module with parameters of its own is larger than `policy.unit_numel`, naming it.
+    Raises ValueError when a module with parameters of its own is larger than `policy.unit_numel`, naming it, and for a model
+    marked as a leaf that cannot be called.
     """
     apply_rules(model, policy.leaves)
+    if z3_leaf_module(model) and not has_forward(model):
+        raise ValueError(
+            f"the model is a leaf, but a {type(model).__name__} has no forward that would fetch it: mark the modules in it"
+        )
     names = {param: (i, name) for i, (name, param) in enumerate(model.named_parameters())}
     persistent = _persistent(model, policy)
     lowered = lowered_parameters(model, policy, num_shards)
@@ -133,12 +138,12 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
     owners: dict[nn.Parameter, Unit] = {}
     small: dict[nn.Parameter, None] = {}  # a set that keeps its order
     limit = 0 if policy.gather_way == "single" else policy.unit_numel
-    for name, module, params in _groups(model, limit, persistent, num_shards):
+    for name, module, params, is_leaf in _groups(model, limit, persistent, num_shards):
         needed: dict[int, Unit] = {owners[p].index: owners[p] for p in params if p in owners}
         fresh = [p for p in params if p not in owners and p not in persistent]
         for kind, alike in _by_kind(fresh, is_trained, lowered).items():
             unit = _lay_out(name, len(units), alike, names, kind, policy.stage != 3, num_shards)
-            unit.is_leaf = _is_leaf(module, num_shards)
+            unit.is_leaf = is_leaf
             _check_size(unit, policy)
             unit.is_packed = policy.quantised_frozen and not unit.is_trainable and unit.dtype.is_floating_point
             units.append(unit)
@@ -167,33 +172,38 @@ def _most_at_once(model: nn.Module, triggers: Mapping[nn.Module, list[Unit]]) ->
     return visit(model, frozenset())
 
 
-def _groups(
-    model: nn.Module, limit: int | None, persistent: set[nn.Parameter], num_shards: int
-) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """(name, module, parameters) of every group: whole subtrees where they fit, a module's own parameters elsewhere.
+class _Group(NamedTuple):
+    """Parameters that are fetched together, in one or several units."""
+
+    name: str
+    module: nn.Module  # whose forward needs them
+    params: list[nn.Parameter]
+    is_leaf: bool
+
+
+def _groups(model: nn.Module, limit: int | None, persistent: set[nn.Parameter], num_shards: int) -> Iterator[_Group]:
+    """Every group: whole subtrees where they fit, a module's own parameters elsewhere.
 
     The module is one whose forward runs: what lies in a bare container (ModuleList, ParameterList) is needed by the forward
     around it.
     """
     seen: set[nn.Module] = set()
 
-    def visit(
-        name: str, module: nn.Module, runs: nn.Module, is_listed: bool
-    ) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
+    def visit(name: str, module: nn.Module, runs: nn.Module, is_listed: bool) -> Iterator[_Group]:
         if module in seen:
             return
         seen.add(module)
         params = list(module.parameters())
         fits = limit is None or sum(p.numel() for p in params if p not in persistent) <= limit
         is_whole = fits and not _must_split(module, num_shards) and (is_listed or not _holds_list(module))
-        is_whole = is_whole or _is_leaf(module, num_shards)
+        is_leaf = _is_leaf(module, num_shards)
         runs = module if has_forward(module) else runs
-        if module is not model and is_whole and runs is module:
-            yield name, module, params
+        if is_leaf or (module is not model and is_whole and runs is module):
+            yield _Group(name or "root", runs, params, is_leaf)
             return
         own = list(module.parameters(recurse=False))
         if own:
-            yield name or "root", runs, own
+            yield _Group(name or "root", runs, own, False)
         is_listed = is_listed or isinstance(module, nn.ModuleList)
         for child_name, child in module.named_children():
             yield from visit(f"{name}.{child_name}" if name else child_name, child, runs, is_listed)

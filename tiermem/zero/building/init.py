@@ -7,11 +7,11 @@ A module *stands* when it is assigned to its parent; its parameters then go to t
 NaN behind (nursery.py). The root stands when Init exits. Code that touches a parameter afterwards (weight initialisation by a
 library, tied weights, `Module.apply`) finds its values: inside Init a TorchFunctionMode sees torch's calls on parameters,
 brings a parameter back before the call and sends it home again from a bounded cache, oldest first. Values are those of a plain
-build, seed for seed: they are kept in the dtype they were built in, and are cast when the model is sharded.
+build, seed for seed: they are kept in the dtype they were built in, and are cast when the model is sharded. On several ranks
+they are rank 0's, whatever the others write.
 
 Peak memory while building is one unit (plus the cache): whatever a module holds that nobody has assigned yet. A bare list of
-leaf modules (`nn.ModuleList([nn.Linear(...) for ...])`) stands all at once and may exceed it. Parameters of at most
-`persistence_numel` elements stay where they are.
+leaf modules (`nn.ModuleList([nn.Linear(...) for ...])`) stands all at once and may exceed it.
 
 Contexts nest: the innermost takes what is built in it. No torch name is patched: module registration hooks and the mode are
 torch's own, and are gone when Init exits. Only `shard` or `initialize` make the model usable: they take the parameters over.
@@ -41,14 +41,13 @@ from torch.utils.hooks import RemovableHandle
 
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import find_device
-from tiermem.zero import registry
 from tiermem.zero.building.as_built import AsBuilt, size_of_near
 from tiermem.zero.building.nursery import Nursery
 from tiermem.zero.ranks.collectives import exchange
 from tiermem.zero.ranks.joining import join_ranks
 from tiermem.zero.ranks.mesh import numbered
 from tiermem.zero.ranks.topology import Topology, find_topology
-from tiermem.zero.weights.touch import needs_values, parameters_in, writes_in_place
+from tiermem.zero.weights.touch import needs_values, parameters_in, replaces_data, writes_in_place
 
 AnyConfig = Mapping[str, Any] | str | os.PathLike[str]
 
@@ -137,10 +136,10 @@ class Init:
         self._handles: list[RemovableHandle] = []
         self._mode: _Touch | None = None
         self._nursery: Nursery | None = None
-        self._seen: list[weakref.ref[nn.Parameter]] = []  # registered while building, in order
+        self._seen: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # built here, in order
         if module is not None and self._enabled:
             with self:
-                self._seen = [weakref.ref(p) for p in module.parameters()]
+                self._seen.update(dict.fromkeys(module.modules()))
 
     def get_partition_rank(self) -> int:
         """Which part of every parameter this rank keeps: its place in the group.
@@ -186,10 +185,10 @@ class Init:
         while self._handles:
             self._handles.pop().remove()
         if error is None:
-            for reference in self._seen:
-                param = reference()
-                if param is not None:
-                    self._admit(param)
+            for module in list(
+                self._seen
+            ):  # which may hold other parameters than were registered: to_empty replaces them
+                self._nursery.adopt(module.parameters(recurse=False))
             self._nursery.graduate(self._dtype)
         else:
             self._nursery.abandon()
@@ -209,24 +208,12 @@ class Init:
         return tuple(numbers)
 
     def _appears(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and _innermost() is self._mode:
-            self._seen.append(weakref.ref(param))
+        if _innermost() is self._mode:
+            self._seen[module] = None
 
     def _stands(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        if module is not None and _innermost() is self._mode:
-            for param in module.parameters():
-                self._admit(param)
-
-    def _admit(self, param: nn.Parameter) -> None:
-        assert self._nursery is not None
-        # their fp32 values are asked for: even small ones are kept as built
-        is_small = (
-            param.numel() <= self._policy.persistence_numel and self._policy.master_from != "init" and not param.is_meta
-        )
-        if not is_small and registry.keeper_of(param) is None:
-            self._nursery.admit(param)
-        elif is_small and self._dtype is not None:
-            self._nursery.remember_small(param)
+        if module is not None and self._nursery is not None and _innermost() is self._mode:
+            self._nursery.adopt(module.parameters())
 
 
 def shutdown_init_context() -> None:
@@ -277,7 +264,7 @@ class _Touch(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 self._nursery.trim()
                 for param in touched:
-                    self._nursery.wake(param)
+                    self._nursery.wake(param, replaces_data(func) and param is args[0])
         return func(*args, **kwargs)
 
     def _create(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:

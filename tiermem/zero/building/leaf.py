@@ -66,11 +66,7 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Marks one module, or takes its mark off. Raises ValueError for a container that has no forward."""
-    if flag and not has_forward(model):
-        raise ValueError(
-            f"a {type(model).__name__} has no forward, so nothing would fetch it: mark the module that calls its children"
-        )
+    """Marks one module, or takes its mark off. A container without a forward is fetched by the module around it."""
     model.__dict__[_MARK] = flag
 
 

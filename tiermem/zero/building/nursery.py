@@ -1,8 +1,9 @@
 """Nursery: where the parameters of a model live while it is built, until `shard` takes them.
 
 Each rank keeps its part of every parameter, in ordinary memory or on NVMe; the parameter itself sleeps: it shows NaN and takes
-no memory. Whoever touches one wakes it (init.py sees the touch); the oldest awake go back to sleep when they are many, and
-what is in them is kept.
+no memory. Code that touches one wakes it (init.py sees the touch); the oldest awake go back to sleep when they are many. Then
+rank 0's values are kept on every rank, whatever the other ranks have written, as they are when a parameter is admitted. So all
+parameters are treated alike: the values do not depend on a size.
 
     admit --> asleep --wake--> awake --trim--> asleep          take_out, put_back: a GatheredParameters context holds it
     graduate: building has ended, and they rest (resting.py)   move_part: the model is sharded, the nursery forgets it
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -32,7 +34,7 @@ from tiermem.zero.weights.attributes import ZeroParamStatus, absent_part, descri
 from tiermem.zero.weights.gather import gather
 from tiermem.zero.weights.memory import become
 
-_CACHE_BYTES = 64 << 20
+_CACHE_BYTES = 16 << 20
 _PIECE_NUMEL = 1 << 20
 
 
@@ -40,7 +42,8 @@ class Nursery:
     """Keeps the parameters of a model that is being built, until `shard` takes them.
 
     Args:
-        policy: parameters rest on NVMe if theirs do, else in ordinary memory, each rank its part.
+        policy: parameters rest on NVMe if theirs do, else in ordinary memory, each rank its part. Those of at most
+            `persistence_numel` elements rest in memory in any case.
         topology: who keeps which part.
         as_built: what the context was told, for whoever takes the parameters.
         pin_memory: parts that rest in memory are page-locked, where there is a GPU.
@@ -58,17 +61,16 @@ class Nursery:
         self.topology = topology
         self.as_built = as_built or AsBuilt()
         self._pins = pin_memory and torch.accelerator.is_available()
-        self._on_nvme = policy.params is Tier.NVME
+        self._small_numel = policy.persistence_numel
         self._store: TensorStore | None = None
         self._bounce: Bounce | None = None
         self._piece: torch.Tensor | None = None  # what is read on the way to a parameter's place
-        if self._on_nvme:
+        if policy.params is Tier.NVME:
             self._store = TensorStore(paths_of_rank(policy.paths), 8 << 20, policy.io, policy.disk_bytes)
             self._bounce = Bounce(self._store)
             self._piece = torch.empty(_PIECE_NUMEL * 8, dtype=torch.uint8)  # kept: blocks that come and go leave holes
         self._children: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> _Child
-        self._small: list[weakref.ref[nn.Parameter]] = []  # left where they are; cast in the end
-        self._awake: collections.OrderedDict[int, weakref.ref[nn.Parameter]] = collections.OrderedDict()
+        self._awake: collections.OrderedDict[int, nn.Parameter] = collections.OrderedDict()
         self._out: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a GatheredParameters holds
         self._awake_bytes = 0
         self._freed_bytes = 0  # since the heap was last trimmed
@@ -79,15 +81,13 @@ class Nursery:
         """Takes a parameter's values (rank 0's win) and leaves NaN. Collective when there are several ranks; blocks."""
         value = param.detach()
         if self.topology.group is not None and not value.is_meta:
-            value = value.contiguous()
             number = f"parameter number {self._num_admitted}"
             agree(self.topology, {number: f"{tuple(value.shape)} {value.dtype}"}, f"{number} under zero.Init")
-            value = value if is_accelerator(value.device) else value.to(self.topology.control_device)
-            share(self.topology, value, "sharing initial values")
+            value = self._of_rank_0(value)
         self._num_admitted += 1
         child = _Child(f"init/{self._num_admitted}")
         self._children[param] = child
-        self._put(param, child, value)
+        self._put(child, value)
         registry.enrol(param, self)
         part_numel = -(-value.numel() // self.topology.num_shards)
         part = absent_part(part_numel, value.dtype)
@@ -95,22 +95,30 @@ class Nursery:
         weakref.finalize(param, self._forget, child)
         self._sleep(param)
 
-    def remember_small(self, param: nn.Parameter) -> None:
-        """Notes a parameter that stays where it is, to be cast with the others."""
-        self._small.append(weakref.ref(param))
+    def adopt(self, params: Iterable[nn.Parameter]) -> None:
+        """Takes parameters of any module that nobody keeps, after building, too. Collective; blocks."""
+        fresh = [param for param in params if registry.keeper_of(param) is None]
+        for param in fresh:
+            self.admit(param)
+        if not self._is_building:
+            resting.rest(fresh)
 
-    def wake(self, param: nn.Parameter) -> None:
-        """Brings a parameter's values back for code that touches it; the oldest awake go to sleep when there are many."""
+    def wake(self, param: nn.Parameter, is_overwritten: bool = False) -> None:
+        """Brings a parameter's values back for code that touches it, until `trim` puts it to sleep.
+
+        is_overwritten: the code puts another tensor in its place, so the values are not needed.
+        """
         child = self._children.get(param)
         if child is None or param in self._out:
             return
         if id(param) in self._awake:
             self._awake.move_to_end(id(param))
             return
-        param.data = self._get(param, child).to(param.device, child.dtype).view(child.shape)
-        self._awake[id(param)] = weakref.ref(param)
+        if not is_overwritten:
+            param.data = self._get(child).to(param.device, child.dtype).view(child.shape)
+        self._awake[id(param)] = param
         mark((param,), ZeroParamStatus.AVAILABLE)
-        self._awake_bytes += param.nbytes
+        self._awake_bytes += child.whole_bytes
 
     def is_asleep(self, param: nn.Parameter) -> bool:
         """Whether a parameter is kept here and shows NaN."""
@@ -118,21 +126,26 @@ class Nursery:
 
     def trim(self, keep_bytes: int = _CACHE_BYTES) -> None:
         """Puts the oldest awake parameters to sleep, what is in them written back, until the rest takes keep_bytes."""
-        while self._awake and self._awake_bytes > keep_bytes:
-            param = next(iter(self._awake.values()))()
-            if param is None:
-                self._awake.popitem(last=False)
-            else:
-                self._write_back(param)
-                self._sleep(param)
-        if not self._awake:
-            self._awake_bytes = 0
+        while self._awake and self._awake_bytes >= keep_bytes:
+            param = next(iter(self._awake.values()))
+            self._write_back(param)
+            self._sleep(param)
 
     def _write_back(self, param: nn.Parameter) -> None:
-        """Keeps what an awake parameter holds; it counts as awake no more."""
+        """Keeps what an awake parameter holds on rank 0; it counts as awake no more."""
         if self._awake.pop(id(param), None) is not None:
-            self._awake_bytes -= param.nbytes
-            self._put(param, self._children[param], param.detach())
+            child = self._children[param]
+            self._awake_bytes -= child.whole_bytes
+            self._put(child, self._of_rank_0(param.detach()))
+
+    def _of_rank_0(self, value: torch.Tensor) -> torch.Tensor:
+        """Rank 0's values of what every rank holds. Collective when there are several ranks; blocks."""
+        if self.topology.group is None or value.numel() == 0:
+            return value
+        value = value.contiguous()
+        value = value if is_accelerator(value.device) else value.to(self.topology.control_device)
+        share(self.topology, value, "sharing initial values")
+        return value
 
     def graduate(self, dtype: torch.dtype | None) -> None:
         """Building has ended: all parameters sleep, and show the dtype they will have."""
@@ -142,11 +155,6 @@ class Nursery:
                 param.data = torch.full((), float("nan"), dtype=dtype, device=param.device).expand(param.shape)
         self._is_building = False
         resting.rest(self._children.keys())
-        for reference in self._small:
-            small = reference()
-            if small is not None and dtype is not None and small.dtype.is_floating_point:
-                small.data = small.data.to(dtype)
-        self._small.clear()
         trim_heap()
 
     def abandon(self) -> None:
@@ -172,14 +180,14 @@ class Nursery:
 
     def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Puts other values in a parameter's place; every rank gives the whole. Blocks."""
-        self._put(param, self._children[param], value)
+        self._put(self._children[param], value)
 
     def take_out(self, param: nn.Parameter) -> None:
         """Gives a parameter its whole values until `put_back`. Collective when there are several ranks; blocks."""
         child, shown = self._children[param], param.dtype
         self._write_back(param)  # what was written while it was awake
         resting.wake([param])
-        param.data = self._get(param, child).to(param.device, shown).view(child.shape)
+        param.data = self._get(child).to(param.device, shown).view(child.shape)
         self._out[param] = True
         mark((param,), ZeroParamStatus.AVAILABLE)
 
@@ -193,7 +201,7 @@ class Nursery:
     def whole(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter's values as built. Collective when there are several ranks; blocks."""
         child = self._children[param]
-        return self._get(param, child).view(child.shape)
+        return self._get(child).view(child.shape)
 
     def _sleep(self, param: nn.Parameter) -> None:
         """Leaves NaN in a parameter's place. The C library keeps freed blocks; every so often they are given back."""
@@ -206,7 +214,7 @@ class Nursery:
 
     # ---- one child ---------------------------------------------------------------------------------------------------------
 
-    def _put(self, param: nn.Parameter, child: _Child, value: torch.Tensor) -> None:
+    def _put(self, child: _Child, value: torch.Tensor) -> None:
         part_numel = -(-value.numel() // self.topology.num_shards)
         first = part_numel * self.topology.shard_rank
         if value.dtype != child.dtype or value.shape != child.shape:
@@ -216,7 +224,7 @@ class Nursery:
         if value.is_meta:
             return
         mine = value.detach().reshape(-1)[first : first + child.num_values].cpu()
-        if self._store is None:
+        if self._store is None or value.numel() <= self._small_numel:
             child.part = mine.clone().pin_memory() if self._pins else mine.clone()
             return
         assert self._bounce is not None
@@ -247,11 +255,10 @@ class Nursery:
             self._bounce.read(child.name, start * size, stop * size, values.view(torch.uint8))
             into[start:stop].copy_(values)
 
-    def _get(self, param: nn.Parameter, child: _Child) -> torch.Tensor:
-        part = self._part(child)
-        if self.topology.num_shards == 1:
+    def _get(self, child: _Child) -> torch.Tensor:
+        part, numel = self._part(child), child.shape.numel()
+        if self.topology.num_shards == 1 or numel == 0:
             return part
-        numel = child.shape.numel()
         part_numel = -(-numel // self.topology.num_shards)
         padded = torch.nn.functional.pad(part, (0, part_numel - part.numel()))
         padded = padded.to(self.topology.control_device)
@@ -278,8 +285,13 @@ class _Child:
         self.is_filled = False
         self.is_gone = False
 
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return self.shape.numel() * (self.dtype.itemsize if self.dtype is not None else 0)
+
 
 def _put_to_sleep(param: nn.Parameter) -> None:
     with torch._C.DisableTorchFunction():
         device = "cpu" if param.is_meta else param.device
-        become(param, torch.full((), float("nan"), dtype=param.dtype, device=device).expand(param.shape))
+        become(param, absent_part(1, param.dtype).to(device).expand(param.shape))

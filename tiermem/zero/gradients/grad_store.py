@@ -9,18 +9,23 @@
     None            (step_in_backward) it is a buffer, handed to whoever steps the unit
 
 Measured are sums of squares of fixed blocks of each parameter, in float64, in the order of elements: they do not depend on
-how a share was cut into parts. On a DEVICE they are measured there, by torch, and nothing waits for them here.
+how a share was cut into parts.
+
+On a DEVICE all of this happens there, on a stream of its own, because hooks run on whichever stream autograd is on: it waits
+for the stream that brings a gradient, and a reader waits for it (`join`). A gradient depends on the weights of the last step,
+so that it comes when that has read the one before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from tiermem.policy import Tier
-from tiermem.swap.accelerator import is_accelerator
+from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream, on
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import Workers, store_gradient
@@ -58,6 +63,7 @@ class GradientStore:
         self._shard_rank = shard_rank
         self._workers = workers
         self._pool = pool
+        self._stream = new_stream(store.device) if home is Tier.DEVICE and is_accelerator(store.device) else None
         self._leaving: list[tuple[Unit, Slot, Move]] = []
         self.consume: Consume | None = None  # takes them at once when none is held
 
@@ -94,6 +100,10 @@ class GradientStore:
 
     def put(self, opened: OpenHome, shard: Shard, part: torch.Tensor, start: int, adds: bool) -> None:
         """Copies or adds a part of this rank's share, flat, which begins at element `start` of it; the last one measures."""
+        with self._at_home(part):
+            self._put(opened, shard, part, start, adds)
+
+    def _put(self, opened: OpenHome, shard: Shard, part: torch.Tensor, start: int, adds: bool) -> None:
         stop = start + part.numel()
         first = shard.shard_numel * self._shard_rank
         num_valid = min(shard.shard_numel, max(0, shard.numel - first))
@@ -122,7 +132,9 @@ class GradientStore:
 
     def clear(self, opened: OpenHome, shard: Shard) -> None:
         """Writes zeros in place of a parameter's gradient."""
-        opened.flat[shard.shard_offset : shard.shard_offset + shard.shard_numel].zero_()
+        share = opened.flat[shard.shard_offset : shard.shard_offset + shard.shard_numel]
+        with self._at_home(share):
+            share.zero_()
         shard.is_zeroed = False
 
     def close(self, opened: OpenHome) -> None:
@@ -149,8 +161,25 @@ class GradientStore:
 
     def settle(self) -> None:
         """Waits until every gradient is at home. Raises OSError."""
+        self.join()
         while self._leaving:
             self._reap()
+
+    def join(self) -> None:
+        """The current stream waits for what is done to gradients on a DEVICE."""
+        if self._stream is not None:
+            current_stream(self._stream.device).wait_stream(self._stream)
+
+    @contextlib.contextmanager
+    def _at_home(self, data: torch.Tensor) -> Iterator[None]:
+        """Inside, work on an accelerator is done where gradients rest on a DEVICE, with data of the current stream."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(current_stream(self._stream.device))
+        data.record_stream(self._stream)
+        with on(self._stream):
+            yield
 
     def _take(self) -> Slot:
         assert self._pool is not None

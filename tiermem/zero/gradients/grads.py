@@ -81,6 +81,7 @@ class GradientHomes:
         self._open: OpenHome | None = None  # what some buckets of a unit have reached
         self._in_turn: list[Unit] = []  # stages 0 to 2: what this backward has not begun to reduce
         self._ready: set[Unit] = set()  # of those, what has been answered
+        self.num_micro_batches = 1  # a step's gradient is the mean of so many; 1: their losses were divided already
         self._begun: set[Unit] = set()  # what this backward has begun to reduce
         self._given: set[Shard] = set()  # what this rank had a gradient of in this backward
         self._stored: set[Shard] = set()  # what has reached its home in this backward
@@ -110,9 +111,11 @@ class GradientHomes:
 
     @property
     def divisor(self) -> float:
-        """What is at home, and its norms, are divided by: the ranks, for a mean; less what was divided before the sum."""
+        """What is at home, and its norms, are divided by: the ranks, for a mean, and the micro-batches; less what was divided
+        before the sum."""
         world = self._topology.world
-        return (world if self._policy.reduce_op == "mean" else 1) / predivided(world, self._policy)
+        ranks = (world if self._policy.reduce_op == "mean" else 1) / predivided(world, self._policy)
+        return ranks * self.num_micro_batches
 
     # ---- in backward -------------------------------------------------------------------------------------------------------
 
@@ -243,6 +246,7 @@ class GradientHomes:
 
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
         """Per parameter, over all ranks, in float64, with what was multiplied since. Collective."""
+        self._homes.join()
         sums = block_sums_of(shards)
         local = [math.fsum(sums[s]) * s.grad_factor**2 if s.has_gradient else 0.0 for s in shards]
         values: list[float] = total(self._topology, self._on_wire(local, torch.float64)).tolist()

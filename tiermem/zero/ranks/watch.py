@@ -139,6 +139,6 @@ def _difference(said: dict[int, dict[int, str]]) -> str | None:
                 return (
                     f"ranks have gone different ways: number {number} of what they do together is {named[first]!r} on rank "
                     f"{first} and {what!r} on rank {rank}. Every rank has to use the same modules in the same order; where "
-                    "that depends on data, have them fetched as one (tiermem.zero.set_z3_leaf_modules)"
+                    "that depends on data, have them fetched as one (tiermem.utils.set_z3_leaf_modules)"
                 )
     return None

@@ -146,6 +146,7 @@ class Arrival:
         with on(self._copy_stream):
             live.memory.full.copy_(shard, non_blocking=True)
         live.filled = live.home_read = record(self._copy_stream)
+        live.memory.end_filling(live.filled, self._copy_stream)
 
     def _staged(self, live: LiveUnit) -> torch.Tensor:
         assert live.stage is not None

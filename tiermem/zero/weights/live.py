@@ -75,12 +75,15 @@ class LiveUnit:
 
     def let_go(self) -> None:
         """The opposite of one `hold`."""
-        self.num_users -= 1
-        if self.num_users <= 0:
+        if self.num_users > 1:
+            self.num_users -= 1
+        else:
             self.let_all_go()
 
     def let_all_go(self) -> None:
         """Nobody needs the unit any more, whoever held it: its parameters rest (resting.py)."""
+        if self.num_users:
+            self.memory.end_use()
         self.num_users = 0
         resting.rest(self._streamed)
 

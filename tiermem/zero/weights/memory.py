@@ -9,7 +9,7 @@ storage stays and its bytes come and go:
 
 Torch's allocator gives what is freed to whoever asks next on the stream that it was allocated on. So on an accelerator one
 stream, the *owner*, allocates all units and frees them: whoever fills one waits for the owner, and the owner waits for every
-stream that has used it (`use`) before it frees.
+stream that has used it (from `use` to `end_use`) before it frees.
 
 While a unit is not present its parameters' data is a zero-stride NaN expanded to the true shape: shape and numel stay
 right, reads give NaN, writes raise, nothing crashes. (torch lets `fill_` and `zero_` through; they raise when the unit comes.)
@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from tiermem.swap.accelerator import current_stream, on
+from tiermem.swap.accelerator import current_stream, on, record
 from tiermem.swap.arena import Slot
 from tiermem.zero.unit import Unit
 from tiermem.zero.weights.attributes import ZeroParamStatus, mark
@@ -58,7 +58,9 @@ class UnitMemory:
     def __init__(self, unit: Unit, device: torch.device, may_swap: bool, owner: torch.Stream | None = None) -> None:
         self.unit = unit
         self._owner = owner
-        self._users: dict[int, torch.Stream] = {}  # by id; whose work may look at the memory
+        self._users: dict[int, torch.Stream] = {}  # by id; whose work looks at the memory
+        self._ends: dict[int, torch.Event] = {}  # by id; after which it looks no more, where that is known
+        self._accumulating: dict[int, torch.Stream] = {}  # by id; on which gradients have come since the last join
         self.is_present = False
         self._out: dict[int, torch.Tensor] = {}  # parameters that hold a copy of their own (gathered.py)
         self._may_swap = may_swap and device.type == "cpu"
@@ -77,6 +79,11 @@ class UnitMemory:
         if unit.full_dtype != unit.dtype and unit.is_trainable:
             for shard in unit.shards:
                 shard.param.grad_dtype = unit.dtype  # autograd adds up in it, whatever dtype forward saw
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether it is an accelerator's, where several streams may use it."""
+        return self._owner is not None
 
     def put_under(self, slot: Slot) -> None:
         """Puts an arena slot's memory under the unit (CPU). The slot belongs to the unit until it leaves.
@@ -111,22 +118,41 @@ class UnitMemory:
         stream.wait_stream(self._owner)
         self._users[stream.stream_id] = stream
 
+    def end_filling(self, filled: torch.Event, stream: torch.Stream) -> None:
+        """The stream that fills the memory has done so when the event comes."""
+        self._ends[stream.stream_id] = filled
+
     def use(self, filled: torch.Event | None = None) -> None:
         """The current stream looks at the memory from now on, once that has been `filled`; nothing to do on a CPU."""
         if self._owner is not None:
             stream = current_stream(self._owner.device)
+            self._ends.pop(stream.stream_id, None)
             if stream.stream_id not in self._users:
                 self._users[stream.stream_id] = stream
                 if filled is not None:
                     stream.wait_event(filled)
 
-    def join(self) -> None:
-        """The current stream waits for all others that use the memory: what they have made of it is complete."""
+    def end_use(self) -> None:
+        """The current stream looks at the memory no more, once it has done what it was given until now."""
         if self._owner is not None:
             stream = current_stream(self._owner.device)
-            for other in self._users.values():
+            if stream.stream_id in self._users:
+                self._ends[stream.stream_id] = record(stream)
+
+    def note_gradient(self) -> None:
+        """A gradient of the unit has been accumulated on the current stream."""
+        assert self._owner is not None
+        stream = current_stream(self._owner.device)
+        self._accumulating[stream.stream_id] = stream
+
+    def join(self) -> None:
+        """The current stream waits for all others that use the memory or made gradients of it: what they made is complete."""
+        if self._owner is not None:
+            stream = current_stream(self._owner.device)
+            for other in (*self._users.values(), *self._accumulating.values()):
                 if other.stream_id != stream.stream_id:
                     stream.wait_stream(other)
+            self._accumulating.clear()
 
     def show(self) -> None:
         """Points the parameters at the full layout, once its bytes are (or will be, in stream order) right."""
@@ -146,9 +172,13 @@ class UnitMemory:
         elif self._owner is None:
             self._storage.resize_(0)
         else:
-            for stream in self._users.values():
-                self._owner.wait_stream(stream)
+            for number, stream in self._users.items():
+                if number in self._ends:
+                    self._owner.wait_event(self._ends[number])
+                else:
+                    self._owner.wait_stream(stream)
             self._users.clear()
+            self._ends.clear()
             with on(self._owner):
                 self._storage.resize_(0)
 

@@ -17,7 +17,7 @@ Only plain parameters change: a subclass of Parameter keeps its class, and is le
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -37,6 +37,14 @@ class Lender(Protocol):
         """Calls a function with the parameters' values in place."""
 
 
+@runtime_checkable
+class Adopter(Protocol):
+    """Keeps the parameters of a model that is not sharded yet, and takes more of them."""
+
+    def adopt(self, params: Iterable[nn.Parameter]) -> None:
+        """Partitions parameters that were made after building. Collective; blocks."""
+
+
 class RestingParameter(nn.Parameter):
     """A parameter whose unit nobody holds; see above."""
 
@@ -53,6 +61,20 @@ class RestingParameter(nn.Parameter):
                     _refuse_write(func, param)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    def convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
+        """Partitions ordinary parameters, such as adapters that were added after zero.Init, beside this one.
+
+        They keep their dtype; those that are partitioned already stay as they are. Collective; blocks. Raises RuntimeError once
+        the model is sharded.
+        """
+        keeper = registry.keeper_of(self)
+        if not isinstance(keeper, Adopter):
+            raise RuntimeError(
+                "convert_to_zero_parameters on a sharded model, whose parameters are planned: add modules before "
+                "tiermem.initialize or tiermem.shard"
+            )
+        keeper.adopt(param_list)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         _refuse_copy(self)

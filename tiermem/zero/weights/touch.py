@@ -19,7 +19,9 @@ _ASKS = {
     "type", "is_signed", "__torch_function__", "is_mps", "is_xpu", "is_nested", "is_mkldnn", "is_vulkan", "is_ipu",
     "is_tensor", "is_same_size", "storage_offset", "_base", "_is_view", "is_set_to", "is_pinned", "is_shared", "is_conj",
     "is_neg", "is_sparse_csr", "is_mtia", "is_maia", "_has_symbolic_sizes_strides", "_post_accumulate_grad_hooks",
-    "_grad", "grad_dtype", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
+    "_grad", "grad_dtype", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "empty_like", "new_empty",
+    "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full",
+    "_has_compatible_shallow_copy_type",
 }  # fmt: skip
 _SETS = {"grad", "requires_grad", "_backward_hooks", "names", "_post_accumulate_grad_hooks", "_grad", "grad_dtype"}
 
@@ -30,6 +32,11 @@ def needs_values(func: Any) -> bool:
     if name is None:
         return getattr(func, "__name__", "") not in _ASKS
     return name not in (_SETS if func.__name__ in ("__set__", "__delete__") else _ASKS)
+
+
+def replaces_data(func: Any) -> bool:
+    """Whether a call puts another tensor in place of its first argument's values."""
+    return getattr(func, "__name__", "") == "__set__" and _attribute_of(func) == "data"
 
 
 def writes_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[nn.Parameter]:

@@ -1,0 +1,96 @@
+"""Run by test_ranks.py on each rank: training on simulated devices and on CPUs. Words: a mutant, or none; schedules."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from launch import as_rank
+from torch import nn
+from torch.nn import functional as F
+from twins import Tower, batch, seeded
+
+import tiermem
+from accelerator import device
+from accelerator.mutants import ON_RANKS, applied
+from tiermem import OffloadPolicy, Tier
+
+sim = device.load()
+torch.ones(1, device="meta").add(1)  # imports what Meta kernels in Python need, once before the ranks are forked
+
+_HOST = {"params": Tier.HOST, "optim": Tier.HOST}
+_NVME = {"params": Tier.NVME, "optim": Tier.NVME}
+CASES: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"stage": stage} for stage in range(4)},
+    **{f"stage {stage}, states on host": {"stage": stage, "optim": Tier.HOST} for stage in (1, 2, 3)},
+    "stage 3, host": _HOST,
+    "stage 3, nvme": _NVME,
+    "stage 3, nvme, stepped in backward": {**_NVME, "step_in_backward": True},
+    "stage 3, host, one parameter at a time": {**_HOST, "gather_way": "single"},
+    "stage 3, host, all_reduce": {**_HOST, "gather_way": "all_reduce", "reduce_scatter": False},
+    "stage 2, broadcasts": {"stage": 2, "optim": Tier.HOST, "allgather_partitions": False, "multi_rank_buckets": False},
+    "MiCS": {**_HOST, "shard_group_size": 2},
+    "hpZ": {**_HOST, "secondary_group_size": 2},
+    "qwZ": {**_HOST, "quantised_gather": True},
+    "qgZ": {**_HOST, "quantised_reduction": True},
+    "qwZ and qgZ, nvme": {**_NVME, "quantised_gather": True, "quantised_reduction": True},
+}
+ON_FOUR = {"MiCS", "hpZ"}
+"""On two ranks these are what other cases are."""
+
+
+def train(where: str, policy: OffloadPolicy, rank: int) -> dict[str, Any]:
+    model = seeded(Tower)
+    with tiermem.shard(model, policy, device=where) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        losses, norms = [], []
+        for step in range(3):
+            tokens, targets = (each.to(shards.device) for each in batch(10 * step + rank))
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            loss.backward()
+            if not policy.step_in_backward:
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
+            with torch.no_grad():
+                losses.append(F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
+            optim.step()  # while the device may still read the old weights
+            optim.zero_grad()
+            losses.append(loss.detach())
+        weights = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+    return {"losses": [each.item() for each in losses], "norms": norms, **weights}
+
+
+def apart(mine: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """The largest difference between two trainings."""
+    assert mine.keys() == theirs.keys()
+    pairs = ((torch.as_tensor(mine[name]), torch.as_tensor(theirs[name])) for name in mine)
+    return (
+        torch.tensor([0.0, *((a - b).abs().max().item() for a, b in pairs if a.numel())]).max().item()
+    )  # NaN if any is
+
+
+def main() -> None:
+    with as_rank("cpu:gloo,sim:simccl") as (rank, out, [mutant, *schedules]):
+        found = {}
+        for name in cases_of(dist.get_world_size()) if mutant == "none" else ["stage 3, host"]:
+            place = Path(out.parent, f"{name}-{rank}".replace(" ", "_"))
+            place.mkdir()
+            policy = OffloadPolicy(persistence_numel=50, paths=[place], timeout_s=60, tile_numel=8192, **CASES[name])
+            sim.set_schedule("at_once")
+            expected = train("cpu", policy, rank)
+            for schedule in schedules:
+                sim.set_schedule(schedule)
+                with applied(ON_RANKS[mutant]) if mutant != "none" else contextlib.nullcontext():
+                    found[f"{name}; {schedule}"] = apart(train(f"sim:{rank % 2}", policy, rank), expected)
+        torch.save(found, out)
+
+
+def cases_of(world: int) -> list[str]:
+    """On four ranks those that need so many, and one beside them."""
+    return ["stage 3, nvme", *sorted(ON_FOUR)] if world == 4 else [name for name in CASES if name not in ON_FOUR]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""Programs: what users do with a sharded model, each run on the CPU and on a device, to be compared to the bit.
+
+    program(place) -> {"losses": [...], "weights": {...}, ...}      place: where the maths runs, and under which policy
+
+All use CPU arithmetic in the end: the simulated device runs the CPU's kernels. What differs is when: a wait that is missing, a
+buffer that is given back early or a home that is written while it is read gives other bits under some schedule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import zoo
+from torch import nn
+from torch.nn import functional as F
+from twins import Tower, batch, seeded
+
+import tiermem
+from tiermem import OffloadPolicy, Shards
+
+Found = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a program runs."""
+
+    device: str
+    policy: OffloadPolicy
+    folder: Path
+
+    def shard(self, model: nn.Module, **settings: Any) -> Shards:
+        return tiermem.shard(model, dataclasses.replace(self.policy, **settings), device=self.device)
+
+    def loss_of(self, model: nn.Module, step: int) -> torch.Tensor:
+        tokens, targets = (each.to(self.device) for each in batch(step))
+        return F.cross_entropy(zoo.logits_of(model(tokens)).flatten(0, 1).float(), targets.flatten())
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Work on a stream beside the current one; on a CPU there is none."""
+        if self.device == "cpu":
+            yield
+            return
+        stream, before = torch.Stream(self.device), torch.accelerator.current_stream()
+        stream.wait_stream(before)
+        with stream:
+            yield
+        before.wait_stream(stream)
+
+
+Program = Callable[[Place], Found]
+
+
+def train(
+    place: Place, model: nn.Module, num_steps: int = 3, max_norm: float = 0.0, micros: int = 1, **settings: Any
+) -> Found:
+    losses = []
+    with place.shard(model, **settings) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(num_steps):
+            for micro in range(micros):
+                loss = place.loss_of(model, 7 * step + micro)
+                (loss / micros).backward()
+                losses.append(loss.detach())
+            optim.step(max_norm=max_norm)
+            optim.zero_grad()
+        return found(shards, model, optim, losses)
+
+
+def found(shards: Shards, model: nn.Module, optim: tiermem.AdamW | None, losses: list[torch.Tensor]) -> Found:
+    result: Found = {"losses": [loss.item() for loss in losses], "weights": values_of(model.state_dict())}
+    if optim is not None:
+        tiles = optim.tiles_of(shards)
+        live = [shard for each, shard in shards.parameters() if each.unit.is_trainable]
+        result["states"] = {
+            f"{s.name}.{n}": tiles.state(s, n) for s in live for n in ("master", "exp_avg", "exp_avg_sq")
+        }
+    return result
+
+
+def values_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
+
+
+# ---- programs ----------------------------------------------------------------------------------------------------------
+
+
+def plain(place: Place) -> Found:
+    return train(place, seeded(Tower))
+
+
+def clipped(place: Place) -> Found:
+    return train(place, seeded(Tower), max_norm=0.1)
+
+
+def in_bf16(place: Place) -> Found:
+    return train(place, seeded(Tower).bfloat16(), max_norm=0.5, micros=2)
+
+
+def accumulated(place: Place) -> Found:
+    return train(place, seeded(Tower), micros=3)
+
+
+def checkpointed(place: Place) -> Found:
+    return train(place, seeded(lambda: zoo.Tower(checkpoint=False)))
+
+
+def checkpointed_reentrantly(place: Place) -> Found:
+    return train(place, seeded(lambda: zoo.Tower(checkpoint=True)))
+
+
+def tied(place: Place) -> Found:
+    return train(place, seeded(zoo.tied_tower))
+
+
+def frozen(place: Place) -> Found:
+    return train(place, seeded(zoo.frozen_tower))
+
+
+def stepped_in_backward(place: Place) -> Found:
+    return train(place, seeded(Tower), step_in_backward=True, grads=None)
+
+
+def clipped_by_torch(place: Place) -> Found:
+    """torch's own clipping; gradients that a user looks at."""
+    model, losses, norms = seeded(Tower), [], []
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            loss = place.loss_of(model, step)
+            loss.backward()
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+            gradient = shards.gradient(model.layers[0].up.weight)
+            optim.step()
+            optim.zero_grad(set_to_none=step % 2 == 0)
+            losses.append(loss.detach())
+        assert gradient is not None
+        return found(shards, model, optim, losses) | {"norms": [n.item() for n in norms], "gradient": gradient.cpu()}
+
+
+def autocast(place: Place) -> Found:
+    model, losses = seeded(Tower), []
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            tokens, targets = (each.to(place.device) for each in batch(step))
+            with torch.autocast(place.device, dtype=torch.bfloat16):
+                logits = model(tokens)
+            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.detach())
+        return found(shards, model, optim, losses)
+
+
+def evaluated_between(place: Place) -> Found:
+    model, losses = seeded(Tower), []
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            with torch.no_grad():
+                losses.append(place.loss_of(model.eval(), 50 + step))
+            loss = place.loss_of(model.train(), step)
+            loss.backward()
+            with torch.inference_mode():
+                losses.append(place.loss_of(model, 60 + step))
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.detach())
+        return found(shards, model, optim, losses)
+
+
+def inference(place: Place) -> Found:
+    model = seeded(Tower)
+    with tiermem.shard(model, place.policy, device=place.device, is_trained=False) as shards, torch.no_grad():
+        losses = [place.loss_of(model, step) for step in range(4)]
+        return found(shards, model, None, losses)
+
+
+def on_side_streams(place: Place) -> Found:
+    """Forward and backward on a stream of the user's, another every step; evaluation on the usual one between them."""
+    model, losses = seeded(Tower), []
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(4):
+            with place.aside():
+                loss = place.loss_of(model, step)
+                if step % 2:
+                    loss.backward()
+            if step % 2 == 0:
+                loss.backward()
+            with torch.no_grad():
+                losses.append(place.loss_of(model, 70 + step))
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.detach())
+        return found(shards, model, optim, losses)
+
+
+def two_streams_one_backward(place: Place) -> Found:
+    """A unit is used on two streams before the one backward of both."""
+    model, losses = seeded(Tower), []
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            with place.aside():
+                first = place.loss_of(model, step)
+            loss = first + place.loss_of(model, 30 + step)
+            with place.aside():
+                loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.detach())
+        return found(shards, model, optim, losses)
+
+
+def after_exceptions(place: Place) -> Found:
+    """Forwards that raise in the middle, and a backward that does; training goes on."""
+    model, losses = seeded(Tower), []
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(4):
+            handle = model.layers[step % 3].down.register_forward_hook(_raise)
+            with contextlib.suppress(ZeroDivisionError):
+                place.loss_of(model, 90 + step)
+            handle.remove()
+            if step == 2:
+                with contextlib.suppress(ZeroDivisionError):
+                    _Raises.apply(place.loss_of(model, 95)).backward()
+                optim.zero_grad()
+            loss = place.loss_of(model, step)
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.detach())
+        return found(shards, model, optim, losses)
+
+
+def loaded_while_copies_are_pending(place: Place) -> Found:
+    """Weights are replaced while the device may still be reading the old ones; what was computed before stays so."""
+    model, outputs = seeded(Tower), []
+    others = [seeded(Tower, seed).state_dict() for seed in (5, 6)]
+    with tiermem.shard(model, place.policy, device=place.device, is_trained=False) as shards, torch.no_grad():
+        for other in others:
+            outputs.append(place.loss_of(model, 0))
+            model.load_state_dict(other)
+            outputs.append(place.loss_of(model, 0))
+        return found(shards, model, None, outputs)
+
+
+def saved_and_resumed(place: Place) -> Found:
+    model, losses = seeded(Tower), []
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(2):
+            losses.append(_step(place, model, optim, step))
+        tiermem.checkpoint.save(shards, optim, place.folder / "saved", tag="two", copy=True)
+        for step in range(2, 4):
+            losses.append(_step(place, model, optim, step))
+    model = seeded(Tower, 9)
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        tiermem.checkpoint.load(shards, optim, place.folder / "saved")
+        for step in range(2, 4):
+            losses.append(_step(place, model, optim, step))
+        result = found(shards, model, optim, losses)
+    assert result["losses"][2:4] == result["losses"][4:6]
+    return result
+
+
+def state_dicts_moved(place: Place) -> Found:
+    """The model's and the optimizer's state dicts, taken from one sharded model and put into another."""
+    first, second, losses = seeded(Tower), seeded(Tower, 3), []
+    with place.shard(first) as shards:
+        optim = tiermem.AdamW(first.parameters(), lr=1e-2)
+        losses += [_step(place, first, optim, step) for step in range(2)]
+        model_state, state = values_of(first.state_dict()), copy.deepcopy(optim.state_dict())
+    with place.shard(second) as shards:
+        optim = tiermem.AdamW(second.parameters(), lr=1e-2)
+        second.load_state_dict(model_state)
+        optim.load_state_dict(state)
+        losses += [_step(place, second, optim, step) for step in range(2, 4)]
+        return found(shards, second, optim, losses)
+
+
+def dropout(place: Place, reentrant: bool) -> Found:
+    """Random numbers of the device; checkpointing computes the same ones again."""
+    model, losses = seeded(lambda: zoo.Tower(checkpoint=reentrant)), []
+    for layer in model.layers:
+        layer.norm = nn.Sequential(layer.norm, nn.Dropout(0.3))
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        torch.manual_seed(4)
+        for step in range(3):
+            losses.append(_step(place, model, optim, step))
+        return found(shards, model, optim, losses)
+
+
+def called_by_parts(place: Place) -> Found:
+    """Submodules called by themselves, in another order than the model's."""
+    model, losses = seeded(Tower), []
+    x = torch.randn(3, 31, generator=torch.Generator().manual_seed(1)).to(place.device)
+    with place.shard(model) as shards:
+        optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            y = model.layers[2](model.layers[0].up(x)[:, :31]) + model.layers[1](x)
+            loss = model.head(y).square().mean()
+            loss.backward()
+            optim.step()
+            optim.zero_grad(set_to_none=step == 1)
+            losses.append(loss.detach())
+        return found(shards, model, optim, losses)
+
+
+def pageable_copies(place: Place) -> Found:
+    """How many copies of weights to the device come from memory that is not pinned: none."""
+    model = seeded(Tower)
+    with tiermem.shard(model, place.policy, device=place.device, is_trained=False), torch.no_grad():
+        tokens = batch(0)[0].to(place.device)
+        before = torch.sim.copies()["num_pageable"] if place.device != "cpu" else 0
+        for _ in range(2):
+            model(tokens)
+        after = torch.sim.copies()["num_pageable"] if place.device != "cpu" else 0
+    return {"pageable copies": after - before}
+
+
+def _step(place: Place, model: nn.Module, optim: tiermem.AdamW, step: int) -> torch.Tensor:
+    loss = place.loss_of(model, step)
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss.detach()
+
+
+def _raise(module: nn.Module, args: Any, output: Any) -> None:
+    raise ZeroDivisionError
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+
+PROGRAMS: dict[str, Program] = {
+    program.__name__: program
+    for program in (
+        plain, clipped, in_bf16, accumulated, checkpointed, checkpointed_reentrantly, tied, frozen, stepped_in_backward,
+        clipped_by_torch, autocast, evaluated_between, inference, on_side_streams, two_streams_one_backward, after_exceptions,
+        loaded_while_copies_are_pending,
+        saved_and_resumed, state_dicts_moved, called_by_parts, pageable_copies,
+    )
+}  # fmt: skip

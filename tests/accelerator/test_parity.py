@@ -1,0 +1,93 @@
+"""Does a program compute on a device what it computes on the CPU, to the bit, wherever states rest, however late it is?
+
+Each program runs at once, as late as may be, and under three random schedules: in `make test` with its states on NVMe and at
+one other home, in `make test-all` at every home. `make soak` runs all of them under twenty random schedules.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from accelerator.sharded_programs import PROGRAMS, Found, Place, dropout
+from tiermem import OffloadPolicy, Tier
+
+HOMES: dict[str, dict[str, Any]] = {
+    "nvme": {"params": Tier.NVME, "optim": Tier.NVME},
+    "host": {"params": Tier.HOST, "optim": Tier.HOST},
+    "device": {"params": Tier.DEVICE, "optim": Tier.DEVICE},
+    "states on host": {"params": Tier.DEVICE, "optim": Tier.HOST},
+    "mixed": {"params": Tier.NVME, "optim": Tier.HOST, "host_param_numel": 9000, "persistence_numel": 0},
+    "host, states on device": {"params": Tier.HOST, "optim": Tier.DEVICE},
+}
+OTHERS = [home for home in HOMES if home != "nvme"]
+EVERY = [(name, home) for name in PROGRAMS for home in HOMES]
+FEW = {(name, home) for i, name in enumerate(PROGRAMS) for home in ("nvme", OTHERS[i % len(OTHERS)])}
+
+
+def run(name: str, home: str, device: str, folder: Path) -> Found:
+    folder.mkdir(parents=True)
+    fields = {"persistence_numel": 50, "unit_buffers": 3} | HOMES[home]
+    policy = OffloadPolicy(paths=[folder], tile_numel=8192, **fields)
+    torch.manual_seed(0)
+    return PROGRAMS[name](Place(device, policy, folder))
+
+
+@functools.cache
+def on_cpu(name: str) -> Found:
+    """What a program computes on the CPU, with everything in memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(name, "host", "cpu", Path(folder, "cpu"))
+
+
+def differences(mine: Found, theirs: Found) -> list[str]:
+    """What is not equal to the bit."""
+    found = []
+    for key, expected in theirs.items():
+        pairs = expected.items() if isinstance(expected, dict) else [("", expected)]
+        for name, value in pairs:
+            own = mine[key][name] if isinstance(expected, dict) else mine[key]
+            if not (torch.equal(own, value) if torch.is_tensor(value) else own == value):
+                found.append(f"{key} {name}: {own} for {value}"[:300])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "home"), [pytest.param(*pair, marks=[] if pair in FEW else [pytest.mark.slow]) for pair in EVERY]
+)
+def test_a_program_computes_on_a_device_what_it_computes_on_the_cpu(
+    name: str, home: str, sim: ModuleType, tmp_path: Path
+) -> None:
+    seeds = range(3 * len(name), 3 * len(name) + 3)
+    for schedule in ("at_once", "late", *(f"random:{seed}" for seed in seeds)):
+        sim.set_schedule(schedule)
+        assert differences(run(name, home, "sim", tmp_path / schedule), on_cpu(name)) == [], schedule
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "home"), EVERY)
+def test_a_program_computes_the_same_under_every_schedule(
+    name: str, home: str, sim: ModuleType, tmp_path: Path
+) -> None:
+    for seed in range(20):
+        sim.set_schedule(f"random:{seed}")
+        assert differences(run(name, home, "sim", tmp_path / str(seed)), on_cpu(name)) == [], seed
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_random_numbers_of_the_device_are_the_same_under_every_schedule(
+    reentrant: bool, sim: ModuleType, tmp_path: Path
+) -> None:
+    """Dropout in a checkpointed block: what is computed again uses the numbers of the first time."""
+    losses = []
+    for schedule in ("at_once", "late", "random:1"):
+        sim.set_schedule(schedule)
+        policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, persistence_numel=50)
+        losses.append(dropout(Place("sim", policy, tmp_path), reentrant)["losses"])
+    assert losses[0] == losses[1] == losses[2]

@@ -1,0 +1,43 @@
+"""Do ranks, each on a simulated device of its own, compute what they compute on CPUs?
+
+With two ranks sums have two terms, so that they are equal to the bit. With four they are added up in another order.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launch import launch
+
+from accelerator.fixture import WHY_SKIPPED
+from accelerator.mutants import ON_RANKS
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
+
+
+def test_two_ranks_on_devices_compute_what_they_compute_on_cpus(tmp_path: Path) -> None:
+    for found in launch(HERE / "parity_on_ranks.py", 2, tmp_path, "none", "late", "random:1"):
+        assert {name: apart for name, apart in found.items() if apart} == {}
+
+
+def test_four_ranks_on_devices_compute_what_they_compute_on_cpus(tmp_path: Path) -> None:
+    for found in launch(HERE / "parity_on_ranks.py", 4, tmp_path, "none", "random:2"):
+        assert {name: apart for name, apart in found.items() if apart > 1e-4} == {}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if i else []) for i, name in enumerate(ON_RANKS)]
+)
+def test_a_mutant_is_seen(name: str, tmp_path: Path) -> None:
+    found = launch(HERE / "parity_on_ranks.py", 2, tmp_path, name, "late", *(f"random:{seed}" for seed in range(10)))
+    assert any(apart != 0.0 for rank in found for apart in rank.values())
+
+
+@pytest.mark.soak
+def test_two_ranks_compute_the_same_under_every_schedule(tmp_path: Path) -> None:
+    for found in launch(
+        HERE / "parity_on_ranks.py", 2, tmp_path, *(f"random:{seed}" for seed in range(20)), timeout_s=1800
+    ):
+        assert {name: apart for name, apart in found.items() if apart} == {}

@@ -1,0 +1,118 @@
+"""Run once per rank by test_init_on_ranks.py: builds models under zero.Init, which makes the process group itself.
+
+init_on_ranks.py OUT    writes OUT/<rank>.json: what every case leaves, and how far building a large model raised the peak
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from twins import Tower
+
+import tiermem
+from tiermem import OffloadPolicy
+from tiermem.zero import Init
+
+WIDTH, NUM_BLOCKS = 1024, 64
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class InitialisesItself(Tower):
+    """As a library's model does it: a method of the model, applied from its constructor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+            nn.init.uniform_(module.bias)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+class Large(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(NUM_BLOCKS):
+            self.layers.append(Block())
+        self.apply(lambda module: nn.init.normal_(module.weight) if isinstance(module, nn.Linear) else None)
+
+
+def applied() -> nn.Module:
+    def fill(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            param.data.fill_(1 + RANK)
+
+    return Tower().apply(fill)
+
+
+def written() -> nn.Module:
+    model = Tower()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.full(param.shape, 1.0 + RANK))
+            param.mul_(2 + RANK)
+            param.data = param.data + F.relu(param)
+    return model
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {"unseeded": InitialisesItself, "apply": applied, "written": written}
+
+
+def main(out: Path) -> None:
+    found: dict[str, object] = {}
+    for name, build in CASES.items():
+        for persistence_numel in (0, 50, 1 << 20):
+            found[f"{name}, {persistence_numel}"] = values_of(build, OffloadPolicy(persistence_numel=persistence_numel))
+    found["peak"] = peak_of_building()
+    (out / f"{RANK}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def values_of(build: Callable[[], nn.Module], policy: OffloadPolicy) -> dict[str, list[float]]:
+    """What a model that was built with a seed of each rank's own holds once it is sharded."""
+    torch.manual_seed(RANK)
+    with Init(policy=policy):
+        model = build()
+    with tiermem.shard(model, policy):
+        return {name: value.flatten().tolist() for name, value in model.state_dict().items()}
+
+
+def peak_of_building() -> int:
+    """Growth of peak resident memory in bytes while a model of NUM_BLOCKS matrices is built."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+    before = status("VmRSS")
+    with Init(policy=OffloadPolicy()):
+        model = Large()
+    peak = status("VmHWM") - before
+    del model
+    return peak
+
+
+def status(key: str) -> int:
+    found = re.search(key + r":\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found.group(1)) * 1024
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,49 @@
+"""Does zero.Init give every rank rank 0's values, and hold no more than its part? Two ranks, one launch, no process group."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import init_on_ranks
+import pytest
+import torch
+from launch import launch_ranks
+from torch import nn
+
+HERE = Path(__file__).parent
+RANKS = 2
+MIB = 1 << 20
+UNIT_BYTES = init_on_ranks.WIDTH**2 * 4
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("out")
+    launch_ranks(HERE / "init_on_ranks.py", RANKS, str(out), timeout_s=300)
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("persistence_numel", [0, 50, 1 << 20])
+@pytest.mark.parametrize("case", init_on_ranks.CASES)
+def test_values_are_those_of_rank_0_whatever_the_threshold(
+    case: str, persistence_numel: int, launched: list[dict[str, Any]]
+) -> None:
+    torch.manual_seed(0)
+    plain: nn.Module = init_on_ranks.CASES[case]()
+    for found in launched:
+        for name, values in found[f"{case}, {persistence_numel}"].items():
+            assert torch.equal(torch.tensor(values), plain.state_dict()[name].detach().flatten()), name
+
+
+def test_peak_of_a_rank_is_its_parts_a_unit_and_the_cache(launched: list[dict[str, Any]]) -> None:
+    allowed = (
+        init_on_ranks.NUM_BLOCKS * UNIT_BYTES // RANKS  # this rank's parts
+        + 3 * UNIT_BYTES  # the module under construction, what is gathered or shared, its part on the way
+        + 16 * MIB  # parameters awake for the initialisation that follows (the cache)
+        + 16 * MIB  # freed blocks that the C library has not given back yet
+        + 16 * MIB  # libraries loaded on first use, hooks, slack
+    )
+    for found in launched:
+        assert found["peak"] <= allowed < init_on_ranks.NUM_BLOCKS * UNIT_BYTES
