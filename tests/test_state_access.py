@@ -477,7 +477,7 @@ def test_every_optimizers_states_have_torchs_names(
                 assert torch.equal(safe_get_full_optimizer_state(mine, key), twin_optim.state[other][key])
 
 
-def test_frozen_parameters_have_a_value_alone(tmp_path: Path) -> None:
+def test_frozen_parameters_have_no_master_gradient_or_state(tmp_path: Path) -> None:
     model = seeded(Tower).bfloat16()
     model.layers[0].requires_grad_(False)
     with tiermem.shard(model, policy("nvme", tmp_path)) as shards:
@@ -486,7 +486,8 @@ def test_frozen_parameters_have_a_value_alone(tmp_path: Path) -> None:
         frozen = model.layers[0].up.weight
         assert safe_get_full_grad(frozen) is None
         assert safe_get_full_optimizer_state(frozen, "exp_avg") is None
-        assert torch.equal(safe_get_full_fp32_param(frozen), shards.weight(frozen).float())
+        assert safe_get_full_fp32_param(frozen) is None
+        assert safe_get_local_fp32_param(frozen) is None
         safe_set_full_fp32_param(frozen, torch.ones(frozen.shape))
         assert (shards.weight(frozen) == 1).all()
         with pytest.raises(ValueError, match=r"layers\.0\.up\.weight is frozen"):

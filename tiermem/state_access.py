@@ -10,7 +10,7 @@
 
 All are fp32 tensors on the CPU, copies: changing them changes nothing, the `safe_set_*` do. A parameter's own value
 follows its fp32 value; a gradient that was put is what the step sees, in its norm too. Gradients are the mean over ranks
-and, as in the reference, still carry fp16's loss scale (`engine.loss_scale()`). Frozen parameters have neither gradient nor
+and, as in the reference, still carry fp16's loss scale (`engine.loss_scale()`). Frozen parameters have no master, gradient or
 states: None. Names of states are torch's (exp_avg, exp_avg_sq, momentum_buffer, sum).
 
 A full form is collective: if a rank stays away the others raise after the policy's `timeout_s`. Of the local forms
@@ -59,13 +59,14 @@ _NOT_NOW = "there are gradients after backward, when they have been reduced, and
 # ---- full ----------------------------------------------------------------------------------------------------------------
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """A parameter's value in fp32: its master, where it has one. Collective; blocks.
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """A parameter's value in fp32: its master, where it has one; None of a frozen one. Collective; blocks.
 
-    Raises ValueError when the parameter is not sharded, OSError when a transfer failed.
+    The value of a frozen one is `Shards.weight(param)`. Raises ValueError when the parameter is not sharded, OSError when a
+    transfer failed.
     """
     place = _find(param)
-    return _assemble(place, _fp32_part(place))
+    return _assemble(place, _fp32_part(place)) if param.requires_grad else None
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -120,10 +121,10 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 # ---- local ---------------------------------------------------------------------------------------------------------------
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's part of `safe_get_full_fp32_param`. Blocks. Raises RuntimeError below stage 1, where there are no parts."""
     place = _find_part(param)
-    return _padded(place, _fp32_part(place))
+    return _padded(place, _fp32_part(place)) if param.requires_grad else None
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:

@@ -57,6 +57,14 @@ def test_the_default_tag_counts_steps_and_latest_names_it(tmp_path: Path) -> Non
     engine.close()
 
 
+@pytest.mark.parametrize("method", ["save_checkpoint", "load_checkpoint"])
+def test_an_empty_folder_name_is_refused(method: str, tmp_path: Path) -> None:
+    engine = engine_on(tmp_path)
+    with pytest.raises(ValueError, match=r"_dir is empty; give the folder of checkpoints"):
+        getattr(engine, method)("")
+    engine.close()
+
+
 def test_gradients_that_add_up_are_not_saved_over(tmp_path: Path) -> None:
     engine = engine_on(tmp_path, gradient_accumulation_steps=2)
     step(engine)

@@ -57,20 +57,48 @@ def test_the_module_alone_leaves_states_counters_and_schedule(saved: tiermem.Eng
     other.close()
 
 
-def test_without_optimizer_states_masters_are_the_weights_and_moments_new(tmp_path: Path) -> None:
-    first, other = started(tmp_path, preset="exact"), started(tmp_path, preset="compact", seed=3)
+@pytest.mark.parametrize("kept_as", ["exact", "compact"])
+@pytest.mark.parametrize("loads_masters", [True, False])
+def test_without_optimizer_states_masters_are_exact_or_the_weights_and_moments_new(
+    loads_masters: bool, kept_as: str, tmp_path: Path
+) -> None:
+    first = started(tmp_path, preset="exact")
+    other = started(tmp_path, preset=kept_as, seed=3, loads_masters=loads_masters)
     train(first, range(3))
     first.save_checkpoint(tmp_path / "ck")
     other.load_checkpoint(tmp_path / "ck", load_optimizer_states=False)
-    found = states(other)
+    found, due = states(other), states(first)
     assert not any(value.any() for name, value in found.items() if "exp_avg" in name)
     for name, value in weights(first).items():
         assert torch.equal(found[f"{name}.weight"], value)
         if f"{name}.master" in found:
-            assert torch.equal(found[f"{name}.master"], value.float().view(-1))
+            assert torch.equal(
+                found[f"{name}.master"], due[f"{name}.master"] if loads_masters else value.float().view(-1)
+            )
     assert other.global_steps == 3
     assert other.get_lr() == first.get_lr()
-    train(other, range(3, 4))
+    for _, shard in other.shards.parameters():
+        shard.param.grad = None
+    before = states(other)
+    other.backward(zoo.loss_of(other, 3) * 0.0)
+    other.optimizer.param_groups[0]["weight_decay"] = 0.0
+    other.step()  # the first step starts from the masters that were put
+    after = states(other)
+    assert all(torch.equal(after[name], value) for name, value in before.items() if name.endswith("master"))
+    first.close()
+    other.close()
+
+
+def test_masters_are_made_from_the_weights_when_the_config_says_so(tmp_path: Path) -> None:
+    first = started(tmp_path, preset="exact")
+    other = started(tmp_path, preset="exact", seed=3, loads_masters=False)
+    train(first, range(3))
+    first.save_checkpoint(tmp_path / "ck")
+    other.load_checkpoint(tmp_path / "ck")
+    found, due = states(other), states(first)
+    for name, value in found.items():
+        weight = due[name.replace(".master", ".weight")].float().view(-1)
+        assert torch.equal(value, weight if name.endswith(".master") else due[name]), name
     first.close()
     other.close()
 

@@ -21,9 +21,10 @@ Build = Callable[[], nn.Module]
 
 def started(
     folder: Path, stage: int = 3, offload: str = "nvme", preset: str | None = None, build: Build = zoo.tied_tower,
-    seed: int = 0, own: dict[str, Any] | None = None, **keys: Any,
+    seed: int = 0, own: dict[str, Any] | None = None, loads_masters: bool = True, **keys: Any,
 ) -> tiermem.Engine:  # fmt: skip
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 50, "sub_group_size": 8192}
+    zero["load_from_fp32_weights"] = loads_masters
     if offload != "none":
         zero["offload_optimizer"] = {"device": offload, "nvme_path": str(folder)}
         if stage == 3:

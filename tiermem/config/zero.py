@@ -87,7 +87,7 @@ class ZeroConfig(ConfigModel):
     overlap_comm: Annotated[bool, BeforeValidator(_on_if_null)] = Field(default=None, validate_default=True)
     """Overlap reductions with backward. Not set: on in every stage, unlike the reference; false waits for each."""
     load_from_fp32_weights: bool = True
-    """Take fp32 masters from a saved optimizer's state dict, without loss; false: make them from the model's low-precision
+    """Take fp32 masters from a checkpoint or an optimizer's state dict, without loss; false: make them from the low-precision
     weights, with that loss."""
     elastic_checkpoint: bool = False
     """Open what was saved on another number of ranks; always possible here."""

@@ -98,9 +98,10 @@ class EngineCheckpoints:
             load_dir: the folder given to `save_checkpoint`; or that of a tag or a run, or a manifest.
             tag: default: what `latest` names.
             load_module_strict: names that only the model or the checkpoint has are an error with both lists; else a warning.
-            load_optimizer_states: False: masters are made from the weights; moments stay as they are, new in a new engine.
+            load_optimizer_states: False: moments stay as they are, new in a new engine.
             load_lr_scheduler_states: whether the schedule goes on from where it was.
-            load_module_only: weights and buffers, and nothing else.
+            load_module_only: weights and buffers, and nothing else; masters are made from the weights, as they are with
+                `load_from_fp32_weights` false.
             custom_load_fn: called with src= (saved weights by name, each read when it is asked for) and dst= (the model), to
                 put weights in place itself; masters are made from what it leaves.
             allow_older: opens the next older tag when this one is not whole.

@@ -6,6 +6,7 @@ then the folders may be moved together. Else it is absolute.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tiermem.checkpoint.format.finding import is_tag, real
@@ -24,6 +25,13 @@ def written(path: Path, base: Path) -> str:
     if path.parent.parent == base.parent:
         return f"../{path.parent.name}/{path.name}"
     return str(path)
+
+
+def named_folder(argument: str, folder: str | os.PathLike[str]) -> Path:
+    """A folder that was given. Raises ValueError for an empty name, of which pathlib makes the working directory."""
+    if not os.fspath(folder):
+        raise ValueError(f"{argument} is empty; give the folder of checkpoints, '.' for the working directory")
+    return Path(folder)
 
 
 def tag_folder(save_dir: Path, tag: str) -> Path:

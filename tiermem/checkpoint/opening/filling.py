@@ -9,13 +9,14 @@
     fp32 master          the same                                  the saved master, else the weight
     split master         upper half of the saved master            lower half of it
 
-Which conversions were made is remembered, to be told once. Without optimizer states masters are made from the weights, and
-moments stay as they are.
+Which conversions were made is remembered, to be told once. Where saved masters are not wanted, masters are made from the
+weights; where states are not, moments stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -30,6 +31,14 @@ from tiermem.swap.parts import Moment, Quantised
 from tiermem.zero.unit import Shard
 
 
+class Wants(NamedTuple):
+    """What of a saved step is put in place."""
+
+    weights: bool = True
+    states: bool = True  # moments and counts of steps
+    masters: bool = True  # saved masters; else they are made from the weights
+
+
 class Filling:
     """Fills the places of a model from a source.
 
@@ -37,17 +46,16 @@ class Filling:
         source: the opened step.
         names: the saved name of each parameter that is filled; others are left alone.
         workers: for what is converted.
-        has_weights, has_states: whether weights, and masters and moments, are taken from the source.
+        wants: what is taken from the source.
     """
 
-    def __init__(
-        self, source: Source, names: Mapping[Shard, str], workers: Workers, has_weights: bool, has_states: bool
-    ) -> None:
+    def __init__(self, source: Source, names: Mapping[Shard, str], workers: Workers, wants: Wants) -> None:
         self._source = source
         self._names = names
         self._workers = workers
-        self._has_weights = has_weights
-        self._has_states = has_states
+        self._has_weights = wants.weights
+        self._has_masters = wants.masters
+        self._has_states = wants.states
         self.conversions: set[tuple[str, str, str]] = set()  # (state, saved as, kept as)
         self.has_moments: set[Shard] = set()  # parameters never stepped with a moment that is not all zero
 
@@ -90,9 +98,9 @@ class Filling:
         is_from_master = (
             master is not None and master.kind == "split" and self._source.kind(name, MASTER) != kinds.SPLIT
         )
-        if self._has_weights and not (is_from_master and self._has_states):
+        if self._has_weights and not (is_from_master and self._has_masters):
             found.append(WEIGHT if saved == kinds.name_of(tile.dtype) else MASTER)
-        if self._has_weights and self._has_states and master is not None:
+        if self._has_weights and self._has_masters and master is not None:
             found.append(MASTER)
         if self._has_states:
             moments = (each for each in self._source.states(name) if each not in (WEIGHT, MASTER))
@@ -102,7 +110,7 @@ class Filling:
     def _put_weight(self, name: str, places: Places) -> None:
         """The weight and its master."""
         master, is_split = places.master, places.master is not None and places.master.dtype == torch.int16
-        if is_split and self._has_states and self._source.kind(name, MASTER) != kinds.SPLIT:
+        if is_split and self._has_masters and self._source.kind(name, MASTER) != kinds.SPLIT:
             assert master is not None
             values = self._source.fp32(name, MASTER, places.first, places.numel)
             narrow_part(self._workers, values, master, places.weight)
@@ -111,7 +119,7 @@ class Filling:
         self._put_own_weight(name, places)
         if master is None:
             return
-        if not self._has_states:
+        if not self._has_masters:
             self._master_from_weight(places)
         elif is_split or self._source.kind(name, MASTER) == "fp32":
             self._source.read_into(name, MASTER, places.first, master)

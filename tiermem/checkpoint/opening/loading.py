@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 
 from tiermem.checkpoint.format.finding import Found, NothingSaved, find, read_latest, tags_of
 from tiermem.checkpoint.format.manifest import ManifestError
+from tiermem.checkpoint.format.places import named_folder
 from tiermem.checkpoint.format.plain import decode
 from tiermem.checkpoint.opening.custom import SavedWeights
+from tiermem.checkpoint.opening.filling import Wants
 from tiermem.checkpoint.opening.fitting import Fitted, fit
 from tiermem.checkpoint.opening.ordinary import check_ordinary, put_ordinary
-from tiermem.checkpoint.opening.restore import Wants, restore
+from tiermem.checkpoint.opening.restore import restore
 from tiermem.checkpoint.opening.resuming import Group, check_moments, put_groups, put_rng, saved_groups
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.saving.saver import saver_of
@@ -88,9 +90,9 @@ def load(
         load_dir: what was given to `save`, or the folder of a tag, a run or a manifest.
         tag: default: what `latest` names. newest: where there is no `latest`, the newest tag.
         load_module_strict: names that only the model or only the checkpoint has are an error with both lists; else a warning.
-        load_optimizer_states: False: masters are made from the weights; moments and counts stay as they are, new in a new
-            optimizer.
-        load_module_only: weights and buffers, and nothing else.
+        load_optimizer_states: False: moments and counts stay as they are, new in a new optimizer.
+        load_module_only: weights and buffers, and nothing else; masters are made from the weights, as they are where the
+            policy's `loads_masters` is false.
         custom_load_fn: called with src= (a mapping of saved weights, each read when asked for) and dst= (the model) in place of
             taking the weights; masters are then made from what it leaves. Collective, as what it calls may be.
         allow_older: take the next older step when this one is not whole, or damaged.
@@ -100,13 +102,13 @@ def load(
     the position in the data are put back too, and training goes on to the bit.
 
     Collective; blocks. Every byte is verified. Raises NothingSaved (a FileNotFoundError), which lists the tags there are, for a
-    tag that is not there, and where there are tags and no `latest`, unless `newest` is set;
+    tag that is not there, and where there are tags and no `latest`, unless `newest` is set; ValueError for an empty load_dir;
     ManifestError and ValueError for what does not fit, before anything is changed; DamagedState and OSError for what cannot be
     read: then the model is a mixture that no step touches until another load has gone well.
     """
     beside = (("scheduler", scheduler), ("loss_scaler", loss_scaler), ("data", loader))
     asked = Asked(load_module_strict, load_optimizer_states, load_module_only, custom_load_fn, beside)
-    candidates = _candidates(shards, Path(load_dir), tag, newest)
+    candidates = _candidates(shards, named_folder("load_dir", load_dir), tag, newest)
     own = frozenset(Owner(*json.loads(each)) for each in exchange(shards.topology, json.dumps(this_process())))
     for number, each in enumerate(candidates):
         older = candidates[number + 1 :]
@@ -156,7 +158,7 @@ def _open(
     with source:
         manifest = source.manifest
         agree(topology, {"saved step": f"run {manifest.run_id}, commit {manifest.commit}"}, "load_checkpoint")
-        wants = _wants(source, optimizer, asked)
+        wants = _wants(source, shards, optimizer, asked)
         fitted = fit(shards, source, asked.is_strict)
         groups = _check_optimizer(source, shards, optimizer, fitted) if wants.states else []
         loaded = _loaded(source, wants)
@@ -176,11 +178,12 @@ def _open(
         return loaded
 
 
-def _wants(source: Source, optimizer: NativeOptimizer | None, asked: Asked) -> Wants:
+def _wants(source: Source, shards: Shards, optimizer: NativeOptimizer | None, asked: Asked) -> Wants:
     has_states = asked.takes_states and not asked.module_only and optimizer is not None
     if has_states and source.manifest.optimizer is None:
         logger.warning("%s holds no optimizer: its weights are opened, and states begin anew", source.file)
-    return Wants(weights=asked.custom_load is None, states=has_states)
+    has_masters = asked.custom_load is None and not asked.module_only and shards.policy.loads_masters
+    return Wants(weights=asked.custom_load is None, states=has_states, masters=has_masters)
 
 
 def _check_optimizer(

@@ -15,13 +15,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT
-from tiermem.checkpoint.opening.filling import Filling, shown
+from tiermem.checkpoint.opening.filling import Filling, Wants, shown
 from tiermem.checkpoint.opening.fitting import Fitted
 from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Elements, Source
 from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES
@@ -38,13 +37,6 @@ _LENT_OF = 4  # buffers of tiles, one is lent to what is read ahead
 logger = logging.getLogger("tiermem")
 
 
-class Wants(NamedTuple):
-    """What of a saved step is put in place."""
-
-    weights: bool = True
-    states: bool = True  # masters, moments and counts of steps
-
-
 def restore(shards: Shards, source: Source, fitted: Fitted, wants: Wants) -> None:
     """Puts weights, buffers and states in place. Collective; blocks.
 
@@ -53,7 +45,7 @@ def restore(shards: Shards, source: Source, fitted: Fitted, wants: Wants) -> Non
     shards.is_torn = False  # what a restore has left that failed is overwritten
     shards.check_may_change()
     shards.residency.empty()
-    filling = Filling(source, fitted.params, shards.workers, wants.weights, wants.states)
+    filling = Filling(source, fitted.params, shards.workers, wants)
     try:
         everywhere(shards.topology, "restoring its part", lambda: _put(shards, source, fitted, wants, filling))
         _show(shards, source, fitted, wants, filling)
@@ -139,14 +131,17 @@ def _show(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling:
     """Counts, and what ranks hold present of one another's parts. Collective."""
     for live in shards.units:
         shards.refresh(live.unit.shards[0].param)
-        for shard in live.unit.shards if wants.states and live.unit.is_trainable else ():
+        for shard in live.unit.shards if live.unit.is_trainable else ():
             if shard in fitted.params:
-                _count(shards, source, fitted.params[shard], live, shard, filling)
+                _count(shards, source, fitted.params[shard], live, shard, filling, wants)
 
 
-def _count(shards: Shards, source: Source, name: str, live: LiveUnit, shard: Shard, filling: Filling) -> None:
-    shard.num_steps = source.parameters[name].num_steps
+def _count(
+    shards: Shards, source: Source, name: str, live: LiveUnit, shard: Shard, filling: Filling, wants: Wants
+) -> None:
+    if wants.states:
+        shard.num_steps = source.parameters[name].num_steps
+        shard.has_moments = shard.num_steps == 0 and shard in filling.has_moments
     keeps_master = shards.policy.precision.master_of(live.unit.dtype) is not None
     is_wider = source.kind(name, MASTER) is not None or source.kind(name, WEIGHT) == "fp32"  # than the weight here
-    shard.has_master = shard.num_steps == 0 and keeps_master and is_wider
-    shard.has_moments = shard.num_steps == 0 and shard in filling.has_moments
+    shard.has_master = wants.masters and shard.num_steps == 0 and keeps_master and is_wider

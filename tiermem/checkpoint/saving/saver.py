@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from tiermem.checkpoint.format.manifest import check_parameters
-from tiermem.checkpoint.format.places import tag_folder
+from tiermem.checkpoint.format.places import named_folder, tag_folder
 from tiermem.checkpoint.format.plain import Json, encode
 from tiermem.checkpoint.saving import capture
 from tiermem.checkpoint.saving.capture import Captures, OwnTensor
@@ -144,8 +144,8 @@ def save(
 
     Collective; blocks. On the paths the newest `keep` tags of the run stay; the oldest is dropped, with a warning. Raises on
     every rank, and then what was saved before is as it was: OSError (full disk, failed sync or write), TypeError for a client
-    state that has no place in JSON, naming the key, ValueError for a tag that is no name and for what opening would refuse,
-    such as a parameter's name with NUL.
+    state that has no place in JSON, naming the key, ValueError for an empty save_dir, for a tag that is no name and for what
+    opening would refuse, such as a parameter's name with NUL.
     """
     saver = saver_of(shards)
     found = beside or Beside(scheduler, loss_scaler, loader, client_state=dict(client_state or {}))
@@ -153,7 +153,7 @@ def save(
     def draft() -> _Draft:
         steps = _steps(shards, found)
         name = f"global_step{steps}" if tag is None else str(tag)
-        folder = Path(save_dir).absolute()
+        folder = named_folder("save_dir", save_dir).absolute()
         tag_folder(folder, name)
         is_copy = copy or not _may_stay(shards, folder)
         return _draft(shards, optimizer, found, steps, name, folder, save_latest, exclude_frozen_parameters, is_copy)
