@@ -5,8 +5,9 @@
 
         set_schedule("at_once" | "late" | "random:SEED")    how late streams run
         pending()                                           operations that are issued and not done
-        host_waits(), copies(), reset_counts()              waits by thread; bytes each way, pageable copies
+        host_waits(), copies()                              waits by thread; bytes each way, pageable copies
         undeferred()                                        operators that ran at once, for want of a Meta kernel
+        reset_counts()                                      of these three
         set_capacity(bytes, device)                         for torch.OutOfMemoryError
         host_register(address, bytes), host_unregister(address), registered(), set_register_limit(bytes)
         record(True), recording(), mark(...)                what clock.py replays
@@ -291,7 +292,7 @@ def reset() -> None:
     record(False)
     if is_initialized():
         for index in range(_sim.device_count()):
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(Exception):
                 synchronize(index)
             set_stream(default_stream(index))
         set_device(0)
@@ -331,9 +332,10 @@ def copies() -> dict[str, int]:
 
 
 def reset_counts() -> None:
-    """Sets host_waits() and copies() to zero."""
+    """Sets host_waits(), copies() and undeferred() to zero."""
     _sim.reset_host_waits()
     _sim.reset_copy_counts()
+    _sim.reset_undeferred()
 
 
 def undeferred() -> dict[str, int]:

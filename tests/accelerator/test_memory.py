@@ -6,8 +6,6 @@ import ctypes
 import faulthandler
 import os
 import signal
-import subprocess
-import sys
 from types import ModuleType
 
 import pytest
@@ -186,42 +184,6 @@ def test_empty_cache_waits_for_what_still_uses_the_memory(sim: ModuleType) -> No
 
 
 # ---- the context -----------------------------------------------------------------------------------------------------
-
-
-TOUCHES = [  # as with CUDA, free bytes and the current stream are questions to a context
-    "torch.ones(1, device='sim')",
-    "torch.Stream('sim')",
-    "torch.ones(1).pin_memory()",
-    "sim.host_register(a.data_ptr(), 64)",
-    "sim.mem_get_info()",
-    "torch.accelerator.current_stream()",
-]
-SCRIPT = f"""
-import os
-from accelerator import device
-sim = device.load()
-import torch
-torch.manual_seed(0)
-assert torch.accelerator.is_available() and torch.accelerator.device_count() == 2
-assert str(torch.accelerator.current_accelerator()) == "sim"
-assert torch.accelerator.memory_allocated() == 0
-a = torch.randn(4, 4, requires_grad=True)
-(a @ a).sum()
-assert not sim.was_touched() and not sim._initialized
-for touch in {TOUCHES}:
-    pid = os.fork()
-    if pid == 0:
-        eval(touch)
-        os._exit(0 if sim.was_touched() and sim._initialized else 1)
-    assert os.waitpid(pid, 0)[1] == 0, touch
-a.sum().backward()
-assert not sim.was_touched()
-"""
-
-
-def test_questions_and_cpu_work_make_no_context(sim: ModuleType) -> None:
-    tests = os.path.dirname(os.path.dirname(__file__))
-    subprocess.run([sys.executable, "-c", SCRIPT], env=os.environ | {"PYTHONPATH": tests}, check=True, timeout=120)
 
 
 def test_a_fork_cannot_use_the_devices_of_its_parent(sim: ModuleType) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -23,8 +24,11 @@ PROGRAMS = {
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -35,6 +39,12 @@ def test_training_equals_the_cpu_under_every_schedule(sim: ModuleType, name: str
         sim.set_schedule(schedule)
         assert_same(train(PROGRAMS[name], "sim"), expected)
     assert sim.undeferred() == {}
+
+
+def test_kernels_on_autograds_threads_have_the_main_threads_number(sim: ModuleType) -> None:
+    for num_threads in (1, 2, 1):  # results depend on it
+        torch.set_num_threads(num_threads)
+        assert_same(train(PROGRAMS["transformer"], "sim"), train(PROGRAMS["transformer"], "cpu"))
 
 
 def test_training_on_the_second_device(sim: ModuleType) -> None:

@@ -46,7 +46,8 @@ std::function<void()> copying(const Tensor &to, const Tensor &from) {
 
 /// Whether a copy is one of bytes, without a conversion on the host.
 bool is_direct(const Tensor &host, const Tensor &device) {
-    return host.scalar_type() == device.scalar_type() && host.sizes() == device.sizes() && host.is_contiguous() &&
+    return host.scalar_type() == device.scalar_type() && host.sizes() == device.sizes() &&
+           host.is_conj() == device.is_conj() && host.is_neg() == device.is_neg() && host.is_contiguous() &&
            device.is_contiguous();
 }
 
@@ -126,6 +127,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_copy_from_and_resize", copy_from_and_resize);
     m.impl("_local_scalar_dense", read_number);
 }
+
+// The copies themselves resolve lazy conjugates and negatives.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 } // namespace
 

@@ -92,6 +92,7 @@ PYBIND11_MODULE(_sim, m) {
 
     m.def("default_generator", &sim::default_generator);
     m.def("undeferred", &sim::undeferred);
+    m.def("reset_undeferred", &sim::reset_undeferred);
 
     py::class_<sim::Group, c10d::Backend, c10::intrusive_ptr<sim::Group>>(m, "Group")
         .def(py::init<c10::intrusive_ptr<c10d::Backend>, c10::intrusive_ptr<c10d::Store>, int, int>(),

@@ -56,7 +56,7 @@ class Call {
     Values run() {
         if (is_random && is_random_fill(name) && fill_at_random())
             return results;
-        if (needs_values() || !find_results())
+        if (needs_values() || has_other_shapes() || !find_results())
             run_now();
         else
             defer();
@@ -156,22 +156,29 @@ class Call {
         return true;
     }
 
+    /// Operators whose Meta kernels promise other shapes than the CPU's kernels return.
+    bool has_other_shapes() const {
+        return name == "aten::_embedding_bag" || name == "aten::_embedding_bag_forward_only";
+    }
+
     /// Whether the host gets what the kernel computes.
     bool needs_values() const {
         bool gives_tensors = true;
         for (const auto &returned : op.schema().returns())
             gives_tensors &= returned.type()->str().find("Tensor") == 0;
+        if (name == "aten::index") { // by masks only
+            bool has_mask = false;
+            for_each_tensor(given[1], [&](const Tensor &index) {
+                has_mask |= index.scalar_type() == at::kBool || index.scalar_type() == at::kByte;
+            });
+            return has_mask;
+        }
         return !gives_tensors || op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
     }
 
     /// Allocates the results by the Meta kernel. False: it has none, or the arguments are wrong, which the CPU's kernel
     /// will say.
     bool find_results() {
-        if (name == "aten::index" &&
-            op.schema().overload_name() == "Tensor_out") { // whose caller has looked at the masks
-            results = {given.back()};
-            return true;
-        }
         try {
             const auto shapes = shapes_of(op, given);
             const std::vector<Tensor> mine = different_tensors();
@@ -207,13 +214,19 @@ class Call {
 
     /// The statistics of norms have a dtype on the CPU that Meta kernels do not know: they promise a GPU's.
     std::vector<std::optional<at::ScalarType>> dtypes_on_cpu() const {
-        if (name != "aten::native_layer_norm" && name != "aten::native_group_norm" && name != "aten::_fused_rms_norm")
+        static const std::map<std::string, size_t> weights{
+            // by operator, which argument
+            {"aten::native_layer_norm", 2},        {"aten::_fused_rms_norm", 2},
+            {"aten::native_group_norm", 1},        {"aten::native_batch_norm", 1},
+            {"aten::_native_batch_norm_legit", 1}, {"aten::_batch_norm_with_update", 1}};
+        const auto found = weights.find(name);
+        if (found == weights.end())
             return {};
-        const Tensor &input = given[0].toTensor();
-        const size_t weight = name == "aten::native_group_norm" ? 1 : 2;
-        const bool is_mixed = given[weight].isTensor() && given[weight].toTensor().defined() &&
-                              given[weight].toTensor().scalar_type() != input.scalar_type();
-        const at::ScalarType statistics = is_mixed ? at::kFloat : input.scalar_type();
+        const at::ScalarType input = given[0].toTensor().scalar_type();
+        const IValue &weight = given[found->second];
+        const bool is_mixed =
+            weight.isTensor() && weight.toTensor().defined() && weight.toTensor().scalar_type() != input;
+        const at::ScalarType statistics = is_mixed ? at::kFloat : input;
         return {{}, statistics, statistics};
     }
 
@@ -286,7 +299,7 @@ class Call {
                     places.size());
         for (size_t at = 0; at < values.size(); at++) {
             const Tensor &value = values[at];
-            if (is_one_of(in_place, value))
+            if (is_one_of(in_place, value) || value.numel() == 0) // some kernels leave out what nobody will read
                 continue;
             TORCH_CHECK(places[at].sizes() == value.sizes() && places[at].dtype() == value.dtype(), "sim: ", name,
                         " returned ", value.sizes(), " of ", value.dtype(), ", its Meta kernel promised ",
@@ -372,6 +385,19 @@ uint64_t span_bytes(const at::Tensor &tensor) {
     return elements * tensor.itemsize();
 }
 
+namespace {
+
+/// A CPU tensor at an address, with the shape and the lazy bits (conjugate, negative) of another tensor.
+at::Tensor at_address(void *start, const at::Tensor &like) {
+    const at::Tensor found =
+        at::from_blob(start, like.sizes(), like.strides(), like.options().device(at::kCPU).requires_grad(false));
+    found._set_conj(like.is_conj());
+    found._set_neg(like.is_neg());
+    return found;
+}
+
+} // namespace
+
 at::Tensor as_cpu(const at::Tensor &tensor, const std::string &reader) {
     const uint64_t end = tensor.storage_offset() * tensor.itemsize() + span_bytes(tensor);
     TORCH_CHECK(tensor.numel() == 0 || end <= tensor.storage().nbytes(),
@@ -379,13 +405,10 @@ at::Tensor as_cpu(const at::Tensor &tensor, const std::string &reader) {
                 tensor.sizes(), " that needs ", end, " bytes of a storage of ", tensor.storage().nbytes(), " bytes on ",
                 tensor.device());
     auto *const start = static_cast<char *>(shadow_of(tensor.storage().data()));
-    return at::from_blob(start ? start + tensor.storage_offset() * tensor.itemsize() : nullptr, tensor.sizes(),
-                         tensor.strides(), tensor.options().device(at::kCPU).requires_grad(false));
+    return at_address(start ? start + tensor.storage_offset() * tensor.itemsize() : nullptr, tensor);
 }
 
-at::Tensor plain_view(const at::Tensor &host) {
-    return at::from_blob(host.data_ptr(), host.sizes(), host.strides(), host.options().requires_grad(false));
-}
+at::Tensor plain_view(const at::Tensor &host) { return at_address(host.data_ptr(), host); }
 
 at::Tensor empty_on(int device, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
     const DeviceScope scope(device);
@@ -396,6 +419,11 @@ at::Tensor empty_on(int device, at::IntArrayRef sizes, at::IntArrayRef strides, 
 void run_operator(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
     for (IValue &result : Call(op, stack).run())
         stack->push_back(std::move(result));
+}
+
+void reset_undeferred() {
+    std::lock_guard lock(undeferred_lock);
+    undeferred_counts.clear();
 }
 
 std::map<std::string, uint64_t> undeferred() {
@@ -414,7 +442,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
         const auto op = dispatcher.findSchema(name);
         const auto has = [&](c10::DispatchKey key) { return op->hasKernelForDispatchKey(key); };
         if (op && name.name.find("aten::") == 0 && has(c10::DispatchKey::CPU) &&
-            (has(c10::DispatchKey::CompositeExplicitAutograd) || has(c10::DispatchKey::CompositeImplicitAutograd)))
+            (has(c10::DispatchKey::CompositeExplicitAutograd) || has(c10::DispatchKey::CompositeImplicitAutograd) ||
+             has(c10::DispatchKey::CompositeExplicitAutogradNonFunctional)))
             names.push_back(toString(name));
     }
     for (const std::string &name : names)

@@ -9,6 +9,7 @@
 
 #include "streams.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -19,11 +20,15 @@
 
 namespace sim {
 
-/// The state of the thread in which kernels run, whichever thread runs them: no autograd, no autocast, no modes.
+/// The state of the thread in which kernels run, whichever thread runs them: no autograd, no autocast, no modes, and
+/// the number of threads that torch.set_num_threads said, which other threads than the one that called it learn when
+/// they start only.
 class KernelGuard {
   public:
     KernelGuard() : was_disabled(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
         at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+        if (this_thread() != MAIN)
+            at::init_num_threads();
     }
     KernelGuard(const KernelGuard &) = delete;
     KernelGuard &operator=(const KernelGuard &) = delete;
@@ -65,5 +70,6 @@ void run_operator(const c10::OperatorHandle &op, torch::jit::Stack *stack);
 
 /// Operators that ran at once because no Meta kernel tells their shapes, and how often.
 std::map<std::string, uint64_t> undeferred();
+void reset_undeferred();
 
 } // namespace sim
