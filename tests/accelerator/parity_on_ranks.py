@@ -1,8 +1,9 @@
-"""Run by test_ranks.py on each rank: training on simulated devices and on CPUs. Words: a mutant, or none; schedules."""
+"""Run by test_ranks.py on each rank: training on simulated devices and CPUs. Words: a backend, a mutant or none, schedules."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"stage {stage}, states on host": {"stage": stage, "optim": Tier.HOST} for stage in (1, 2, 3)},
     "stage 3, host": _HOST,
     "stage 3, nvme": _NVME,
+    "stage 3, host, by Init": _HOST,
+    "stage 3, nvme, by Init": _NVME,
     "stage 3, nvme, stepped in backward": {**_NVME, "step_in_backward": True},
     "stage 3, host, one parameter at a time": {**_HOST, "gather_way": "single"},
     "stage 3, host, all_reduce": {**_HOST, "gather_way": "all_reduce", "reduce_scatter": False},
@@ -42,8 +45,13 @@ ON_FOUR = {"MiCS", "hpZ"}
 """On two ranks these are what other cases are."""
 
 
-def train(where: str, policy: OffloadPolicy, rank: int) -> dict[str, Any]:
-    model = seeded(Tower)
+ON_DEVICES_ALONE = ["stage 1", "stage 3, nvme", "stage 3, host, by Init", "qgZ"]
+"""What is tried where the group takes no tensors of the CPU, as one of NCCL alone."""
+
+
+def train(where: str, policy: OffloadPolicy, rank: int, by_init: bool) -> dict[str, Any]:
+    with tiermem.zero.Init(policy=policy, enabled=by_init):
+        model = seeded(Tower)
     with tiermem.shard(model, policy, device=where) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         losses, norms = [], []
@@ -72,23 +80,29 @@ def apart(mine: dict[str, Any], theirs: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    with as_rank("cpu:gloo,sim:simccl") as (rank, out, [mutant, *schedules]):
-        found = {}
-        for name in cases_of(dist.get_world_size()) if mutant == "none" else ["stage 3, host"]:
+    backend, mutant, *schedules = sys.argv[2:]
+    with as_rank(backend) as (rank, out, _):
+        own, found = f"sim:{rank % 2}", {}
+        for name in cases_of(backend, mutant, dist.get_world_size()):
             place = Path(out.parent, f"{name}-{rank}".replace(" ", "_"))
             place.mkdir()
             policy = OffloadPolicy(persistence_numel=50, paths=[place], timeout_s=60, tile_numel=8192, **CASES[name])
             sim.set_schedule("at_once")
-            expected = train("cpu", policy, rank)
+            by_init = "by Init" in name
+            expected = train("cpu" if "cpu" in backend and not by_init else own, policy, rank, by_init)
             for schedule in schedules:
                 sim.set_schedule(schedule)
                 with applied(ON_RANKS[mutant]) if mutant != "none" else contextlib.nullcontext():
-                    found[f"{name}; {schedule}"] = apart(train(f"sim:{rank % 2}", policy, rank), expected)
+                    found[f"{name}; {schedule}"] = apart(train(own, policy, rank, by_init), expected)
         torch.save(found, out)
 
 
-def cases_of(world: int) -> list[str]:
+def cases_of(backend: str, mutant: str, world: int) -> list[str]:
     """On four ranks those that need so many, and one beside them."""
+    if mutant != "none":
+        return ["stage 3, host"]
+    if "cpu" not in backend:
+        return ON_DEVICES_ALONE
     return ["stage 3, nvme", *sorted(ON_FOUR)] if world == 4 else [name for name in CASES if name not in ON_FOUR]
 
 

@@ -14,16 +14,22 @@ from accelerator.fixture import WHY_SKIPPED
 from accelerator.mutants import ON_RANKS
 
 HERE = Path(__file__).parent
+BOTH = "cpu:gloo,sim:simccl"
 pytestmark = pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
 
 
 def test_two_ranks_on_devices_compute_what_they_compute_on_cpus(tmp_path: Path) -> None:
-    for found in launch(HERE / "parity_on_ranks.py", 2, tmp_path, "none", "late", "random:1"):
+    for found in launch(HERE / "parity_on_ranks.py", 2, tmp_path, BOTH, "none", "late", "random:1"):
+        assert {name: apart for name, apart in found.items() if apart} == {}
+
+
+def test_two_ranks_train_whose_group_takes_tensors_of_devices_alone(tmp_path: Path) -> None:
+    for found in launch(HERE / "parity_on_ranks.py", 2, tmp_path, "simccl", "none", "late"):
         assert {name: apart for name, apart in found.items() if apart} == {}
 
 
 def test_four_ranks_on_devices_compute_what_they_compute_on_cpus(tmp_path: Path) -> None:
-    for found in launch(HERE / "parity_on_ranks.py", 4, tmp_path, "none", "random:2"):
+    for found in launch(HERE / "parity_on_ranks.py", 4, tmp_path, BOTH, "none", "random:2"):
         assert {name: apart for name, apart in found.items() if apart > 1e-4} == {}
 
 
@@ -31,7 +37,9 @@ def test_four_ranks_on_devices_compute_what_they_compute_on_cpus(tmp_path: Path)
     "name", [pytest.param(name, marks=[pytest.mark.slow] if i else []) for i, name in enumerate(ON_RANKS)]
 )
 def test_a_mutant_is_seen(name: str, tmp_path: Path) -> None:
-    found = launch(HERE / "parity_on_ranks.py", 2, tmp_path, name, "late", *(f"random:{seed}" for seed in range(10)))
+    found = launch(
+        HERE / "parity_on_ranks.py", 2, tmp_path, BOTH, name, "late", *(f"random:{seed}" for seed in range(10))
+    )
     assert any(apart != 0.0 for rank in found for apart in rank.values())
 
 
