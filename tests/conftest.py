@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
-# Torch's own, started when first needed and kept: pools of autograd and OpenMP.
-_TORCH_THREADS = ("pt_autograd", "pt_", "OMP", "libgomp")
+# Torch's own, started when first needed and kept: pools of autograd and OpenMP, and those of CUDA's driver.
+_TORCH_THREADS = ("pt_autograd", "pt_", "OMP", "libgomp", "cuda")
 _LASTING_FILES = ("/dev/nvidia", "/dev/urandom", "/dev/null", "pipe:[hypothesis")
 _GRACE_S = 2.0
 

@@ -88,7 +88,7 @@ def explain_out_of_memory(
     rests = "" if plan is None else f"; the plan keeps {format_bytes(planned_bytes(plan))} on DEVICE{_rows(plan)}"
     return (
         f"{figures['device']} has no memory left in {phase}: {wanted}, torch has reserved {reserved} of {total} ({allocated} "
-        f"in tensors) and {free} are free{rests}: {_remedy(job)}"
+        f"in tensors) and {free} are free{rests}: {_remedy(job, is_made=plan is not None)}"
     )
 
 
@@ -97,10 +97,11 @@ def _rows(plan: Sequence[Sequence[Any]]) -> str:
     return f" ({', '.join(rows)})" if rows else ""
 
 
-def _remedy(job: Job) -> str:
-    smaller = [f"a --batch below {job.batch}"] if job.batch > 1 else []
-    smaller += [f"a --seq below {job.seq}"]
-    smaller += [] if job.is_checkpointing else ["--checkpointing"]
+def _remedy(job: Job, is_made: bool) -> str:
+    """What would take less: of activations too, once the model is made."""
+    smaller = [f"a --batch below {job.batch}"] if is_made and job.batch > 1 else []
+    smaller += [f"a --seq below {job.seq}"] if is_made else ["a smaller model"]
+    smaller += ["--checkpointing"] if is_made and not job.is_checkpointing else []
     zero = job.config.get("zero_optimization") or {}
     offloads = [zero.get(f"offload_{what}") or {} for what in ("param", "optimizer")]
     if not all(section.get("device") in ("cpu", "nvme") for section in offloads):

@@ -116,6 +116,14 @@ def test_a_refusal_is_one_sentence_that_says_what_to_change(settings: dict[str, 
     )
 
 
+def test_a_refusal_before_there_is_a_plan_speaks_of_the_model_alone() -> None:
+    said = explain_out_of_memory(
+        torch.OutOfMemoryError("no"), DEVICE_FIELDS["device_memory"], None, "initialize", job_of()
+    )
+    assert "in initialize: more was wanted" in said
+    assert said.endswith("and 19.00 GiB are free: give a smaller model or --offload cpu")
+
+
 def test_a_refusal_is_found_behind_the_error_that_it_caused() -> None:
     refusal = torch.OutOfMemoryError("no")
     torn = RuntimeError("the step is torn")
