@@ -117,7 +117,7 @@ class Shards:
         activate(self.device)
         built = built_with(model)
         if group is None and built.group is None:
-            join_ranks(policy.timeout_s, self.device)
+            join_ranks(policy.timeout_s, self.device, policy.join_timeout_s)
         ranks, policy = ranks_of(group if group is not None else built.group, built.over(policy))
         self.policy = policy
         everyone = find_topology(policy.stage, ranks, policy.timeout_s, self.device)
