@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 from collections.abc import Callable
@@ -260,6 +261,76 @@ def test_a_model_is_needed_and_a_config() -> None:
         tiermem.initialize(config={})
     with pytest.raises(ValueError, match="needs a config"):
         tiermem.initialize(model=zoo.Tower())
+
+
+class Mpu:
+    """A model-parallel unit, as Megatron-LM's."""
+
+    def __init__(self, model_parallel: int = 1) -> None:
+        self.model_parallel = model_parallel
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.model_parallel
+
+    def get_data_parallel_group(self) -> None:
+        return None
+
+
+def test_a_model_may_come_first_or_after_args(tmp_path: Path) -> None:
+    model, cfg = zoo.Tower, config("cpu", tmp_path)
+    optim = tiermem.AdamW
+    for arguments, keywords in (
+        ((model(),), {"config": cfg}),
+        ((None, model()), {"config": cfg}),
+        ((argparse.Namespace(deepspeed_config=cfg), model(), lambda params: optim(params, lr=1e-3)), {}),
+        ((None, model(), None, None, None, None, 29500, Mpu(), None, None, cfg, (1, 1), None), {}),
+        ((), {"model": model(), "config_params": cfg, "mpu": Mpu(), "dist_init_required": None, "mesh_param": None}),
+    ):
+        engine, optimizer, _, _ = tiermem.initialize(*arguments, **keywords)
+        assert isinstance(optimizer, tiermem.AdamW)
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"args": nn.Linear(2, 2)}, ValueError, "two models are given"),
+        ({"mpu": Mpu(2)}, ValueError, "mpu has 2 model-parallel ranks"),
+        ({"mesh_param": (1, 2)}, ValueError, "sequence parallelism does not exist"),
+        ({"dist_init_required": False}, RuntimeError, "there is no process group"),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_arguments_that_ask_for_what_is_not_there_are_refused(
+    given: dict[str, Any], error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=said):
+        tiermem.initialize(model=zoo.Tower(), config=config("cpu", tmp_path), **given)
+
+
+def test_one_process_without_a_launcher_needs_no_group() -> None:
+    tiermem.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, distributed_port=29500)
+    assert not torch.distributed.is_initialized()
+
+
+def test_an_engine_is_not_cast_or_moved_silently(tmp_path: Path) -> None:
+    engine = tiermem.initialize(model=seeded(zoo.Tower), config=config("nvme", tmp_path))[0]
+    for casts in (
+        engine.half,
+        engine.bfloat16,
+        engine.double,
+        lambda: engine.to(torch.float16),
+        lambda: engine.to("meta"),
+    ):
+        with pytest.raises(RuntimeError, match=r"weights rest on tiers.*ask for a dtype in the config"):
+            casts()
+    for same in (engine.float, engine.cpu, lambda: engine.to("cpu"), lambda: engine.to(torch.float32)):
+        assert same() is engine
+    with pytest.raises(RuntimeError, match=r"setting data writes a parameter of shape .*GatheredParameters"):
+        engine.module.half()
+    assert engine.module.to("cpu") is engine.module
+    assert {param.dtype for param in engine.module.parameters()} == {torch.float32}
+    engine.close()
 
 
 def test_an_optimizer_without_parameters_is_refused(tmp_path: Path) -> None:

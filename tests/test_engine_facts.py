@@ -51,6 +51,15 @@ def test_the_answers_are_the_configs(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_tools_find_the_optimizer_and_its_scale(tmp_path: Path) -> None:
+    engine = started(tmp_path, fp16={"enabled": True, "loss_scale": 8.0})
+    assert engine.optimizer is not None
+    assert engine.optimizer.optimizer is engine.basic_optimizer is engine.optimizer
+    assert (engine.optimizer.loss_scale, engine.optimizer.cur_scale) == (8.0, 8.0)
+    assert engine.zero_overlap_comm() is True
+    engine.close()
+
+
 def test_counters_count_steps_samples_and_micro_batches(tmp_path: Path) -> None:
     engine = started(tmp_path)
     applied = []

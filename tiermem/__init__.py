@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tiermem.swap.tier import Tier as Tier
     from tiermem.tuned import with_tuned as with_tuned
     from tiermem.weights import load_safetensors as load_safetensors
+    from tiermem.zero.ranks.joining import init_distributed as init_distributed
     from tiermem.zero.shards import Shards as Shards
     from tiermem.zero.shards import shard as shard
 
@@ -59,6 +60,7 @@ _HOMES = {
     "Shards": "tiermem.zero.shards",
     "TensorStore": "tiermem.swap.store",
     "Tier": "tiermem.swap.tier",
+    "init_distributed": "tiermem.zero.ranks.joining",
     "initialize": "tiermem.engine",
     "load_safetensors": "tiermem.weights",
     "shard": "tiermem.zero.shards",

@@ -184,6 +184,8 @@ class OffloadPolicy:
     """How the queue moves blocks."""
     timeout_s: float = 1800.0
     """Longest wait for another rank before the run stops with an error."""
+    join_timeout_s: float = 60.0
+    """Longest wait for all ranks to start, where the process group is made here; no more than timeout_s."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", as_paths(self.paths))
@@ -244,6 +246,8 @@ class OffloadPolicy:
             raise ValueError(f'predivide_factor is {factor!r}; allowed are finite numbers more than 0, and "ranks"')
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s is {self.timeout_s}; it must be more than 0")
+        if not self.join_timeout_s > 0:
+            raise ValueError(f"join_timeout_s is {self.join_timeout_s}; it must be more than 0")
         for name in ("resident_bytes", "persistence_numel", "reduce_bucket_numel", "allgather_bucket_numel"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")

@@ -394,6 +394,9 @@ CLAIMS: dict[str, Claim] = {
         True, "tests/config/test_refused_keys.py::test_what_does_nothing_is_dropped_with_one_warning_unless_strict"
     ),
     "tiermem.engine": Claim("threads", RUN + "test_engine_says_who_moves_the_blocks", with_io(engine="threads")),
+    "tiermem.join_timeout_s": Claim(
+        5.0, "tests/ranks/test_joining.py::test_a_rank_that_never_comes_is_named_by_all", {"join_timeout_s": 5.0}
+    ),
     "tiermem.timeout_s": Claim(
         5.0, "tests/ranks/test_lost_ranks.py::test_a_rank_that_hangs_is_waited_for_no_longer_than_the_policy_says",
         {"timeout_s": 5.0},

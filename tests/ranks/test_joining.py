@@ -6,12 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from forks import free_port
 from twins import Tower, loss_of, seeded
+
+import tiermem
+from tiermem.zero.ranks.joining import JOIN_TIMEOUT_S
 
 HERE = Path(__file__).parent
 
@@ -20,7 +24,7 @@ import torch
 import torch.distributed as dist
 from tiermem.zero.ranks.joining import join_ranks
 try:
-    join_ranks({timeout_s}, torch.device("cpu"))
+    join_ranks(1800.0, torch.device("cpu"), {join_timeout_s})
 except ValueError as error:
     print(error)
 else:
@@ -67,13 +71,55 @@ except ValueError as error:
 """
 
 
-def said_by(*ranks: tuple[int, int], script: str = "", timeout_s: float = 60.0) -> list[str]:
-    """What processes that were told (RANK, WORLD_SIZE) say last; default: by joining."""
-    port = str(free_port())
+TWICE = """
+import torch
+import torch.distributed as dist
+import tiermem
+for times in (1, 2):
+    tiermem.init_distributed()
+    found = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(found)
+    dist.destroy_process_group()
+print(found.item())
+"""
+
+PASSIVE = """
+import torch
+import tiermem
+policy = tiermem.OffloadPolicy(join_timeout_s={join_timeout_s})
+try:
+    {what}
+except ValueError as error:
+    print(error)
+"""
+MADE_BY = {
+    "shard": "tiermem.shard(torch.nn.Linear(2, 2), policy)",
+    "Init": "tiermem.zero.Init(policy=policy).__enter__()",
+    "initialize": "tiermem.initialize(model=torch.nn.Linear(2, 2), config={'train_batch_size': 3, "
+    "'tiermem': {'join_timeout_s': 3}})",
+    "init_distributed": "tiermem.init_distributed(timeout=__import__('datetime').timedelta(seconds=3))",
+}
+
+
+def said_by(
+    *ranks: tuple[int, int],
+    script: str = "",
+    join_timeout_s: float = 60.0,
+    agents_port: int | None = None,
+    starts: int = 0,
+) -> list[str]:
+    """What processes that were told (RANK, WORLD_SIZE) say last; default: by joining.
+
+    agents_port: where an agent, such as torchrun's, keeps the store; starts: how often it has started the ranks before.
+    """
+    port = str(agents_port or free_port())
     processes = []
     for rank, world in ranks:
         told = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, "-c", script or SCRIPT.format(timeout_s=timeout_s)]
+        told |= (
+            {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(starts)} if agents_port else {}
+        )
+        command = [sys.executable, "-c", script or SCRIPT.format(join_timeout_s=join_timeout_s)]
         processes.append(subprocess.Popen(command, env=os.environ | told, stdout=subprocess.PIPE, text=True))
     try:
         return [process.communicate(timeout=90)[0].strip().splitlines()[-1] for process in processes]
@@ -122,7 +168,49 @@ def test_two_processes_with_one_number_are_told() -> None:
         assert said.startswith("two processes say that they are rank 1 of 3")
 
 
-@pytest.mark.slow
-def test_a_rank_that_never_comes_is_named() -> None:
-    for said in said_by((0, 3), (2, 3), timeout_s=5.0):
-        assert said.startswith("WORLD_SIZE is 3, and after 5 s ranks [1] have not come")
+AGENT = """
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", {port}, is_master=True, wait_for_workers=False)
+print("listening", flush=True)
+input()
+"""
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[int]:
+    """The port of a store that no rank keeps."""
+    port = free_port()
+    command = [sys.executable, "-c", AGENT.format(port=port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        yield port
+        process.kill()
+
+
+def test_ranks_join_again_at_the_store_of_an_agent(agent: int) -> None:
+    assert said_by((0, 2), (1, 2), script=TWICE, agents_port=agent) == ["3.0", "3.0"]
+    assert said_by((0, 2), (1, 2), script=TWICE) == ["3.0", "3.0"]
+
+
+@pytest.mark.parametrize("has_agent", [False, True], ids=["rank 0's store", "an agent's store"])
+def test_a_rank_that_never_comes_is_named_by_all(has_agent: bool, agent: int) -> None:
+    for said in said_by((0, 3), (2, 3), join_timeout_s=3.0, agents_port=agent if has_agent else None, starts=1):
+        assert said.startswith("WORLD_SIZE is 3, and after 3 s ranks [1] have not come")
+
+
+def test_rank_0_that_never_comes_is_named_by_all(agent: int) -> None:
+    for said in said_by((1, 3), (2, 3), join_timeout_s=3.0):
+        assert said.startswith("WORLD_SIZE is 3, and in 3 s nothing answered at MASTER_ADDR:MASTER_PORT 127.0.0.1:")
+        assert "rank 0 has not come" in said
+    for said in said_by((1, 3), (2, 3), join_timeout_s=3.0, agents_port=agent, starts=2):
+        assert said.startswith("WORLD_SIZE is 3, and after 3 s ranks [0] have not come")
+
+
+@pytest.mark.parametrize("who", MADE_BY)
+def test_everything_that_joins_waits_no_longer_than_asked(who: str) -> None:
+    [said] = said_by((0, 3), script=PASSIVE.format(join_timeout_s=3.0, what=MADE_BY[who]))
+    assert said.startswith("WORLD_SIZE is 3, and after 3 s ranks [1, 2] have not come")
+
+
+def test_by_default_ranks_wait_a_minute_for_each_other() -> None:
+    assert JOIN_TIMEOUT_S == tiermem.OffloadPolicy().join_timeout_s == 60.0

@@ -134,11 +134,29 @@ def test_an_exception_inside_drops_what_was_written(tmp_path: Path, model: nn.Mo
             assert torch.equal(model.embed.weight, plain.embed.weight)
 
 
-def test_overlapping_contexts_are_refused_and_others_nest(shards: Shards, model: nn.Module) -> None:
+def test_contexts_nest_and_the_outer_one_keeps_what_both_look_at(shards: Shards, model: nn.Module) -> None:
     with GatheredParameters(model.layers[0].parameters()):
-        with GatheredParameters(model.layers[1].parameters()):
+        with GatheredParameters([model.layers[1].up.weight, model.layers[0].up.weight]):
             assert not model.layers[1].up.weight.isnan().any()
-        inner = GatheredParameters([model.layers[2].up.weight, model.layers[0].up.weight])
+            assert not model.layers[0].up.weight.isnan().any()
+        assert model.layers[1].up.weight.isnan().all()
+        assert not model.layers[0].up.weight.isnan().any()
+    assert model.layers[0].up.weight.isnan().all()
+
+
+def test_what_the_outer_context_changes_the_inner_one_may_look_at(shards: Shards, model: nn.Module) -> None:
+    weight = model.layers[0].up.weight
+    with GatheredParameters(weight, modifier_rank=0):
+        with torch.no_grad():
+            weight.fill_(3.0)
+        with GatheredParameters(weight):
+            assert (weight == 3.0).all()
+    assert (shards.weight(weight) == 3.0).all()
+
+
+def test_an_inner_context_may_not_change_what_is_gathered(shards: Shards, model: nn.Module) -> None:
+    with GatheredParameters(model.layers[0].parameters()):
+        inner = GatheredParameters([model.layers[2].up.weight, model.layers[0].up.weight], modifier_rank=0)
         with pytest.raises(RuntimeError, match="gathered by a context around this one"):
             inner.__enter__()
         assert not model.layers[0].up.weight.isnan().any()

@@ -23,7 +23,9 @@ class Wide(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize(("in_splits", "out_splits"), [(1, 1), (7, 1), (1, 5), (7, 15), (70, 45)])
+@pytest.mark.parametrize(
+    ("in_splits", "out_splits"), [(1, 1), (7, 1), (1, 5), (7, 15), (70, 45), (3, 1), (1, 7), (11, 4)]
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_equals_the_whole_layer_and_its_gradients(in_splits: int, out_splits: int, bias: bool) -> None:
     torch.manual_seed(0)
@@ -50,10 +52,12 @@ def test_splits_that_cannot_be_are_errors(side: str, splits: int) -> None:
         TiledLinear(8, 8, **{f"{side}_splits": splits})
 
 
-@pytest.mark.parametrize("side", ["in", "out"])
-def test_splits_that_do_not_divide_are_errors(side: str) -> None:
-    with pytest.raises(RuntimeError, match=f"{side}_splits is 3, which does not divide {side}_features=8"):
-        TiledLinear(8, 8, **{f"{side}_splits": 3})
+def test_uneven_splits_and_names_are_the_references() -> None:
+    tiled = TiledLinear(8, 5, in_splits=3, out_splits=2)
+    assert {name: tuple(value.shape) for name, value in tiled.state_dict().items()} == {
+        "linears.0.0.weight": (3, 3), "linears.0.1.weight": (3, 3), "linears.0.2.weight": (3, 2), "linears.0.2.bias": (3,),
+        "linears.1.0.weight": (2, 3), "linears.1.1.weight": (2, 3), "linears.1.2.weight": (2, 2), "linears.1.2.bias": (2,),
+    }  # fmt: skip
 
 
 def test_inputs_that_do_not_fit_are_errors() -> None:
@@ -80,7 +84,7 @@ def test_tiles_are_of_the_class_and_get_the_arguments_asked_for() -> None:
     whole = nn.Linear(6, 4)
     tiled = TiledLinear(6, 4, True, 2, 2, linear_cls=Scaled, init_linear=whole, scale=3.0)
     x = torch.randn(5, 6)
-    assert all(type(tile) is Scaled for row in tiled.tiles for tile in row)
+    assert all(type(tile) is Scaled for row in tiled.linears for tile in row)
     torch.testing.assert_close(tiled(x), whole(x) * 3.0)
 
 
@@ -141,7 +145,7 @@ def test_parameters_at_work_fall_with_the_number_of_tiles(tmp_path: Path) -> Non
         with tiermem.shard(model, policy) as shards:
             present: list[int] = []
             note = functools.partial(note_present, shards, present)
-            for row in model.layer.tiles:
+            for row in model.layer.linears:
                 row[0].register_forward_pre_hook(note)
             model(torch.ones(2, 512, requires_grad=True)).sum().backward()
             most.append(max(present))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import sys
 import traceback
@@ -379,6 +380,47 @@ def ranks_take_different_parts_of_a_marked_list(nvme: Path) -> None:
     with tiermem.shard(model, policy_at(nvme, persistence_numel=0, max_reuse_numel=0)) as shards:
         assert [live.unit.name for live in shards.units] == ["embed", "branches", "head"]
         train_apart(model, plain, shards)
+
+
+class Islands(nn.Module):
+    """A model under autocast, some of whose modules turn it off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 32)
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
+        self.mix = nn.Conv1d(32, 32, 1)
+        self.head = nn.Linear(32, 61)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](self.embed(tokens))
+        with torch.autocast("cpu", enabled=False):
+            x = self.layers[1](x.float()).tanh()
+            x = self.mix(x.transpose(1, 2)).transpose(1, 2)
+            x = self.layers[1](x)
+        return self.head(self.layers[2](x))
+
+
+@case
+def an_island_of_fp32_computes_with_fp32_weights(nvme: Path) -> None:
+    for is_checkpointed in (False, True):
+        model, plain = seeded(Islands), seeded(Islands)
+        policy = policy_at(nvme, persistence_numel=0, max_reuse_numel=0, gather_dtype="bf16")
+        with tiermem.shard(model, policy) as shards:
+            for step in range(2):
+                found = []
+                for each in (model, plain):
+                    with torch.autocast("cpu", dtype=torch.bfloat16):
+                        if is_checkpointed:
+                            run = functools.partial(torch.utils.checkpoint.checkpoint, each, use_reentrant=False)
+                        found.append(loss_of(run if is_checkpointed else each, step))
+                    found[-1].backward()
+                assert found[0].item() == found[1].item()
+                average_gradients(plain)
+                for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+                    torch.testing.assert_close(shards.gradient(param), other.grad, rtol=1e-2, atol=1e-4)
+                    param.grad = other.grad = None
+            assert type(model.layers[1].weight) is not torch.Tensor
 
 
 @case

@@ -58,3 +58,5 @@ class OwnConfig(ConfigModel):
     """What `tiermem tune` noted beside its settings: machine, date, rates."""
     timeout_s: Annotated[Number, Field(gt=0.0)] = 1800.0
     """Longest wait for another rank before the run stops with an error, in seconds."""
+    join_timeout_s: Annotated[Number, Field(gt=0.0)] = 60.0
+    """Longest wait for all ranks to start, in seconds, where the process group is made here; no more than timeout_s."""

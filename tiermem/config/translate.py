@@ -59,7 +59,9 @@ _OWN_FIELDS = (
     "keep",
     "verify",
     "timeout_s",
+    "join_timeout_s",
 )
+_PLANNED_IF_0 = ("sub_group_size", "buffer_count", "buffer_size")
 _ONLY_ON_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
 _OF_A_RANK = (
     "nvme_path",
@@ -68,6 +70,7 @@ _OF_A_RANK = (
     "disk_bytes",
     "measured",
     "timeout_s",
+    "join_timeout_s",
     "engine",
 )  # may differ between ranks
 _OF_A_RANK_AT_TOP = ("aio", "steps_per_print", "wall_clock_breakdown", "dump_state")

@@ -60,6 +60,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         parameters: Parameters | None,
         scheduler: LRScheduler | SchedulerFactory | None,
         device: torch.device,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -71,14 +72,15 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         self._compiled: CompiledForwards | None = None
         self._away: list[LiveUnit] = []  # resident units that offload_states took from the device
         has_ranks = dist.is_available() and dist.is_initialized()
-        self._sizes = config.batch(dist.get_world_size(built_with(model).group) if has_ranks else 1)
+        sharing = group if group is not None else built_with(model).group
+        self._sizes = config.batch(dist.get_world_size(sharing) if has_ranks else 1)
         choice = choose_optimizer(config, model, optimizer, parameters)
         cast_model(model, config)
         agree_on_engine(config, self._sizes, choice, model)
         self._autocast = Autocast.of(config, device.type)
         fields = self._autocast.policy_fields() | ({"num_moments": choice.num_moments} if choice else {})
         policy = config.policy(**fields)
-        self.shards: Shards = shard(model, policy, device=device, is_trained=choice is not None)
+        self.shards: Shards = shard(model, policy, group, device, is_trained=choice is not None)
         self._times = PhaseTimes(config.wall_clock_breakdown, device)
         self._scaler = LossScaler(config.fp16, config.fp16.enabled or self._autocast.dtype is torch.float16)
         self._losses = Losses(self._scaler, self.shards.homes, self._sizes.accumulation)
@@ -294,6 +296,22 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         if not self.config.zero_optimization.override_module_apply:
             return super().apply(fn)
         apply_gathered(self, fn)
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
+        """What `to`, `cuda`, `half`, `float` and their kin call: weights rest on tiers and are not moved or cast so.
+
+        Does nothing where nothing would change, else raises RuntimeError that says where to ask for it.
+        """
+        kinds = {(p.dtype, p.device) for p in self.module.parameters()}
+        for dtype, device in kinds:
+            changed = fn(torch.empty(0, dtype=dtype, device=device))
+            if (changed.dtype, changed.device) != (dtype, device):
+                raise RuntimeError(
+                    f"an engine's weights rest on tiers, and are not made {changed.dtype} on {changed.device} of {dtype} on "
+                    f"{device}: ask for a dtype in the config (bf16, fp16), for a device in initialize(device=...), and for "
+                    "copies by module_state_dict()"
+                )
         return self
 
     def close(self) -> None:

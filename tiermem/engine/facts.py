@@ -147,6 +147,15 @@ class EngineFacts:
         return self.config.zero_optimization.gather_16bit_weights_on_model_save
 
     @property
+    def basic_optimizer(self) -> NativeOptimizer | None:
+        """The optimizer; the reference's name for what it wraps."""
+        return self.optimizer
+
+    def zero_overlap_comm(self) -> bool:
+        """Whether reductions go on while backward does."""
+        return self.shards.policy.overlap_reduce
+
+    @property
     def device(self) -> torch.device:
         """Where the maths runs: batches go there."""
         return self.shards.device

@@ -96,6 +96,18 @@ class NativeOptimizer(torch.optim.Optimizer):
         """Whether the last step was skipped because gradients were not finite; the reference's name for it."""
         return self.was_skipped
 
+    @property
+    def optimizer(self) -> NativeOptimizer:
+        """Itself: the reference wraps the optimizer that steps, and tools look for it here."""
+        return self
+
+    @property
+    def loss_scale(self) -> float:
+        """What the losses are multiplied by of which these gradients come; 1 outside an engine."""
+        return self.loss_scaler.scale if self.loss_scaler is not None else 1.0
+
+    cur_scale = loss_scale
+
     def set_lr(self, lr: float) -> None:
         """Gives every parameter group this learning rate."""
         for group in self.param_groups:

@@ -60,7 +60,7 @@ from tiermem.zero.settling import move_buffers, release, settle, show_parts
 from tiermem.zero.unit import Division, Shard, divide
 from tiermem.zero.uses import first_order
 from tiermem.zero.weights.live import LiveUnit
-from tiermem.zero.weights.lowering import watch_autocast
+from tiermem.zero.weights.lowering import serve_islands
 from tiermem.zero.weights.residency import Residency
 from tiermem.zero.weights.state_dict import StateDicts
 from tiermem.zero.weights.updating import Updating
@@ -117,7 +117,7 @@ class Shards:
         activate(self.device)
         built = built_with(model)
         if group is None and built.group is None:
-            join_ranks(policy.timeout_s, self.device)
+            join_ranks(policy.timeout_s, self.device, policy.join_timeout_s)
         ranks, policy = ranks_of(group if group is not None else built.group, built.over(policy))
         self.policy = policy
         everyone = find_topology(policy.stage, ranks, policy.timeout_s, self.device)
@@ -407,7 +407,7 @@ class Shards:
         self.triggers = list(live)  # modules that make units present
         self.hooks = Hooks(self.model, live, self.units, self.residency, self.homes)
         lowered = [s.param for u in units if u.full_dtype != u.dtype for s in u.shards]
-        self._handles += watch_autocast(self.model, lowered, self.policy, self.device)
+        self._handles += serve_islands(self.model, lowered, self.policy, self.device, self.weight)
         self._handles += StateDicts(self.weight, self.replace).watch(self.model)
         self._take_charge()
 

@@ -158,7 +158,7 @@ class Init:
     def __enter__(self) -> Init:
         if self._enabled:
             device = find_device()
-            join_ranks(self._policy.timeout_s, device)
+            join_ranks(self._policy.timeout_s, device, self._policy.join_timeout_s)
             group = self.get_dp_process_group()
             topology = find_topology(3, group, self._policy.timeout_s, device)
             if self._near is not None and group is not None:

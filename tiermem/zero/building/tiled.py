@@ -24,13 +24,14 @@ class TiledLinear(nn.Module):
 
     Args:
         in_features, out_features, bias: as of nn.Linear.
-        in_splits, out_splits: pieces of the input and of the output, all of one size.
+        in_splits, out_splits: pieces of the input and of the output; where they do not divide it, the first are one larger, as
+            in the reference.
         input_is_already_split: forward takes a sequence of in_splits tensors.
         combine_out_splits: forward returns one tensor; False: a list of out_splits tensors.
         linear_cls: what a tile is; called with (in_features, out_features, bias=..., **kwargs).
         init_linear: a layer whose weight and bias are copied.
 
-    Raises RuntimeError when a number of splits is less than 1, more than the features, or does not divide them.
+    The tiles are `linears[o][i]`. Raises RuntimeError when a number of splits is less than 1 or more than the features.
     """
 
     def __init__(
@@ -52,20 +53,19 @@ class TiledLinear(nn.Module):
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
-        self.tiles = nn.ModuleList()
-        for _ in range(out_splits):
+        self.linears = nn.ModuleList()
+        for num_out in _sizes(out_features, out_splits):
             row = nn.ModuleList()
-            for i in range(in_splits):
-                has_bias = bias and i == in_splits - 1
-                row.append(linear_cls(in_features // in_splits, out_features // out_splits, bias=has_bias, **kwargs))
-            self.tiles.append(row)
+            for i, num_in in enumerate(_sizes(in_features, in_splits)):
+                row.append(linear_cls(num_in, num_out, bias=bias and i == in_splits - 1, **kwargs))
+            self.linears.append(row)
         if init_linear is not None:
             self.copy_params_from(init_linear)
 
     def forward(self, input_: torch.Tensor | list[torch.Tensor]) -> Any:
         """y = x W^T + b, over the last dimension of the input: a tensor, or a list of out_splits tensors."""
         pieces = self._split(input_)
-        return self._combine([self._row(_tiles_of(row), pieces) for row in self.tiles])
+        return self._combine([self._row(_tiles_of(row), pieces) for row in self.linears])
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
@@ -80,10 +80,10 @@ class TiledLinear(nn.Module):
 
         self._check_fits(other)
         with GatheredParameters(_free(other)):
-            rows = torch.split(other.weight, self.out_features // self.out_splits, dim=0)
-            biases = torch.split(other.bias, self.out_features // self.out_splits) if self.use_bias else ()
-            for o, (row, weight) in enumerate(zip(self.tiles, rows, strict=True)):
-                pieces = torch.split(weight, self.in_features // self.in_splits, dim=1)
+            rows = torch.tensor_split(other.weight, self.out_splits, dim=0)
+            biases = torch.tensor_split(other.bias, self.out_splits) if self.use_bias else ()
+            for o, (row, weight) in enumerate(zip(self.linears, rows, strict=True)):
+                pieces = torch.tensor_split(weight, self.in_splits, dim=1)
                 for i, (tile, piece) in enumerate(zip(_tiles_of(row), pieces, strict=True)):
                     with GatheredParameters(_free(tile), modifier_rank=0):
                         tile.weight.copy_(piece)
@@ -103,7 +103,7 @@ class TiledLinear(nn.Module):
         if not isinstance(input_, torch.Tensor) or input_.shape[-1] != self.in_features:
             shape = tuple(input_.shape) if isinstance(input_, torch.Tensor) else type(input_).__name__
             raise RuntimeError(f"the input is {shape}; its last dimension must be in_features={self.in_features}")
-        return list(torch.split(input_, self.in_features // self.in_splits, dim=-1))
+        return list(torch.tensor_split(input_, self.in_splits, dim=-1))
 
     def _row(self, tiles: list[Any], pieces: list[torch.Tensor]) -> Any:
         total: torch.Tensor | None = None
@@ -155,11 +155,14 @@ class TiledLinearReturnBias(TiledLinear):
         return combined, super()._combine(biases) if biases else None
 
 
+def _sizes(features: int, splits: int) -> list[int]:
+    """The sizes that torch.tensor_split cuts."""
+    return [features // splits + (number < features % splits) for number in range(splits)]
+
+
 def _check_splits(name: str, splits: int, features: int) -> None:
     if not 1 <= splits <= features:
         raise RuntimeError(f"{name}_splits is {splits}; allowed are 1 to {name}_features={features}")
-    if features % splits:
-        raise RuntimeError(f"{name}_splits is {splits}, which does not divide {name}_features={features}")
 
 
 def _tiles_of(row: nn.Module) -> list[Any]:

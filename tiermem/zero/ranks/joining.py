@@ -1,35 +1,47 @@
-"""Joining: the ranks that a launcher has started make the process group, or say that they were told different numbers.
+"""Joining: the ranks that a launcher has started make the process group, or say which of them is missing.
 
     RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT    ->  a store  ->  every rank says its WORLD_SIZE  ->  the group
 
-torch would wait for the missing ranks until its time-out. Here rank 0 reads what each says before the group is made, and
-answers them all. torchrun's agent tells every rank the same number and keeps the store, so there nothing is asked.
+torch would wait for the missing ranks until its time-out, and not name them. Here rank 0 reads what each rank says before the
+group is made, and answers them all; a rank that waits in vain for rank 0 names it. Rank 0 keeps the store, or torchrun's agent
+does: that one outlives the ranks and their restarts, so that each round of `world` arrivals has keys of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from tiermem.swap.accelerator import activate, backends_of
+from tiermem.swap.accelerator import activate, backends_of, find_device
+
+JOIN_TIMEOUT_S = 60.0
+"""How long ranks wait for each other to start, unless told otherwise."""
 
 _KEY = "tiermem/joining"
 _LOOK_S = 0.02
+_GRACE_S = 5.0
 _AGREED = "agreed"
 
 
-def join_ranks(timeout_s: float, device: torch.device) -> None:
+def join_ranks(timeout_s: float, device: torch.device, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
     """Makes the process group of the ranks around this one, unless there is one or this rank is alone. Collective; blocks.
 
     It takes tensors of the CPU and of the device that this rank computes on.
 
-    Raises ValueError on the ranks that came when they were told different numbers of ranks, or one number twice; and when the
-    process group that is there holds this rank alone, though a launcher has started several: each would train by itself.
+    Args:
+        timeout_s: longest wait in a collective of the group.
+        join_timeout_s: longest wait for all ranks to start; no more than timeout_s.
+
+    Raises ValueError on the ranks that came when some are missing, which it names, when they were told different numbers of
+    ranks, or one number twice; and when the process group that is there holds this rank alone, though a launcher has started
+    several: each would train by itself.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world < 2 or not dist.is_available():
@@ -41,17 +53,49 @@ def join_ranks(timeout_s: float, device: torch.device) -> None:
                 "make the group of all ranks, leave it to tiermem, or unset WORLD_SIZE"
             )
         return
-    hold_no_group()
-    backend, timeout = backends_of(device), timedelta(seconds=timeout_s)
-    activate(device)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not _says_where():
-        dist.init_process_group(backend, timeout=timeout)
+    _join(world, backends_of(device), timeout_s, device, join_timeout_s)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Makes the process group of the ranks that a launcher has started, unless there is one, as the reference's function.
+
+    `initialize`, `shard` and `zero.Init` do so themselves. Without a launcher (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)
+    and without init_method nothing is made: one process trains without a group.
+
+    Args:
+        dist_backend: default: gloo for the CPU, beside the accelerator's own.
+        timeout: longest wait in a collective, and for ranks to start; default: half an hour, and a minute.
+        init_method, rank, world_size: as of torch.distributed.init_process_group, which is called with them.
+        dist_init_required: False: there has to be a group already.
+        auto_mpi_discovery, distributed_port, verbose, config: taken for compatibility; the port is MASTER_PORT's.
+
+    Collective; blocks. Raises RuntimeError where a group is required and there is none, ValueError as `join_ranks`.
+    """
+    if dist.is_initialized():
         return
-    rank = int(os.environ["RANK"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True)
-    _compare_numbers(store, rank, world, timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    if dist_init_required is False:
+        raise RuntimeError("dist_init_required is False and there is no process group: make one, or leave it out")
+    device = find_device()
+    backend = dist_backend or backends_of(device)
+    timeout_s = 1800.0 if timeout is None else timeout.total_seconds()
+    if init_method is not None:
+        hold_no_group()
+        activate(device)
+        dist.init_process_group(backend, init_method, timedelta(seconds=timeout_s), world_size, rank)
+    elif _says_where():
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        _join(world, backend, timeout_s, device, JOIN_TIMEOUT_S if timeout is None else timeout_s)
 
 
 def hold_no_group() -> None:
@@ -63,33 +107,98 @@ def hold_no_group() -> None:
     import torch.distributed.nn.functional  # noqa: F401
 
 
+def _join(world: int, backend: str, timeout_s: float, device: torch.device, join_timeout_s: float) -> None:
+    hold_no_group()
+    activate(device)
+    timeout = timedelta(seconds=timeout_s)
+    if not _says_where():
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank = int(os.environ["RANK"])
+    store = _meet(rank, world, min(join_timeout_s, timeout_s))
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
 def _says_where() -> bool:
     return all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def _compare_numbers(store: TCPStore, rank: int, world: int, timeout_s: float) -> None:
-    """Every rank says what it was told, and rank 0 what it makes of it."""
-    place = store.add(f"{_KEY}/arrived", 1)  # of those that have come: two may call themselves the same rank
-    store.set(f"{_KEY}/said/{place}", f"{rank} {world}")
+def _meet(rank: int, world: int, timeout_s: float) -> Store:
+    """The store that all ranks have come to. Raises ValueError where some have not, or were told other numbers."""
+    deadline = time.monotonic() + timeout_s
+    store = _open_store(rank, world, timeout_s)
+    arrived = store.add(f"{_KEY}/arrived", 1)
+    meeting = PrefixStore(f"{_KEY}/{(arrived - 1) // world}", store)
+    place = meeting.add("arrived", 1)  # of those that have come: two may call themselves the same rank
+    meeting.set(f"said/{place}", f"{rank} {world}")
     if rank == 0:
-        store.set(f"{_KEY}/answer", _read_all(store, world, timeout_s))
-    answer = store.get(f"{_KEY}/answer").decode()  # waits for it
+        meeting.set("answer", _read_all(meeting, world, deadline, timeout_s))
+    answer = _answer(meeting, world, deadline, timeout_s)
     if rank == 0:
-        _wait_until_read(store)
-    store.add(f"{_KEY}/read", 1)
+        _wait_until_read(meeting)
+    meeting.add("read", 1)
     if answer != _AGREED:
         raise ValueError(answer)
+    return PrefixStore(f"group/{(arrived - 1) // world}", store)
 
 
-def _read_all(store: TCPStore, world: int, timeout_s: float) -> str:
+def _open_store(rank: int, world: int, timeout_s: float) -> Store:
+    """The store of rank 0, or of torchrun's agent, where every start of the ranks has a part of its own."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_mine = rank == 0 and not is_agents
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = TCPStore(
+            address, port, is_master=is_mine, timeout=timeout, wait_for_workers=False, multi_tenant=not is_agents
+        )
+    except dist.DistNetworkError as error:
+        if is_mine:
+            raise
+        raise ValueError(
+            f"WORLD_SIZE is {world}, and in {timeout_s:g} s nothing answered at MASTER_ADDR:MASTER_PORT {address}:{port}: "
+            f"rank 0 has not come, or not there ({error})"
+        ) from None
+    if not is_agents:
+        return store
+    return PrefixStore(f"tiermem/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _answer(meeting: Store, world: int, deadline: float, timeout_s: float) -> str:
+    """What rank 0 says, or, when it says nothing, who has not come."""
+    left_s = max(deadline - time.monotonic(), 0.0) + _GRACE_S  # rank 0 may have started after this one
+    try:
+        meeting.wait(["answer"], timedelta(seconds=left_s))
+        return meeting.get("answer").decode()
+    except dist.DistError:
+        return _missing(world, _arrived(meeting), timeout_s)
+
+
+def _arrived(meeting: Store) -> set[int]:
+    """The ranks that have come."""
+    found = set[int]()
+    with contextlib.suppress(dist.DistError):  # the store may have gone with rank 0
+        for place in range(1, meeting.add("arrived", 0) + 1):
+            found.add(int(meeting.get(f"said/{place}").decode().split()[0]))
+    return found
+
+
+def _missing(world: int, found: set[int], timeout_s: float) -> str:
+    missing = sorted(set(range(world)) - found)
+    return (
+        f"WORLD_SIZE is {world}, and after {timeout_s:g} s ranks {missing} have not come: start them, or set WORLD_SIZE"
+    )
+
+
+def _read_all(meeting: Store, world: int, deadline: float, timeout_s: float) -> str:
     """Reads what each rank says as it comes, until all have come or one says something else; the answer to all."""
     found: dict[int, int] = {}
-    deadline = time.monotonic() + timeout_s
     while len(found) < world and time.monotonic() < deadline:
-        if not store.check([f"{_KEY}/said/{len(found) + 1}"]):
+        if not meeting.check([f"said/{len(found) + 1}"]):
             time.sleep(_LOOK_S)
             continue
-        rank, theirs = map(int, store.get(f"{_KEY}/said/{len(found) + 1}").decode().split())
+        rank, theirs = map(int, meeting.get(f"said/{len(found) + 1}").decode().split())
         if theirs != world:
             return (
                 f"ranks disagree: WORLD_SIZE is {world} on rank 0 and {theirs} on rank {rank}. Start every rank with the "
@@ -98,16 +207,11 @@ def _read_all(store: TCPStore, world: int, timeout_s: float) -> str:
         if rank in found:
             return f"two processes say that they are rank {rank} of {world}: start every rank with a RANK of its own"
         found[rank] = theirs
-    if len(found) == world:
-        return _AGREED
-    missing = sorted(set(range(world)) - set(found))
-    return (
-        f"WORLD_SIZE is {world}, and after {timeout_s:g} s ranks {missing} have not come: start them, or set WORLD_SIZE"
-    )
+    return _AGREED if len(found) == world else _missing(world, set(found), timeout_s)
 
 
-def _wait_until_read(store: TCPStore, most_s: float = 5.0) -> None:
+def _wait_until_read(meeting: Store, most_s: float = 5.0) -> None:
     """Rank 0 keeps the store: it stays until those that have come have read the answer."""
     deadline = time.monotonic() + most_s
-    while store.add(f"{_KEY}/read", 0) < store.add(f"{_KEY}/arrived", 0) - 1 and time.monotonic() < deadline:
+    while meeting.add("read", 0) < meeting.add("arrived", 0) - 1 and time.monotonic() < deadline:
         time.sleep(_LOOK_S)

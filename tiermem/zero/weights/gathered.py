@@ -47,8 +47,8 @@ class GatheredParameters:
         fwd_module: a module that will use the parameters in its forward; they are registered with it as external ones.
         enabled: False makes the context do nothing.
 
-    Raises RuntimeError on entering when one of the parameters is gathered by a context around this one, ValueError for a
-    modifier rank that does not exist.
+    What a context around this one has gathered is there already, and that one ends it. Raises RuntimeError on entering when
+    such a parameter is to be changed by this one, ValueError for a modifier rank that does not exist.
     """
 
     def __init__(
@@ -69,14 +69,15 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
-        if any(registry.is_gathered(param) for param, _ in self._kept):
+        fresh = [(param, keeper) for param, keeper in self._kept if not registry.is_gathered(param)]
+        if len(fresh) < len(self._kept) and self._modifier is not None:
             raise RuntimeError(
                 "a parameter is gathered by a context around this one: which of the two would write it back cannot be known. "
-                "Gather it once, in the outer context"
+                "Give modifier_rank to the outer context, and none to this one"
             )
         with torch._C.DisableTorchFunction():
             try:
-                for param, keeper in self._kept:
+                for param, keeper in fresh:
                     keeper.take_out(param)
                     registry.set_gathered(param, True)
                     self._taken.append((param, keeper, param._version))

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from tiermem.zero import registry
-from tiermem.zero.weights.touch import needs_values, parameters_in, writes_in_place
+from tiermem.zero.weights.touch import needs_values, parameters_in, replaces_data, writes_in_place
 
 
 class Lender(Protocol):
@@ -56,9 +56,12 @@ class RestingParameter(nn.Parameter):
             lender: Lender | None = registry.keeper_of(params[0]) if params else None
             if lender is not None and lender.may_lend:
                 return lender.lend([p for p in params if registry.keeper_of(p) is lender], func, args, kwargs)
-            for param in writes_in_place(func, args, kwargs):
+            written = (
+                args[:1] if replaces_data(func) and args[0] is not args[1] else writes_in_place(func, args, kwargs)
+            )
+            for param in written:
                 if type(param) is RestingParameter:
-                    _refuse_write(func, param)
+                    _refuse_write("setting data" if replaces_data(func) else func.__name__, param)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -106,11 +109,11 @@ def _refuse_copy(param: nn.Parameter) -> NoReturn:
     )
 
 
-def _refuse_write(func: Any, param: nn.Parameter) -> NoReturn:
+def _refuse_write(what: str, param: nn.Parameter) -> NoReturn:
     with torch._C.DisableTorchFunctionSubclass():
         shape = tuple(param.shape)
     raise RuntimeError(
-        f"{func.__name__} writes a parameter of shape {shape} whose values rest elsewhere, so what it writes would be lost. "
+        f"{what} writes a parameter of shape {shape} whose values rest elsewhere, so what it writes would be lost. "
         "Write under tiermem.zero.GatheredParameters(parameter, modifier_rank=0), through Shards.replace or load_state_dict, "
         "or before sharding; step with tiermem.AdamW and its like"
     )
