@@ -342,7 +342,7 @@ def test_an_optimizer_without_parameters_is_refused(tmp_path: Path) -> None:
 def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
     model = zoo.Tower()
     given = torch.optim.RMSprop(model.parameters())
-    said = "RMSprop cannot step states.*allowed are AdamW, Adam, Adagrad, Lion, SGD, Muon of tiermem"
+    said = "RMSprop cannot step states.*allowed are AdamW, Adam, Adagrad, Lion, SGD, Muon of tiermem.*Give the nearest of these"
     refused(tmp_path, ValueError, said, model=model, optimizer=given, config=config("nvme", tmp_path))
 
 

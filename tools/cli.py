@@ -160,9 +160,12 @@ def train(
 
 @app.command()
 def plan(
-    config: Annotated[Path, typer.Option(help="a DeepSpeed-style JSON config")],
+    config: Annotated[Path | None, typer.Option(help="a DeepSpeed-style JSON config")] = None,
     preset: Annotated[str | None, typer.Option(help="151m, 419m, 1.3b, 3b or 7b: a Llama of that size")] = None,
     model: Annotated[Path | None, typer.Option(help="a Hugging Face config.json, or the folder it lies in")] = None,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="show the ZeRO-Infinity paper's table of memory, and plan nothing")
+    ] = False,
     ranks: Annotated[int, typer.Option(help="ranks (GPUs) on each node")] = 1,
     nodes: Annotated[int, typer.Option(help="nodes")] = 1,
     gpu_memory: Annotated[
@@ -194,6 +197,13 @@ def plan(
     from tiermem.tools.reports import open_console
 
     with refusing("plan", debug, "stopped by Ctrl-C; nothing was written"):
+        if paper:
+            from tiermem.tools.plan_report import print_paper
+
+            print_paper(open_console())
+            raise typer.Exit()
+        if config is None:
+            raise ValueError("--config is missing: give the config to plan for, or --paper for the paper's table alone")
         options = PlanOptions(
             config=config,
             preset=preset,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tiermem.forecast.forecast import PHASES
+from tiermem.forecast.infinity import PAPER_BATCH, PAPER_GPUS, PAPER_MODELS, PAPER_SEQ
 from tiermem.tools.byte_size import format_bytes
 from tiermem.tools.plan_advice import Advice, tiling_hint
 from tiermem.tools.planned import Planned
@@ -63,6 +65,35 @@ def plan_figures(planned: Planned, advice: Sequence[Advice], sources: Sequence[s
             {"change": each.words, "fits": each.fits, "seconds": dict(each.planned.forecast.seconds)} for each in advice
         ],
     }
+
+
+def print_paper(console: Console) -> None:
+    """Prints the table of memory of the ZeRO-Infinity paper, by its own formulas (tiermem.forecast.infinity)."""
+    title = (
+        f"memory that large models need, as arXiv 2104.07857 counts it ({PAPER_BATCH} sequences of {PAPER_SEQ} tokens on a "
+        f"node of {PAPER_GPUS} GPUs; TB and GB are powers of 2)"
+    )
+    table = _table(
+        title, "parameters", "layers", "hidden", "heads", "states TB", "activations TB/node", "checkpoints TB/node",
+        "state work GB/GPU", "activation work GB/GPU",
+    )  # fmt: skip
+    for model in PAPER_MODELS:
+        of_a_node = model.activation_bytes(PAPER_BATCH, PAPER_SEQ), model.checkpoint_bytes(PAPER_BATCH, PAPER_SEQ)
+        of_a_gpu = model.state_working_bytes, model.activation_working_bytes(PAPER_BATCH // PAPER_GPUS, PAPER_SEQ)
+        table.add_row(
+            f"{model.num_params / 1e12:.2f} T",
+            str(model.num_layers),
+            f"{model.hidden // 1024}K",
+            str(model.num_heads),
+            *(_half_up(num_bytes / (1 << 40)) for num_bytes in (model.state_bytes, *of_a_node)),
+            *(_half_up(num_bytes / (1 << 30)) for num_bytes in of_a_gpu),
+        )
+    console.print(table)
+
+
+def _half_up(number: float) -> str:
+    """Two digits, 5 rounded up, as the paper has them."""
+    return f"{math.floor(number * 100 + 0.5) / 100:.2f}"
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -69,12 +70,43 @@ def test_fewer_buffers_than_one_tile_takes_are_refused_with_the_arithmetic() -> 
     [
         {"stage": 3, "offload_param": nvme(buffer_count=0)},
         {"stage": 3, "offload_param": nvme(buffer_size=0)},
+        {"stage": 3, "offload_optimizer": nvme(buffer_count=0)},
         {"stage": 3, "sub_group_size": 0},
     ],
 )
-def test_zero_is_refused_where_nothing_could_move(zero: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="0 given"):
-        policy_of(zero)
+def test_a_size_of_zero_is_planned(zero: dict[str, Any]) -> None:
+    kept = {
+        key: {k: v for k, v in value.items() if v != 0} if isinstance(value, dict) else value
+        for key, value in zero.items()
+    }
+    kept.pop("sub_group_size", None)
+    assert policy_of(zero) == policy_of(kept)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"buffer_count": 4}, r"is 4, which is 4 // 4 = 1 tile buffers, .* takes 3 at once: nothing overlaps. Set 12"),
+        ({"buffer_count": 4, "pipeline_read": True, "pipeline_write": True}, "takes 3 at once: nothing overlaps"),
+        ({"buffer_count": 4, "pipeline_write": False}, "takes 2 at once: nothing overlaps. Set 8"),
+        ({"buffer_count": 8}, "takes 3 at once: reading and writing take turns"),
+    ],
+    ids=str,
+)
+def test_too_few_buffers_for_what_overlaps_are_told_with_numbers(keys: dict[str, Any], said: str) -> None:
+    with pytest.warns(UserWarning, match=said):
+        policy_of({"stage": 2, "offload_optimizer": nvme(**keys)})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"buffer_count": 12}, {"buffer_count": 4, "pipeline_read": False, "pipeline_write": False}, {}],
+    ids=str,
+)
+def test_enough_buffers_are_no_news(keys: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy_of({"stage": 2, "offload_optimizer": nvme(**keys)})
 
 
 @pytest.mark.parametrize("key", ["pipeline_read", "pipeline_write"])

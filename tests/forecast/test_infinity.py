@@ -8,6 +8,10 @@ from __future__ import annotations
 import pytest
 
 from tiermem.forecast.infinity import (
+    PAPER_BATCH,
+    PAPER_GPUS,
+    PAPER_MODELS,
+    PAPER_SEQ,
     Transformer,
     activation_intensity,
     bandwidth_for,
@@ -16,18 +20,18 @@ from tiermem.forecast.infinity import (
     weight_intensity,
 )
 
-TIB, GIB, KI = 1 << 40, 1 << 30, 1024
-BATCH, GPUS, SEQ = 32, 16, 1024
+TIB, GIB = 1 << 40, 1 << 30
+BATCH, GPUS, SEQ = PAPER_BATCH, PAPER_GPUS, PAPER_SEQ
 PEAK = 70e12  # what the paper takes a V100 to reach
 
-# trillions of parameters; layers, hidden, heads; TB of states; TB of all activations and of checkpoints a node;
+# trillions of parameters; the model; TB of states; TB of all activations and of checkpoints a node;
 # GB of working memory a GPU: states, activations. The working memory of the states of the first row follows from the formula.
 TABLE = [
-    (0.10, Transformer(80, 10 * KI, 128), 1.83, 2.03, 0.05, 1.56, 1.63),
-    (0.50, Transformer(100, 20 * KI, 160), 9.16, 3.91, 0.12, 6.25, 2.50),
-    (1.01, Transformer(128, 25 * KI, 256), 18.31, 7.13, 0.20, 9.77, 3.56),
-    (10.05, Transformer(195, 64 * KI, 512), 182.81, 24.38, 0.76, 64.00, 8.00),
-    (101.47, Transformer(315, 160 * KI, 1024), 1845.70, 88.59, 3.08, 400.00, 18.00),
+    (0.10, PAPER_MODELS[0], 1.83, 2.03, 0.05, 1.56, 1.63),
+    (0.50, PAPER_MODELS[1], 9.16, 3.91, 0.12, 6.25, 2.50),
+    (1.01, PAPER_MODELS[2], 18.31, 7.13, 0.20, 9.77, 3.56),
+    (10.05, PAPER_MODELS[3], 182.81, 24.38, 0.76, 64.00, 8.00),
+    (101.47, PAPER_MODELS[4], 1845.70, 88.59, 3.08, 400.00, 18.00),
 ]
 
 
@@ -82,9 +86,9 @@ def test_optimizer_states_need_1_5_tb_s_for_nine_tenths_at_batch_2() -> None:
 
 
 def test_activations_need_2_gb_s_at_2k_and_less_than_1_from_8k_on() -> None:
-    assert efficiency(activation_intensity(2 * KI), 2e9, PEAK) > 0.5
-    assert efficiency(activation_intensity(8 * KI), 1e9, PEAK) > 0.5
-    assert efficiency(activation_intensity(2 * KI), 1e9, PEAK) < 0.5
+    assert efficiency(activation_intensity(2048), 2e9, PEAK) > 0.5
+    assert efficiency(activation_intensity(8192), 1e9, PEAK) > 0.5
+    assert efficiency(activation_intensity(2048), 1e9, PEAK) < 0.5
 
 
 def test_bandwidth_is_the_inverse_of_efficiency() -> None:

@@ -57,6 +57,27 @@ def planned(
     return plan_scenario(Scenario(TINY, config, cluster, speed, 64, **fields), chooses)
 
 
+def test_the_papers_table_needs_no_config(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--paper"])
+    assert not stopped.value.code
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if " T " in line]
+    assert [row[5:] for row in rows] == [
+        ["1.83", "2.03", "0.05", "1.56", "1.63"],
+        ["9.16", "3.91", "0.12", "6.25", "2.50"],
+        ["18.31", "7.13", "0.20", "9.77", "3.56"],
+        ["182.81", "24.38", "0.76", "64.00", "8.00"],
+        ["1845.70", "88.59", "3.08", "400.00", "18.00"],
+    ]
+
+
+def test_a_plan_without_a_config_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--preset", "7b"])
+    assert stopped.value.code == EXIT_USER
+    assert "--config is missing" in capsys.readouterr().err
+
+
 def test_the_plan_is_that_of_a_real_start(tmp_path: Path) -> None:
     import transformers
 

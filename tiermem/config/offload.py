@@ -8,6 +8,7 @@ Folders may stand in `tiermem.paths` instead (`paths.py`); that there are some i
 from __future__ import annotations
 
 import enum
+import warnings
 from typing import Annotated, ClassVar
 
 import pydantic
@@ -52,10 +53,6 @@ class _OffloadConfig(ConfigModel):
     pin_memory: bool = False
     """Register host memory with the GPU driver. Not set: yes where there is a GPU. One arena serves both sections."""
 
-    def _below(self, name: str, least: int) -> bool:
-        """Whether the user gave a count that NVMe offload cannot work with."""
-        return self.device is OffloadDevice.nvme and self.is_set(name) and bool(getattr(self, name) < least)
-
 
 class OffloadParamConfig(_OffloadConfig):
     """`zero_optimization.offload_param`: parameters that rest off the device. Needs stage 3."""
@@ -63,18 +60,11 @@ class OffloadParamConfig(_OffloadConfig):
     section: ClassVar[str] = "zero_optimization.offload_param"
 
     buffer_count: Count = 5
-    """Units of parameters present at once when they rest on NVMe."""
+    """Units of parameters present at once when they rest on NVMe; 0 as if not set."""
     buffer_size: Count = 100_000_000
-    """Most elements of one unit when parameters rest on NVMe; a larger unit is refused."""
+    """Most elements of one unit when parameters rest on NVMe; a larger unit is refused. 0: as if not set."""
     max_in_cpu: Count = 1_000_000_000
     """Elements of parameters that stay in host memory although their home is NVMe. Not set: 0."""
-
-    def contradictions(self) -> list[tuple[str, str]]:
-        found = super().contradictions()
-        for name, noun in (("buffer_count", "buffer"), ("buffer_size", "element")):
-            if self._below(name, 1):
-                found.append((name, f"0 given, but parameters on NVMe move through at least 1 {noun}; remove the key"))
-        return found
 
 
 class OffloadOptimizerConfig(_OffloadConfig):
@@ -84,7 +74,8 @@ class OffloadOptimizerConfig(_OffloadConfig):
     section: ClassVar[str] = "zero_optimization.offload_optimizer"
 
     buffer_count: Count = 4
-    """Buffers for states on NVMe, counted as the reference does: 4 are one tile of Adam's states in flight."""
+    """Buffers for states on NVMe, counted as the reference does: 4 are one tile of Adam's states in flight, 12 let reading,
+    stepping and writing overlap. 0: as if not set."""
     pipeline_read: bool = False
     """Read the next tile while this one is stepped. Not set: on."""
     pipeline_write: bool = False
@@ -106,18 +97,31 @@ class OffloadOptimizerConfig(_OffloadConfig):
         return value
 
     def contradictions(self) -> list[tuple[str, str]]:
-        found = super().contradictions()
-        if self._below("buffer_count", STATES_PER_TILE):
-            found.append(
-                (
-                    "buffer_count",
-                    f"{self.buffer_count} given, but one tile of Adam takes {STATES_PER_TILE} (parameter, gradient, "
-                    f"momentum, variance): {self.buffer_count} // {STATES_PER_TILE} = 0 tiles; set at least "
-                    f"{STATES_PER_TILE}, or {2 * STATES_PER_TILE} with pipeline_read or pipeline_write, "
-                    f"{3 * STATES_PER_TILE} with both",
-                )
+        if self.device is not OffloadDevice.nvme or not 0 < self.buffer_count < STATES_PER_TILE:
+            return []
+        return [
+            (
+                "buffer_count",
+                f"{self.buffer_count} given, but one tile of Adam takes {STATES_PER_TILE} (parameter, gradient, "
+                f"momentum, variance): {self.buffer_count} // {STATES_PER_TILE} = 0 tiles; set at least "
+                f"{STATES_PER_TILE}, or {2 * STATES_PER_TILE} with pipeline_read or pipeline_write, "
+                f"{3 * STATES_PER_TILE} with both, or 0 to have it planned",
             )
-        return found
+        ]
+
+    @pydantic.model_validator(mode="after")
+    def _warn_of_too_few_buffers(self) -> OffloadOptimizerConfig:
+        tiles = self.buffer_count // STATES_PER_TILE
+        at_once = 1 + sum(getattr(self, key) or not self.is_set(key) for key in ("pipeline_read", "pipeline_write"))
+        if self.device is OffloadDevice.nvme and self.is_set("buffer_count") and 0 < tiles < at_once:
+            what = "nothing overlaps" if tiles == 1 else "reading and writing take turns"
+            warnings.warn(
+                f"{self.path_of('buffer_count')} is {self.buffer_count}, which is {self.buffer_count} // {STATES_PER_TILE} = "
+                f"{tiles} tile buffers, but what pipeline_read and pipeline_write ask for takes {at_once} at once: {what}. "
+                f"Set {at_once * STATES_PER_TILE}, or remove the key to have it planned",
+                stacklevel=2,
+            )
+        return self
 
 
 def _why_no_gpu_steps(share: float) -> str:

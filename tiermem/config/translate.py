@@ -107,7 +107,7 @@ def policy_of(zero: ZeroConfig, aio: AioConfig, own: OwnConfig, overrides: Mappi
         "paths": paths_of(zero, own),
         "io": io_of(aio, own),
     }
-    fields |= {ours: getattr(zero, theirs) for theirs, ours in _ZERO_FIELDS.items() if zero.is_set(theirs)}
+    fields |= {ours: getattr(zero, theirs) for theirs, ours in _ZERO_FIELDS.items() if _is_given(zero, theirs)}
     leaf = zero.leaf_module
     fields["leaves"] = LeafRules(
         tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes), zero.module_granularity_threshold
@@ -123,15 +123,20 @@ def policy_of(zero: ZeroConfig, aio: AioConfig, own: OwnConfig, overrides: Mappi
     return OffloadPolicy(**(fields | dict(overrides)))
 
 
+def _is_given(section: ConfigModel, name: str) -> bool:
+    """Whether a key decides something: it is set, and not a size of 0 that leaves it to the plan."""
+    return section.is_set(name) and not (name in _PLANNED_IF_0 and getattr(section, name) == 0)
+
+
 def _offload_fields(zero: ZeroConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     param, optim = zero.offload_param, zero.offload_optimizer
     if param is not None and param.device is OffloadDevice.nvme:
-        fields |= {ours: getattr(param, theirs) for theirs, ours in _PARAM_FIELDS.items() if param.is_set(theirs)}
+        fields |= {ours: getattr(param, theirs) for theirs, ours in _PARAM_FIELDS.items() if _is_given(param, theirs)}
     if optim is not None:
         fields |= {name: getattr(optim, name) for name in ("pipeline_read", "pipeline_write") if optim.is_set(name)}
-        if optim.device is OffloadDevice.nvme and optim.is_set("buffer_count"):
-            fields["tile_buffers"] = max(1, optim.buffer_count // STATES_PER_TILE)
+        if optim.device is OffloadDevice.nvme and _is_given(optim, "buffer_count"):
+            fields["tile_buffers"] = optim.buffer_count // STATES_PER_TILE
     pins = [section.pin_memory for section in (param, optim) if section is not None and section.is_set("pin_memory")]
     if pins:
         fields["pin_memory"] = any(pins)

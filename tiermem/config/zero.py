@@ -96,7 +96,7 @@ class ZeroConfig(ConfigModel):
     offload_optimizer: OffloadOptimizerConfig | None = None
     """Where optimizer states rest; needs stage 1, 2 or 3."""
     sub_group_size: Count = 1_000_000_000
-    """Elements of optimizer state read, stepped and written as one tile. Not set: planned."""
+    """Elements of optimizer state read, stepped and written as one tile. Not set, or 0: planned."""
     cpu_offload_param: bool | None = None
     """Deprecated: offload_param {"device": "cpu"}."""
     cpu_offload_use_pin_memory: bool | None = None
@@ -193,7 +193,7 @@ class ZeroConfig(ConfigModel):
     def contradictions(self) -> list[tuple[str, str]]:
         two_ways = "allgather_sequential is true as well; a unit is gathered in one way: remove one of the two"
         ways = [("stage3_use_all_reduce_for_fetch_params", two_ways)] if self._gathers_in_two_ways() else []
-        return [*self._offload_without_shards(), *self._old_beside_new(), *self._unusable_tile(), *ways]
+        return [*self._offload_without_shards(), *self._old_beside_new(), *ways]
 
     def _gathers_in_two_ways(self) -> bool:
         return self.use_all_reduce_for_fetch_params and self.allgather_sequential
@@ -238,13 +238,6 @@ class ZeroConfig(ConfigModel):
                 )
             )
         return found
-
-    def _unusable_tile(self) -> list[tuple[str, str]]:
-        if self.is_set("sub_group_size") and self.sub_group_size == 0:
-            return [
-                ("sub_group_size", "0 given, but a tile holds at least 1 element; remove the key to have it planned")
-            ]
-        return []
 
 
 def _without_deprecated(raw: dict[str, Any]) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def _taken_over(given: torch.optim.Optimizer) -> OptimizerChoice:
     names = [name for name in KINDS if hasattr(torch.optim, name)]
     raise ValueError(
         f"{type(given).__name__} cannot step states that rest on tiers; allowed are {', '.join(KINDS)} of tiermem, and "
-        f"{', '.join(names)} of torch.optim"
+        f"{', '.join(names)} of torch.optim. Give the nearest of these; another rule can step what is outside the engine alone"
     )
 
 

@@ -69,6 +69,19 @@ class Transformer:
         return _HALF * batch * seq * (16 * self.hidden + 2 * self.num_heads * seq)
 
 
+PAPER_BATCH, PAPER_SEQ, PAPER_GPUS = 32, 1024, 16
+"""The setting of the paper's table of memory (figure 2a): sequences of a node, tokens of each, GPUs of a node."""
+
+PAPER_MODELS = (
+    Transformer(80, 10 * 1024, 128),
+    Transformer(100, 20 * 1024, 160),
+    Transformer(128, 25 * 1024, 256),
+    Transformer(195, 64 * 1024, 512),
+    Transformer(315, 160 * 1024, 1024),
+)
+"""The models of that table, 0.1 to 100 trillion parameters."""
+
+
 def weight_intensity(batch: int, seq: int) -> float:
     """Operations per byte of weights, loaded forward, recomputing and backward, and of gradients, stored once."""
     return float(seq * batch)

@@ -140,7 +140,7 @@ class Nursery:
 
     def _of_rank_0(self, value: torch.Tensor) -> torch.Tensor:
         """Rank 0's values of what every rank holds. Collective when there are several ranks; blocks."""
-        if self.topology.group is None or value.numel() == 0:
+        if self.topology.group is None or value.is_meta or value.numel() == 0:
             return value
         value = value.contiguous()
         value = value if is_accelerator(value.device) else value.to(self.topology.control_device)
