@@ -15,6 +15,7 @@ from launch import launch
 from saved_before import CLIENT_STATE, PLACES, PRESETS, go_on
 from twins import assert_same_tensors
 
+pytestmark = pytest.mark.filterwarnings("ignore:moments in bf16 are rounded to nearest")
 ARCHIVE = Path(__file__).parent / "fixtures" / "checkpoints.tar.xz"
 
 
