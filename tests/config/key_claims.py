@@ -203,7 +203,7 @@ CLAIMS: dict[str, Claim] = {
         {"paths": (NvmePath("/b"),)}, NVME_PARAM,
     ),
     PARAM + "pin_memory": Claim(
-        False, "tests/gpu/test_pinned_arena.py::test_pin_memory_registers_the_arena_with_the_driver",
+        False, "tests/gpu/test_pinning.py::test_what_crosses_the_link_is_pinned_and_nothing_else",
         {"pin_memory": False}, NVME_PARAM,
     ),
     PARAM + "buffer_count": Claim(
@@ -224,7 +224,7 @@ CLAIMS: dict[str, Claim] = {
         {"paths": (NvmePath("/b"),)}, NVME_OPTIM,
     ),
     OPTIM + "pin_memory": Claim(
-        False, "tests/gpu/test_pinned_arena.py::test_pin_memory_registers_the_arena_with_the_driver",
+        False, "tests/gpu/test_pinning.py::test_what_crosses_the_link_is_pinned_and_nothing_else",
         {"pin_memory": False}, NVME_OPTIM,
     ),
     OPTIM + "buffer_count": Claim(
