@@ -1,14 +1,14 @@
 """Accelerator: all that tiermem knows of a device that is not the CPU. Nobody else names a kind of device.
 
-    which      is_accelerator, find_device, activate            one per rank: torchrun's LOCAL_RANK chooses it
-    order      new_stream, current_stream, new_event, wait_for  work on a stream begins when what it waits for has ended
+    which      is_accelerator, find_device, kind_of_device, activate    one per rank: torchrun's LOCAL_RANK chooses it
+    order      new_stream, current_stream, new_event, record    work on a stream begins when what it waits for has ended
     memory     free_and_total, usage, reset_peak                bytes of the device, as torch counts them
     pinning    PageLock                                         host memory that the device copies from by itself
     the rest   facts_of, rng_state, set_rng_state, backends_of, control_device
 
 It is written on torch.accelerator, torch.Stream, torch.Event and the device's own module (`torch.cuda`, `torch.xpu`, ...), so
-that CUDA, ROCm, XPU and devices of extensions take one path. Asking whether there is a device takes none of it: a run on the
-CPU makes no context and pins nothing.
+that CUDA, ROCm, XPU and devices of extensions take one path. Asking which kind of device there is takes none of it: a run on
+the CPU makes no context and pins nothing.
 """
 
 from __future__ import annotations
@@ -65,6 +65,12 @@ def find_device(asked: torch.device | str | None = None) -> torch.device:
     return device
 
 
+def kind_of_device() -> torch.device:
+    """The kind of this process's accelerator, without a number, or the CPU. Makes no context."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu" if found is None else found.type)
+
+
 def activate(device: torch.device) -> None:
     """Makes a device the current one of this thread; does nothing for the CPU."""
     if is_accelerator(device):
@@ -72,10 +78,9 @@ def activate(device: torch.device) -> None:
 
 
 def _own_index(device: torch.device) -> int:
-    module = _module_of(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ:
-        return int(os.environ["LOCAL_RANK"]) % int(module.device_count())
-    return int(module.current_device())
+        return int(os.environ["LOCAL_RANK"]) % int(_module_of(device).device_count())
+    return torch.accelerator.current_device_index()
 
 
 def _module(device: torch.device) -> Any:
@@ -247,6 +252,12 @@ def backends_of(device: torch.device) -> str:
     if not is_accelerator(device):
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
+
+
+def device_taken(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """A device whose tensors a group exchanges: this one, else the CPU."""
+    is_taken = group is not None and device.type in {each.type for each in group._device_types}
+    return device if is_taken else torch.device("cpu")
 
 
 def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:

@@ -207,8 +207,9 @@ sys.path[:0] = [{tests!r}]
 import torch, tiermem
 from twins import *
 assert torch.accelerator.is_available()
-model = seeded(Tower)
 policy = OffloadPolicy(params=tiermem.Tier.NVME, optim=tiermem.Tier.NVME, paths=[{folder!r}], persistence_numel=50)
+with tiermem.zero.Init(policy=policy):
+    model = seeded(Tower)
 with tiermem.shard(model, policy, device="cpu"):
     optim = tiermem.AdamW(model.parameters())
     loss_of(model, 0).backward()

@@ -13,7 +13,9 @@ from tiermem.zero.ranks.agreement import agree
 from tiermem.zero.ranks.topology import find_topology
 
 
-def agree_on_engine(config: TiermemConfig, sizes: BatchSizes, choice: OptimizerChoice | None, model: nn.Module) -> None:
+def agree_on_engine(
+    config: TiermemConfig, sizes: BatchSizes, choice: OptimizerChoice | None, model: nn.Module, device: torch.device
+) -> None:
     """Compares versions, the config, sizes of batches, the optimizer and its groups. Collective; blocks.
 
     Raises ValueError on every rank, naming what differs.
@@ -23,4 +25,4 @@ def agree_on_engine(config: TiermemConfig, sizes: BatchSizes, choice: OptimizerC
     facts |= {"train_batch_size": sizes.total, "train_micro_batch_size_per_gpu": sizes.micro}
     facts["gradient_accumulation_steps"] = sizes.accumulation
     facts |= choice.facts(model) if choice is not None else {"optimizer": "none"}
-    agree(find_topology(policy.stage, None, policy.timeout_s), facts, "tiermem.initialize")
+    agree(find_topology(policy.stage, None, policy.timeout_s, device), facts, "tiermem.initialize")

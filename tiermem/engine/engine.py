@@ -76,7 +76,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         self._sizes = config.batch(dist.get_world_size(sharing) if has_ranks else 1)
         choice = choose_optimizer(config, model, optimizer, parameters)
         cast_model(model, config)
-        agree_on_engine(config, self._sizes, choice, model)
+        agree_on_engine(config, self._sizes, choice, model, device)
         self._autocast = Autocast.of(config, device.type)
         fields = self._autocast.policy_fields() | ({"num_moments": choice.num_moments} if choice else {})
         policy = config.policy(**fields)

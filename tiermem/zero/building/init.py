@@ -40,7 +40,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.swap.accelerator import find_device
+from tiermem.swap.accelerator import device_taken, find_device, kind_of_device
 from tiermem.zero.building.as_built import AsBuilt, size_of_near
 from tiermem.zero.building.nursery import Nursery
 from tiermem.zero.ranks.collectives import exchange
@@ -157,10 +157,10 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._enabled:
-            device = find_device()
+            device = kind_of_device()  # the one that the model is built for is named when it is sharded
             join_ranks(self._policy.timeout_s, device, self._policy.join_timeout_s)
             group = self.get_dp_process_group()
-            topology = find_topology(3, group, self._policy.timeout_s, device)
+            topology = find_topology(3, group, self._policy.timeout_s, device_taken(group, device))
             if self._near is not None and group is not None:
                 self._fields["secondary_group_size"] = size_of_near(group, self._near)
             as_built = AsBuilt(group, self._numbers(topology), self._fields)

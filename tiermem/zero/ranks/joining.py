@@ -33,7 +33,7 @@ _AGREED = "agreed"
 def join_ranks(timeout_s: float, device: torch.device, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
     """Makes the process group of the ranks around this one, unless there is one or this rank is alone. Collective; blocks.
 
-    It takes tensors of the CPU and of the device that this rank computes on.
+    It takes tensors of the CPU and of the kind of device that this rank computes on, which is made current when it is used.
 
     Args:
         timeout_s: longest wait in a collective of the group.
@@ -53,7 +53,7 @@ def join_ranks(timeout_s: float, device: torch.device, join_timeout_s: float = J
                 "make the group of all ranks, leave it to tiermem, or unset WORLD_SIZE"
             )
         return
-    _join(world, backends_of(device), timeout_s, device, join_timeout_s)
+    _join(world, backends_of(device), timeout_s, join_timeout_s)
 
 
 def init_distributed(
@@ -87,15 +87,15 @@ def init_distributed(
     if dist_init_required is False:
         raise RuntimeError("dist_init_required is False and there is no process group: make one, or leave it out")
     device = find_device()
+    activate(device)
     backend = dist_backend or backends_of(device)
     timeout_s = 1800.0 if timeout is None else timeout.total_seconds()
     if init_method is not None:
         hold_no_group()
-        activate(device)
         dist.init_process_group(backend, init_method, timedelta(seconds=timeout_s), world_size, rank)
     elif _says_where():
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        _join(world, backend, timeout_s, device, JOIN_TIMEOUT_S if timeout is None else timeout_s)
+        _join(world, backend, timeout_s, JOIN_TIMEOUT_S if timeout is None else timeout_s)
 
 
 def hold_no_group() -> None:
@@ -107,9 +107,8 @@ def hold_no_group() -> None:
     import torch.distributed.nn.functional  # noqa: F401
 
 
-def _join(world: int, backend: str, timeout_s: float, device: torch.device, join_timeout_s: float) -> None:
+def _join(world: int, backend: str, timeout_s: float, join_timeout_s: float) -> None:
     hold_no_group()
-    activate(device)
     timeout = timedelta(seconds=timeout_s)
     if not _says_where():
         dist.init_process_group(backend, timeout=timeout)
