@@ -9,6 +9,7 @@
         undeferred()                                        operators that ran at once, for want of a Meta kernel
         reset_counts()                                      of these three
         set_capacity(bytes, device)                         for torch.OutOfMemoryError
+        set_strict_frees(bool)                              whether freed memory is overwritten at once, as it is
         host_register(address, bytes), host_unregister(address), registered(), set_register_limit(bytes)
         record(True), recording(), mark(...)                what clock.py replays
         was_touched()                                       whether this process has a context
@@ -236,6 +237,14 @@ def set_capacity(num_bytes: int, device: _Device = None) -> None:
     _sim.set_capacity(_index(device), num_bytes)
 
 
+def set_strict_frees(is_strict: bool) -> None:
+    """Overwrites freed memory in the order of its stream at once (the start), or when its stream allocates it again.
+
+    CUDA does the latter: FSDP2 frees gradients that another stream still reads, and has the owner wait before it goes on.
+    """
+    _sim.set_strict_frees(is_strict)
+
+
 # ---- random numbers --------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +311,7 @@ def reset() -> None:
         if is_initialized():
             reset_peak_memory_stats(index)
     set_register_limit(None)
+    set_strict_frees(True)
     set_schedule(os.environ.get("TIERMEM_SIM_SCHEDULE", "at_once"))
     manual_seed_all(0)
     reset_counts()

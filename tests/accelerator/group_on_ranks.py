@@ -12,9 +12,12 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 
 from accelerator import device
 from accelerator.device import SCHEDULES
+from accelerator.programs import VOCAB, Transformer
 
 sim = device.load()
 torch.ones(1, device="meta").add(1)  # imports what Meta kernels in Python need, once before the ranks are forked
@@ -157,6 +160,36 @@ def train_as_on_cpus(rank: int, size: int) -> None:
         assert torch.equal(found, expected)
 
 
+def shard_by_fsdp(rank: int, size: int) -> None:
+    """FSDP2, whose streams and events are known to be right, computes what it computes on CPUs."""
+
+    def train(where: torch.device) -> list[float]:
+        torch.manual_seed(0)
+        model = Transformer().to(where).eval()
+        mesh = init_device_mesh(where.type, (size,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optim = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
+        losses = []
+        for step in range(3):
+            tokens = torch.randint(0, VOCAB, (2, 10), generator=torch.Generator().manual_seed(10 * step + rank)).to(
+                where
+            )
+            losses.append(F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()))
+            losses[-1].backward()
+            optim.step()
+            optim.zero_grad()
+        return [loss.item() for loss in losses]
+
+    expected = train(torch.device("cpu"))
+    sim.set_strict_frees(False)
+    for schedule in SCHEDULES[1:4]:
+        sim.set_schedule(schedule)
+        assert train(HERE) == expected
+    sim.set_strict_frees(True)
+
+
 def wait_on_the_stream_alone(rank: int, size: int) -> None:
     """A collective and its wait cost the host nothing."""
     x = torch.full((5,), rank + 1.0, device=HERE)
@@ -248,6 +281,6 @@ if __name__ == "__main__":
             act(rank, size)
     for act in (show_a_missing_wait, help_ranks_that_wait, poll, move_8_bit_floats, refuse_what_nccl_refuses):
         act(rank, size)
-    for act in (use_a_mesh, block_the_host_in_a_barrier):
+    for act in (use_a_mesh, block_the_host_in_a_barrier, shard_by_fsdp):
         act(rank, size)
     dist.destroy_process_group()

@@ -83,6 +83,17 @@ def test_what_is_converted_on_the_host_is_pageable(sim: ModuleType, slot: torch.
     assert sim.copies()["num_pageable"] == 2
 
 
+def test_a_copy_into_a_part_of_a_device_tensor_stays_direct(sim: ModuleType, slot: torch.Tensor) -> None:
+    sim.set_schedule("late")
+    wide = torch.zeros(32, 64, device="sim")
+    wide[:, :32].copy_(slot.view(32, 32), non_blocking=True)
+    slot.view(32, 32).t().copy_(
+        torch.ones(32, 32, device="sim").t(), non_blocking=True
+    )  # the same layout on both sides
+    assert sim.copies()["num_pageable"] == 0 and sim.host_waits()["main"] == 0
+    assert wide.sum().item() == 3 * NUM and slot.sum().item() == NUM
+
+
 def test_bytes_are_counted_by_direction(sim: ModuleType, slot: torch.Tensor) -> None:
     device = torch.empty(NUM, device="sim")
     sim.reset_counts()

@@ -60,6 +60,21 @@ def test_block_used_on_another_stream_is_safe_only_if_recorded(sim: ModuleType, 
     assert total == 6000 if is_recorded else total != 6000
 
 
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_freeing_before_the_owner_waits_is_an_error_only_if_strict(sim: ModuleType, is_strict: bool) -> None:
+    sim.set_schedule("late")
+    sim.set_strict_frees(is_strict)
+    source, other = torch.full((1000,), 3.0, device="sim"), torch.Stream("sim")
+    other.wait_stream(sim.current_stream())
+    with other:
+        doubled = source * 2
+    del source
+    sim.current_stream().wait_stream(other)  # before the memory has a new owner, but after it was freed
+    torch.full((1000,), 5.0, device="sim")
+    assert doubled.sum().item() == 6000 or is_strict
+    assert not is_strict or doubled.isnan().all().item()
+
+
 def test_recorded_block_is_reused_when_the_other_stream_is_done(sim: ModuleType) -> None:
     sim.set_schedule("late")
     source, other = torch.full((1000,), 3.0, device="sim"), torch.Stream("sim")

@@ -32,9 +32,10 @@ TOUCHES = [  # as with CUDA, free bytes and the current stream are questions to 
     "torch.accelerator.current_stream()",
 ]
 SCRIPT = f"""
-import os
+import os, sys
 import torch
 
+sys.path.append({str(SITE.parents[1])!r})
 assert torch.accelerator.is_available() and str(torch.accelerator.current_accelerator()) == "sim"
 assert torch.accelerator.device_count() == 3 and torch.accelerator.memory_allocated() == 0
 torch.manual_seed(0)
@@ -53,6 +54,11 @@ x = torch.nn.Linear(3, 3).to("sim")(torch.ones(1, 3, device="sim"))
 assert torch.sim.pending() > 0 and torch.accelerator.get_memory_info()[1] == 1 << 20
 x.sum().backward()
 assert torch.sim.was_touched() and x.sim("sim:2").device.index == 2 and x.is_sim
+
+from accelerator.programs import Program, assert_same, train
+for num_threads in (1, 2):  # those of autograd are running
+    torch.set_num_threads(num_threads)
+    assert_same(train(Program(num_steps=2), "sim"), train(Program(num_steps=2), "cpu"))
 """
 
 

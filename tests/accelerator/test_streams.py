@@ -114,6 +114,11 @@ def test_with_stream_and_set_stream_are_of_the_thread(sim: ModuleType) -> None:
     torch.accelerator.set_stream(main)
 
 
+def test_a_program_gets_the_same_32_streams_in_turn(sim: ModuleType) -> None:
+    streams = [torch.Stream("sim") for _ in range(33)]
+    assert len(set(streams)) == 32 and streams[0] == streams[32]
+
+
 def test_events_measure_time_if_asked(sim: ModuleType) -> None:
     first, last = torch.Event("sim", enable_timing=True), torch.Event("sim", enable_timing=True)
     first.record()

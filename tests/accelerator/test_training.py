@@ -41,12 +41,6 @@ def test_training_equals_the_cpu_under_every_schedule(sim: ModuleType, name: str
     assert sim.undeferred() == {}
 
 
-def test_kernels_on_autograds_threads_have_the_main_threads_number(sim: ModuleType) -> None:
-    for num_threads in (1, 2, 1):  # results depend on it
-        torch.set_num_threads(num_threads)
-        assert_same(train(PROGRAMS["transformer"], "sim"), train(PROGRAMS["transformer"], "cpu"))
-
-
 def test_training_on_the_second_device(sim: ModuleType) -> None:
     sim.set_schedule("random:4")
     assert_same(train(PROGRAMS["transformer"], "sim:1"), train(PROGRAMS["transformer"], "cpu"))

@@ -9,7 +9,7 @@
 //   device -> host, pageable          the host, until it is done     the same
 //   device -> other device            nothing; each stream waits for the other
 //
-// A host tensor that is not contiguous, or of another dtype, is staged in pageable memory.
+// A host tensor of another layout or dtype than the device's is staged in pageable memory.
 #include "copies.h"
 
 #include "host.h"
@@ -44,11 +44,12 @@ std::function<void()> copying(const Tensor &to, const Tensor &from) {
     };
 }
 
-/// Whether a copy is one of bytes, without a conversion on the host.
+/// Whether the host's bytes move as they are. Else the host converts or gathers them in pageable memory.
 bool is_direct(const Tensor &host, const Tensor &device) {
+    const bool is_same_layout = host.strides() == device.strides() && host.is_non_overlapping_and_dense();
     return host.scalar_type() == device.scalar_type() && host.sizes() == device.sizes() &&
-           host.is_conj() == device.is_conj() && host.is_neg() == device.is_neg() && host.is_contiguous() &&
-           device.is_contiguous();
+           host.is_conj() == device.is_conj() && host.is_neg() == device.is_neg() &&
+           (host.is_contiguous() || is_same_layout);
 }
 
 void copy_to_device(const Tensor &host, const Tensor &device, bool is_blocking) {

@@ -51,10 +51,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     c10::Stream getStream(c10::Device device) const override { return current_stream(index_of(device)); }
     c10::Stream getDefaultStream(c10::Device device) const override { return default_stream(index_of(device)); }
     c10::Stream getNewStream(c10::Device device, int /*priority*/) const override {
-        return new_stream(index_of(device));
+        return stream_of_pool(index_of(device));
     }
     c10::Stream getStreamFromGlobalPool(c10::Device device, bool /*priority*/) const override {
-        return new_stream(index_of(device));
+        return stream_of_pool(index_of(device));
     }
     c10::Stream exchangeStream(c10::Stream stream) const override { return set_current_stream(stream); }
     bool queryStream(const c10::Stream &stream) const override { return query(mark_of(stream)); }

@@ -105,7 +105,8 @@ class Channel {
     c10::Stream stream(int device) {
         std::lock_guard guard(lock);
         const auto found = streams.find(device);
-        return found != streams.end() ? found->second : streams.emplace(device, new_stream(device)).first->second;
+        return found != streams.end() ? found->second
+                                      : streams.emplace(device, stream_of_its_own(device)).first->second;
     }
 
     /// The numbers of the next operation, which these peers take part in.
@@ -304,6 +305,7 @@ Group::~Group() {
 }
 
 void Group::shutdown() {
+    const WithoutGil released;
     std::vector<Channel *> open;
     {
         std::lock_guard guard(lock);

@@ -39,7 +39,7 @@ void forget(std::map<uintptr_t, uint64_t>::iterator range) {
 }
 
 void free_pinned(void *start) {
-    {
+    if (!is_bad_fork()) { // where another thread of the parent may have had the lock
         std::lock_guard lock(host.lock);
         if (const auto range = host.ranges.find(reinterpret_cast<uintptr_t>(start)); range != host.ranges.end())
             forget(range);

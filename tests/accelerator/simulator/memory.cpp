@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -21,6 +22,8 @@ using c10::CachingAllocator::StatType;
 constexpr uint64_t DEVICE_SPAN = 1ull << 36; // addresses of one device: 64 GiB
 constexpr uint64_t GRAIN = 512;
 constexpr uint64_t LARGE = 1 << 20; // what is larger is cut from segments of its own, as CUDA's pools do
+
+std::atomic<bool> are_frees_strict{true};
 
 /// The addresses and their shadow, taken from the system when a device is first used.
 struct Addresses {
@@ -49,6 +52,7 @@ struct Block {
     uint64_t bytes;
     int64_t stream; // the stream that allocated it, and whose order frees follow
     bool is_used = true;
+    bool is_nan = true; // while it is free: overwritten, or will be before the stream's next operation
     Block *previous = nullptr;
     Block *next = nullptr;
     std::set<int64_t> other_streams = {}; // named by record_stream
@@ -156,12 +160,14 @@ void put_into_cache(Device &device, Block *block) {
     Pool &pool = device.cached[{block->stream, is_in_large_segment(block)}];
     const auto swallow = [&](Block *other) { // the right neighbour
         block->bytes += other->bytes;
+        block->is_nan &= other->is_nan;
         block->next = other->next;
         if (block->next)
             block->next->previous = block;
         delete other;
     };
     block->is_used = false;
+    block->is_nan = are_frees_strict;
     block->other_streams.clear();
     if (Block *const right = block->next; right && !right->is_used) {
         pool.erase(right);
@@ -186,7 +192,8 @@ Block *take_from_cache(Device &device, int64_t stream, uint64_t bytes) {
     Block *const block = *found;
     pool.erase(found);
     if (block->bytes > bytes) {
-        Block *const rest = new Block{block->start + bytes, block->bytes - bytes, stream, false, block, block->next};
+        Block *const rest =
+            new Block{block->start + bytes, block->bytes - bytes, stream, false, block->is_nan, block, block->next};
         if (rest->next)
             rest->next->previous = rest;
         block->next = rest;
@@ -231,12 +238,19 @@ void free_segments(Device &device) {
 
 // ---- frees ----------------------------------------------------------------------------------------------------------
 
-/// Makes the block NaN in the order of its stream, and lets that stream have it again. Takes the lock by itself.
-void free_in_stream_order(int index, Block *block) {
+/// Makes a block NaN in the order of its stream. The lock is not held.
+void overwrite(int index, const Block *block) {
     void *const bytes = shadow_of(block->start);
     const uint64_t num_bytes = block->bytes;
     const c10::Stream stream(c10::Stream::UNSAFE, sim::device_of(index), block->stream);
     issue(stream, {[=] { std::memset(bytes, 0xff, num_bytes); }, {}, {}});
+}
+
+/// Lets the block's stream have it again. Takes the lock by itself.
+void free_in_stream_order(int index, Block *block) {
+    if (are_frees_strict)
+        overwrite(index, block);
+    const uint64_t num_bytes = block->bytes;
     std::lock_guard lock(memory.lock);
     Device &device = memory.devices[index];
     decrease(device.stats.active, 1, is_large(num_bytes));
@@ -311,6 +325,8 @@ class Allocator final : public c10::DeviceAllocator {
         }
         if (!block)
             raise_out_of_memory(index, bytes);
+        if (!block->is_nan)
+            overwrite(index, block);
         std::lock_guard lock(memory.lock);
         Device &device = memory.devices[index];
         increase(device.stats.allocation, 1, is_large(bytes));
@@ -428,6 +444,8 @@ void *shadow_of(const void *address) {
     const Addresses &both = addresses();
     return both.shadow + (static_cast<const char *>(address) - both.device);
 }
+
+void set_strict_frees(bool are_strict) { are_frees_strict = are_strict; }
 
 void set_capacity(int device, uint64_t bytes) {
     check_device(device);

@@ -2,9 +2,11 @@
 //
 //   address of a tensor ──(+ constant)──> shadow: the bytes themselves, which only the simulator's operations touch
 //
-// Addresses are PROT_NONE: a host access is a SIGSEGV. New memory is NaN (0xFF); freed memory becomes NaN in the order
+// Addresses are PROT_NONE: a host access is a SIGSEGV. New memory is NaN (0xFF). Freed memory becomes NaN in the order
 // of the stream that allocated it, where it may be given out again at once: the rule of CUDA's caching allocator. A
-// block that another stream uses without record_stream is overwritten while in use.
+// block that another stream still uses, without record_stream, is overwritten under it.
+//
+// That is stricter than CUDA, where the next owner overwrites the block, whose stream may wait for the other by then.
 //
 // Segments have the size of the request that made them, rounded to 512 bytes; CUDA's are 2 MiB, 20 MiB or the request.
 #pragma once
@@ -19,6 +21,9 @@ namespace sim {
 c10::DeviceAllocator &device_allocator();
 /// Where the bytes of a device address are. Null stays null.
 void *shadow_of(const void *address);
+
+/// Whether a block is overwritten when it is freed (the default), or only when it is given out again.
+void set_strict_frees(bool are_strict);
 
 /// Bytes that a device can reserve. Where more are reserved already, the next segment fails.
 void set_capacity(int device, uint64_t bytes);

@@ -82,6 +82,7 @@ PYBIND11_MODULE(_sim, m) {
     m.def("reset_host_waits", &sim::reset_host_waits);
 
     m.def("set_capacity", &sim::set_capacity);
+    m.def("set_strict_frees", &sim::set_strict_frees);
     m.def("host_register", &sim::host_register);
     m.def("host_unregister", &sim::host_unregister);
     m.def("set_register_limit", &sim::set_register_limit);

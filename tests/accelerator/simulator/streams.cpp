@@ -2,7 +2,6 @@
 
 #include "recording.h"
 
-#include <Python.h>
 #include <c10/util/Exception.h>
 #include <pthread.h>
 #include <unistd.h>
@@ -19,6 +18,7 @@
 namespace sim {
 namespace {
 
+constexpr int64_t POOL_SIZE = 32;      // as CUDA's: the 33rd stream that a program makes is its first one again
 constexpr int QUERIES_UNTIL_LATE = 16; // a program that polls an event goes on after so many questions
 
 struct Queue {
@@ -33,7 +33,8 @@ struct Queue {
 struct Streams {
     std::mutex lock; // guards everything below; never held while an operation runs or is destroyed
     std::condition_variable progress;
-    std::array<std::deque<Queue>, MAX_DEVICES> streams; // by device and number; number 0 is the default stream
+    std::array<std::deque<Queue>, MAX_DEVICES> streams; // by device and number; 0: the default, then those of the pool
+    std::array<int64_t, MAX_DEVICES> next_of_pool{};    // by device
     std::exception_ptr failure;                         // the first error that no host wait has reported
     Schedule schedule = Schedule::AT_ONCE;
     std::mt19937 coin;
@@ -41,7 +42,7 @@ struct Streams {
 
     Streams() {
         for (auto &of_device : streams)
-            of_device.emplace_back();
+            of_device.resize(1 + POOL_SIZE);
     }
 };
 Streams &all = *new Streams;
@@ -150,19 +151,14 @@ std::vector<Mark> ends_of_streams(int device) {
     return ends;
 }
 
-/// Lets other threads have the GIL while this one blocks.
-struct WithoutGil {
-    PyThreadState *saved = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
-    WithoutGil() = default;
-    WithoutGil(const WithoutGil &) = delete;
-    WithoutGil &operator=(const WithoutGil &) = delete;
-    ~WithoutGil() {
-        if (saved)
-            PyEval_RestoreThread(saved);
-    }
-};
-
 } // namespace
+
+WithoutGil::WithoutGil() : saved(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+
+WithoutGil::~WithoutGil() {
+    if (saved)
+        PyEval_RestoreThread(saved);
+}
 
 // ---- the context ----------------------------------------------------------------------------------------------------
 
@@ -296,7 +292,14 @@ void throw_failure() {
 
 // ---- streams --------------------------------------------------------------------------------------------------------
 
-c10::Stream new_stream(int device) {
+c10::Stream stream_of_pool(int device) {
+    check_device(device);
+    use_context();
+    std::lock_guard lock(all.lock);
+    return stream_of(device, 1 + all.next_of_pool[device]++ % POOL_SIZE);
+}
+
+c10::Stream stream_of_its_own(int device) {
     check_device(device);
     use_context();
     std::lock_guard lock(all.lock);
@@ -326,11 +329,6 @@ void set_schedule(Schedule schedule, uint64_t seed) {
 Schedule schedule() {
     std::lock_guard lock(all.lock);
     return all.schedule;
-}
-
-bool toss() {
-    std::lock_guard lock(all.lock);
-    return all.schedule == Schedule::RANDOM && all.coin() % 2;
 }
 
 Thread this_thread() {

@@ -8,6 +8,7 @@
 // mark, and an operation without a function waits for a mark of another stream.
 #pragma once
 
+#include <Python.h>
 #include <c10/core/Stream.h>
 
 #include <array>
@@ -32,6 +33,18 @@ bool has_context();
 /// Whether this process is a fork of one that had a context: its devices are gone.
 bool is_bad_fork();
 void check_device(int64_t device);
+
+/// Lets other threads have the GIL while this one blocks, if this one has it.
+class WithoutGil {
+  public:
+    WithoutGil();
+    WithoutGil(const WithoutGil &) = delete;
+    WithoutGil &operator=(const WithoutGil &) = delete;
+    ~WithoutGil();
+
+  private:
+    PyThreadState *const saved;
+};
 
 // ---- operations ----------------------------------------------------------------------------------------------------
 
@@ -83,7 +96,10 @@ void throw_failure();
 
 // ---- streams --------------------------------------------------------------------------------------------------------
 
-c10::Stream new_stream(int device);
+/// One of the 32 streams that a program gets when it makes one, in turn.
+c10::Stream stream_of_pool(int device);
+/// A stream that nobody else gets.
+c10::Stream stream_of_its_own(int device);
 c10::Stream default_stream(int device);
 c10::Stream current_stream(int device);
 /// Makes a stream the thread's current one of its device; returns the one before.
@@ -99,8 +115,6 @@ enum class Schedule { AT_ONCE, LATE, RANDOM };
 /// Streams run each operation when it is issued, as late as a thread waits, or at random by a seed.
 void set_schedule(Schedule schedule, uint64_t seed);
 Schedule schedule();
-/// The random schedule's coin. False under the other schedules.
-bool toss();
 
 enum Thread { MAIN, AUTOGRAD, OTHER, NUM_THREADS };
 Thread this_thread();
