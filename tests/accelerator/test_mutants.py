@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from accelerator.mutants import MUTANTS, applied
 from accelerator.test_parity import differences, on_cpu, run
+from tiermem.swap import accelerator
 
 SCHEDULES = ["late", *(f"random:{seed}" for seed in range(20)), "at_once"]
 
 
+@pytest.fixture
+def unpinned(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a run that fails leaves registered is unregistered after the test."""
+    held: set[int] = set()
+    register, unregister = accelerator._register, accelerator._unregister
+
+    def register_and_note(device: torch.device, address: int, num_bytes: int) -> None:
+        register(device, address, num_bytes)
+        held.add(address)
+
+    def unregister_and_note(device: torch.device, address: int) -> None:
+        unregister(device, address)
+        held.discard(address)
+
+    monkeypatch.setattr(accelerator, "_register", register_and_note)
+    monkeypatch.setattr(accelerator, "_unregister", unregister_and_note)
+    yield
+    sim.synchronize()
+    for address in held:
+        sim.host_unregister(address)
+
+
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_seen(name: str, sim: ModuleType, tmp_path: Path) -> None:
+def test_a_mutant_is_seen(name: str, sim: ModuleType, unpinned: None, tmp_path: Path) -> None:
     mutant = MUTANTS[name]
     expected = on_cpu(mutant.program)
     seen = []
