@@ -67,7 +67,8 @@ static int open_engine(tm_queue *q, Opening *opening) {
             continue;
         answer = try_engine(q, opening, engine);
         if (answer == 0)
-            break; // any refusal leads to the next: io_uring's and aio's ENOMEM may be RLIMIT_MEMLOCK or a kernel's table
+            break; // any refusal leads to the next: io_uring's and aio's ENOMEM may be RLIMIT_MEMLOCK or a kernel's
+                   // table
     }
     if (answer < 0 || opening->options->num_faults == 0)
         return answer;
