@@ -31,6 +31,7 @@ def sim() -> Iterator[ModuleType]:
     try:
         yield device
     finally:
-        gc.collect()
+        if device.is_initialized() and any(map(device.memory_allocated, range(device.device_count()))):
+            gc.collect()  # slow, so only where tensors are left, which a circle or a traceback may hold
         device.reset()
         device.unplug()

@@ -289,39 +289,58 @@ Group::Tensors joined(const Group::Tensors &one, const std::vector<Group::Tensor
 
 // ---- the group ------------------------------------------------------------------------------------------------------
 
-Group::Group(c10::intrusive_ptr<c10d::Backend> inner, c10::intrusive_ptr<c10d::Store> store, int rank, int size)
-    : Backend(rank, size), gloo(std::move(inner)) {
-    post = std::make_unique<Post>(std::move(store), rank, size, [this](const Post::Letter &letter) {
-        channel(letter.is_collective ? ALL_RANKS : letter.from).ask_for(letter.from, letter.number);
+/// What operations and threads use, which may outlive a group that nobody shut down.
+struct Group::Inner {
+    const int rank;
+    std::mutex lock;                                  // guards the channels
+    std::map<int, std::unique_ptr<Channel>> channels; // by peer; ALL_RANKS: collectives
+    std::unique_ptr<Post> post;                       // null once the group is shut down
+
+    explicit Inner(int my_rank) : rank(my_rank) {}
+
+    Channel &channel(int peer) {
+        std::lock_guard guard(lock);
+        auto &found = channels[peer];
+        if (!found)
+            found = std::make_unique<Channel>(rank);
+        return *found;
+    }
+};
+
+Group::Group(c10::intrusive_ptr<c10d::Backend> inner_group, c10::intrusive_ptr<c10d::Store> store, int rank, int size)
+    : Backend(rank, size), gloo(std::move(inner_group)), inner(new Inner(rank)) {
+    inner->post = std::make_unique<Post>(std::move(store), rank, size, [found = inner](const Post::Letter &letter) {
+        found->channel(letter.is_collective ? ALL_RANKS : letter.from).ask_for(letter.from, letter.number);
     });
 }
 
 Group::~Group() {
-    try {
-        shutdown();
-    } catch (const std::exception &error) {
-        TORCH_WARN("simccl: ", error.what());
-    }
+    if (!inner->post)
+        delete inner;
+    // Else destroy_process_group was not called: pending operations and threads keep the rest, so that nothing hangs.
 }
 
 void Group::shutdown() {
+    if (!inner->post)
+        return;
     const WithoutGil released;
-    std::vector<Channel *> open;
-    {
-        std::lock_guard guard(lock);
-        for (const auto &[peer, one] : channels)
-            open.push_back(one.get());
-    }
-    if (!is_bad_fork())
+    std::map<int, std::unique_ptr<Channel>> closing;
+    if (!is_bad_fork()) {
+        std::vector<Channel *> open;
+        {
+            std::lock_guard guard(inner->lock);
+            for (const auto &[peer, one] : inner->channels)
+                open.push_back(one.get());
+        }
         for (Channel *const one : open)
             one->run_all();
-    post.reset();
-    std::map<int, std::unique_ptr<Channel>> closing;
-    std::lock_guard guard(lock);
-    closing.swap(channels);
+    }
+    inner->post.reset();
+    std::lock_guard guard(inner->lock);
+    closing.swap(inner->channels);
 }
 
-uint64_t Group::getSequenceNumberForGroup() { return channel(ALL_RANKS).num_issued(); }
+uint64_t Group::getSequenceNumberForGroup() { return inner->channel(ALL_RANKS).num_issued(); }
 
 std::set<int> Group::all_peers() const {
     std::set<int> peers;
@@ -329,14 +348,6 @@ std::set<int> Group::all_peers() const {
         if (peer != rank_)
             peers.insert(peer);
     return peers;
-}
-
-Channel &Group::channel(int peer) {
-    std::lock_guard guard(lock);
-    auto &found = channels[peer];
-    if (!found)
-        found = std::make_unique<Channel>(rank_);
-    return *found;
 }
 
 Group::WorkPtr Group::add(const std::string &name, c10d::OpType type, const Tensors &tensors, Start start, int peer) {
@@ -357,15 +368,16 @@ Group::WorkPtr Group::add(const std::string &name, c10d::OpType type, const Tens
 
 Group::WorkPtr Group::issue_parts(Parts parts, bool blocks_host) {
     const int device = check_tensors(parts.name, parts.tensors);
-    Channel &shared = channel(parts.channel);
+    TORCH_CHECK(inner->post, "simccl: the process group was destroyed");
+    Channel &shared = inner->channel(parts.channel);
     const c10::Stream stream = shared.stream(device);
     make_wait(stream, mark_of(current_stream(device)));
     const Channel::Numbers numbers = shared.next_numbers(parts.peers);
     Operation operation;
-    operation.run = [this, numbers, starts = parts.starts, is_collective = parts.channel == ALL_RANKS] {
+    operation.run = [used = inner, numbers, starts = parts.starts, is_collective = parts.channel == ALL_RANKS] {
         for (const auto &[peer, number] : numbers)
-            if (peer != rank_)
-                post->send(peer, {rank_, is_collective, number});
+            if (peer != used->rank)
+                used->post->send(peer, {used->rank, is_collective, number});
         const KernelGuard guard;
         std::vector<WorkPtr> started;
         for (const Start &start : starts)
@@ -407,16 +419,18 @@ Group::WorkPtr Group::endCoalescing() {
 
 Group::WorkPtr Group::broadcast(Tensors &tensors, const c10d::BroadcastOptions &options) {
     check_tensors("broadcast", tensors);
-    return add(
-        "broadcast", c10d::OpType::BROADCAST, tensors,
-        [this, bytes = bytes_of(tensors, "broadcast"), options]() mutable { return gloo->broadcast(bytes, options); });
+    return add("broadcast", c10d::OpType::BROADCAST, tensors,
+               [gloo = gloo, bytes = bytes_of(tensors, "broadcast"), options]() mutable {
+                   return gloo->broadcast(bytes, options);
+               });
 }
 
 Group::WorkPtr Group::allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) {
     check_tensors("all_reduce", tensors);
-    return add(
-        "all_reduce", c10d::OpType::ALLREDUCE, tensors,
-        [this, bytes = bytes_of(tensors, "all_reduce"), options]() mutable { return gloo->allreduce(bytes, options); });
+    return add("all_reduce", c10d::OpType::ALLREDUCE, tensors,
+               [gloo = gloo, bytes = bytes_of(tensors, "all_reduce"), options]() mutable {
+                   return gloo->allreduce(bytes, options);
+               });
 }
 
 Group::WorkPtr Group::allreduce_coalesced(Tensors &tensors, const c10d::AllreduceCoalescedOptions &options) {
@@ -430,8 +444,9 @@ Group::WorkPtr Group::allreduce_coalesced(Tensors &tensors, const c10d::Allreduc
 
 Group::WorkPtr Group::reduce(Tensors &tensors, const c10d::ReduceOptions &options) {
     check_tensors("reduce", tensors);
-    return add("reduce", c10d::OpType::REDUCE, tensors,
-               [this, bytes = bytes_of(tensors, "reduce"), options]() mutable { return gloo->reduce(bytes, options); });
+    return add(
+        "reduce", c10d::OpType::REDUCE, tensors,
+        [gloo = gloo, bytes = bytes_of(tensors, "reduce"), options]() mutable { return gloo->reduce(bytes, options); });
 }
 
 Group::WorkPtr Group::allgather(std::vector<Tensors> &outputs, Tensors &inputs, const c10d::AllgatherOptions &options) {
@@ -439,7 +454,7 @@ Group::WorkPtr Group::allgather(std::vector<Tensors> &outputs, Tensors &inputs, 
     check_tensors("all_gather", all);
     std::vector<Tensors> to{bytes_of(outputs.at(0), "all_gather")};
     return add("all_gather", c10d::OpType::ALLGATHER, all,
-               [this, to, from = bytes_of(inputs, "all_gather"), options]() mutable {
+               [gloo = gloo, to, from = bytes_of(inputs, "all_gather"), options]() mutable {
                    return gloo->allgather(to, from, options);
                });
 }
@@ -450,7 +465,7 @@ Group::WorkPtr Group::_allgather_base(at::Tensor &output, at::Tensor &input, con
                 "simccl: all_gather_into_tensor: output has ", output.numel(), " elements of ", output.dtype(),
                 ", not ", input.numel() * size_, " of ", input.dtype());
     return add("all_gather_into_tensor", c10d::OpType::_ALLGATHER_BASE, {output, input},
-               [this, to = bytes_of(output, "all_gather_into_tensor").view(-1),
+               [gloo = gloo, to = bytes_of(output, "all_gather_into_tensor").view(-1),
                 from = bytes_of(input, "all_gather_into_tensor").view(-1),
                 options]() mutable { return gloo->_allgather_base(to, from, options); });
 }
@@ -469,9 +484,10 @@ Group::WorkPtr Group::gather(std::vector<Tensors> &outputs, Tensors &inputs, con
     std::vector<Tensors> to;
     for (const Tensors &output : outputs)
         to.push_back(bytes_of(output, "gather"));
-    return add("gather", c10d::OpType::GATHER, all, [this, to, from = bytes_of(inputs, "gather"), options]() mutable {
-        return gloo->gather(to, from, options);
-    });
+    return add("gather", c10d::OpType::GATHER, all,
+               [gloo = gloo, to, from = bytes_of(inputs, "gather"), options]() mutable {
+                   return gloo->gather(to, from, options);
+               });
 }
 
 Group::WorkPtr Group::scatter(Tensors &outputs, std::vector<Tensors> &inputs, const c10d::ScatterOptions &options) {
@@ -481,7 +497,7 @@ Group::WorkPtr Group::scatter(Tensors &outputs, std::vector<Tensors> &inputs, co
     for (const Tensors &input : inputs)
         from.push_back(bytes_of(input, "scatter"));
     return add("scatter", c10d::OpType::SCATTER, all,
-               [this, from, to = bytes_of(outputs, "scatter"), options]() mutable {
+               [gloo = gloo, from, to = bytes_of(outputs, "scatter"), options]() mutable {
                    return gloo->scatter(to, from, options);
                });
 }
@@ -492,7 +508,7 @@ Group::WorkPtr Group::reduce_scatter(Tensors &outputs, std::vector<Tensors> &inp
     check_tensors("reduce_scatter", all);
     std::vector<Tensors> from{bytes_of(inputs.at(0), "reduce_scatter")};
     return add("reduce_scatter", c10d::OpType::REDUCE_SCATTER, all,
-               [this, from, to = bytes_of(outputs, "reduce_scatter"), options]() mutable {
+               [gloo = gloo, from, to = bytes_of(outputs, "reduce_scatter"), options]() mutable {
                    return gloo->reduce_scatter(to, from, options);
                });
 }
@@ -504,7 +520,7 @@ Group::WorkPtr Group::_reduce_scatter_base(at::Tensor &output, at::Tensor &input
                 "simccl: reduce_scatter_tensor: input has ", input.numel(), " elements of ", input.dtype(), ", not ",
                 output.numel() * size_, " of ", output.dtype());
     return add("reduce_scatter_tensor", c10d::OpType::_REDUCE_SCATTER_BASE, {output, input},
-               [this, to = bytes_of(output, "reduce_scatter_tensor").view(-1),
+               [gloo = gloo, to = bytes_of(output, "reduce_scatter_tensor").view(-1),
                 from = bytes_of(input, "reduce_scatter_tensor").view(-1),
                 options]() mutable { return gloo->_reduce_scatter_base(to, from, options); });
 }
@@ -521,7 +537,7 @@ Group::WorkPtr Group::alltoall_base(at::Tensor &output, at::Tensor &input, std::
                                     std::vector<int64_t> &input_sizes, const c10d::AllToAllOptions &options) {
     check_tensors("all_to_all_single", {output, input});
     return add("all_to_all_single", c10d::OpType::ALLTOALL_BASE, {output, input},
-               [this, to = bytes_of(output, "all_to_all_single"), from = bytes_of(input, "all_to_all_single"),
+               [gloo = gloo, to = bytes_of(output, "all_to_all_single"), from = bytes_of(input, "all_to_all_single"),
                 output_sizes, input_sizes,
                 options]() mutable { return gloo->alltoall_base(to, from, output_sizes, input_sizes, options); });
 }
@@ -529,31 +545,35 @@ Group::WorkPtr Group::alltoall_base(at::Tensor &output, at::Tensor &input, std::
 Group::WorkPtr Group::alltoall(Tensors &outputs, Tensors &inputs, const c10d::AllToAllOptions &options) {
     check_tensors("all_to_all", joined(outputs, inputs));
     return add("all_to_all", c10d::OpType::ALLTOALL, joined(outputs, inputs),
-               [this, to = bytes_of(outputs, "all_to_all"), from = bytes_of(inputs, "all_to_all"), options]() mutable {
-                   return gloo->alltoall(to, from, options);
-               });
+               [gloo = gloo, to = bytes_of(outputs, "all_to_all"), from = bytes_of(inputs, "all_to_all"),
+                options]() mutable { return gloo->alltoall(to, from, options); });
 }
 
 Group::WorkPtr Group::send(Tensors &tensors, int rank, int tag) {
     check_tensors("send", tensors);
     return add(
         "send", c10d::OpType::SEND, tensors,
-        [this, bytes = bytes_of(tensors, "send"), rank, tag]() mutable { return gloo->send(bytes, rank, tag); }, rank);
+        [gloo = gloo, bytes = bytes_of(tensors, "send"), rank, tag]() mutable { return gloo->send(bytes, rank, tag); },
+        rank);
 }
 
 Group::WorkPtr Group::recv(Tensors &tensors, int rank, int tag) {
     check_tensors("recv", tensors);
     return add(
         "recv", c10d::OpType::RECV, tensors,
-        [this, bytes = bytes_of(tensors, "recv"), rank, tag]() mutable { return gloo->recv(bytes, rank, tag); }, rank);
+        [gloo = gloo, bytes = bytes_of(tensors, "recv"), rank, tag]() mutable { return gloo->recv(bytes, rank, tag); },
+        rank);
 }
 
 /// Blocks the host when waited for, as NCCL's does.
 Group::WorkPtr Group::barrier(const c10d::BarrierOptions &options) {
     const int device = options.device_ids.empty() ? current_device() : static_cast<int>(options.device_ids[0]);
     const at::Tensor place = empty_on(device, {1}, {1}, at::kByte);
-    Parts parts{
-        "barrier", {[this, options] { return gloo->barrier(options); }}, {place}, c10d::OpType::BARRIER, all_peers()};
+    Parts parts{"barrier",
+                {[gloo = gloo, options] { return gloo->barrier(options); }},
+                {place},
+                c10d::OpType::BARRIER,
+                all_peers()};
     return issue_parts(std::move(parts), true);
 }
 

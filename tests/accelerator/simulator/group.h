@@ -22,8 +22,6 @@
 
 namespace sim {
 
-class Channel;
-
 class Group final : public c10d::Backend {
   public:
     using Tensors = std::vector<at::Tensor>;
@@ -40,6 +38,7 @@ class Group final : public c10d::Backend {
     void setSequenceNumberForGroup() override {}
     uint64_t getSequenceNumberForGroup() override;
     /// Runs what was issued, so that no peer waits for this rank, and ends the threads. Blocks.
+    /// destroy_process_group calls it; a group that is destroyed without it leaves its threads, and hangs nobody.
     void shutdown() override;
 
     WorkPtr broadcast(Tensors &tensors, const c10d::BroadcastOptions &options) override;
@@ -85,16 +84,15 @@ class Group final : public c10d::Backend {
     WorkPtr add(const std::string &name, c10d::OpType type, const Tensors &tensors, Start start, int peer = ALL_RANKS);
     WorkPtr issue_parts(Parts parts, bool blocks_host);
     std::set<int> all_peers() const;
-    Channel &channel(int peer);
 
     const c10::intrusive_ptr<c10d::Backend> gloo;
-    std::mutex lock;                                  // guards everything below
-    std::map<int, std::unique_ptr<Channel>> channels; // by peer; ALL_RANKS: collectives
+    std::mutex lock; // guards the next two
     int coalescing_depth = 0;
     std::optional<Parts> coalesced; // between startCoalescing and endCoalescing
 
     class Post; // the datagrams
-    std::unique_ptr<Post> post;
+    struct Inner;
+    Inner *const inner;
 };
 
 } // namespace sim
