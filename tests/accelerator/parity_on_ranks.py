@@ -98,12 +98,17 @@ def main() -> None:
 
 
 def cases_of(backend: str, mutant: str, world: int) -> list[str]:
-    """On four ranks those that need so many, and one beside them."""
+    """On four ranks every stage, and those that need so many."""
     if mutant != "none":
         return ["stage 3, host"]
     if "cpu" not in backend:
         return ON_DEVICES_ALONE
-    return ["stage 3, nvme", *sorted(ON_FOUR)] if world == 4 else [name for name in CASES if name not in ON_FOUR]
+    stages = [f"stage {stage}" for stage in range(4)]
+    return (
+        [*stages, "stage 3, nvme", "qgZ", *sorted(ON_FOUR)]
+        if world == 4
+        else [name for name in CASES if name not in ON_FOUR]
+    )
 
 
 if __name__ == "__main__":
