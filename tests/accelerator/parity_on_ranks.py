@@ -105,7 +105,7 @@ def cases_of(backend: str, mutant: str, world: int) -> list[str]:
         return ON_DEVICES_ALONE
     stages = [f"stage {stage}" for stage in range(4)]
     return (
-        [*stages, "stage 3, nvme", "qgZ", *sorted(ON_FOUR)]
+        [*stages, "stage 3, nvme", "qwZ", "qgZ", "qwZ and qgZ, nvme", *sorted(ON_FOUR)]
         if world == 4
         else [name for name in CASES if name not in ON_FOUR]
     )
