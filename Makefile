@@ -38,7 +38,7 @@ soak: .venv/.installed
 
 gpu: $(if $(GPU_PYTHON),,.venv/.installed)
 	@mkdir -p build
-	@$(or $(GPU_PYTHON),$(BIN)/python) -m tiermem.tools.bench_gpu --json build/gpu.json $(GPU_OPTIONS)
+	@$(or $(GPU_PYTHON),$(BIN)/python) -m tiermem.tools.bench.gpu --json build/gpu.json $(GPU_OPTIONS)
 
 lint: .venv/.installed .venv/.tools
 	$(BIN)/ruff format --check .

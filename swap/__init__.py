@@ -1,43 +1,29 @@
-"""Floor 1: tensors at rest and on the move.
+"""Floor 1: tensors at rest and on the move. Imports torch and native; knows no module, gradient, rank or optimizer.
 
-    native        the binding to floor 0: map, queue, workers, kernels
-    checksum      CRC-32C of bytes in memory
-    extents       which bytes of a line of bytes nobody holds
-    arena         one allocation of HOST memory, slots and pools
-    tier          a place bytes can rest
-    direct        whether a file is read and written past the page cache
-    settings      how a queue moves blocks
-    paths         folders for NVME, with caps and weights
-    probe         what a folder offers
+Files in order: each imports only files before it.
+
+    tier          a place that bytes can rest
+    ranges        sets of byte ranges, columns of numbers
+    errors        bytes that fail their checksum; what to do about a system error
     durable       syncs, renames, removals and small files that last
-    run_lock      which process a run's folder belongs to
-    run_folder    the folder of one run, and what dead runs leave
-    segment       one path's preallocated file
-    shares        how many bytes each path gets
-    files         the segments of all paths, and extents dealt over them
-    queues        one native queue per path, behind one face
-    passes        one file's bytes moved in a pattern, and how long that took
-    path_weights  paths measured against each other
-    record        what happened when
+    parts         what one optimizer step works on, and by which rule
+    native        the binding to floor 0: map, queue, workers, kernels
+    accelerator   all that tiermem knows of a device that is not the CPU
+    torch_step    the step in torch operations, on any device
+    arena         one allocation of HOST memory, slots and pools
+    direct        O_DIRECT: alignment, and what a folder offers
+    paths         folders for NVMe, with caps and weights
+    run_folder    the folder of one run on one path, its lock, and what dead runs left
+    files         one preallocated segment per path, extents dealt over them
+    queue         one native queue per path behind one face; settings, counts, records
+    passes        one file's bytes moved in one pattern and timed; weights of paths
+    checksum      CRC-32C, and which pieces of an entry have one
     move          bytes on their way, as a value
-    slots         which of an entry's extents holds each of its bytes
-    freeze        where bytes lay at one moment
-    home          the extents of one entry
-    entry         one named tensor and the states it goes through
-    pieces        parts of an entry that have a checksum each
-    corruption    the error for bytes that are not those that were written
+    entry         one named tensor, its state machine and its extents
     sums          checksums taken when entries are written, compared when they are read
-    freezes       what every freeze holds
-    ranges        parts of an entry as transfers, checked
-    under_way     moves that have not ended
-    host_memory   the arena, and whom to wait for when it is full
-    held          memory, files and queues of a store, and their end
-    stats         what a store has moved and holds
-    range_store   byte ranges of entries, freezes, the store as a whole
-    store         named tensors: put, fetch, release
+    resources     a store's moves in flight, freezes, memory, files and queues
+    range_store   entries at their homes, byte ranges of them, freezes
+    store         TensorStore: put, fetch, release
     pipeline      read | compute | write, tile by tile
-    bounce        bytes at odd offsets, through small aligned buffers
-    reader        byte ranges of somebody else's file
-
-Imports torch and native. Knows no module, gradient, rank or optimizer.
+    stream        files in other formats, through a few aligned buffers
 """

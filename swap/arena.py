@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 
 from tiermem.swap.accelerator import PageLock
-from tiermem.swap.extents import FreeRanges, round_up
 from tiermem.swap.native import Map, check_process
+from tiermem.swap.ranges import FreeRanges, round_up
 
 PAGE_BYTES = 4096
 HUGE_BYTES = 2 << 20

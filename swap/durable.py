@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from tiermem.swap.remedy import remedy
+from tiermem.swap.errors import remedy
 
 Kind = Literal["sync", "write", "rename", "remove", "folder", "freeze", "thaw", "slot"]
 

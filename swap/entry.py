@@ -1,36 +1,423 @@
-"""Entry: one named tensor of a store, and the state machine that it goes through.
-
-What a state says is where the bytes occupy memory:
-
-    HOME      nowhere but at home
-    COMING    at home, and a slot of HOST memory that is being filled
-    PRESENT   a slot of HOST memory (and, unless changed, at home)
-    LEAVING   a slot that is being written back
-    LOST      nowhere: the write-back failed, and what is at home is not what was written
-
-       HOME --come--> COMING --arrive--> PRESENT --rest---------------> HOME
-                        |                PRESENT --leave--> LEAVING --end_leaving--> HOME or LOST
-                        +--turn_back--> where it came from: HOME, LEAVING or LOST
-       LEAVING --come--> COMING      the fetch follows the write and sees the new bytes
-       LOST    --come--> COMING      the fetch fails with the write's error
-
-An entry whose home is HOST or DEVICE is always PRESENT. One method per arrow; another arrow raises and names both states. The
-caller holds the store's lock.
-"""
+"""Entry: one named tensor of a store, its state machine, and the extents that hold its bytes on NVMe."""
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import dataclasses
 import enum
 import errno
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from tiermem.swap import durable
 from tiermem.swap.arena import Slot
 from tiermem.swap.direct import ALIGNMENT
-from tiermem.swap.home import NvmeHome
+from tiermem.swap.files import Extent, Files
 from tiermem.swap.move import Move
+from tiermem.swap.ranges import Numbers, spread
 from tiermem.swap.tier import Tier
+
+# ---- Slots: which of an entry's extents holds each of its bytes now, and which of them a freeze still needs ----------
+#
+#     bytes of the entry   0 ......... a ......... b ......... end
+#     current slot             1           0           1
+#     held by freezes        0 by 7    0 by 7, 8       -           all of it was frozen by 7, then the middle by 8 alone
+#
+#     read     goes to the current slot of each piece
+#   write    goes there too where no freeze holds that slot; elsewhere to the lowest slot that none holds, which then is current
+#     freeze   holds the current slot of every byte           thaw   lets go of what that freeze alone held
+#
+# So what a freeze has seen is never written over, writes of a part never copy the rest, and a run that does not freeze
+# stays in slot 0. A write that failed leaves its slot *lost* there, until those bytes are written again: they must not
+# be frozen.
+#
+# Plain arithmetic on numbers; it knows no file and no store. Pieces are coalesced, and found by bisection. Its owner's
+# lock guards it.
+
+
+class SlotPart(NamedTuple):
+    """Bytes [start, stop) of an entry, in one slot."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+class NoSlotError(RuntimeError):
+    """A write has nowhere to go: freezes hold every slot of its bytes."""
+
+
+class Slots:
+    """The slots of one entry's bytes; all are in slot 0 and held by nobody at first.
+
+    Args:
+        num_bytes: of the entry, at least 1.
+        num_slots: extents that it may have.
+    """
+
+    def __init__(self, num_bytes: int, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._pieces = [_Piece(0, num_bytes, 0, frozenset(), frozenset())]
+
+    def current(self, start: int, stop: int) -> list[SlotPart]:
+        """Where bytes [start, stop) are read, in order."""
+        return _joined(SlotPart(piece.current, piece.start, piece.stop) for piece in self._within(start, stop))
+
+    def targets(self, start: int, stop: int) -> list[SlotPart]:
+        """Where a write of bytes [start, stop) goes; nothing changes yet. Raises NoSlotError."""
+        return _joined(SlotPart(self._target(piece), piece.start, piece.stop) for piece in self._within(start, stop))
+
+    def write(self, start: int, stop: int) -> None:
+        """The write that `targets` told of is under way: its slots are current."""
+        touched = self._within(start, stop)
+        if all(self._target(piece) == piece.current and not piece.lost for piece in touched):
+            return
+
+        def written(piece: _Piece) -> _Piece:
+            slot = self._target(piece)
+            return piece._replace(current=slot, lost=piece.lost - {slot})
+
+        self._change(start, stop, written)
+
+    def lose(self, parts: Iterable[SlotPart]) -> None:
+        """A write there has failed: what those slots hold is not what was written."""
+        for slot, start, stop in parts:
+            self._change(start, stop, functools.partial(_losing, slot))
+
+    def lost(self, freeze: int) -> list[SlotPart]:
+        """What is lost of that which a freeze holds."""
+        return _joined(
+            SlotPart(slot, piece.start, piece.stop)
+            for piece in self._pieces
+            if piece.lost
+            for number, slot in sorted(piece.holds)
+            if number == freeze and slot in piece.lost
+        )
+
+    def freeze(self, freeze: int) -> list[SlotPart]:
+        """Holds the current slots of all bytes for a freeze, by its number, and tells them."""
+        self._pieces = [
+            _Piece(start, stop, current, holds | {(freeze, current)}, lost)
+            for start, stop, current, holds, lost in self._pieces
+        ]
+        return _joined(SlotPart(piece.current, piece.start, piece.stop) for piece in self._pieces)
+
+    def thaw(self, freeze: int) -> None:
+        """Lets go of what a freeze holds; of one that holds nothing here, nothing."""
+        self._pieces = _coalesced(
+            _Piece(start, stop, current, frozenset([hold for hold in holds if hold[0] != freeze]), lost)
+            for start, stop, current, holds, lost in self._pieces
+        )
+
+    def held(self) -> set[int]:
+        """The slots that some freeze holds somewhere."""
+        return {slot for piece in self._pieces for _, slot in piece.holds}
+
+    def _target(self, piece: _Piece) -> int:
+        held = {slot for _, slot in piece.holds}
+        if piece.current not in held:
+            return piece.current
+        free = next((slot for slot in range(self.num_slots) if slot not in held), None)
+        if free is None:
+            raise NoSlotError(
+                f"bytes {piece.start} to {piece.stop} cannot be written: freezes hold all {self.num_slots} slots of them. "
+                "Thaw one first, or open the store with more slots: num_slots is one more than the freezes held at a time"
+            )
+        return free
+
+    def _within(self, start: int, stop: int) -> list[_Piece]:
+        """The pieces of [start, stop), cut there."""
+        first, last = self._touching(start, stop)
+        return [p._replace(start=max(p.start, start), stop=min(p.stop, stop)) for p in self._pieces[first:last]]
+
+    def _touching(self, start: int, stop: int) -> tuple[int, int]:
+        if start >= stop:
+            return 0, 0
+        first = bisect.bisect_right(self._pieces, start, key=lambda piece: piece.start) - 1
+        return first, bisect.bisect_left(self._pieces, stop, first, key=lambda piece: piece.start)
+
+    def _change(self, start: int, stop: int, change: Callable[[_Piece], _Piece]) -> None:
+        """Changes the pieces of [start, stop); what was cut and is equal again becomes one with its neighbours."""
+        first, last = self._touching(start, stop)
+        if first == last:
+            return
+        before, behind = self._pieces[first], self._pieces[last - 1]
+        changed = [change(piece) for piece in self._within(start, stop)]
+        if before.start < start:
+            changed.insert(0, before._replace(stop=start))
+        if behind.stop > stop:
+            changed.append(behind._replace(start=stop))
+        first, last = max(0, first - 1), min(len(self._pieces), last + 1)  # with the neighbours, which may be equal now
+        left = [piece for piece in self._pieces[first:last] if piece.stop <= changed[0].start]
+        right = [piece for piece in self._pieces[first:last] if piece.start >= changed[-1].stop]
+        self._pieces[first:last] = _coalesced([*left, *changed, *right])
+
+
+class _Piece(NamedTuple):
+    """Bytes [start, stop) that are all in the same situation."""
+
+    start: int
+    stop: int
+    current: int  # the slot that is read
+    holds: frozenset[tuple[int, int]]  # (freeze, slot)
+    lost: frozenset[int]  # slots whose last write failed
+
+
+def _losing(slot: int, piece: _Piece) -> _Piece:
+    return piece._replace(lost=piece.lost | {slot})
+
+
+def _coalesced(pieces: Iterable[_Piece]) -> list[_Piece]:
+    """Neighbours in the same situation become one."""
+    found: list[_Piece] = []
+    for piece in pieces:
+        if found and found[-1][2:] == piece[2:]:
+            found[-1] = found[-1]._replace(stop=piece.stop)
+        else:
+            found.append(piece)
+    return found
+
+
+def _joined(parts: Iterable[SlotPart]) -> list[SlotPart]:
+    """Parts that lie one behind the other in one slot become one."""
+    found: list[SlotPart] = []
+    for part in parts:
+        if found and (found[-1].slot, found[-1].stop) == (part.slot, part.start):
+            found[-1] = found[-1]._replace(stop=part.stop)
+        else:
+            found.append(part)
+    return found
+
+
+# ---- Freeze: where the bytes of a store's entries lay at one moment, in which nobody writes them until they are ------
+# thawed
+#
+# A value that the store makes (`TensorStore.freeze`) and takes back (`thaw`): it answers for every durable entry that
+# rested on NVME then, also for those that were dropped since. Where an entry's bytes lie now is the store's affair.
+
+
+class FrozenRange(NamedTuple):
+    """Bytes of one path's segment that nobody writes."""
+
+    path_index: int
+    file_offset: int
+    num_bytes: int
+
+
+class FrozenRows(NamedTuple):
+    """Where many ranges lie: flat int64 arrays, a row for each piece of a range, ranges in order and each by its bytes."""
+
+    request: Numbers  # which range
+    start: Numbers  # byte of the entry
+    path_index: Numbers
+    file_offset: Numbers
+    num_bytes: Numbers
+
+
+class FrozenPart(NamedTuple):
+    """A range of an entry, from byte `start` on, and where it lies."""
+
+    start: int
+    place: FrozenRange
+
+
+@dataclasses.dataclass(frozen=True)
+class Freeze:
+    """One moment of a store. `parts` are in the order of the entry's bytes and cover it, up to whole 4096-byte blocks."""
+
+    number: int
+    paths: tuple[Path, ...]
+    parts: Mapping[str, Sequence[FrozenPart]] = dataclasses.field(repr=False)
+
+    def entries(self) -> list[str]:
+        """The names of what is frozen."""
+        return list(self.parts)
+
+    def files(self) -> tuple[Path, ...]:
+        """The segment file of each path; a range's `path_index` counts them."""
+        return self.paths
+
+    def find(self, entries: Sequence[str], entry: Numbers, offset: Numbers, num_bytes: Numbers) -> FrozenRows:
+        """Where bytes [offset[i], offset[i] + num_bytes[i]) of entries[entry[i]] lie, for all i at once.
+
+        Raises KeyError for what is not frozen, ValueError for bytes outside it.
+        """
+        parts = [part for name in entries for part in self.parts[name]]
+        table = np.array([(start, *place) for start, place in parts], np.int64).reshape(-1, 4)
+        ends = np.cumsum([len(self.parts[name]) for name in entries], dtype=np.int64)
+        sizes = table[ends - 1, 0] + table[ends - 1, 3]
+        outside = np.flatnonzero((offset < 0) | (num_bytes < 0) | (offset + num_bytes > sizes[entry]))
+        if len(outside):
+            i = outside[0]
+            name, size = entries[entry[i]], sizes[entry[i]]
+            raise ValueError(f"bytes {offset[i]} to {offset[i] + num_bytes[i]} lie outside {name!r} ({size} bytes)")
+        bases = np.cumsum(sizes) - sizes  # as if all entries lay behind one another
+        own = np.repeat(bases, np.diff(ends, prepend=0))
+        starts, (first, path_index, file_offset, _) = table[:, 0] + own, table.T
+        stops = np.append(starts[1:], sizes.sum())
+        low, high = bases[entry] + offset, bases[entry] + offset + num_bytes
+        at = np.searchsorted(starts, low, "right") - 1
+        counts = np.where(num_bytes > 0, np.searchsorted(starts, high, "left") - at, 0)
+        request, part = spread(at, counts)
+        begin, end = np.maximum(low[request], starts[part]), np.minimum(high[request], stops[part])
+        within = begin - starts[part]
+        return FrozenRows(request, first[part] + within, path_index[part], file_offset[part] + within, end - begin)
+
+    def ranges(self, entry: str, offset: int, num_bytes: int) -> list[FrozenRange]:
+        """Where bytes [offset, offset + num_bytes) of an entry lie, in order; any bytes, not whole blocks alone.
+
+        Raises KeyError for what is not frozen, ValueError for bytes outside it.
+        """
+        found = self.find([entry], *np.array([[0], [offset], [num_bytes]], np.int64))
+        columns = zip(found.path_index.tolist(), found.file_offset.tolist(), found.num_bytes.tolist(), strict=True)
+        return [FrozenRange(*each) for each in columns]
+
+
+# ---- NvmeHome: where one entry rests on NVME: an extent of its size for each slot that it has come to need -----------
+#
+#     entry     [ 0 .................. a .......... end )
+#     slot 0    [ frozen               |  live          )     path 0, 1 MiB on       allocated with the entry
+#     slot 1    [ live                 |                )     path 0, 64 MiB on      allocated by the first write to it
+#
+# Which slot holds what is told in entry.py. Another slot's extent lies on the path of the first one where that has
+# room. None of them is given back before the entry is dropped, and then not while a freeze holds it. Under its store's
+# lock.
+
+
+class Place(NamedTuple):
+    """Bytes [start, start + num_bytes) of an entry, in a file."""
+
+    start: int
+    num_bytes: int
+    fd: int
+    file_offset: int
+
+
+class NvmeHome:
+    """The extents of one entry, and which of them holds what. Raises OSError when there is no room for the first.
+
+    Args:
+        files: where extents come from.
+        num_bytes: of the entry.
+        num_slots: most extents.
+        is_durable: whether it is frozen when its store is.
+    """
+
+    def __init__(self, files: Files, num_bytes: int, num_slots: int, is_durable: bool) -> None:
+        first = files.allocate(num_bytes)
+        self.num_bytes = first.num_bytes
+        self.is_durable = is_durable
+        self.slots = Slots(first.num_bytes, num_slots)
+        self.extents: list[Extent | None] = [first, *[None] * (num_slots - 1)]
+        self.is_dropped = False
+        self._files = files
+
+    def reads(self, start: int, stop: int) -> list[Place]:
+        """Where bytes [start, stop) are read."""
+        return [self._place(part) for part in self.slots.current(start, stop)]
+
+    def writes(self, start: int, stop: int) -> list[SlotPart]:
+        """Where bytes [start, stop) are to be written; extents that are missing are allocated.
+
+        Raises NoSlotError; OSError when there is no room, or a file has been truncated.
+        """
+        targets = self.slots.targets(start, stop)
+        for slot in {part.slot for part in targets}:
+            extent = self.extents[slot]
+            if extent is None:
+                self.extents[slot] = extent = self._files.allocate(self.num_bytes, near=self.first.path_index)
+            self._files.check_whole(extent)
+        return targets
+
+    def written(self, parts: Iterable[SlotPart]) -> None:
+        """A write to those parts, which `writes` told, is under way: they are what is read from now on."""
+        for _, start, stop in parts:
+            self.slots.write(start, stop)
+
+    def moves_to(self, parts: Iterable[SlotPart]) -> bool:
+        """Whether a write to those parts leaves a slot for another."""
+        return any(self.slots.current(start, stop) != [SlotPart(slot, start, stop)] for slot, start, stop in parts)
+
+    def places(self, parts: Iterable[SlotPart]) -> list[Place]:
+        """Where parts lie in the files."""
+        return [self._place(part) for part in parts]
+
+    def freeze(self, number: int) -> list[FrozenPart]:
+        """Holds what is current for a freeze."""
+        found = []
+        for slot, start, stop in self.slots.freeze(number):
+            extent = self.extent(slot)
+            found.append(FrozenPart(start, FrozenRange(extent.path_index, extent.offset + start, stop - start)))
+        return found
+
+    def thaw(self, number: int) -> None:
+        """Lets go of what a freeze holds, and of what was waiting for that."""
+        self.slots.thaw(number)
+        if self.is_dropped:
+            self._free()
+
+    def drop(self) -> None:
+        """Gives the extents back; those that a freeze holds when it is thawed."""
+        self.is_dropped = True
+        self._free()
+
+    @property
+    def first(self) -> Extent:
+        """Slot 0's."""
+        return self.extent(0)
+
+    def extent(self, slot: int) -> Extent:
+        """A slot's extent, which has been written or is the first."""
+        extent = self.extents[slot]
+        assert extent is not None  # a current slot has been allocated by `writes`
+        return extent
+
+    def _place(self, part: SlotPart) -> Place:
+        extent = self.extent(part.slot)
+        return Place(part.start, part.stop - part.start, self._files.fd(extent), extent.offset + part.start)
+
+    def _free(self) -> None:
+        held = self.slots.held()
+        for slot, extent in enumerate(self.extents):
+            if extent is not None and slot not in held:
+                self._files.free(extent)
+                self.extents[slot] = None
+
+
+@contextlib.contextmanager
+def changing(targets: Iterable[tuple[NvmeHome, Sequence[SlotPart]]], name: str) -> Iterator[None]:
+    """Announces, when somebody watches, a write that leaves the slots of some freeze for others."""
+    if durable.is_watched() and any(home.moves_to(parts) for home, parts in targets):
+        with durable.step("slot", name):
+            yield
+    else:
+        yield
+
+
+# ---- Entry: one named tensor of a store, and the state machine that it goes through ----------------------------------
+#
+# What a state says is where the bytes occupy memory:
+#
+#     HOME      nowhere but at home
+#     COMING    at home, and a slot of HOST memory that is being filled
+#     PRESENT   a slot of HOST memory (and, unless changed, at home)
+#     LEAVING   a slot that is being written back
+#     LOST      nowhere: the write-back failed, and what is at home is not what was written
+#
+#        HOME --come--> COMING --arrive--> PRESENT --rest---------------> HOME
+#                         |                PRESENT --leave--> LEAVING --end_leaving--> HOME or LOST
+#                         +--turn_back--> where it came from: HOME, LEAVING or LOST
+#        LEAVING --come--> COMING      the fetch follows the write and sees the new bytes
+#        LOST    --come--> COMING      the fetch fails with the write's error
+#
+# An entry whose home is HOST or DEVICE is always PRESENT. One method per arrow; another arrow raises and names both
+# states. The caller holds the store's lock.
 
 
 class EntryState(enum.Enum):

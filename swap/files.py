@@ -1,27 +1,211 @@
-"""Files: the segments of one run on all its paths, and the extents dealt over them.
-
-    <path>/tiermem-<run id>/lock          held while the run lives             run_folder.py
-    <path>/tiermem-<run id>/segment.bin   preallocated, one on each path       segment.py
-
-An extent is a range of one segment. It goes to the path that holds least for its weight and has room: a path that is full,
-or holds its cap, passes it on to the others. Room for a whole run is asked for once, at the start, and refused with the
-arithmetic; then nothing of it stays taken.
-"""
+"""Files: one preallocated segment on each path of a run, and the extents dealt over them."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import logging
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tiermem.swap.direct import ALIGNMENT
-from tiermem.swap.extents import round_up
-from tiermem.swap.paths import AnyPath, as_paths
-from tiermem.swap.run_folder import RunName, report_dead_runs
-from tiermem.swap.segment import FULL, GROWTH_BYTES, Segment
-from tiermem.swap.shares import deal_shares
+from tiermem.swap import durable
+from tiermem.swap.direct import ALIGNMENT, give_back, probe_path, take_room
+from tiermem.swap.paths import AnyPath, NvmePath, as_paths, deal_shares
+from tiermem.swap.ranges import FreeRanges, round_up
+from tiermem.swap.run_folder import SEGMENT, RunFolder, RunName, report_dead_runs
+
+# ---- Segment: one path's preallocated file, and the ranges of it that are held ---------------------------------------
+#
+#     <path>/tiermem-<run id>/segment.bin      [ held ][ free ][ held ][ free ]|  grows by posix_fallocate
+#
+# A full disk is thus refused before a run, as ENOSPC, and never met in the middle of a write. The file is opened once,
+# past the page cache where that is possible (direct.py), and never shrinks while the run lives, but for a reservation
+# that is taken back.
+#
+# Somebody who deletes the folder under a run does no harm: the open file goes on, but nothing can be saved in it any
+# more. Somebody who truncates the file destroys what lay behind its new end. Reads of that end in ENODATA;
+# `check_whole` refuses writes, which would make the file long again and let zeros be read where bytes are lost. (Writes
+# that are with the kernel at that very moment still do; unless one of them is the file's last block, the next write
+# finds it short all the same.)
+
+GROWTH_BYTES = 64 << 20
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # what posix_fallocate answers when there is no more room
+
+
+class Segment:
+    """One path's folder and file; ranges are allocated first fit and the file grows for more.
+
+    Args:
+        path: an existing, writable folder; its cap bounds the file, its weight (None: 1) is for whoever deals.
+        run: names the run's folder below it.
+
+    Raises OSError when the path cannot be used.
+    """
+
+    def __init__(self, path: NvmePath, run: RunName) -> None:
+        self.facts = probe_path(path.path)
+        self.weight = path.weight or 1.0
+        self.max_bytes = None if path.max_bytes is None else path.max_bytes // ALIGNMENT * ALIGNMENT
+        self.used_bytes = 0
+        self.size_bytes = 0  # of the file
+        self.fd = -1
+        self._free = FreeRanges()
+        self._has_lasting_name = False  # the folders above the file have been synced
+        self._has_dropped_pages = False  # a sync of a file that is used buffered has failed
+        self._folder = RunFolder(path.path, run)
+        self.folder = self._folder.folder
+        self.file = self.folder / SEGMENT
+        try:
+            self.fd = self._folder.make(SEGMENT, os.O_DIRECT if self.facts.is_direct else 0)
+        except BaseException:
+            self._folder.close(keep=False)
+            raise
+
+    @property
+    def room_bytes(self) -> int | None:
+        """Bytes that its cap leaves for extents, in one piece, beyond what is held. None: no cap."""
+        return None if self.max_bytes is None else self.max_bytes - self.size_bytes + self._free.tail(self.size_bytes)
+
+    def allocate(self, num_bytes: int, most_growth: int = GROWTH_BYTES) -> int:
+        """The offset of a free range; the file grows by most_growth at most, or by what is needed if that is more.
+
+        Raises OSError (ENOSPC) with needed and free bytes when the disk or the path's cap is full.
+        """
+        offset = self._free.take(num_bytes)
+        if offset is None:
+            self._grow(num_bytes - self._free.tail(self.size_bytes), most_growth)
+            offset = self._free.take(num_bytes)
+        assert offset is not None  # the file has just grown by what was missing
+        self.used_bytes += num_bytes
+        return offset
+
+    def free(self, offset: int, num_bytes: int) -> None:
+        """Returns a range; the file keeps its size. Raises RuntimeError when it is returned twice."""
+        self._free.add(offset, num_bytes)
+        self.used_bytes -= num_bytes
+
+    def reserve(self, num_bytes: int) -> None:
+        """Grows the file once so that num_bytes more can be allocated, in one piece or several."""
+        missing = round_up(num_bytes, ALIGNMENT) - self._free.tail(self.size_bytes)
+        if missing > 0:
+            self._extend(missing)
+
+    def take_back(self, size_bytes: int) -> None:
+        """Undoes a reservation: the file ends at size_bytes again. Nothing may have been allocated since."""
+        if size_bytes < self.size_bytes:
+            self._free.drop_tail(size_bytes)
+            self.size_bytes = size_bytes
+            os.ftruncate(self.fd, size_bytes)
+
+    def check_whole(self) -> None:
+        """Raises OSError (ENODATA) when somebody has truncated the file."""
+        length = os.fstat(self.fd).st_size
+        if length < self.size_bytes:
+            raise OSError(
+                errno.ENODATA,
+                f"the file has {length} of its {self.size_bytes} bytes: something truncated it, and what rested behind "
+                "its end is lost. Nothing more is written here; close the store",
+                str(self.file),
+            )
+
+    def sync(self) -> None:
+        """Blocks until what was written is on the disk, and the file's name, too. GIL free. Raises OSError that names it:
+        also when somebody has truncated the file (ENODATA), or it is not to be found by its name any more (ENOENT).
+
+        Direct writes are the disk's before the sync, which may thus be tried again. Of a file that is used buffered the
+        kernel drops what it could not write, and calls it clean: no later sync may be believed.
+        """
+        if self._has_dropped_pages:
+            raise OSError(
+                errno.EIO,
+                "a sync has failed before, after which the kernel may have dropped what was written; this path is used "
+                f"buffered ({self.facts.why_buffered}). Save a copy elsewhere, or resume from the last checkpoint",
+                str(self.file),
+            )
+        self.check_whole()
+        self._check_found()
+        try:
+            durable.sync(self.fd, self.file)
+        except OSError:
+            self._has_dropped_pages = not self.facts.is_direct
+            raise
+        if not self._has_lasting_name:
+            for folder in (self.folder, self.folder.parent):
+                durable.sync_folder(folder)
+            self._has_lasting_name = True
+
+    def _shrink(self, fd: int) -> None:
+        """Gives the disk back what nobody holds, where its file system can."""
+        with contextlib.suppress(OSError):  # it takes more than it has to
+            end = self.size_bytes - self._free.tail(self.size_bytes)
+            if end < self.size_bytes <= os.fstat(fd).st_size:
+                os.ftruncate(fd, end)
+            for start, stop in self._free.ranges():
+                if stop <= end:
+                    give_back(fd, start, stop - start)
+
+    def _check_found(self) -> None:
+        """The open file goes on without a name, but nobody would find what was saved in it."""
+        try:
+            is_found = os.path.samestat(self.file.stat(), os.fstat(self.fd))
+        except FileNotFoundError:
+            is_found = False
+        if not is_found:
+            what = "somebody removed or replaced this file while the run uses it: what is saved in it could not be found again"
+            raise FileNotFoundError(errno.ENOENT, f"{what}. Save a copy elsewhere", str(self.file))
+
+    def close(self, keep: bool) -> None:
+        """Closes; removes the lock, and the file and the folder unless they are to be kept: then without what is free."""
+        fd, self.fd, self.used_bytes = self.fd, -1, 0
+        try:
+            if keep and fd >= 0:
+                self._shrink(fd)
+            self._folder.close(keep)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _grow(self, missing: int, most_growth: int) -> None:
+        more = min(round_up(missing, GROWTH_BYTES), most_growth)
+        if self.max_bytes is not None:
+            more = min(more, self.max_bytes - self.size_bytes)
+        if more > missing:
+            try:
+                self._extend(more)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+            else:
+                return
+        self._extend(missing)
+
+    def _extend(self, num_bytes: int) -> None:
+        if self.max_bytes is not None and self.size_bytes + num_bytes > self.max_bytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"{num_bytes} bytes are needed beyond the {self.size_bytes} already held, "
+                f"max_bytes={self.max_bytes} leaves {self.max_bytes - self.size_bytes}. Raise it or add a path",
+                str(self.facts.path),
+            )
+        try:
+            take_room(self.fd, self.size_bytes, num_bytes, self.facts.path)
+        except OSError:
+            with contextlib.suppress(OSError):  # a disk that fails may refuse that too: the first error is told
+                os.ftruncate(self.fd, self.size_bytes)  # what a refused request has taken already
+            raise
+        self._free.add(self.size_bytes, num_bytes)
+        self.size_bytes += num_bytes
+
+
+# ---- Files: the segments of one run on all its paths, and the extents dealt over them --------------------------------
+#
+#     <path>/tiermem-<run id>/lock          held while the run lives             run_folder.py
+#     <path>/tiermem-<run id>/segment.bin   preallocated, one on each path       files.py
+#
+# An extent is a range of one segment. It goes to the path that holds least for its weight and has room: a path that is
+# full, or holds its cap, passes it on to the others. Room for a whole run is asked for once, at the start, and refused
+# with the arithmetic; then nothing of it stays taken.
 
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"}
 

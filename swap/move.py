@@ -18,10 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiermem.swap.corruption import DamagedEntry
+from tiermem.swap.errors import DamagedEntry
 from tiermem.swap.native import NORMAL, READ, URGENT, Answer
-from tiermem.swap.queues import Queues, Transfers
-from tiermem.swap.record import Recorder
+from tiermem.swap.queue import Queues, Recorder, Transfers
 
 _GLANCE_S = 1e-3  # for which one move is waited for while others may end
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from _tiermem_native import ffi, lib
 
+from tiermem.swap.errors import remedy
 from tiermem.swap.parts import (
     MOMENTS,
     SPLIT,
@@ -33,7 +34,6 @@ from tiermem.swap.parts import (
     check_parts,
     check_split,
 )
-from tiermem.swap.remedy import remedy
 
 ENGINES = {"auto": lib.TM_ENGINE_AUTO, "uring": lib.TM_ENGINE_URING, "aio": lib.TM_ENGINE_AIO}
 ENGINES["threads"] = lib.TM_ENGINE_THREADS

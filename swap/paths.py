@@ -1,8 +1,4 @@
-"""NvmePath: a folder that bytes may rest in, how much of it may be taken, and its share of what is dealt over several.
-
-"/mnt/nvme0"                                              a plain path means no cap and a measured weight
-NvmePath("/mnt/nvme1", max_bytes=200 << 30, weight=2.5)   at most 200 GiB on this node; gets 2.5 parts
-"""
+"""Paths: the folders that bytes rest in, how much of each may be taken, and how bytes are dealt over them."""
 
 from __future__ import annotations
 
@@ -10,7 +6,17 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from pathlib import Path
+
+from tiermem.swap.direct import ALIGNMENT
+from tiermem.swap.ranges import round_up
+
+# ---- NvmePath: a folder that bytes may rest in, how much of it may be taken, and its share of what is dealt over -----
+# several
+#
+# "/mnt/nvme0"                                              a plain path means no cap and a measured weight
+# NvmePath("/mnt/nvme1", max_bytes=200 << 30, weight=2.5)   at most 200 GiB on this node; gets 2.5 parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,3 +44,36 @@ def as_paths(paths: AnyPath | Sequence[AnyPath]) -> tuple[NvmePath, ...]:
     """One path or several, in any spelling, as NvmePath values."""
     several: Iterable[AnyPath] = (paths,) if isinstance(paths, (str, os.PathLike, NvmePath)) else paths
     return tuple(path if isinstance(path, NvmePath) else NvmePath(Path(path)) for path in several)
+
+
+# ---- Shares: how many bytes each of several paths gets, by weight, where some of them are capped ---------------------
+#
+#     100 GiB over weights 1 : 1 : 2          25    25    50
+#     the third has room for 20 only          40    40    20     what it cannot take is dealt over the others
+#
+# Plain arithmetic on numbers; it knows no path and no file.
+
+
+def deal_shares(num_bytes: int, weights: Sequence[float], rooms: Sequence[int | None]) -> list[int]:
+    """Shares that hold num_bytes together, multiples of ALIGNMENT, none above its room (None: no bound).
+
+    Rooms are multiples of ALIGNMENT. Raises ValueError when they are too small together.
+    """
+    shares = [0] * len(weights)
+    exact = [Fraction(weight) for weight in weights]
+    takers, left = list(range(len(weights))), num_bytes
+    while left > 0:
+        if not takers:
+            raise ValueError(f"{left} of {num_bytes} bytes have no room")
+        total = sum(exact[i] for i in takers)
+        wished = {i: left * exact[i] / total for i in takers}
+        full = [(i, room) for i in takers if (room := rooms[i]) is not None and wished[i] > room]
+        if not full:
+            for i in takers:
+                shares[i] = round_up(math.ceil(wished[i]), ALIGNMENT)
+            break
+        for i, room in full:
+            shares[i] = room
+            left -= room
+            takers.remove(i)
+    return shares

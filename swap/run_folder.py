@@ -1,29 +1,349 @@
-"""RunFolder: the folder that one run owns on one path, and what runs leave that die.
-
-    <path>/tiermem-<run id>          of a run of one rank
-    <path>/tiermem-<run id>.<rank>   of one rank of several; the run id is the same for all
-        lock                         while the run lives; says which process            run_lock.py
-        segment.bin                  what rests on NVMe                                 segment.py
-        manifest-*.json, part-*-*.json, data-*.bin    what a checkpoint adds, on another floor; here only their names are known
-
-A run that saved leaves its folders without a lock; one that was killed leaves them with a lock that nobody holds; any other
-leaves nothing. Nothing outside the run's own folders is ever touched, and in them only files of those names are removed:
-manifests first, so that a removal that is cut short leaves nothing that looks like a checkpoint.
-"""
+"""RunFolder: the folder that one run owns on one path, its lock file, and what dead runs left behind."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import errno
+import fcntl
+import functools
+import json
 import logging
 import os
 import re
 import secrets
 import socket
+import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.swap import durable
-from tiermem.swap.run_lock import LOCK, is_dead, is_stillborn, lock_new, owner_of, take_over
+from tiermem.swap.direct import file_system_of
+
+# ---- RunLock: which process a run's folder belongs to ----------------------------------------------------------------
+#
+#     <folder>/lock    {"pid", "host", "started"}, held by flock while that process lives
+#
+#     held by somebody    the run is live: refused, with pid and host
+#     held by nobody      the run was killed, for the kernel lets go of a dead process's locks: taken over with a word
+#     not there           the run was closed in order and kept: taken by whoever comes first
+#
+# A new folder's lock appears already held: it is locked under another name and then renamed. A takeover writes the new
+# owner the same way, while it holds the old file; of several that try, one has it. Pids are used again, so what decides
+# is flock; the pid and when its process started are there to be read. On a file system that other machines see as well,
+# another host's flock may be invisible: there its lock is not taken over, whatever flock says.
+#
+# Who only reads what a run has left shares its folder (`share`: flock of the folder itself), so that several ranks, or
+# jobs, can resume from one checkpoint, and nobody takes it over or removes it meanwhile.
+#
+# A forked child gets its parent's descriptors and would keep the lock after the parent's end: it closes its copies at
+# once, and never unlocks nor removes anything.
+
+LOCK = "lock"
+_NEW_LOCK = LOCK + durable.NEW_SUFFIX
+_ONE_HOST = frozenset(  # file systems that only one kernel has mounted, whose locks it sees all
+    {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "tmpfs", "ramfs", "vfat", "exfat", "overlay"}
+)
+_MOST_LOCK_BYTES = 4096
+_LOOK_S, _MOST_LOOKS = 0.01, 10
+_BIRTH_S = 5.0
+
+logger = logging.getLogger("tiermem")
+
+
+class Owner(NamedTuple):
+    """The process that wrote a lock; `started` is its start in UTC, to the second, as ISO 8601."""
+
+    pid: int
+    host: str
+    started: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, started {self.started}"
+
+
+UNKNOWN = Owner(
+    0, "", ""
+)  # of a lock that says nothing: its process was killed, or the machine stopped, as it was written
+
+
+class RunLock:
+    """A folder's lock, held by this process until it is released. Made by `lock_new` and `take_over`."""
+
+    def __init__(self, folder: Path, fd: int, folder_fd: int = -1) -> None:
+        self.folder = folder
+        self._fd = fd
+        self._folder_fd = folder_fd  # of one that was taken over: nobody reads it meanwhile
+        self._pid = os.getpid()
+        _watch_forks()
+        _held.add(self)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this very process holds it; False in a forked child."""
+        return self._fd >= 0 and os.getpid() == self._pid
+
+    def release(self) -> None:
+        """Lets go; `remove` takes the file away first. Twice does nothing, in a forked child neither. Never raises OSError."""
+        if os.getpid() == self._pid:
+            self._close()
+
+    def remove(self) -> None:
+        """Takes the file away while it is held, and lets go. Raises OSError, and then it is let go of all the same."""
+        if not self.is_held:
+            return
+        try:
+            durable.remove(self.folder / LOCK, syncs=False)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        fds, self._fd, self._folder_fd = (self._fd, self._folder_fd), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
+
+
+def lock_new(folder: Path) -> RunLock:
+    """The lock of a folder that this process has just made. Raises OSError, and then no lock is left."""
+    fd = -1
+    try:
+        fd = _write_held(folder)
+        durable.rename(folder / _NEW_LOCK, folder / LOCK)
+        return RunLock(folder, fd)
+    except BaseException:
+        if fd >= 0:
+            os.close(fd)
+        (folder / _NEW_LOCK).unlink(missing_ok=True)
+        raise
+
+
+def take_over(folder: Path) -> RunLock:
+    """The lock of a folder whose run has ended, well or not; a dead owner is named in a warning.
+
+    Raises OSError: EBUSY when its run lives, or may live on another host, or somebody reads what it left.
+    """
+    while True:
+        old = durable.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            _hold(old, folder)
+            if not _is_lock_of(folder, old):  # another process was faster and has ended since: look again
+                continue
+            was_kept = not os.fstat(old).st_size  # there was no lock; or the run was killed before it wrote one
+            try:
+                if not was_kept:
+                    _check_host(folder, owner_of(folder) or UNKNOWN)
+                return _take_over(folder, None if was_kept else owner_of(folder))
+            except BaseException:
+                if was_kept:
+                    (folder / LOCK).unlink(missing_ok=True)
+                raise
+        finally:
+            os.close(old)
+
+
+@contextlib.contextmanager
+def share(folder: Path, run_id: str | None = None) -> Iterator[None]:
+    """Keeps a folder from being taken over or removed while the block reads it. Never writes there.
+
+    run_id: of a run whose live folders may be read as well: this process's own.
+
+    Raises OSError: EBUSY when its run lives, or may live on another host, or somebody is removing it.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _flock_folder(fd, folder, fcntl.LOCK_SH)
+        owner = owner_of(folder)
+        if owner is not None and not (run_id and folder.name.partition("-")[2].partition(".")[0] == run_id):
+            if is_live(folder):
+                raise _lives(folder)
+            _check_host(folder, owner)
+        yield
+    finally:
+        os.close(fd)
+
+
+def owner_of(folder: Path) -> Owner | None:
+    """What a folder's lock says of its process, alive or not; UNKNOWN when it is unreadable. None: there is no lock."""
+    try:
+        told = json.loads(durable.read_file(folder / LOCK, _MOST_LOCK_BYTES) or b"{}")
+        return Owner(int(told["pid"]), str(told["host"]), str(told.get("started", "")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return UNKNOWN
+
+
+def is_live(folder: Path) -> bool:
+    """Whether some process of this machine holds a folder's lock, this one included."""
+    return _is_held(folder / LOCK) or (not (folder / LOCK).exists() and _is_held(folder / _NEW_LOCK))
+
+
+def is_dead(folder: Path) -> bool:
+    """Whether a folder has a lock that nobody holds: its process was killed. Somebody else's that is unreadable is not."""
+    return (os.access(folder / LOCK, os.R_OK) and not _is_held(folder / LOCK)) or is_stillborn(folder)
+
+
+def is_stillborn(folder: Path) -> bool:
+    """Whether a folder's process was killed before it had a lock: for longer than that takes there has been nothing."""
+    new = folder / _NEW_LOCK
+    try:
+        is_bare = {file.name for file in folder.iterdir()} <= {_NEW_LOCK}
+        return is_bare and time.time() - folder.stat().st_mtime > _BIRTH_S and not (new.exists() and _is_held(new))
+    except OSError:  # gone, or somebody else's
+        return False
+
+
+def is_of_one_host(folder: Path) -> bool:
+    """Whether a folder's file system is one that this kernel alone has mounted, so that it sees every lock there."""
+    return file_system_of(folder) in _ONE_HOST
+
+
+def this_process() -> Owner:
+    """What a lock of this process says."""
+    return Owner(os.getpid(), socket.gethostname(), _started(os.getpid()))
+
+
+def _write_held(folder: Path) -> int:
+    """lock.new, which tells of this process, held; only who holds the folder otherwise may call this."""
+    new = folder / _NEW_LOCK
+    new.unlink(missing_ok=True)  # of one that was killed just here
+    fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with durable.named(new):
+            fcntl.flock(fd, fcntl.LOCK_EX)  # nobody holds it for longer than a look (`is_live`)
+            durable.write_all(fd, json.dumps(this_process()._asdict()).encode(), new)
+    except BaseException:
+        os.close(fd)
+        new.unlink(missing_ok=True)
+        raise
+    return fd
+
+
+def _take_over(folder: Path, owner: Owner | None) -> RunLock:
+    """Puts this process's lock in place of one that is held here; `owner` has left it."""
+    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = -1
+    try:
+        _flock_folder(folder_fd, folder, fcntl.LOCK_EX)
+        fd = _write_held(folder)
+        durable.rename(folder / _NEW_LOCK, folder / LOCK)
+    except BaseException:
+        for opened in (fd, folder_fd):
+            if opened >= 0:
+                os.close(opened)
+        raise
+    if owner is not None:
+        logger.warning("%s was left by %s, which has ended: its lock is taken over", folder, _named(owner))
+    return RunLock(folder, fd, folder_fd)
+
+
+def _hold(fd: int, folder: Path) -> None:
+    for patience in range(_MOST_LOOKS, -1, -1):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not patience:
+                raise _lives(folder) from None
+            time.sleep(_LOOK_S)  # somebody may only be looking whether it is held
+        except OSError as error:
+            raise durable.naming(error, folder / LOCK) from None
+        else:
+            return
+
+
+def _lives(folder: Path) -> OSError:
+    what = f"its run lives: {_named(owner_of(folder) or UNKNOWN)} holds {LOCK}"
+    return OSError(errno.EBUSY, f"{what}. Wait for its end, or stop it, or use another folder", str(folder))
+
+
+def _flock_folder(fd: int, folder: Path, kind: int) -> None:
+    """Locks a folder itself; where its file system cannot, as NFS for writers, nothing is locked. Raises OSError (EBUSY)."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        doing = (
+            "somebody reads it" if kind == fcntl.LOCK_EX else "somebody has taken it over, to resume or to remove it"
+        )
+        raise OSError(errno.EBUSY, f"{doing}: wait for its end", str(folder)) from None
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+            raise
+
+
+def _check_host(folder: Path, owner: Owner) -> None:
+    here, kind = socket.gethostname(), file_system_of(folder)
+    if owner != UNKNOWN and owner.host != here and not is_of_one_host(folder):
+        raise OSError(
+            errno.EBUSY,
+            f"it belongs to {owner}, and from {here} nobody can see whether that lives: this is {kind}, which several machines "
+            f"may share. Open it on {owner.host}; or, when that process has ended for certain, remove the file {LOCK}",
+            str(folder),
+        )
+
+
+def _is_lock_of(folder: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(folder / LOCK), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _is_held(file: Path) -> bool:
+    try:
+        fd = durable.open_regular(file)
+    except OSError:  # none, somebody else's, or no lock
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _named(owner: Owner) -> str:
+    return "a process that it does not name" if owner == UNKNOWN else str(owner)
+
+
+def _started(pid: int) -> str:
+    """When a process of this machine started; empty when that cannot be told."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        lines = Path("/proc/stat").read_text().splitlines()
+        booted = int(next(line for line in lines if line.startswith("btime ")).split()[1])
+        at = datetime.datetime.fromtimestamp(booted + ticks // os.sysconf("SC_CLK_TCK"), datetime.timezone.utc)
+        return at.isoformat()
+    return ""
+
+
+_held: weakref.WeakSet[RunLock] = weakref.WeakSet()  # what a forked child must close
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_close_copies)
+
+
+def _close_copies() -> None:
+    for lock in tuple(_held):
+        lock._close()
+
+
+# ---- RunFolder: the folder that one run owns on one path, and what runs leave that die -------------------------------
+#
+#     <path>/tiermem-<run id>          of a run of one rank
+#     <path>/tiermem-<run id>.<rank>   of one rank of several; the run id is the same for all
+#         lock                         while the run lives; says which process            run_folder.py
+#         segment.bin                  what rests on NVMe                                 files.py
+#       manifest-*.json, part-*-*.json, data-*.bin    what a checkpoint adds, on another floor; here only their names are known
+#
+# A run that saved leaves its folders without a lock; one that was killed leaves them with a lock that nobody holds; any
+# other leaves nothing. Nothing outside the run's own folders is ever touched, and in them only files of those names are
+# removed: manifests first, so that a removal that is cut short leaves nothing that looks like a checkpoint.
 
 FOLDER_PREFIX = "tiermem-"
 SEGMENT = "segment.bin"
@@ -34,8 +354,6 @@ _STATES = re.compile(r"(?:segment|data-\d+)\.bin")
 _OF_COMMIT = re.compile(r"(?:manifest-\d+\.json|part-\d+-\d+\.json|data-\d+\.bin)(?:\.new)?")
 _PART = re.compile(r"part-\d+-\d+\.json")
 _MANIFEST = re.compile(r"manifest-\d+\.json")
-
-logger = logging.getLogger("tiermem")
 
 
 class RunName(NamedTuple):

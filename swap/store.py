@@ -22,8 +22,8 @@ from tiermem.swap.arena import BudgetError, Slot
 from tiermem.swap.entry import Entry, EntryState
 from tiermem.swap.move import Move
 from tiermem.swap.native import BACKGROUND, NORMAL
+from tiermem.swap.queue import PathStats, StoreStats
 from tiermem.swap.range_store import RangeStore
-from tiermem.swap.stats import PathStats, StoreStats
 from tiermem.swap.tier import Tier
 
 __all__ = ["PathStats", "StoreStats", "TensorStore"]

@@ -7,7 +7,7 @@
 
 What is summed lies in memory that has just been computed or has just come, on the threads that kernels share, while the disk
 goes on with other transfers. Reads of a part of a piece are not checked. Whoever knows what to do about a corruption gives
-the sentence (`advice`).
+the sentence (`advise`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tiermem.swap.checksum import Crcs, crc32c
-from tiermem.swap.corruption import DamagedEntry
+from tiermem.swap.checksum import Crcs, Pieces, PieceTable, crc32c
+from tiermem.swap.errors import DamagedEntry
 from tiermem.swap.native import Op, Workers, crc32c_of
-from tiermem.swap.numbers import Numbers
-from tiermem.swap.pieces import Pieces, PieceTable
-from tiermem.swap.record import Recorder
+from tiermem.swap.queue import Recorder
+from tiermem.swap.ranges import Numbers
 
 Verify = Literal["always", "sample", "resume"]
 """Which reads are checked: all, of each piece one in 16 (another sixteenth of the entries each time), none."""
@@ -60,15 +59,18 @@ class Sums:
     Args:
         recorder: gets an event on lane "check" for every read and write that is summed.
 
-    advice: what to do about a corruption at a place, in a sentence.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self.advice: Callable[[Place], str] = lambda _: "Go back to the last checkpoint"
+        self._advice: Callable[[Place], str] = lambda _: "Go back to the last checkpoint"
         self._tables: dict[str, PieceTable] = {}
         self._workers: Workers | None = None
         self._verify: Verify = "always"
+
+    def advise(self, advice: Callable[[Place], str]) -> None:
+        """`advice` says from here on what to do about a corruption at a place, in a sentence."""
+        self._advice = advice
 
     def use(self, workers: Workers | None, verify: Verify) -> None:
         """Chooses the threads that sum, and which reads are checked. Raises ValueError for a word that is not allowed."""
@@ -161,7 +163,7 @@ class Sums:
                 due = table.due(offset, data.numel(), rotates=self._verify == "sample")
                 if len(due):
                     expected.append(_Expected(entry, table.pieces, due, table.crcs[due], data.data_ptr() - offset))
-        return Check(expected, ops, files, self._workers, self._recorder, self.advice) if expected else None
+        return Check(expected, ops, files, self._workers, self._recorder, self._advice) if expected else None
 
 
 class Written(NamedTuple):

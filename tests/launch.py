@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Before there is a group, which it would hold: zero/ranks/joining.py.
+# Before there is a group, which it would hold: zero/joining.py.
 import torch.distributed.nn.functional
 from forks import forked, free_port
 

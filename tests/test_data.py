@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from tiermem.data import RepeatingLoader, build_loader
+from tiermem.engine.start import RepeatingLoader, build_loader
 
 
 class Numbers(Dataset[int]):

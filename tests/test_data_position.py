@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from tiermem.data import RepeatingLoader, build_loader
+from tiermem.engine.start import RepeatingLoader, build_loader
 
 
 class Watched(Dataset[int]):

@@ -13,12 +13,11 @@ from typing import Any
 
 from test_floors import ROOT, read_modules
 
-from tiermem.checkpoint.opening.damage import DamagedState
-from tiermem.config.base import CombinedError
-from tiermem.config.errors import ConfigError, Problem
-from tiermem.swap.corruption import CorruptionError, DamagedEntry
+from tiermem.checkpoint.opening.verified import DamagedState
+from tiermem.config.base import CombinedError, ConfigError, Problem
+from tiermem.swap.errors import CorruptionError, DamagedEntry
 from tiermem.swap.native import READ, TransferError
-from tiermem.swap.read_ahead import FileRange
+from tiermem.swap.stream import FileRange
 
 MADE: dict[type[Exception], list[Any]] = {
     CombinedError: [[("a", "is wrong"), ("b", "too")]],

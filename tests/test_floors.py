@@ -2,13 +2,17 @@
 
     tools (3) -> tiermem (2) -> swap (1) -> _tiermem_native (0, through swap/native.py alone)
 
-Rules that hold beside that: no cycle of top-level imports, the floors are imported as parts of `tiermem`, the
-library does not print, swap/accelerator.py alone names a kind of accelerator, and every module says what it is.
-Imports under TYPE_CHECKING count for the floors but not for cycles: at run time they are not there.
+Rules that hold beside that: no circle, rooms and files import only what comes before them in ORDER, the floors are imported
+as parts of `tiermem`, the library does not print, swap/accelerator.py alone names a kind of accelerator, and every module says
+what it is.
+
+An import counts wherever it is written: in a function, under TYPE_CHECKING, as a string given to `importlib.import_module`. A
+name taken from a package's lazy facade (an `__init__` with `__getattr__`) counts as an import of the module that the facade
+takes it from; the facade's own imports do not count.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,12 +22,38 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {"swap": 1, "tiermem": 2, "tools": 3}
 KINDS = {"cuda", "xpu", "mps", "mtia", "hpu", "npu", "privateuse1", "sim"}
 """Of accelerators, as torch names them."""
+_ORDER = """
+tiermem: swap precision policy schedule config zero optim weights checkpoint forecast state_access engine integrations
+    utils tools
+tiermem.swap: tier ranges errors durable parts native accelerator torch_step arena direct paths run_folder files queue
+    passes checksum move entry sums resources range_store store pipeline stream
+tiermem.config: keys base io optimizer precision zero translate root load
+tiermem.zero: registry failures topology joining collectives quantised leaf unit state_layout packed gather reduce plan
+    estimate agreement absent unit_state values prefetcher gradient_store gradients backward_marks hooks init_params settle
+    shards access tiled init partition_parameters
+tiermem.optim: rules tile tile_step tiles ordinary sharded base classes
+tiermem.checkpoint: format together saving opening interchange survey zero_to_fp32
+tiermem.checkpoint.format: kinds fields manifest finding
+tiermem.checkpoint.saving: pieces capture publish commit copies saver
+tiermem.checkpoint.opening: verified source restore loading
+tiermem.checkpoint.interchange: foreign from_torch from_dcp from_deepspeed write export
+tiermem.forecast: rates loads steps forecast
+tiermem.engine: choice facts sharding checkpoints engine start
+"""
+ORDER = {
+    line.partition(":")[0]: line.partition(":")[2].split()
+    for line in _ORDER.replace("\n    ", " ").strip().splitlines()
+}
+"""Rooms of the library, and files of a room: each imports only what comes before it."""
 
 
 class Module(NamedTuple):
     name: str  # dotted, as imported: tiermem.swap.store
     path: Path
     tree: ast.Module
+
+
+Modules = dict[str, Module]
 
 
 class Import(NamedTuple):
@@ -112,30 +142,105 @@ def find_upward_imports(modules: dict[str, Module]) -> list[str]:
     return found
 
 
-def find_cycle(modules: dict[str, Module]) -> list[str]:
-    """Returns the modules of one cycle of early imports, or nothing."""
-    edges = {
-        name: [i.target for i in imports_of(module, modules) if i.is_early and i.target in modules]
-        for name, module in modules.items()
-    }
-    done: set[str] = set()
+def find_circle(modules: Mapping[str, Module]) -> list[str]:
+    """Returns the modules of the largest circle of imports, or nothing."""
+    return largest_circle(graph_of(modules))
 
-    def visit(name: str, path: list[str]) -> list[str]:
-        if name in path:
-            return [*path[path.index(name) :], name]
-        if name in done:
-            return []
-        for target in edges[name]:
-            # A package's own __init__ may import its parts, which say `from . import` to each other.
-            if target != name and (cycle := visit(target, [*path, name])):
-                return cycle
-        done.add(name)
-        return []
 
-    for name in edges:
-        if cycle := visit(name, []):
-            return cycle
-    return []
+def find_disorder(modules: Mapping[str, Module]) -> list[str]:
+    """Returns imports of a room or a file that comes later in ORDER, and what ORDER does not name."""
+    found = []
+    for name, targets in graph_of(modules).items():
+        for target in sorted(targets):
+            package, mine, its = where_they_part(name, target)
+            if package not in ORDER:  # another program's room: the tools
+                continue
+            order = ORDER[package]
+            found += [f"{package}: {each} is not in ORDER" for each in (mine, its) if each and each not in order]
+            if mine in order and its in order and order.index(its) > order.index(mine):
+                found.append(f"{name} imports {target}: in {package} {its} comes after {mine}")
+    return found
+
+
+def where_they_part(one: str, other: str) -> tuple[str, str, str]:
+    """Two dotted names: the longest package that both are in, and what comes next in each."""
+    a, b = one.split("."), other.split(".")
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return ".".join(a[:same]), *("".join(each[same : same + 1]) for each in (a, b))
+
+
+def homes_of(module: Module) -> dict[str, str]:
+    """What a lazy facade offers, and the module each name is taken from."""
+    homes: dict[str, str] = {}
+    for node in module.tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and is_facade(module):
+            pairs = zip(node.value.keys, node.value.values, strict=True)
+            homes |= {
+                key.value: value.value
+                for key, value in pairs
+                if isinstance(key, ast.Constant) and isinstance(value, ast.Constant)
+            }
+    return homes
+
+
+def is_facade(module: Module) -> bool:
+    """Whether the module is a package that imports its names when they are asked for."""
+    names = {node.name for node in module.tree.body if isinstance(node, ast.FunctionDef)}
+    return module.path.name == "__init__.py" and "__getattr__" in names
+
+
+def targets_of(module: Module, homes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """Yields the dotted name of everything that a module imports, anywhere in its source."""
+    for node, is_early in walk(module.tree, True):
+        if is_facade(module) and not is_early:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+            continue
+        base = base_of(module, node)
+        for alias in node.names:
+            yield homes.get(base, {}).get(alias.name, f"{base}.{alias.name}")
+            yield base if alias.name not in homes.get(base, {}) else ""
+    if is_facade(module):
+        return
+    for call in ast.walk(module.tree):
+        if isinstance(call, ast.Call) and call.args and isinstance(name := call.args[0], ast.Constant):
+            called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            if called == "import_module":
+                yield str(name.value)
+
+
+def graph_of(modules: Mapping[str, Module]) -> dict[str, set[str]]:
+    """Which modules each module imports. `from package import module` is an import of the module alone."""
+    homes = {name: homes_of(module) for name, module in modules.items()}
+    graph = {}
+    for name, module in modules.items():
+        found = {target for target in targets_of(module, homes) if target in modules and target != name}
+        parents = {target.rpartition(".")[0] for target in found}
+        graph[name] = {target for target in found if target not in parents or not is_package(modules[target])}
+    return graph
+
+
+def is_package(module: Module) -> bool:
+    return module.path.name == "__init__.py"
+
+
+def largest_circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """The largest set of modules that all import each other, directly or through others; empty when there is none."""
+    reached = {name: reach(graph, name) for name in graph}
+    circles = [[other for other in reached[name] if name in reached[other]] for name in graph]
+    return sorted(max(circles, key=len, default=[]))
+
+
+def reach(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    """Every module that `start` imports, directly or through others; `start` itself where it is in a circle."""
+    found: set[str] = set()
+    open_ends = [start]
+    while open_ends:
+        new = graph[open_ends.pop()] - found
+        found |= new
+        open_ends.extend(new)
+    return found
 
 
 def find_prints(modules: dict[str, Module]) -> list[str]:
@@ -151,16 +256,16 @@ def find_prints(modules: dict[str, Module]) -> list[str]:
 def find_kinds(modules: dict[str, Module]) -> list[str]:
     """Returns where a kind of accelerator is named: `torch.cuda`, an import of it, a call or comparison with "cuda".
 
-    swap/accelerator.py may; config/gds.py may compare; tools/peer*.py are programs without tiermem.
+    swap/accelerator.py may; config/io.py may compare; tools/bench/peers/peer_*.py are programs without tiermem.
     """
     found = []
     for module in modules.values():
-        if module.name == "tiermem.swap.accelerator" or module.name.startswith("tiermem.tools.peer"):
+        if module.name == "tiermem.swap.accelerator" or module.name.startswith("tiermem.tools.bench.peers.peer_"):
             continue
         for node in ast.walk(module.tree):
             if not isinstance(node, ast.Attribute | ast.Import | ast.ImportFrom | ast.Call | ast.Compare):
                 continue
-            if isinstance(node, ast.Compare) and module.name == "tiermem.config.gds":
+            if isinstance(node, ast.Compare) and module.name == "tiermem.config.io":
                 continue
             if kinds := sorted(KINDS & set(kinds_in(node))):
                 found.append(f"{module.path}:{node.lineno}: {', '.join(kinds)}: ask swap/accelerator.py")
@@ -192,28 +297,43 @@ def find_undescribed(modules: dict[str, Module]) -> list[str]:
     return [str(module.path) for module in modules.values() if not ast.get_docstring(module.tree)]
 
 
-def test_imports_go_down_only() -> None:
-    assert find_upward_imports(read_modules(ROOT)) == []
+@pytest.fixture(scope="module")
+def house() -> Modules:
+    return read_modules(ROOT)
 
 
-def test_no_import_cycle() -> None:
-    assert find_cycle(read_modules(ROOT)) == []
+def test_imports_go_down_only(house: Modules) -> None:
+    assert find_upward_imports(house) == []
 
 
-def test_library_does_not_print() -> None:
-    assert find_prints(read_modules(ROOT)) == []
+def test_no_circle_of_imports(house: Modules) -> None:
+    assert find_circle(house) == []
 
 
-def test_one_module_names_kinds_of_accelerators() -> None:
-    assert find_kinds(read_modules(ROOT)) == []
+def test_rooms_and_files_import_only_what_comes_before_them(house: Modules) -> None:
+    assert find_disorder(house) == []
 
 
-def test_every_module_says_what_it_is() -> None:
-    assert find_undescribed(read_modules(ROOT)) == []
+@pytest.mark.parametrize("package", ORDER)
+def test_order_names_what_there_is(house: Modules, package: str) -> None:
+    there = {name.split(".")[package.count(".") + 1] for name in house if name.startswith(f"{package}.")}
+    assert set(ORDER[package]) - {"integrations"} == there
 
 
-def test_every_floor_is_read() -> None:
-    floors = {floor_of(name) for name in read_modules(ROOT)}
+def test_library_does_not_print(house: Modules) -> None:
+    assert find_prints(house) == []
+
+
+def test_one_module_names_kinds_of_accelerators(house: Modules) -> None:
+    assert find_kinds(house) == []
+
+
+def test_every_module_says_what_it_is(house: Modules) -> None:
+    assert find_undescribed(house) == []
+
+
+def test_every_floor_is_read(house: Modules) -> None:
+    floors = {floor_of(name) for name in house}
     assert floors == {1, 2, 3}
 
 
@@ -227,8 +347,11 @@ BAD = {
     "floor 2 importing the binding": ("tiermem/engine.py", "import _tiermem_native", find_upward_imports),
     "swap as a top-level package": ("tools/cli.py", "import swap.store", find_upward_imports),
     "tools as a top-level package": ("tools/cli.py", "from tools import plan", find_upward_imports),
-    "a cycle": ("swap/store.py", "from tiermem.swap import tier", find_cycle),
-    "a cycle by dots": ("swap/store.py", "from .tier import Tier", find_cycle),
+    "a cycle": ("swap/arena.py", "def f():\n    from tiermem.swap import store", find_circle),
+    "a cycle by dots": ("swap/arena.py", "from .store import TensorStore", find_circle),
+    "a file importing one that comes after it": ("swap/tier.py", "from tiermem.swap import arena", find_disorder),
+    "a room importing one that comes after it": ("tiermem/policy.py", "from tiermem.zero import unit", find_disorder),
+    "a file that nobody ordered": ("swap/new.py", "from tiermem.swap import tier", find_disorder),
     "a print": ("tiermem/engine.py", "print('hello')", find_prints),
     "torch.cuda": ("tools/cli.py", "import torch\ntorch.cuda.synchronize()", find_kinds),
     "torch.xpu in a function": ("swap/store.py", "def f():\n    return torch.xpu.is_available()", find_kinds),
@@ -247,15 +370,19 @@ def write_tree(root: Path) -> None:
     files = {
         "swap/__init__.py": "",
         "swap/native.py": "import _tiermem_native",
-        "swap/tier.py": "from tiermem.swap import store",
-        "swap/store.py": "from tiermem.swap import native",
-        "tiermem/__init__.py": "from tiermem.engine import Engine",
-        "tiermem/engine.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from tiermem import Engine",
+        "swap/tier.py": "",
+        "swap/arena.py": "from tiermem.swap.tier import Tier",
+        "swap/store.py": "from tiermem.swap import arena, native",
+        "tiermem/__init__.py": "def __getattr__(name):\n    from tiermem.engine import Engine",
+        "tiermem/policy.py": "",
+        "tiermem/zero/__init__.py": "",
+        "tiermem/zero/unit.py": "from tiermem import policy",
+        "tiermem/engine.py": "from tiermem.zero import unit\nfrom tiermem import policy",
         "swap/accelerator.py": "import torch\ntorch.cuda.synchronize()",
         "tiermem/config/__init__.py": "",
-        "tiermem/config/gds.py": "def f(device):\n    return device.type == 'cuda'",
+        "tiermem/config/io.py": "def f(device):\n    return device.type == 'cuda'",
         "tools/__init__.py": "",
-        "tools/peer_plain.py": "import torch\ntorch.cuda.synchronize()",
+        "tools/bench/peers/peer_plain.py": "import torch\ntorch.cuda.synchronize()",
         "tools/cli.py": "from tiermem.swap import store\nprint('fine')",
     }
     for name, source in files.items():
@@ -267,7 +394,7 @@ def write_tree(root: Path) -> None:
 def test_a_good_tree_passes(tmp_path: Path) -> None:
     write_tree(tmp_path)
     modules = read_modules(tmp_path)
-    for find in (find_upward_imports, find_prints, find_kinds, find_undescribed, find_cycle):
+    for find in (find_upward_imports, find_prints, find_kinds, find_undescribed, find_circle, find_disorder):
         assert find(modules) == []
 
 
@@ -277,3 +404,35 @@ def test_a_bad_tree_is_found(tmp_path: Path, fault: str) -> None:
     name, source, find = BAD[fault]
     (tmp_path / name).write_text("x = 1\n" if source is None else f'"""What it is."""\n{source}\n', "utf-8")
     assert find(read_modules(tmp_path)) != []
+
+
+CIRCLES = {
+    "at the top": ("from tiermem.b import x", "import tiermem.a"),
+    "in a function": ("from tiermem.b import x", "def f():\n    from tiermem import a"),
+    "by dots": ("from . import b", "def f():\n    from .a import x"),
+    "under TYPE_CHECKING": (
+        "from tiermem.b import x",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tiermem.a",
+    ),
+    "through a facade": ("from tiermem.b import x", "from tiermem.room import Name"),
+    "as a string": ("from tiermem.b import x", "import importlib\nimportlib.import_module('tiermem.a')"),
+}
+FACADE = "_HOMES = {'Name': 'tiermem.a'}\ndef __getattr__(name):\n    from tiermem import a, b"
+
+
+@pytest.mark.parametrize("kind", CIRCLES)
+def test_a_circle_is_found(tmp_path: Path, kind: str) -> None:
+    assert find_circle(written(tmp_path, *CIRCLES[kind])) == ["tiermem.a", "tiermem.b"]
+
+
+def test_no_circle_is_found_where_there_is_none(tmp_path: Path) -> None:
+    modules = written(tmp_path, "from tiermem.b import x\nfrom tiermem import room", "import torch")
+    assert find_circle(modules) == []
+
+
+def written(root: Path, a: str, b: str) -> dict[str, Module]:
+    """A package of two modules and a lazy facade."""
+    (root / "tiermem" / "room").mkdir(parents=True)
+    for name, source in {"__init__": "", "a": a, "b": b, "room/__init__": FACADE}.items():
+        (root / "tiermem" / f"{name}.py").write_text(source + "\n", "utf-8")
+    return read_modules(root)

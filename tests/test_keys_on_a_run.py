@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from config_keys import catalogue
 from torch import nn
 from twins import seeded
 
 import tiermem
-from tiermem.config.catalogue import catalogue
 
 NVME = "nvme"
 

@@ -18,6 +18,7 @@ import importlib
 import inspect
 import io
 import json
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -81,7 +82,7 @@ def policy_fields() -> Iterator[str]:
 
 def config_keys() -> Iterator[str]:
     """Every key of a config with its default, and its other spellings."""
-    from tiermem.config.catalogue import catalogue, every_model
+    from config_keys import catalogue, every_model
 
     for section in catalogue():
         for key in section.keys:
@@ -360,4 +361,5 @@ def record() -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "docs"))
     record()

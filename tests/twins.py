@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-# Before there is a group, which it would hold: zero/ranks/joining.py.
+# Before there is a group, which it would hold: zero/joining.py.
 import torch.distributed.nn.functional
 from torch import nn
 from torch.nn import functional as F

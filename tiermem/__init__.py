@@ -21,50 +21,50 @@ if TYPE_CHECKING:
     from tiermem import config as config
     from tiermem import utils as utils
     from tiermem import zero as zero
+    from tiermem.config.load import with_tuned as with_tuned
     from tiermem.engine import Engine as Engine
     from tiermem.engine import initialize as initialize
-    from tiermem.optim.adagrad import Adagrad as Adagrad
-    from tiermem.optim.adam import Adam as Adam
-    from tiermem.optim.adam import AdamW as AdamW
-    from tiermem.optim.lion import Lion as Lion
-    from tiermem.optim.muon import Muon as Muon
-    from tiermem.optim.sgd import SGD as SGD
+    from tiermem.engine.sharding import shard as shard
+    from tiermem.optim.classes import SGD as SGD
+    from tiermem.optim.classes import Adagrad as Adagrad
+    from tiermem.optim.classes import Adam as Adam
+    from tiermem.optim.classes import AdamW as AdamW
+    from tiermem.optim.classes import Lion as Lion
+    from tiermem.optim.classes import Muon as Muon
     from tiermem.policy import IoSettings as IoSettings
     from tiermem.policy import NvmePath as NvmePath
     from tiermem.policy import OffloadPolicy as OffloadPolicy
     from tiermem.precision import Precision as Precision
-    from tiermem.swap.corruption import CorruptionError as CorruptionError
+    from tiermem.swap.errors import CorruptionError as CorruptionError
     from tiermem.swap.store import TensorStore as TensorStore
     from tiermem.swap.tier import Tier as Tier
-    from tiermem.tuned import with_tuned as with_tuned
     from tiermem.weights import load_safetensors as load_safetensors
-    from tiermem.zero.ranks.joining import init_distributed as init_distributed
+    from tiermem.zero.joining import init_distributed as init_distributed
     from tiermem.zero.shards import Shards as Shards
-    from tiermem.zero.shards import shard as shard
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "SGD": "tiermem.optim.sgd",
-    "Adagrad": "tiermem.optim.adagrad",
-    "Adam": "tiermem.optim.adam",
-    "AdamW": "tiermem.optim.adam",
-    "CorruptionError": "tiermem.swap.corruption",
+    "SGD": "tiermem.optim.classes",
+    "Adagrad": "tiermem.optim.classes",
+    "Adam": "tiermem.optim.classes",
+    "AdamW": "tiermem.optim.classes",
+    "CorruptionError": "tiermem.swap.errors",
     "Engine": "tiermem.engine",
     "IoSettings": "tiermem.policy",
-    "Lion": "tiermem.optim.lion",
-    "Muon": "tiermem.optim.muon",
+    "Lion": "tiermem.optim.classes",
+    "Muon": "tiermem.optim.classes",
     "NvmePath": "tiermem.policy",
     "OffloadPolicy": "tiermem.policy",
     "Precision": "tiermem.precision",
     "Shards": "tiermem.zero.shards",
     "TensorStore": "tiermem.swap.store",
     "Tier": "tiermem.swap.tier",
-    "init_distributed": "tiermem.zero.ranks.joining",
+    "init_distributed": "tiermem.zero.joining",
     "initialize": "tiermem.engine",
     "load_safetensors": "tiermem.weights",
-    "shard": "tiermem.zero.shards",
-    "with_tuned": "tiermem.tuned",
+    "shard": "tiermem.engine.sharding",
+    "with_tuned": "tiermem.config.load",
 }
 _PACKAGES = ("checkpoint", "config", "utils", "zero")
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from tiermem.precision import Precision
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths
-from tiermem.swap.settings import IoSettings
+from tiermem.swap.queue import IoSettings
 from tiermem.swap.tier import Tier
 
 __all__ = ["IoSettings", "LeafRules", "NvmePath", "OffloadPolicy", "Precision", "Tier"]
@@ -43,7 +43,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class LeafRules:
-    """Which modules are fetched as one, whatever runs inside them (zero/building/leaf.py)."""
+    """Which modules are fetched as one, whatever runs inside them (zero/leaf.py)."""
 
     classes: tuple[str, ...] = ()
     """Names of classes, bare or with their Python module."""
@@ -111,17 +111,17 @@ class OffloadPolicy:
     model_persistence_numel: int | None = None
     """Most elements that stay gathered because of persistence_numel, in all. None: no bound."""
     leaves: LeafRules = dataclasses.field(default_factory=LeafRules)
-    """Modules that are fetched as one, beside those that are marked (zero/building/leaf.py)."""
+    """Modules that are fetched as one, beside those that are marked (zero/leaf.py)."""
     gather_way: Literal["coalesced", "single", "all_reduce"] = "coalesced"
-    """How the ranks' parts of a unit come together (zero/weights/gather.py): all parameters in one call; one parameter after
+    """How the ranks' parts of a unit come together (zero/gather.py): all parameters in one call; one parameter after
     the other, with units as small as the model's modules allow and nothing fetched ahead, for the smallest peak; or added."""
     gather_dtype: Literal["bf16", "fp16"] | None = None
     """The dtype of the torch.autocast that forward runs under: wider weights of `lowered_modules` are cast to it before they
-    are gathered, not after (zero/weights/lowering.py). None: everything is gathered as it rests."""
+    are gathered, not after (zero/unit.py). None: everything is gathered as it rests."""
     lowered_modules: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     """Classes of modules whose parameters autocast lowers, exactly these."""
     reduce_bucket_numel: int = 500_000_000
-    """Most elements of gradients handed to one reduction, those of all ranks' parts together (zero/gradients/buckets.py)."""
+    """Most elements of gradients handed to one reduction, those of all ranks' parts together (zero/reduce.py)."""
     contiguous_gradients: bool = True
     """Pack a unit's gradients into one buffer for each reduction. False: each parameter by itself, from where autograd put
     it, without the buffers: less memory, more calls."""
@@ -134,7 +134,7 @@ class OffloadPolicy:
     allgather_partitions: bool = True
     """Weights that stay present come from the ranks that stepped them by all-gathers. False: by broadcasts from each."""
     allgather_bucket_numel: int = 500_000_000
-    """Most elements of such weights that come at once, those of all ranks' parts together (zero/weights/updating.py)."""
+    """Most elements of such weights that come at once, those of all ranks' parts together (zero/gather.py)."""
     overlap_reduce: bool = True
     """Backward goes on while two reductions are under way. False: each is waited for at once; one buffer instead of two."""
     reduce_op: Literal["mean", "sum"] = "mean"

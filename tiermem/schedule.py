@@ -44,7 +44,7 @@ WARMUP_TYPES = ("log", "linear")
 
 
 class SchedulerSection(Protocol):
-    """A config section that names a schedule (`config/scheduler.py`)."""
+    """A config section that names a schedule (`config/optimizer.py`)."""
 
     @property
     def type(self) -> str: ...

@@ -1,23 +1,4 @@
-"""State access: looking at, and changing, one parameter's fp32 value, gradient and optimizer states, wherever they rest.
-
-    full     the whole tensor, in the parameter's shape: put together from all ranks, so every rank calls
-    local    this rank's part, flat, ceil(numel / shards) elements with zeros behind the last: asks nobody
-
-                        valid
-    fp32 parameter      from `shard` (or `initialize`) until the shards are closed; changes with each step
-    gradient            after backward, when it has been reduced, until the step or zero_grad
-    optimizer state     as soon as there is an optimizer: zero, or what was put, before the first step
-
-All are fp32 tensors on the CPU, copies: changing them changes nothing, the `safe_set_*` do. A parameter's own value
-follows its fp32 value; a gradient that was put is what the step sees, in its norm too. Gradients are the mean over ranks
-and, as in the reference, still carry fp16's loss scale (`engine.loss_scale()`). Frozen parameters have no master, gradient or
-states: None. Names of states are torch's (exp_avg, exp_avg_sq, momentum_buffer, sum).
-
-A full form is collective: if a rank stays away the others raise after the policy's `timeout_s`. Of the local forms
-`safe_set_local_fp32_param` is too, since other ranks may hold what it changes: every rank sets its own part.
-
-Only the bytes of the one parameter are read and written. Whoever changes many at once uses a vectorised form.
-"""
+"""State access: reading and changing one parameter's fp32 value, gradient and optimizer states, wherever they rest."""
 
 from __future__ import annotations
 
@@ -27,31 +8,69 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tiermem.optim.layout import MASTER
-from tiermem.optim.tiles import StateTiles
+from tiermem.optim.tiles import StateTiles, tiles_of
+from tiermem.policy import Tier
+from tiermem.swap.native import store_gradient
 from tiermem.zero import registry
-from tiermem.zero.gradients.gradient_put import put_gradient
-from tiermem.zero.gradients.sharded_grad import ShardedGrad
+from tiermem.zero.gradient_store import ShardedGrad
 from tiermem.zero.shards import Shards
+from tiermem.zero.state_layout import MASTER
 from tiermem.zero.unit import Shard
-from tiermem.zero.weights.residency import LiveUnit
+from tiermem.zero.unit_state import LiveUnit
 
-__all__ = [
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
-    "safe_update_full_grad_vectorized",
-    "safe_update_local_states_vectorized",
-]
+# ---- Putting a gradient: other values in place of a reduced gradient that rests at home, between backward and --------
+# step
+#
+# The values are the gradient itself, the mean over ranks; at home lie sums. So the values rest as they are, and the
+# factor that every gradient carries to the step (`Shard.grad_factor`) says that they have been divided. The norm of the
+# step is made of them: their sums of squares take the place of those that were measured when the gradient came.
+
+
+def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tensor) -> None:
+    """Puts this rank's part of a gradient, flat and without padding, where it rests. Blocks; raises OSError.
+
+    It is rounded to what gradients rest in (`Precision.grads`). A parameter that had no gradient has one then, on this rank.
+    """
+    homes, workers = shards.homes, shards.workers
+    homes.settle()
+    values = mine.detach().to("cpu", homes.dtype(live.unit)).contiguous()
+    flat, first = homes.flat(live.unit), shard.shard_numel * shards.topology.shard_rank
+    if homes.home is Tier.DEVICE:
+        assert flat is not None
+        flat[shard.shard_offset : shard.shard_offset + values.numel()].copy_(values)
+        sums = store_gradient(workers, None, values, first)
+    elif flat is not None:
+        home = flat[shard.shard_offset : shard.shard_offset + values.numel()]
+        sums = store_gradient(workers, home, values, first)
+    else:
+        sums = store_gradient(workers, None, values, first)
+        offset = shard.shard_offset * values.element_size()
+        shards.values.write_part(homes.entry(live.unit), offset, values.view(torch.uint8))
+    shard.block_sums, shard.grad_factor = sums, homes.divisor
+    shard.has_gradient, shard.is_zeroed = True, False
+    homes.show(live.unit)
+
+
+# ---- State access: looking at, and changing, one parameter's fp32 value, gradient and optimizer states, wherever -----
+# they rest
+#
+#     full     the whole tensor, in the parameter's shape: put together from all ranks, so every rank calls
+#     local    this rank's part, flat, ceil(numel / shards) elements with zeros behind the last: asks nobody
+#
+#                         valid
+#     fp32 parameter      from `shard` (or `initialize`) until the shards are closed; changes with each step
+#     gradient            after backward, when it has been reduced, until the step or zero_grad
+#     optimizer state     as soon as there is an optimizer: zero, or what was put, before the first step
+#
+# All are fp32 tensors on the CPU, copies: changing them changes nothing, the `safe_set_*` do. A parameter's own value
+# follows its fp32 value; a gradient that was put is what the step sees, in its norm too. Gradients are the mean over
+# ranks and, as in the reference, still carry fp16's loss scale (`engine.loss_scale()`). Frozen parameters have no
+# master, gradient or states: None. Names of states are torch's (exp_avg, exp_avg_sq, momentum_buffer, sum).
+#
+# A full form is collective: if a rank stays away the others raise after the policy's `timeout_s`. Of the local forms
+# `safe_set_local_fp32_param` is too, since other ranks may hold what it changes: every rank sets its own part.
+#
+# Only the bytes of the one parameter are read and written. Whoever changes many at once uses a vectorised form.
 
 _NOT_NOW = "there are gradients after backward, when they have been reduced, and until the step or zero_grad"
 
@@ -245,7 +264,7 @@ def _in_order(params: Iterable[nn.Parameter]) -> list[_Place]:
 
 
 def _fp32_part(place: _Place) -> torch.Tensor:
-    tiles = place.shards.states
+    tiles = tiles_of(place.shards)
     if tiles is not None and place.live.unit.is_trainable:
         return tiles.state(place.shard, MASTER)
     weight = place.shards.local_weight(place.shard.param)
@@ -253,7 +272,7 @@ def _fp32_part(place: _Place) -> torch.Tensor:
 
 
 def _put_fp32(place: _Place, mine: torch.Tensor) -> None:
-    tiles = place.shards.states
+    tiles = tiles_of(place.shards)
     if tiles is not None and place.live.unit.is_trainable:
         tiles.load(place.shard, MASTER, mine)
     else:
@@ -267,7 +286,7 @@ def _state_part(place: _Place, key: str) -> torch.Tensor | None:
 
 
 def _states_of(place: _Place, key: str | None = None) -> StateTiles:
-    tiles, name = place.shards.states, place.shard.name
+    tiles, name = tiles_of(place.shards), place.shard.name
     if not place.live.unit.is_trainable:
         raise ValueError(f"{name} is frozen, or its model is for inference: it has no optimizer states")
     if tiles is None:

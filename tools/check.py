@@ -1,7 +1,4 @@
-"""`tiermem check`: what this machine offers, by trying it, and what would mend what is missing.
-
-Looks at folders and their disks, one after another; a measurement's file is unnamed and gone when it ends. Changes nothing.
-"""
+"""`tiermem check`: what this machine offers, by trying it, or what becomes of every key of a config."""
 
 from __future__ import annotations
 
@@ -9,17 +6,75 @@ import mmap
 import os
 import platform
 import resource
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tiermem.tools.byte_size import format_bytes
 from tiermem.tools.machine import cpu_model, memory_bytes, num_cores, read_word, try_engines
 from tiermem.tools.memory_limit import open_limit
+from tiermem.tools.words import format_bytes
+
+if TYPE_CHECKING:
+    from tiermem.config import Problem, ReportRow
+
+
+# ---- `tiermem check --config ds.json`: what becomes of every key of a config, or everything that is wrong with it ----
+#
+# The rows are those of the config's own report (docs/keys.md explains the words). Keys that the file leaves out are
+# counted, and listed with --all. Nothing is started and no folder is touched.
+
+EXIT_REFUSED = 2
+_STYLES = {"honoured": "green", "computed": "yellow", "default": "dim"}
+
+
+def check_config(file: Path, console: Console, shows_all: bool = False) -> int:
+    """Prints the report and returns 0, or the problems and returns 2. Raises OSError when the file cannot be read."""
+    from tiermem.config import ConfigError, load_config
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DeprecationWarning)
+        try:
+            config = load_config(file)
+        except ConfigError as error:
+            _print_problems(file, error.problems, console)
+            return EXIT_REFUSED
+    _print_report(file, config.report(), console, shows_all)
+    for warning in caught:
+        console.print(Text(f"deprecated: {warning.message}", style="yellow"))
+    return 0
+
+
+def _print_problems(file: Path, problems: Sequence[Problem], console: Console) -> None:
+    table = Table(title=f"{file}: refused", title_justify="left", box=None, pad_edge=False)
+    table.add_column("key", style="bold red", overflow="fold")
+    table.add_column("why", overflow="fold")
+    for problem in problems:
+        table.add_row(Text(problem.path or "the config"), Text(problem.message))
+    console.print(table)
+
+
+def _print_report(file: Path, rows: Sequence[ReportRow], console: Console, shows_all: bool) -> None:
+    table = Table(title=f"{file}: accepted", title_justify="left", box=None, pad_edge=False)
+    for name in ("key", "value", "here", "note"):
+        table.add_column(name, overflow="fold")
+    shown = [row for row in rows if shows_all or row.is_set]
+    for row in shown:
+        table.add_row(Text(row.key), Text(str(row.value)), Text(row.how, style=_STYLES[row.how]), Text(row.note))
+    console.print(table)
+    left_out = len(rows) - len(shown)
+    if left_out:
+        console.print(Text(f"{left_out} keys are not set and stay at their defaults or are planned (--all lists them)"))
+
+
+# ---- `tiermem check`: what this machine offers, by trying it, and what would mend what is missing --------------------
+#
+# Looks at folders and their disks, one after another; a measurement's file is unnamed and gone when it ends. Changes
+# nothing.
 
 _TRIED_CAP_BYTES = 256 << 20
 _USEFUL_MEMLOCK_BYTES = 64 << 20
@@ -54,7 +109,7 @@ def check_machine(paths: Sequence[Path], seconds: float, console: Console) -> in
 
 def find_path(path: Path) -> Iterator[Finding]:
     """The folder's file system, room, direct I/O and alignment. Raises OSError for a folder that is not usable."""
-    from tiermem.swap.probe import probe_path
+    from tiermem.swap.direct import probe_path
 
     facts = probe_path(path)
     yield Finding("path", f"{path.resolve()} ({facts.file_system}), {format_bytes(facts.free_bytes)} free")
@@ -131,7 +186,7 @@ def find_gpu() -> Iterator[Finding]:
 
 def find_rate(path: Path, seconds: float) -> list[Finding]:
     """The disk's rates through the queue."""
-    from tiermem.tools.disk_rate import BLOCK_BYTES, DEPTH, measure_disk
+    from tiermem.tools.bench.files import BLOCK_BYTES, DEPTH, measure_disk
 
     rate = measure_disk(path, seconds, file_bytes=1 << 30)
     how = f"blocks of {format_bytes(BLOCK_BYTES)}, {DEPTH} in flight, {rate.engine}, file of 1 GiB"

@@ -1,4 +1,4 @@
-"""The command line: `tiermem train`, `plan`, `check`, `tune`, `bench` (cli_bench.py), and checkpoints (cli_checkpoint.py).
+"""The command line: `tiermem train`, `plan`, `check`, `tune`, `bench` (cli.py), and checkpoints (cli_checkpoint.py).
 
 A mistake of the user's is one line on stderr and exit status 2; --debug shows the traceback. Nothing heavy is imported
 before a command needs it: torch belongs to the trainer's process.
@@ -13,11 +13,10 @@ from typing import Annotated
 
 import typer
 
-from tiermem.tools.byte_size import parse_bytes, parse_flops
-from tiermem.tools.cli_bench import bench
+from tiermem.tools.bench.cli import bench
 from tiermem.tools.cli_checkpoint import checkpoints
-from tiermem.tools.endurance import parse_tbw
-from tiermem.tools.refusal import EXIT_INTERRUPTED, EXIT_USER, refusing
+from tiermem.tools.machine import parse_tbw
+from tiermem.tools.words import EXIT_INTERRUPTED, EXIT_USER, parse_bytes, parse_flops, refusing
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_USER", "app", "main", "spread_lists"]
 
@@ -237,8 +236,7 @@ def check(
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
 ) -> None:
     """Say what this machine offers: engines, direct I/O, limits, kernels, GPU, disk. Or what becomes of a config's keys."""
-    from tiermem.tools.check import check_machine
-    from tiermem.tools.check_config import check_config
+    from tiermem.tools.check import check_config, check_machine
     from tiermem.tools.reports import open_console
 
     with refusing("check", debug):

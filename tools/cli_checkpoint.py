@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tiermem.tools.byte_size import parse_bytes
-from tiermem.tools.refusal import refusing
+from tiermem.tools.words import parse_bytes, refusing
 
 checkpoints = typer.Typer()
 
@@ -33,7 +32,7 @@ def fsck(
     Exit status: 0 nothing is wrong, 1 a killed run has left its folder or a removal was cut short, 2 not all could be
     looked at, 3 something durable is broken or damaged.
     """
-    from tiermem.tools.fsck import fsck as run_fsck
+    from tiermem.tools.checkpoints import fsck as run_fsck
     from tiermem.tools.reports import open_console
 
     with refusing("fsck", debug, "stopped by Ctrl-C; nothing was changed"):
@@ -52,7 +51,7 @@ def inspect(
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
 ) -> None:
     """List a durable step's tensors like `ls -l`: shapes, states and their formats, bytes, files."""
-    from tiermem.tools.inspect_checkpoint import inspect_checkpoint
+    from tiermem.tools.checkpoints import inspect_checkpoint
     from tiermem.tools.reports import open_console
 
     with refusing("inspect", debug):
@@ -74,7 +73,7 @@ def import_(
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
 ) -> None:
     """Make a tiermem checkpoint of another system's: weights, masters, moments, steps, loss scale."""
-    from tiermem.tools.import_checkpoint import ImportOptions, import_checkpoint
+    from tiermem.tools.checkpoints import ImportOptions, import_checkpoint
     from tiermem.tools.reports import open_console
 
     with refusing("import", debug, "stopped by Ctrl-C; nothing was written"):
@@ -101,7 +100,7 @@ def export(
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
 ) -> None:
     """Write a checkpoint's weights as Hugging Face or torch files, or all of it for torch.distributed.checkpoint."""
-    from tiermem.tools.export_checkpoint import ExportOptions, export_checkpoint
+    from tiermem.tools.checkpoints import ExportOptions, export_checkpoint
     from tiermem.tools.reports import open_console
 
     with refusing("export", debug, "stopped by Ctrl-C; nothing was written"):

@@ -1,18 +1,9 @@
-"""Launcher: one process under a memory cap, watched from outside, from exec to the reason of its end.
-
-    launcher (small, not capped)                        child (capped, in a session of its own)
-      samples the tree's memory          <-- /proc
-      shows progress                     <-- channel      phases, steps, errors
-      keeps what the child prints        <-- pipe         stdout and stderr
-      forwards Ctrl-C once, then kills   --> SIGINT       finishes its step and reports
-
-One thread waits for all of it, so nothing is locked and nothing is missed: what the child wrote before it was killed is
-still in its pipes. Nothing is measured inside the child, and nothing the launcher writes counts as the child's.
-"""
+"""Launcher: one process under a memory cap, its job, its channel, and the reason of its end."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -21,14 +12,248 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tiermem.tools.byte_size import format_bytes
-from tiermem.tools.channel import LineReader, Message
-from tiermem.tools.heap import KEEP_BYTES, MAP_FROM_BYTES
+from tiermem.swap import durable
 from tiermem.tools.memory_limit import Charge, MemoryLimit
-from tiermem.tools.process_tree import ProcessTree, own_resident
+from tiermem.tools.words import format_bytes
+
+# ---- Job: what a trainer process is told, as one JSON file. The same for our trainer and for the peers' --------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One training run: model, data, sizes."""
+
+    name: str
+    shape: dict[str, Any]  # a Hugging Face config.json
+    checkpoint: str | None  # folder with safetensors to start from; None: from `seed`
+    config: dict[str, Any]  # DeepSpeed-style
+    data: list[str]  # files and folders of text; empty: Python's own
+    steps: int
+    seq: int
+    batch: int
+    seed: int
+    lr: float
+    precision: str
+    is_checkpointing: bool
+    memory_limit_bytes: int | None
+    threads: int | None  # None: what torch takes by itself
+    nvme_paths: list[str]
+    events_file: str | None  # where the trainer leaves its events
+    resume: str | None = None  # the saved step to go on from
+    save_dir: str | None = None  # where checkpoints go; None: none is saved
+    save_every: int | None = None  # steps between two of them; None: at the end alone
+    to_save: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # what is saved of the job itself (train_options.py)
+
+    def save(self, file: Path) -> None:
+        """Writes it."""
+        with durable.named(file):
+            file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(file: Path) -> Job:
+        """Reads what `save` wrote."""
+        return Job(**json.loads(file.read_text(encoding="utf-8")))
+
+
+# ---- Channel: what a capped process tells its launcher, one JSON object a line, over an inherited pipe ---------------
+#
+#     {"kind": "phase", "name": "forward of step 3", "time_ns": ...}      before the work begins: names a death
+#     {"kind": "step", "loss": ..., ...}                                   after each step
+#     {"kind": "error", "type": "ValueError", "message": ..., "trace": ...}
+#     {"kind": "done", ...}
+#
+# A pipe, not a file: it costs the writer no page of cache and no byte of I/O, and what was written survives the
+# writer's death. A launcher that is gone shows as BrokenPipeError, so that no trainer outlives it by more than a phase.
+
+Message = dict[str, Any]
+
+
+class Channel:
+    """The writing end. `fd` is inherited; None sends nowhere (a trainer run by hand)."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        self.phase_name = "start"
+        """What is under way."""
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Writes one message; blocks only while the launcher is 64 KiB behind."""
+        if self._fd is None:
+            return
+        line = json.dumps({"kind": kind, "time_ns": time.monotonic_ns(), **fields}).encode() + b"\n"
+        while line:
+            line = line[os.write(self._fd, line) :]
+
+    def phase(self, name: str, **fields: Any) -> None:
+        """Says what begins now."""
+        self.phase_name = name
+        self.send("phase", name=name, **fields)
+
+
+class LineReader:
+    """The reading end of a pipe, line by line, never blocking."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self.is_open = True
+        self._rest = b""
+
+    def lines(self) -> list[str]:
+        """Complete lines that have arrived; at the end of the pipe, what is left as well."""
+        try:
+            while chunk := os.read(self.fd, 65536):
+                self._rest += chunk
+        except BlockingIOError:
+            pass
+        else:
+            self.is_open = False
+        *complete, self._rest = self._rest.split(b"\n")
+        if not self.is_open and self._rest:
+            complete.append(self._rest)
+            self._rest = b""
+        return [line.decode(errors="replace") for line in complete]
+
+
+# ---- Heap: how the C heap of the trained process treats large blocks, phase by phase (glibc; elsewhere nothing -------
+# changes)
+#
+#     training    blocks of up to 32 MiB are kept and used again: mapped anew each time, activations cost page faults
+#     building    blocks of 256 KiB or more are mapped by themselves and gone when they are freed
+#
+# A model is built once, larger than memory, and each module goes home as it stands. Built in the heap its weights leave
+# holes as wide as the whole model; their pages are given back, but the blocks of training then wander over them and
+# touch them again, so that the peak grows with the number of layers, though no layer keeps anything. Mapped, they leave
+# the heap as it was.
+
+MAP_FROM_BYTES = 32 << 20
+"""Blocks of this size and more are mapped while a model is trained: the largest that glibc allows."""
+KEEP_BYTES = 1 << 30
+"""Free bytes at the heap's end that are kept."""
+
+_MAP_FROM_BYTES_BUILDING = 256 << 10
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+@contextlib.contextmanager
+def large_blocks_mapped() -> Iterator[None]:
+    """Inside, blocks are treated as building wants it; afterwards as training does, and free pages are given back."""
+    _set_threshold(_MAP_FROM_BYTES_BUILDING)
+    try:
+        yield
+    finally:
+        _set_threshold(MAP_FROM_BYTES)
+        give_back_free_memory()
+
+
+def give_back_free_memory() -> None:
+    """Hands the heap's free pages back to the kernel: what building left must not sit beside what training takes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
+    if trim is not None:
+        trim(0)
+
+
+def _set_threshold(num_bytes: int) -> None:
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_M_MMAP_THRESHOLD, num_bytes)
+        set_option(_M_TRIM_THRESHOLD, KEEP_BYTES)
+
+
+# ---- Resident memory of a process and its descendants, read from /proc -----------------------------------------------
+#
+# VmRSS is what each holds now, VmHWM the most it ever held. Pages shared by two processes are counted twice: a tree's
+# sum is an upper bound, which is the safe side for a cap.
+
+_SAMPLES_PER_WALK = 10
+
+
+class Resident(NamedTuple):
+    """Bytes held now, and the most ever held as far as is known."""
+
+    now_bytes: int
+    peak_bytes: int
+
+
+class ProcessTree:
+    """Watches one process and what it starts. Descendants are looked for at every tenth sample."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = pid
+        self._pids = [pid]
+        self._num_samples = 0
+        self._peak_bytes = 0
+
+    def sample(self) -> Resident:
+        """Sums VmRSS over the tree. A process that has ended counts nothing."""
+        if self._num_samples % _SAMPLES_PER_WALK == 0:
+            self._pids = _descendants(self._root)
+        self._num_samples += 1
+        now = 0
+        for pid in self._pids:
+            rss, high = _resident(pid)
+            now += rss
+            self._peak_bytes = max(self._peak_bytes, high)
+        self._peak_bytes = max(self._peak_bytes, now)
+        return Resident(now, self._peak_bytes)
+
+    def raise_peak(self, num_bytes: int) -> None:
+        """Takes note of a VmHWM that a process read of itself, later than the last sample."""
+        self._peak_bytes = max(self._peak_bytes, num_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The larger of the largest sum seen and the largest VmHWM of one process."""
+        return self._peak_bytes
+
+
+def own_resident() -> Resident:
+    """VmRSS and VmHWM of this process."""
+    return Resident(*_resident("self"))
+
+
+def _resident(pid: int | str) -> tuple[int, int]:
+    rss = high = 0
+    try:
+        with open(f"/proc/{pid}/status", "rb") as status:
+            for line in status:
+                if line.startswith(b"VmHWM:"):
+                    high = int(line.split()[1]) * 1024
+                elif line.startswith(b"VmRSS:"):
+                    rss = int(line.split()[1]) * 1024
+                    break
+    except (OSError, ValueError, IndexError):
+        return 0, 0
+    return rss, high
+
+
+def _descendants(root: int) -> list[int]:
+    found = [root]
+    for pid in found:  # grows while it is walked
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            try:
+                found += [int(child) for child in children.read_text().split()]
+            except OSError:
+                continue
+    return found
+
+
+# ---- Launcher: one process under a memory cap, watched from outside, from exec to the reason of its end --------------
+#
+#     launcher (small, not capped)                        child (capped, in a session of its own)
+#       samples the tree's memory          <-- /proc
+#       shows progress                     <-- channel      phases, steps, errors
+#       keeps what the child prints        <-- pipe         stdout and stderr
+#       forwards Ctrl-C once, then kills   --> SIGINT       finishes its step and reports
+#
+# One thread waits for all of it, so nothing is locked and nothing is missed: what the child wrote before it was killed
+# is still in its pipes. Nothing is measured inside the child, and nothing the launcher writes counts as the child's.
 
 CHILD_ENVIRONMENT = {
     # Activations of a step come and go in sizes of 100 KiB to 32 MiB. Mapped anew each time they cost page faults; kept in

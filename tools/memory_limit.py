@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tiermem.tools.byte_size import format_bytes
+from tiermem.tools.words import format_bytes
 
 KINDS = ("cgroup-v1", "cgroup-v2", "systemd-scope", "watch")
 _PREFIX = "tiermem-"

@@ -1,7 +1,7 @@
 """`tiermem plan`: what a training would take and how long a step would last, before there is a machine for it.
 
     options -> Scenario (config, model, cluster, speed) -> planned.py -> plan_report.py, --json
-                                  |                              `----> plan_advice.py
+                                  |                              `----> plan_report.py
                     given, tuned, measured here, or assumed: the report says which
 
 Exit status 0: it fits, or no limit was given. 1: it does not fit. Mistakes in options, config and model are ValueError and
@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
-from tiermem.tools.disk_rate import measure_disks
+from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.machine import available_bytes
-from tiermem.tools.outputs import check_outputs
 from tiermem.tools.presets import ModelShape, preset, read_shape
 from tiermem.tools.run_record import save_json
-from tiermem.tools.train_config import nvme_folders, precision_of, read_config
+from tiermem.tools.train_options import nvme_folders, precision_of, read_config
+from tiermem.tools.words import check_outputs
 
 if TYPE_CHECKING:
-    from tiermem.tools.calibrate import Maths
     from tiermem.tools.planned import Speed
+    from tiermem.tools.prediction import Maths
 
 MADE_BY = "tiermem plan"
 EXIT_FITS, EXIT_TOO_SMALL = 0, 1
@@ -94,8 +94,7 @@ class DiskSpeed(NamedTuple):
 
 def plan(options: PlanOptions, console: Console) -> int:
     """Plans, prints, writes `--json`; returns the exit status. Blocks for a few seconds when something is measured."""
-    from tiermem.tools.plan_advice import advise
-    from tiermem.tools.plan_report import plan_figures, print_plan
+    from tiermem.tools.plan_report import advise, plan_figures, print_plan
     from tiermem.tools.planned import Cluster, Scenario, plan_scenario
 
     if options.json_file is not None:
@@ -143,8 +142,8 @@ def tuned_speed(file: Path) -> DiskSpeed:
 def _speed(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> tuple[Speed, list[str]]:
     """Every rate, and a line for each on where it is from."""
     from tiermem.forecast.rates import Rates
-    from tiermem.tools.calibrate import measure_kernels, measure_sums
     from tiermem.tools.planned import Speed
+    from tiermem.tools.prediction import measure_kernels, measure_sums
 
     disk = _disk_speed(options, config)
     sources, maths, kernels = [disk.source], None, _ASSUMED_KERNELS
@@ -183,7 +182,7 @@ def _speed(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -
 
 def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths:
     """The maths of a micro-batch here. Raises ValueError when a small copy does not fit this machine's free memory."""
-    from tiermem.tools.calibrate import copy_bytes, measure_maths
+    from tiermem.tools.prediction import copy_bytes, measure_maths
 
     batch = config.get("train_micro_batch_size_per_gpu", 1)
     folders = [Path(folder) for folder in nvme_folders(config)]

@@ -24,10 +24,9 @@ from tiermem.forecast import Choice, Forecast, Rates, choose, forecast_step, use
 from tiermem.forecast.rates import Compute
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES
-from tiermem.tools.budget import ModelSizes, activation_terms
+from tiermem.tools.train_job import ModelSizes, activation_terms
 from tiermem.zero.plan import USUAL_ON_DEVICE, Plan, make_plan
-from tiermem.zero.ranks.mesh import plan_topology
-from tiermem.zero.ranks.topology import Topology
+from tiermem.zero.topology import Topology, plan_topology
 from tiermem.zero.unit import Division, Unit, divide
 
 Config = Mapping[str, Any]
@@ -138,7 +137,7 @@ class Planned:
 
 
 def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
-    """Plans a scenario; with `chooses`, what its budget leaves open is settled by predicted time (forecast/choice.py).
+    """Plans a scenario; with `chooses`, what its budget leaves open is settled by predicted time (forecast/forecast.py).
 
     Raises ValueError for a config or model that cannot be: what a real start would refuse too.
     """

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiermem.tools.timeline import PHASES, Span, lanes_of, read_spans, rows_of, within
+from tiermem.tools.run_record import PHASES, Span, lanes_of, read_spans, rows_of, within
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,28 +1,506 @@
-"""Prediction: what a training is expected to take, said before its first step; reports.py holds it against what it took.
-
-    maths     a small copy of the model, trained for a moment in the trainer's own process before the model is built
-              (calibrate.py), where the cap leaves room for it
-    disk      the rates measured at the start, summed over the file systems that the paths lie on (disk_rate.py)
-    bytes     the plan and the forecast: nothing is measured
-    memory    resident after the imports (measured) + the store (planned) + activations (budget.py's arithmetic); of an
-              accelerator: what the plan keeps there, units present at once, activations
-
-The trainer sends it as JSON; a prediction that cannot be made says why in `not_made`.
-"""
+"""Prediction: how long a training is expected to take, from a few measured blocks of its own model."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import gc
+import importlib
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tiermem.tools.budget import ModelSizes
-from tiermem.tools.calibrate import MOST_KERNEL_NUMEL, Maths, copy_bytes, measure_kernels, measure_maths, measure_sums
-from tiermem.tools.job import Job
+from tiermem.tools.launcher import Job
+from tiermem.tools.presets import ModelShape, with_layers
+from tiermem.tools.train_job import ELEMENT_BYTES, ModelSizes
+from tiermem.tools.train_options import Config
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from tiermem.engine import Engine
     from tiermem.forecast import Rates
+    from tiermem.forecast.rates import Compute
+    from tiermem.policy import OffloadPolicy
+    from tiermem.swap.queue import Event
+
+
+# ---- TrainedModel: what the trainer trains, a Hugging Face model of the job's shape, built where its weights are -----
+# to rest
+#
+#     seed -> zero.Init -> AutoModelForCausalLM of a shape -> activation checkpointing, if the job says so
+#
+# transformers is imported when it is first asked for, and typed as Any: it is typed in parts only.
+
+
+def build_model(job: Job, config: Config) -> nn.Module:
+    """The job's model with weights from its seed, built under `zero.Init`: each module goes to its home as it stands."""
+    import torch
+
+    import tiermem
+
+    torch.manual_seed(job.seed)
+    with tiermem.zero.Init(config_dict_or_path=config):
+        model: nn.Module = transformers().AutoModelForCausalLM.from_config(hf_config(job.shape))
+    model.train()
+    if job.is_checkpointing:
+        enable_checkpointing(model)
+    return model
+
+
+def hf_config(shape: dict[str, Any]) -> Any:
+    """The transformers config of a shape. Raises ValueError for a model type that transformers does not know."""
+    return transformers().AutoConfig.for_model(**shape)
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Activation checkpointing of a Hugging Face model, by the name its version has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+
+
+def transformers() -> Any:
+    """The package, imported. Raises ImportError where it is not installed."""
+    return importlib.import_module("transformers")
+
+
+# ---- Plain copies: how long a GPU takes for a model's own maths, from two small copies of it in plain PyTorch --------
+#
+#     time of a block      = (copy of 3 blocks - copy of 1 block) / 2        at the real width, sequence and batch
+#     time of the rest     = copy of 1 block - a block                       embedding, head and loss
+#
+# The copies hold noise for weights; gradients are dropped as they appear. For a CPU see prediction.py, which reads the
+# library's own clock: on a GPU that would tell when work was handed over, not when it was done.
+
+_FEW, _MORE = 1, 3
+_NUM_TIMED_COPIES = 3
+
+
+def time_plain_copies(shape: ModelShape, precision: str, batch: int, seq: int, is_checkpointing: bool) -> Compute:
+    """Seconds of a micro-batch's maths, per parameter of a block and of the rest. Blocks.
+
+    Raises ValueError for a model whose number of layers cannot be changed.
+    """
+    from tiermem.forecast.rates import Compute
+
+    few = _time_copy(with_layers(shape, _FEW), precision, batch, seq, is_checkpointing)
+    more = _time_copy(with_layers(shape, _MORE), precision, batch, seq, is_checkpointing)
+    forward_s = max(1e-12, (more[1] - few[1]) / (_MORE - _FEW))
+    backward_s = max(1e-12, (more[2] - few[2]) / (_MORE - _FEW))
+    block_numel = max(1, (more[0] - few[0]) // (_MORE - _FEW))
+    rest = max(0.0, few[1] - forward_s), max(0.0, few[2] - backward_s)
+    return Compute(forward_s / block_numel, backward_s / block_numel, *rest)
+
+
+def _time_copy(
+    shape: ModelShape, precision: str, batch: int, seq: int, is_checkpointing: bool
+) -> tuple[int, float, float]:
+    """(elements of matrices in blocks and elsewhere, seconds of a forward, seconds of a backward) of a copy."""
+    import torch
+
+    from tiermem.swap.accelerator import find_device, is_accelerator
+
+    device = find_device()
+    wait = torch.accelerator.synchronize if is_accelerator(device) else _nothing
+    model = _noise_model(shape, precision, is_checkpointing, device)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(_drop)
+    tokens = torch.randint(0, int(shape["vocab_size"]), (batch, seq), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(device)
+    forward, backward = [], []
+    for _ in range(_NUM_TIMED_COPIES + 1):
+        start = time.monotonic()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        wait()
+        middle = time.monotonic()
+        loss.backward()
+        wait()
+        forward.append(middle - start)
+        backward.append(time.monotonic() - middle)
+    numel = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    del model, loss
+    gc.collect()
+    return numel, statistics.median(forward[1:]), statistics.median(backward[1:])
+
+
+def _noise_model(shape: ModelShape, precision: str, is_checkpointing: bool, device: torch.device) -> Any:
+    """A model of the shape with small random weights, in the precision."""
+    import torch
+
+    from tiermem.precision import DTYPES
+
+    transformers = importlib.import_module("transformers")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape))
+    model = model.to(DTYPES[precision]).to_empty(device=device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.normal_(std=0.02)
+    model.train()
+    if is_checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    return model
+
+
+def _nothing() -> None:
+    """Maths on a CPU is over when it returns."""
+
+
+def _drop(param: torch.Tensor) -> None:
+    param.grad = None
+
+
+# ---- Calibrate: how long this machine takes for a model's own maths, from a few of its blocks trained for a ----------
+# moment by the library
+#
+# The copy has the real width, sequence and batch, embedding, head and loss, but few blocks. It is built and sharded as
+# the run will be, its blocks coming from the disk into two buffers and its gradients leaving for their home, so that
+# what slows the maths there slows it here: cold weights, fresh gradients, the disk's transfers, the hooks. No step is
+# taken, no checksum. Each figure is read off the recorder's spans, waits for the disk left out (the forecast plays
+# those itself):
+#
+#     |-wait-|--block 0--|use|--block 1--|use| ... |rest|            forward
+#     |rest|--block n--|reduce|use|--block n-1--|reduce|use| ...     backward
+#
+#     a block      what its spans cover                        the rest    what is left of a pass: embedding, head, loss
+#     a use        the gaps between blocks' spans              gradients   bytes of a reduce span, from autograd's to home's
+#     kernels      an AdamW step of some Mi bf16 parameters with fp32 states, in bytes of memory traffic a second
+#     sums         checksums of some MiB, in bytes a second
+#
+# Its memory is that of the run with few blocks. On a machine that does other things the figures are of what is left of
+# it.
+
+_LAYERS, _FEWEST_LAYERS = 6, 3  # more than a processor's cache holds the activations of, as in the run
+_MANY_BLOCK_NUMEL = 1 << 26  # of blocks as large as this, few do
+_USUAL_ROOM_BYTES = 64 << 20  # of weights on their way home while the copy is built
+_NUM_WARM_UP, _NUM_TIMED = 1, 4
+_KERNEL_BYTES = 28  # of memory traffic per parameter: 12 of states both ways, weight and gradient
+MOST_KERNEL_NUMEL = 1 << 24
+_SUMMED_BYTES = 32 << 20
+_GPU_USE_S = 150e-6
+
+Span = tuple[float, float]
+
+
+class Maths(NamedTuple):
+    """What a rank takes for a model's maths; see `forecast.rates.Rates` for the last two."""
+
+    compute: Compute
+    use_s: float
+    gradient_bytes_s: float | None
+
+    def shared_by(self, num_ranks: int) -> Maths:
+        """What it takes each of so many ranks that share the processor on which it was measured."""
+        gradients = None if self.gradient_bytes_s is None else self.gradient_bytes_s / num_ranks
+        return Maths(self.compute.shared_by(num_ranks), self.use_s, gradients)
+
+
+def measure_maths(
+    shape: ModelShape,
+    precision: str,
+    batch: int,
+    seq: int,
+    is_checkpointing: bool = False,
+    folders: Sequence[Path] = (),
+) -> Maths:
+    """Times a small copy of a model; with `folders` its parameters and gradients rest there, else in memory. Blocks.
+
+    Raises ValueError for a model whose number of layers cannot be changed, OSError when a folder is missing or too full.
+    """
+    import torch
+
+    from tiermem.swap.accelerator import find_device, is_accelerator
+
+    if is_accelerator(find_device()):
+        compute = time_plain_copies(shape, precision, batch, seq, is_checkpointing)
+        return Maths(compute, _GPU_USE_S, None)
+    import tiermem
+
+    policy = _policy(precision, folders)
+    model = _sharded_model(with_layers(shape, _num_layers(shape)), precision, policy, is_checkpointing)
+    tokens = torch.randint(0, int(shape["vocab_size"]), (batch, seq), generator=torch.Generator().manual_seed(0))
+    passes: list[tuple[Span, Span]] = []
+    with tiermem.shard(model, policy) as shards:
+        for _ in range(_NUM_WARM_UP + _NUM_TIMED):
+            start = time.monotonic_ns()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            middle = time.monotonic_ns()
+            loss.backward()
+            passes.append(((start, middle), (middle, time.monotonic_ns())))
+            model.zero_grad()
+        shards.store.settle()
+        events = list(shards.store.recorder.events)
+    return maths_of(events, passes[_NUM_WARM_UP:], _in_lists(model), _block_numel(model))
+
+
+def copy_bytes(shape: ModelShape, precision: str, is_on_disk: bool) -> int:
+    """Memory that the copy takes beside its activations and gradients in autograd. Raises ValueError for a shape without
+    sizes."""
+    sizes = ModelSizes.of(shape)
+    buffers = 4 * sizes.unit_numel  # two units, and gradients of two
+    layers = _num_layers(shape) * sizes.block_numel + 2 * sizes.vocabulary * sizes.hidden
+    numel = buffers if is_on_disk else 2 * layers + buffers
+    return numel * ELEMENT_BYTES[precision] + _USUAL_ROOM_BYTES
+
+
+def measure_kernels(num_params: int = MOST_KERNEL_NUMEL) -> float:
+    """Bytes of memory traffic a second of an optimizer step on the CPU, all threads of this process. Blocks.
+
+    Takes 16 bytes of memory for each parameter.
+    """
+    import torch
+
+    import tiermem
+
+    param = torch.nn.Parameter(torch.zeros(num_params, dtype=torch.bfloat16))
+    optim = tiermem.AdamW([param], lr=1e-3)
+    param.grad = torch.full_like(param, 1e-3)
+    times = []
+    for _ in range(_NUM_WARM_UP + _NUM_TIMED):
+        start = time.monotonic()
+        optim.step()
+        times.append(time.monotonic() - start)
+    return num_params * _KERNEL_BYTES / statistics.median(times[_NUM_WARM_UP:])
+
+
+def measure_sums() -> float:
+    """Bytes a second that are summed for checksums, by all threads of this process. Takes 32 MiB; blocks."""
+    import torch
+
+    from tiermem.swap.checksum import crc32c
+    from tiermem.swap.native import Workers
+
+    memory = torch.ones(_SUMMED_BYTES, dtype=torch.uint8)
+    pieces = list(memory.split(1 << 20))
+    workers = Workers(torch.get_num_threads())
+    times = []
+    try:
+        for _ in range(_NUM_WARM_UP + _NUM_TIMED):
+            start = time.monotonic()
+            crc32c(pieces, workers)
+            times.append(time.monotonic() - start)
+    finally:
+        workers.close()
+    return _SUMMED_BYTES / statistics.median(times[_NUM_WARM_UP:])
+
+
+def maths_of(
+    events: Iterable[Event], passes: Sequence[tuple[Span, Span]], prefixes: tuple[str, ...], num_numel: int
+) -> Maths:
+    """Reads the figures off the events of some passes.
+
+    Args:
+        passes: when each forward and each backward began and ended, in nanoseconds.
+        prefixes: what the names of units inside lists of blocks begin with.
+        num_numel: elements of the matrices in those blocks, all together.
+    """
+    from tiermem.forecast.rates import Compute
+
+    spans = list(events)
+    forward = [_Parts.of(spans, each[0], prefixes) for each in passes]
+    backward = [_Parts.of(spans, each[1], prefixes) for each in passes]
+    use_s = statistics.median(part.use_ns for part in (*forward, *backward)) * 1e-9
+    rates = [part.reduced_bytes / part.reduce_ns * 1e9 for part in backward if part.reduce_ns]
+
+    def block_s(parts: list[_Parts]) -> float:
+        return max(1e-3, statistics.median(part.block_ns for part in parts)) * 1e-9 / max(1, num_numel)
+
+    def rest_s(parts: list[_Parts]) -> float:
+        return max(0.0, statistics.median(part.rest_ns for part in parts) * 1e-9 - use_s * parts[0].num_uses)
+
+    compute = Compute(block_s(forward), block_s(backward), rest_s(forward), rest_s(backward))
+    return Maths(compute, use_s, statistics.median(rates) if rates else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """What the time of one forward or backward was spent on."""
+
+    block_ns: float  # inside blocks
+    rest_ns: float  # neither there, nor waiting for the disk, nor with gradients; bookkeeping is in it
+    use_ns: float  # of bookkeeping, for each use of a unit
+    num_uses: int
+    reduce_ns: float  # gradients of blocks on their way home
+    reduced_bytes: int  # of those, read and written
+
+    @staticmethod
+    def of(events: Sequence[Event], phase: Span, prefixes: tuple[str, ...]) -> _Parts:
+        inside = [event for event in events if phase[0] <= event.start_ns < phase[1]]
+        units = [event for event in inside if event.lane == "unit"]
+        blocks = [event for event in units if event.name.partition(" ")[2].startswith(prefixes)]
+        aside = [_span(event) for event in inside if event.lane in ("wait", "reduce", "gather")]
+        waits = [_span(event) for event in inside if event.lane == "wait"]
+        reduced = [event for event in inside if event.lane == "reduce" and event.name.startswith(prefixes)]
+        if not blocks:
+            raise ValueError("the model runs no list of blocks that could be timed: it is not predicted")
+        block_spans = [_span(event) for event in blocks]
+        block_ns = _covered([*block_spans, *aside]) - _covered(aside)
+        window = min(s for s, _ in block_spans), max(e for _, e in block_spans)
+        in_window = [_span(event) for event in units] + aside
+        gaps_ns = (window[1] - window[0]) - _covered(_clipped(in_window, window))
+        return _Parts(
+            block_ns=block_ns,
+            rest_ns=phase[1] - phase[0] - _covered(_clipped([*aside, *block_spans], phase)),
+            use_ns=gaps_ns / max(1, len(blocks) - 1),
+            num_uses=len(units),
+            reduce_ns=_covered([*map(_span, reduced), *waits]) - _covered(waits),
+            reduced_bytes=2 * sum(event.num_bytes for event in reduced),
+        )
+
+
+def _num_layers(shape: ModelShape) -> int:
+    sizes = ModelSizes.of(shape)
+    return _LAYERS if sizes.block_numel < _MANY_BLOCK_NUMEL else _FEWEST_LAYERS
+
+
+def _policy(precision: str, folders: Sequence[Path]) -> OffloadPolicy:
+    """Everything streams through two buffers; the states that no step will make take as little room as can be."""
+    from tiermem.policy import OffloadPolicy, Precision, Tier
+
+    home = Tier.NVME if folders else Tier.HOST
+    masters = Precision() if precision == "fp32" else Precision(precision, precision)  # type: ignore[arg-type]
+    return OffloadPolicy(
+        params=home,
+        optim=Tier.HOST,
+        grads=home,
+        precision=masters,
+        num_moments=0,
+        paths=[str(folder) for folder in folders],
+        unit_buffers=2,
+        tile_buffers=1,
+        tile_numel=1 << 12,
+        persistence_numel=0,
+        durability="none",
+        verify="resume",
+    )
+
+
+def _sharded_model(shape: ModelShape, precision: str, policy: OffloadPolicy, is_checkpointing: bool) -> Any:
+    """A model of the shape with random weights, each module at home as it stands."""
+    import torch
+
+    import tiermem
+    from tiermem.precision import DTYPES
+
+    transformers = importlib.import_module("transformers")
+    torch.manual_seed(0)
+    with tiermem.zero.Init(policy=policy, dtype=DTYPES[precision]):
+        model = transformers.AutoModelForCausalLM.from_config(hf_config(shape))
+    model.train()
+    if is_checkpointing:
+        enable_checkpointing(model)
+    return model
+
+
+def _in_lists(model: nn.Module) -> tuple[str, ...]:
+    from torch import nn
+
+    return tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+
+
+def _block_numel(model: nn.Module) -> int:
+    """Elements of the matrices in lists of blocks."""
+    from torch import nn
+
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    params: set[torch.Tensor] = {param for each in lists for param in each.parameters() if param.dim() > 1}
+    return sum(param.numel() for param in params)
+
+
+def _span(event: Event) -> Span:
+    return event.start_ns, event.end_ns
+
+
+def _clipped(spans: Iterable[Span], bounds: Span) -> list[Span]:
+    return [(max(s, bounds[0]), min(e, bounds[1])) for s, e in spans if s < bounds[1] and e > bounds[0]]
+
+
+def _covered(spans: Iterable[Span]) -> float:
+    """How much of time some spans cover together."""
+    covered, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered
+
+
+# ---- Chosen: what a budget leaves open in a run, settled by predicted time before the model is built, as keys of -----
+# its config
+#
+#     measured rates -> forecast/forecast.py, on the model without memory -> config, and a line that says what and why
+#   policy field      grads          tile_numel      tile_buffers                    unit_buffers               host_param_numel
+#     key               tiermem.grads  sub_group_size  offload_optimizer.buffer_count  offload_param.buffer_count  max_in_cpu
+#
+# So a run can be repeated from its config alone. Where the rule's plan is the fastest nothing is set.
+
+_PLACES = {
+    "grads": ("tiermem", "grads"),
+    "tile_numel": ("zero_optimization", "sub_group_size"),
+    "tile_buffers": ("zero_optimization", "offload_optimizer", "buffer_count"),
+    "unit_buffers": ("zero_optimization", "offload_param", "buffer_count"),
+    "host_param_numel": ("zero_optimization", "offload_param", "max_in_cpu"),
+}
+
+
+def choose_config(
+    config: Config, shape: Mapping[str, Any], rates: Rates, compute: Compute
+) -> tuple[Config, str | None]:
+    """The config of a run on one rank with what it leaves open settled, and the line to show; None: nothing to say.
+
+    Raises ValueError for a config that cannot be.
+    """
+
+    from tiermem.config import load_config, resolve_auto
+    from tiermem.forecast import choose
+    from tiermem.swap.accelerator import find_device, is_accelerator
+    from tiermem.tools.planned import meta_model
+    from tiermem.tools.train_job import ModelSizes
+
+    loaded = resolve_auto(load_config(config), ModelSizes.of(shape).hidden)
+    policy = loaded.policy()
+    if policy.host_bytes is None:
+        return config, None
+    model, is_gpu = meta_model(shape, loaded.precision), is_accelerator(find_device())
+    try:
+        choice = choose(model, policy, rates, compute, is_gpu=is_gpu, num_micro=loaded.batch(1).accumulation)
+    except ValueError:
+        return config, None  # nothing fits: building the model says why
+    return with_choice(config, choice.chosen.fields), str(choice)
+
+
+def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
+    """The config with chosen fields of the policy as keys of its own."""
+    from tiermem.config.io import STATES_PER_TILE
+    from tiermem.policy import Tier
+
+    found: Any = copy.deepcopy(config)
+    for name, value in fields.items():
+        place = found
+        *path, key = _PLACES[name]
+        for section in path:
+            place = place.setdefault(section, {})
+        if isinstance(value, Tier):
+            place[key] = "nvme" if value is Tier.NVME else "cpu"
+        else:
+            place[key] = value * STATES_PER_TILE if name == "tile_buffers" else value
+    return dict(found)
+
+
+# ---- Prediction: what a training is expected to take, said before its first step; reports.py holds it against --------
+# what it took
+#
+#     maths     a small copy of the model, trained for a moment in the trainer's own process before the model is built
+#               (prediction.py), where the cap leaves room for it
+#     disk      the rates measured at the start, summed over the file systems that the paths lie on (files.py)
+#     bytes     the plan and the forecast: nothing is measured
+#     memory    resident after the imports (measured) + the store (planned) + activations (train_job.py's arithmetic); of an
+#               accelerator: what the plan keeps there, units present at once, activations
+#
+# The trainer sends it as JSON; a prediction that cannot be made says why in `not_made`.
 
 _KERNEL_ROOM_BYTES = 16  # per parameter that is stepped to measure
 _LEAST_KERNEL_NUMEL = 1 << 20

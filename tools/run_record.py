@@ -1,26 +1,230 @@
-"""RunRecord: everything a run told, kept small, and saved as runs/<id>/run.json for pictures and comparisons.
-
-It hears the launcher (memory samples) and the channel (phases, steps, counts) and keeps bounded lists of both. Floats are
-written so that they read back to the bit: two runs are equal when their `losses` are.
-"""
+"""RunRecord: everything a run told, kept small and saved as runs/<id>/run.json; its timeline, trace and device memory."""
 
 from __future__ import annotations
 
 import datetime
+import gc
 import itertools
 import json
 import os
 import platform
+import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiermem.swap import durable
-from tiermem.tools.channel import Message
-from tiermem.tools.counts import IoCounts, disagreements
-from tiermem.tools.device_memory import planned_bytes
-from tiermem.tools.launcher import Observer, Outcome, Sample
+from tiermem.tools.bench.files import IoCounts, disagreements
+from tiermem.tools.launcher import Job, Message, Observer, Outcome, Sample
+from tiermem.tools.words import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+
+# ---- Timeline: a run's events as lanes, and within a lane as rows of events that do not overlap ----------------------
+#
+# Transfers under way at once share a lane; a picture or a trace viewer needs them side by side. Rows are filled first
+# fit in order of start: a lane has as many rows as transfers were ever under way together.
+
+PHASES = ("forward", "backward", "step")
+LANES = (*PHASES, "compute", "check", "read", "write", "gather", "reduce", "wait")
+
+
+class Span(NamedTuple):
+    """One event as a file holds it: CLOCK_MONOTONIC nanoseconds."""
+
+    lane: str
+    name: str
+    start_ns: int
+    end_ns: int
+    num_bytes: int
+
+
+def read_spans(file: Path) -> list[Span]:
+    """The events of a run, in order of start; empty when the run left none."""
+    if not file.exists():
+        return []
+    with open(file, encoding="utf-8") as lines:
+        return sorted((Span(*json.loads(line)) for line in lines), key=lambda span: span.start_ns)
+
+
+def lanes_of(spans: Iterable[Span]) -> dict[str, list[Span]]:
+    """Spans by lane, in the order of LANES, then others by name; lanes without spans are absent."""
+    lanes: dict[str, list[Span]] = {}
+    for span in spans:
+        lanes.setdefault(span.lane, []).append(span)
+    known = {lane: i for i, lane in enumerate(LANES)}
+    return {lane: lanes[lane] for lane in sorted(lanes, key=lambda lane: (known.get(lane, len(known)), lane))}
+
+
+def rows_of(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spans of one lane, in order of start, split into rows without overlap."""
+    rows: list[list[Span]] = []
+    for span in spans:
+        row = next((row for row in rows if row[-1].end_ns <= span.start_ns), None)
+        if row is None:
+            rows.append([span])
+        else:
+            row.append(span)
+    return rows
+
+
+def within(spans: Iterable[Span], start_ns: int, end_ns: int) -> list[Span]:
+    """Spans that overlap a stretch of time, cut to it."""
+    return [
+        span._replace(start_ns=max(span.start_ns, start_ns), end_ns=min(span.end_ns, end_ns))
+        for span in spans
+        if span.end_ns > start_ns and span.start_ns < end_ns
+    ]
+
+
+# ---- A run's events as a Chrome trace: trace.json opens in Perfetto (ui.perfetto.dev) or chrome://tracing ------------
+#
+# Each lane's rows become threads of one process, so that transfers under way together lie side by side. Source: "Trace
+# Event Format", complete events ("X"), microseconds.
+
+_PROCESS = 1
+
+
+def write_trace(file: Path, spans: Sequence[Span]) -> None:
+    """Writes all spans, the first at time zero."""
+    origin = min((span.start_ns for span in spans), default=0)
+    events: list[dict[str, Any]] = [_about("process_name", 0, name="tiermem")]
+    thread = 0
+    for lane, members in lanes_of(spans).items():
+        for number, row in enumerate(rows_of(members)):
+            thread += 1
+            events.append(_about("thread_name", thread, name=lane if number == 0 else f"{lane} {number + 1}"))
+            events.append(_about("thread_sort_index", thread, sort_index=thread))
+            events += [_complete(span, thread, origin) for span in row]
+    file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n", encoding="utf-8")
+
+
+def _complete(span: Span, thread: int, origin: int) -> dict[str, Any]:
+    duration = span.end_ns - span.start_ns
+    arguments: dict[str, Any] = {}
+    if span.num_bytes:
+        arguments = {"bytes": span.num_bytes, "GB/s": round(span.num_bytes / max(duration, 1), 3)}
+    return {
+        "ph": "X",
+        "cat": span.lane,
+        "name": span.name,
+        "pid": _PROCESS,
+        "tid": thread,
+        "ts": (span.start_ns - origin) / 1e3,
+        "dur": duration / 1e3,
+        "args": arguments,
+    }
+
+
+def _about(kind: str, thread: int, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": thread, "args": arguments}
+
+
+# ---- DeviceMemory: what a run takes of its accelerator's memory, as figures and as words -----------------------------
+#
+#     allocated   bytes of tensors                     reserved   what torch has from the driver for them, its cache included
+#     free        what could still be allocated        total      the whole card
+#
+# The figures travel as `device_memory` in messages and in run.json; a run on the CPU has no such key, and prints no
+# such line.
+
+Figures = dict[str, Any]
+
+
+class OutOfDeviceMemory(RuntimeError):
+    """The accelerator's memory does not hold what the run needs; the message says what to change."""
+
+
+def device_fields(device: torch.device | None = None) -> dict[str, Figures]:
+    """`device_memory` and its figures, for a message; empty on the CPU. None: the device that this process computes on."""
+    from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator, usage
+
+    device = device or find_device()
+    if not is_accelerator(device):
+        return {}
+    free, total = free_and_total(device)
+    return {
+        "device_memory": {**usage(device)._asdict(), "free_bytes": free, "total_bytes": total, "device": str(device)}
+    }
+
+
+def forget_peak() -> None:
+    """Gives back what a measurement has cached on the accelerator, so that peaks are those of what comes now."""
+    from tiermem.swap.accelerator import find_device, is_accelerator, reset_peak
+
+    device = find_device()
+    if is_accelerator(device):
+        gc.collect()
+        reset_peak(device)
+
+
+def describe_device(figures: Mapping[str, Any]) -> str:
+    """Now, at the peak, and the card: on one line."""
+    now, reserved, peak, peak_reserved, total = (
+        format_bytes(figures[f"{key}_bytes"])
+        for key in ("allocated", "reserved", "peak_allocated", "peak_reserved", "total")
+    )
+    return f"{figures['device']} {now} ({reserved} reserved) of {total}, peak {peak} ({peak_reserved})"
+
+
+def planned_bytes(plan: Sequence[Sequence[Any]]) -> int:
+    """Bytes that a plan's rows (what, tier, bytes, why) have on DEVICE."""
+    return sum(num_bytes for _, tier, num_bytes, _ in plan if tier == "DEVICE")
+
+
+def out_of_memory_in(error: BaseException | None) -> torch.OutOfMemoryError | None:
+    """The device's refusal that an error is, or was raised because of; None for any other error."""
+    import torch
+
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, torch.OutOfMemoryError):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def explain_out_of_memory(
+    refusal: BaseException, figures: Mapping[str, Any], plan: Sequence[Sequence[Any]] | None, phase: str, job: Job
+) -> str:
+    """One sentence: what was asked for and when, what is reserved, what the plan has on DEVICE, what to change."""
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(refusal))
+    wanted = f"{asked[1]} more were wanted" if asked else "more was wanted"
+    reserved, allocated, total, free = (
+        format_bytes(figures[f"{key}_bytes"]) for key in ("reserved", "allocated", "total", "free")
+    )
+    rests = "" if plan is None else f"; the plan keeps {format_bytes(planned_bytes(plan))} on DEVICE{_rows(plan)}"
+    return (
+        f"{figures['device']} has no memory left in {phase}: {wanted}, torch has reserved {reserved} of {total} ({allocated} "
+        f"in tensors) and {free} are free{rests}: {_remedy(job, is_made=plan is not None)}"
+    )
+
+
+def _rows(plan: Sequence[Sequence[Any]]) -> str:
+    rows = [f"{what} {format_bytes(num_bytes)}" for what, tier, num_bytes, _ in plan if tier == "DEVICE"]
+    return f" ({', '.join(rows)})" if rows else ""
+
+
+def _remedy(job: Job, is_made: bool) -> str:
+    """What would take less: of activations too, once the model is made."""
+    smaller = [f"a --batch below {job.batch}"] if is_made and job.batch > 1 else []
+    smaller += [f"a --seq below {job.seq}"] if is_made else ["a smaller model"]
+    smaller += ["--checkpointing"] if is_made and not job.is_checkpointing else []
+    zero = job.config.get("zero_optimization") or {}
+    offloads = [zero.get(f"offload_{what}") or {} for what in ("param", "optimizer")]
+    if not all(section.get("device") in ("cpu", "nvme") for section in offloads):
+        smaller += ["--offload cpu"]
+    return f"give {', '.join(smaller[:-1])}{' or ' * (len(smaller) > 1)}{smaller[-1]}"
+
+
+# ---- RunRecord: everything a run told, kept small, and saved as runs/<id>/run.json for pictures and comparisons ------
+#
+# It hears the launcher (memory samples) and the channel (phases, steps, counts) and keeps bounded lists of both. Floats
+# are written so that they read back to the bit: two runs are equal when their `losses` are.
 
 _MAX_SAMPLES = 4096
 _MAX_PHASES = 20_000

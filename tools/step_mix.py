@@ -24,8 +24,8 @@ from typing import NamedTuple, TypeVar
 
 from tiermem.swap.direct import open_unnamed, preallocate
 from tiermem.swap.passes import Passes
-from tiermem.swap.settings import IoSettings
-from tiermem.tools.byte_size import format_bytes
+from tiermem.swap.queue import IoSettings
+from tiermem.tools.words import format_bytes
 
 STEP_BYTES, FETCH_BYTES = 26, 4
 _MIXED_PART = 0.7  # of a turn's time; the rest reads

@@ -20,20 +20,14 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from tiermem.swap.run_folder import remove_dead_runs
-from tiermem.tools.channel import Message
-from tiermem.tools.chrome_trace import write_trace
-from tiermem.tools.endurance import lines_of_run
-from tiermem.tools.job import Job
-from tiermem.tools.launcher import CHANNEL_FD, CHILD_ENVIRONMENT, Observer, Sample, launch
+from tiermem.tools.bench.peers.runs import Peer, list_peers
+from tiermem.tools.launcher import CHANNEL_FD, CHILD_ENVIRONMENT, Job, Message, Observer, Sample, launch
+from tiermem.tools.machine import lines_of_run
 from tiermem.tools.memory_limit import open_limit
-from tiermem.tools.peers import Peer, list_peers
-from tiermem.tools.progress import Progress
-from tiermem.tools.reports import peers_table, plan_table, predicted_table, result_table
-from tiermem.tools.resumed import Resumed, find_resumed, with_saved
-from tiermem.tools.run_record import RunRecord, save_json, stamp
-from tiermem.tools.timeline import read_spans
+from tiermem.tools.reports import Progress, peers_table, plan_table, predicted_table, result_table
+from tiermem.tools.run_record import RunRecord, read_spans, save_json, stamp, write_trace
 from tiermem.tools.train_job import make_job
-from tiermem.tools.train_options import TrainOptions
+from tiermem.tools.train_options import Resumed, TrainOptions, find_resumed, with_saved
 
 EXIT_FAILED, EXIT_USER, EXIT_COUNTS, EXIT_INTERRUPTED, EXIT_KILLED = 1, 2, 3, 130, 137
 

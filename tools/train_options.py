@@ -1,10 +1,15 @@
-"""TrainOptions: what `tiermem train` was asked for, before anything is looked at."""
+"""TrainOptions: what `tiermem train` was asked for, as a config, and what `--resume` adds to it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+
+# ---- TrainOptions: what `tiermem train` was asked for, before anything is looked at ----------------------------------
 
 DEFAULT_STEPS, DEFAULT_SEQ, DEFAULT_SEED = 10, 128, 0
 
@@ -45,3 +50,223 @@ class TrainOptions:
     peer_python: Path | None = None
     is_debug: bool = False
     command: Sequence[str] = ()
+
+
+# ---- The DeepSpeed-style config that `tiermem train`'s options stand for, or the one a user brings -------------------
+#
+# Options and a config file are two ways to say one thing: what the file decides cannot be given as an option as well.
+
+Config = dict[str, Any]
+
+PRECISIONS = ("bf16", "fp32", "fp16")
+OFFLOADS = ("none", "cpu", "nvme")
+STATES = ("exact", "compact", "bf16", "tiny")  # the presets of tiermem/precision.py, which imports torch
+DURABILITIES = ("checkpoint", "step", "none")
+CLIPPING = 1.0
+DEFAULT_LR = 1e-4
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def make_config(
+    offload: str,
+    precision: str,
+    lr: float,
+    batch: int,
+    nvme_paths: Sequence[Path],
+    resident_bytes: int | None = None,
+    states: str | None = None,
+    durability: str | None = None,
+    keep: int | None = None,
+) -> Config:
+    """AdamW with clipping; parameters and optimizer states at home on `offload`. Raises ValueError."""
+    if offload not in OFFLOADS:
+        raise ValueError(f"--offload is {offload!r}; allowed are {', '.join(OFFLOADS)}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"--precision is {precision!r}; allowed are {', '.join(PRECISIONS)}")
+    if states is not None and states not in STATES:
+        raise ValueError(f"--states is {states!r}; allowed are {', '.join(STATES)}")
+    if durability is not None and durability not in DURABILITIES:
+        raise ValueError(f"--durability is {durability!r}; allowed are {', '.join(DURABILITIES)}")
+    if resident_bytes and offload != "nvme":
+        raise ValueError(f"--resident keeps a part of what rests on NVMe in memory; with --offload {offload} all is")
+    target: Config = {"device": offload}
+    if offload == "nvme":
+        target["nvme_path"] = [str(path) for path in nvme_paths]
+    config: Config = {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.0}},
+        "gradient_clipping": CLIPPING,
+        "zero_optimization": {"stage": 3, "offload_param": dict(target), "offload_optimizer": dict(target)},
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    own = {"resident_bytes": resident_bytes, "precision": states, "durability": durability, "keep": keep}
+    own = {key: value for key, value in own.items() if value is not None}
+    return {**config, "tiermem": own} if own else config
+
+
+def read_config(file: Path, given_options: Sequence[str], batch: int) -> Config:
+    """A user's config file; `given_options` are those given that it decides.
+
+    Raises OSError, or ValueError: not JSON, or two sources for one thing.
+    """
+    if given_options:
+        raise ValueError(f"{', '.join(given_options)}: --deepspeed-config decides this; change {file} instead")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    if not any(key in config for key in _BATCH_KEYS):
+        config["train_micro_batch_size_per_gpu"] = batch
+    return config
+
+
+def nvme_folders(config: Mapping[str, Any]) -> list[str]:
+    """Folders that states may rest in, in every form that a config has for them; each once. For a config not yet checked."""
+    zero = config.get("zero_optimization")
+    sections = [zero.get(name) for name in ("offload_param", "offload_optimizer")] if isinstance(zero, dict) else []
+    in_use = [each for each in sections if isinstance(each, dict) and each.get("device") == "nvme"]
+    own = own_folders(config)
+    if own and in_use:
+        return own
+    return list(dict.fromkeys(folder for each in in_use for folder in _folders(each.get("nvme_path"))))
+
+
+def own_folders(config: Mapping[str, Any]) -> list[str]:
+    """The folders of `tiermem.paths`."""
+    own = config.get("tiermem")
+    return _folders(own.get("paths")) if isinstance(own, dict) else []
+
+
+def with_host_bytes(config: Config, host_bytes: int) -> Config:
+    """The config with a budget of host memory, unless it names one itself."""
+    own = {"host_bytes": host_bytes, **config.get("tiermem", {})}
+    return {**config, "tiermem": own}
+
+
+def precision_of(config: Mapping[str, Any]) -> str:
+    """What the model computes in."""
+    for name, aliases in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",))):
+        if any(config.get(alias, {}).get("enabled") for alias in aliases):
+            return name
+    return "fp32"
+
+
+def _folders(paths: object) -> list[str]:
+    several = paths if isinstance(paths, list) else [paths]
+    found = [each.get("path") if isinstance(each, dict) else each for each in several]
+    return [each for each in found if isinstance(each, str)]
+
+
+# ---- Resumed: where `tiermem train --resume DIR` goes on from, and what it takes from there that is not said ---------
+# again
+#
+#     DIR          what `--save` was given, one of its tags, a run's folder (runs/<id>) or a store's: its newest durable step
+#     options      of the run that saved it: data, sizes, precision, learning rate, homes ...; what is given again wins
+#     shape        its model's; weights and states come from the step
+#
+# The trainer saves them beside the states, as the client state, under CLIENT_KEY.
+
+CLIENT_KEY = "tiermem train"
+CHECKPOINTS = "checkpoints"
+"""The folder in a run's own that checkpoints go to unless `--save` names another."""
+
+_PATHS = ("data", "nvme")
+_DECIDED_BY_CONFIG = ("offload", "nvme", "precision", "states", "lr", "batch", "resident_bytes", "durability", "keep")
+_CARRIED = (*_DECIDED_BY_CONFIG, "data", "steps", "seq", "seed", "memory_bytes", "threads", "save_every")
+
+
+class Resumed(NamedTuple):
+    """A durable step to go on from."""
+
+    place: Path  # what load_checkpoint is given
+    step: int
+    name: str  # of the run
+    shape: dict[str, Any]
+    config: dict[str, Any] | None  # of a run that was given one
+    options: dict[str, Any]
+
+
+def options_to_save(
+    options: TrainOptions, name: str, shape: dict[str, Any], config: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What a run saves of itself, as JSON."""
+    kept = {field: getattr(options, field) for field in _CARRIED}
+    kept |= {field: [str(path.absolute()) for path in kept[field]] for field in _PATHS}
+    return {"name": name, "shape": shape, "config": config, "is_checkpointing": options.is_checkpointing, **kept}
+
+
+def options_of_model(name: str, shape: dict[str, Any]) -> dict[str, Any]:
+    """What makes another program's checkpoint one to go on from: its model. All else is said when it is resumed, or default."""
+    return {"name": name, "shape": shape, "config": None, "is_checkpointing": False, **dict.fromkeys(_CARRIED)}
+
+
+def find_resumed(where: Path) -> Resumed:
+    """The newest durable step of a place. Raises OSError when there is none; ValueError for one that is not whole, or that
+    another program saved."""
+    from tiermem.checkpoint.opening.source import Source  # imports torch
+
+    found: list[tuple[int, Path, Any]] = []
+    for place in _places(where):
+        with Source.open(place) as source:
+            client = source.manifest.client_state
+            found.append((source.manifest.step, source.place, client))
+    step, place, client = max(found, key=lambda each: each[0])
+    saved = client.get(CLIENT_KEY) if isinstance(client, dict) else None
+    if not isinstance(saved, dict):
+        raise ValueError(
+            f"--resume: {place} was not saved by tiermem train, so it does not say how to go on; open it with "
+            "engine.load_checkpoint"
+        )
+    try:
+        options = {field: saved[field] for field in (*_CARRIED, "is_checkpointing")}
+        return Resumed(place, step, str(saved["name"]), dict(saved["shape"]), saved["config"], options)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"--resume: {place}: what tiermem train saved of itself is not complete: {error}") from error
+
+
+def with_saved(options: TrainOptions, resumed: Resumed) -> TrainOptions:
+    """The options, those that were not given taken from the run that saved. Raises ValueError when no step is left."""
+    names = set(_CARRIED)
+    if options.deepspeed_config is not None or resumed.config is not None:
+        names -= set(_DECIDED_BY_CONFIG)
+    if options.offload is not None:
+        names -= {"offload", "nvme", "resident_bytes"}
+    taken: dict[str, Any] = {}
+    for name in names:
+        if getattr(options, name) in (None, ()) and resumed.options[name] is not None:
+            saved = resumed.options[name]
+            taken[name] = tuple(Path(each) for each in saved) if name in _PATHS else saved
+    both = options.is_checkpointing or bool(resumed.options["is_checkpointing"])
+    found = dataclasses.replace(options, is_checkpointing=both, **taken)
+    if found.steps is not None and found.steps <= resumed.step:
+        raise ValueError(
+            f"--resume: {resumed.place} has {resumed.step} steps behind it, and --steps counts from the first: give more than "
+            f"{resumed.step}, not {found.steps}"
+        )
+    return found
+
+
+def _places(where: Path) -> list[Path]:
+    """What may hold a durable step there."""
+    from tiermem.checkpoint.format.finding import NothingSaved, find
+
+    if not where.exists():
+        raise FileNotFoundError(2, "--resume: there is no such folder", str(where))
+
+    def holds_steps(place: Path) -> bool:
+        with contextlib.suppress(NothingSaved):
+            return bool(find(place))
+        return False
+
+    stores = [each for each in sorted(where.glob("tiermem-*")) if each.is_dir() and holds_steps(each)]
+    if len(stores) > 1:
+        names = ", ".join(each.name for each in stores)
+        raise ValueError(f"--resume: {where} holds the stores of several runs: name one of {names}")
+    found = [each for each in (where, where / CHECKPOINTS) if each.exists() and holds_steps(each)] + stores
+    if not found:
+        find(where)  # raises what is missing there
+    return found

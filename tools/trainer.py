@@ -24,25 +24,28 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from tiermem.tools.budget import Budget, plan_budget, state_bytes
-from tiermem.tools.channel import Channel
-from tiermem.tools.chosen import choose_config
+from tiermem.tools.bench.files import IoCounts, counts_at_rest, kernel_counts, store_counts, written_by_path
 from tiermem.tools.corpus import Corpus
-from tiermem.tools.counts import IoCounts, counts_at_rest, kernel_counts, store_counts, written_by_path
-from tiermem.tools.device_memory import (
+from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, own_resident
+from tiermem.tools.prediction import (
+    Measured,
+    build_model,
+    choose_config,
+    hf_config,
+    measure,
+    predict,
+    rates_of,
+    transformers,
+)
+from tiermem.tools.run_record import (
     OutOfDeviceMemory,
     device_fields,
     explain_out_of_memory,
     forget_peak,
     out_of_memory_in,
 )
-from tiermem.tools.heap import give_back_free_memory, large_blocks_mapped
-from tiermem.tools.job import Job
-from tiermem.tools.prediction import Measured, measure, predict, rates_of
-from tiermem.tools.process_tree import own_resident
-from tiermem.tools.resumed import CLIENT_KEY
-from tiermem.tools.train_config import Config, precision_of, with_host_bytes
-from tiermem.tools.trained_model import build_model, hf_config, transformers
+from tiermem.tools.train_job import Budget, plan_budget, state_bytes
+from tiermem.tools.train_options import CLIENT_KEY, Config, precision_of, with_host_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -165,8 +168,8 @@ class Trainer:
         """The rates of the paths' disks, in their own short-lived memory: far below what training takes."""
         if not self._job.nvme_paths:
             return None
-        from tiermem.swap.probe import probe_path
-        from tiermem.tools.disk_rate import measure_disks
+        from tiermem.swap.direct import probe_path
+        from tiermem.tools.bench.files import measure_disks
 
         self._channel.phase("measuring the disk")
         folders = [Path(path) for path in self._job.nvme_paths]
@@ -232,7 +235,7 @@ class Trainer:
     def _train(self, engine: Engine) -> None:
         import torch
 
-        from tiermem.tools.dataset import TokenDataset
+        from tiermem.tools.corpus import TokenDataset
 
         job = self._job
         dataset = TokenDataset(Corpus([Path(path) for path in job.data], job.seq, job.seed))
@@ -341,8 +344,8 @@ def _import_all(job: Job) -> None:
     import torch
 
     import tiermem.engine
-    import tiermem.tools.dataset
-    import tiermem.zero.building.init  # noqa: F401
+    import tiermem.tools.corpus
+    import tiermem.zero.init  # noqa: F401
 
     transformers().logging.set_verbosity_error()
     if job.threads is not None:

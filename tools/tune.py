@@ -1,39 +1,247 @@
-"""`tiermem tune`: the settings of the queue that suit some paths, found in under a minute and written as a config section.
-
-    prepare   an unnamed file on each path, written once                                            a tenth of the time
-    search    engine x block size x depth, by successive halving (halving.py, step_mix.py)          most of it
-    verify    the winner against the defaults, in fresh loops that alternate                        a quarter
-    write     {"aio": {...}, "tiermem": {"engine", "paths", "measured"}}; weights are the paths' rates while all were used
-
-The winner is taken when it beats the defaults by a hundredth in the median of the pairs, and in more of them than chance would
-give once in twenty; else the defaults are written, and that is said. Not searched: `single_submit` and `overlap_events`, which
-only cost, and sizes of tiles and units, which follow from the memory at hand. The file's form and use: tuned_file.py.
-"""
+"""`tiermem tune`: the settings of the queue that suit some paths, found in under a minute and written as a config."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-from tiermem.swap.native import ENGINES
+from tiermem.swap.direct import probe_path
+from tiermem.swap.native import ENGINES, Queue
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.probe import probe_path
-from tiermem.swap.settings import IoSettings
-from tiermem.tools.byte_size import format_bytes
-from tiermem.tools.halving import LEAST_TURN_S, MOST_TURN_S, Standing, halve, thin
-from tiermem.tools.io_grid import candidates_of, default_of, describe, engines_that_run
+from tiermem.swap.queue import IoSettings
 from tiermem.tools.machine import machine_facts
 from tiermem.tools.run_record import save_json
 from tiermem.tools.step_mix import Refused, StepMix, Turn
-from tiermem.tools.tuned_file import MADE_BY, check_out, section_of
+from tiermem.tools.words import check_outputs, format_bytes
+
+# ---- Halving: the best of many candidates in a given time. All are tried a little, the worse half goes, the rest -----
+# is tried more
+#
+#     round 1    64 candidates, a turn each      -> 32 stay
+#     round 2    32 candidates, some turns each  -> 16 stay
+#     ...                                           1
+#
+# The time is divided over the rounds up front. Turns of one round are interleaved, each sweep over the candidates in an
+# order of its own, so that what drifts while they run is shared by all. A candidate's cost is the median of its turns,
+# in all rounds: one bad turn does not end it. Knows nothing of what a candidate is.
+
+T = TypeVar("T")
+
+LEAST_TURN_S, MOST_TURN_S = 0.04, 0.25
+_TURNS_OF_ROUND = 3  # aimed at: a turn is a third of what a round leaves to a candidate
+
+
+@dataclasses.dataclass
+class Standing(Generic[T]):
+    """A candidate and what its turns cost; infinite for one that cannot run."""
+
+    candidate: T
+    costs: list[float]
+    num_rounds: int = 0
+
+    @property
+    def cost(self) -> float:
+        """The median; infinite before the first turn."""
+        return statistics.median(self.costs) if self.costs else math.inf
+
+
+def halve(
+    candidates: Sequence[T],
+    measure: Callable[[T, float], float],
+    seconds: float,
+    on_round: Callable[[int, int, int], None] = lambda number, num_rounds, num_left: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Standing[T]]:
+    """Ranks the candidates, the winner first, then those that stayed longest.
+
+    Every candidate has at least one turn; after that the time is kept to, but for the turn under way when it ends.
+
+    Args:
+        measure: gives a candidate a turn of about so many seconds and returns its cost, less is better.
+        seconds: for all of it.
+        on_round: told the round, their number and the candidates left, before each begins.
+        clock: seconds; a test brings its own.
+    """
+    if not candidates:
+        raise ValueError("no candidates")
+    shuffler = random.Random(0)
+    standings = [Standing(each, []) for each in candidates]
+    left = list(standings)
+    deadline = clock() + seconds
+    num_rounds = math.ceil(math.log2(len(candidates)))
+    for number in range(num_rounds):
+        on_round(number + 1, num_rounds, len(left))
+        round_s = (deadline - clock()) / (num_rounds - number)
+        _play(left, measure, round_s, deadline, shuffler, clock)
+        left = sorted(left, key=lambda standing: standing.cost)[: -(-len(left) // 2)]
+    return sorted(standings, key=lambda standing: (standing is not left[0], -standing.num_rounds, standing.cost))
+
+
+def thin(candidates: Sequence[T], turn_s: Callable[[T], float], seconds: float) -> list[T]:
+    """Every second candidate, as often as needed until a turn for each fits; at least two, in their order."""
+    kept = list(candidates)
+    while len(kept) > 3 and sum(map(turn_s, kept)) > seconds:
+        kept = kept[::2]
+    return kept
+
+
+def _play(
+    left: Sequence[Standing[T]],
+    measure: Callable[[T, float], float],
+    round_s: float,
+    deadline: float,
+    shuffler: random.Random,
+    clock: Callable[[], float],
+) -> None:
+    """One round: sweeps over the candidates until its time is over, so that all have the same number of turns."""
+    turn_s = min(MOST_TURN_S, max(LEAST_TURN_S, round_s / (_TURNS_OF_ROUND * len(left))))
+    start, sweep_s = clock(), 0.0
+    for standing in left:
+        standing.num_rounds += 1
+    while not all(standing.costs for standing in left) or clock() - start + sweep_s <= round_s:
+        began = clock()
+        for standing in shuffler.sample(left, len(left)):
+            if standing.costs and clock() >= deadline:
+                return
+            standing.costs.append(measure(standing.candidate, turn_s))
+        sweep_s = clock() - began
+
+
+# ---- IoGrid: the settings of the queue that are worth trying: engines that run here x block sizes x depths -----------
+#
+# What is in flight, block size x depth, is kept between 2 and 64 MiB: less starves a disk, more feeds none faster and
+# takes memory from the training. For the threads engine the depth is its number of threads: each serves one block at a
+# time.
+
+BLOCKS = tuple(256 << 10 << power for power in range(6))  # 256 KiB to 8 MiB
+DEPTHS = (4, 8, 16, 32, 64, 128)
+_MOST_THREADS = 32
+_LEAST_WINDOW_BYTES, _MOST_WINDOW_BYTES = 2 << 20, 64 << 20
+
+
+def engines_that_run(asked: Sequence[str]) -> list[str]:
+    """The engines to try: those named, or for "auto" all that run here. Raises OSError for a named one that does not."""
+    found = []
+    for name in ENGINES:
+        if name == "auto" or not {name, "auto"} & set(asked):
+            continue
+        try:
+            Queue(name).close()
+        except OSError:
+            if name in asked:
+                raise
+            continue
+        found.append(name)
+    return found
+
+
+def default_of(engines: Sequence[str]) -> IoSettings:
+    """The settings without tuning, on the engine they would take, or on the first that was asked for."""
+    queue = Queue("auto")
+    queue.close()
+    return IoSettings() if queue.engine in engines else IoSettings(engine=engines[0])
+
+
+def candidates_of(engines: Sequence[str], file_bytes: int, default: IoSettings) -> list[IoSettings]:
+    """The grid: what a disk may like, engine by engine; the defaults are the last."""
+    grid = [
+        IoSettings(engine, block, depth, threads=depth if engine == "threads" else 1)
+        for engine in engines
+        for block in BLOCKS
+        for depth in DEPTHS
+        if _LEAST_WINDOW_BYTES <= block * depth <= min(_MOST_WINDOW_BYTES, file_bytes // 2)
+        and (engine != "threads" or depth <= _MOST_THREADS)
+    ]
+    taken = default.engine if default.engine != "auto" else engines[0]
+    twin = IoSettings(taken, default.block_bytes, default.depth, threads=1)
+    return [*(each for each in grid if each != twin), default]
+
+
+def describe(io: IoSettings) -> str:
+    """Settings in a few words."""
+    threads = f", {io.threads} threads" if io.engine == "threads" and io.threads else ""
+    return f"{io.engine}, {format_bytes(io.block_bytes)} x {io.depth}{threads}"
+
+
+# ---- Tuned file: what `tiermem tune` writes, and how it knows its own ------------------------------------------------
+#
+#     {
+#         "aio": {"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events"},
+#         "tiermem": {"engine", "paths": [{"path", "weight"}, ...], "measured": {"made_by": "tiermem tune", ...}}
+#     }
+#
+# Two sections of a config, read by `load_config` as they stand and laid over another by `tiermem.with_tuned`; nothing
+# acts on `measured`. A file is overwritten only while it holds what this command wrote and nothing else: a config that
+# was made of it is the user's.
+
+MADE_BY = "tiermem tune"
+_OWN_KEYS = {"engine", "paths", "measured"}
+
+
+def section_of(io: IoSettings, paths: Sequence[NvmePath], measured: dict[str, Any]) -> dict[str, Any]:
+    """The config section that reads back as these settings and paths."""
+    threads = {"intra_op_parallelism": io.threads} if io.threads else {}
+    return {
+        "aio": {
+            "block_size": io.block_bytes,
+            "queue_depth": io.depth // max(1, io.threads),  # of each thread, as the documentation counts
+            **threads,
+            "single_submit": io.single_submit,
+            "overlap_events": io.overlap_events,
+        },
+        "tiermem": {
+            "engine": io.engine,
+            "paths": [
+                {"path": str(each.path), **({"weight": each.weight} if each.weight is not None else {})}
+                for each in paths
+            ],
+            "measured": measured,
+        },
+    }
+
+
+def check_out(file: Path) -> None:
+    """Sees that the file can be written: that it is not there, or is what this command wrote and nobody has added to.
+
+    Raises FileExistsError, FileNotFoundError or PermissionError.
+    """
+    if not _is_ours(file):
+        check_outputs([file], MADE_BY)
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether a file is there, was made by this command and holds nothing that it does not write."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        own = content["tiermem"]
+        is_marked = own["measured"]["made_by"] == MADE_BY
+    except (OSError, ValueError, KeyError, TypeError):  # not there, not readable, or something else
+        return False
+    return bool(is_marked and set(content) == {"aio", "tiermem"} and set(own) == _OWN_KEYS)
+
+
+# ---- `tiermem tune`: the settings of the queue that suit some paths, found in under a minute and written as a --------
+# config section
+#
+#     prepare   an unnamed file on each path, written once                                            a tenth of the time
+#     search    engine x block size x depth, by successive halving (tune.py, step_mix.py)          most of it
+#     verify    the winner against the defaults, in fresh loops that alternate                        a quarter
+#     write     {"aio": {...}, "tiermem": {"engine", "paths", "measured"}}; weights are the paths' rates while all were used
+#
+# The winner is taken when it beats the defaults by a hundredth in the median of the pairs, and in more of them than
+# chance would give once in twenty; else the defaults are written, and that is said. Not searched: `single_submit` and
+# `overlap_events`, which only cost, and sizes of tiles and units, which follow from the memory at hand. The file's form
+# and use: tune.py.
 
 _LEAST_FILE_BYTES = 8 << 20
 _PREPARE_PART, _SEARCH_PART, _VERIFY_PART = 0.1, 0.6, 0.25

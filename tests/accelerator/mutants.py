@@ -15,17 +15,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tiermem.optim.sharded import ShardedModel
-from tiermem.optim.tile_moves import TileMoves
+from tiermem.optim.tile import TileMoves
 from tiermem.swap.accelerator import PageLock
 from tiermem.swap.arena import Arena
 from tiermem.zero import hooks, shards
-from tiermem.zero.gradients.grad_store import GradientStore
+from tiermem.zero.gradient_store import GradientStore
 from tiermem.zero.hooks import Hooks
-from tiermem.zero.weights.arrival import Arrival
-from tiermem.zero.weights.live import LiveUnit
-from tiermem.zero.weights.memory import UnitMemory
-from tiermem.zero.weights.residency import Residency
-from tiermem.zero.weights.values import Values
+from tiermem.zero.prefetcher import Residency
+from tiermem.zero.unit_state import Arrival, LiveUnit, UnitMemory
+from tiermem.zero.values import Values
 
 
 class Mutant(NamedTuple):

@@ -46,6 +46,12 @@ def test_a_mutant_is_seen(name: str, tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_two_ranks_compute_the_same_under_every_schedule(tmp_path: Path) -> None:
     for found in launch(
-        HERE / "parity_on_ranks.py", 2, tmp_path, BOTH, "none", *(f"random:{seed}" for seed in range(20)), timeout_s=1800
+        HERE / "parity_on_ranks.py",
+        2,
+        tmp_path,
+        BOTH,
+        "none",
+        *(f"random:{seed}" for seed in range(20)),
+        timeout_s=1800,
     ):
         assert {name: apart for name, apart in found.items() if apart} == {}

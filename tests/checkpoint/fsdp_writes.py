@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from launch import as_rank
 
+from tiermem.checkpoint.interchange.export import export_dcp
 from tiermem.checkpoint.interchange.from_dcp import read_dcp
-from tiermem.checkpoint.interchange.to_dcp import export_dcp
 from tiermem.checkpoint.interchange.write import write_checkpoint
 from tiermem.checkpoint.opening.source import Source
 

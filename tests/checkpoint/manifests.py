@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.crc import crc32c
+from tiermem.checkpoint.format.fields import crc32c
 from tiermem.checkpoint.format.manifest import Manifest, Parameter, Part, PartFile, Piece, Pointer, states_of
 
 RUN = "0123456789ab"

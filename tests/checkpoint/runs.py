@@ -14,8 +14,8 @@ from torch import nn
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
-from tiermem.checkpoint.format.cover import cover
-from tiermem.checkpoint.format.crc import crc32c
+from tiermem.checkpoint.format.fields import crc32c
+from tiermem.checkpoint.format.finding import cover
 from tiermem.checkpoint.format.manifest import Manifest, Part, parse_manifest, parse_part, parse_pointer
 from tiermem.swap import durable
 

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from tiermem.checkpoint.saving.blocks import Run, checksums, cuts, joined
+from tiermem.checkpoint.saving.pieces import Run, checksums, cuts, joined
 from tiermem.swap.checksum import crc32c
 
 MIB = 1 << 20

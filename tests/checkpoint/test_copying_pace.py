@@ -11,7 +11,8 @@ from runs import model, policy, states_in, train
 import tiermem
 from tiermem import checkpoint
 from tiermem.checkpoint.saving import copies
-from tiermem.checkpoint.saving.copying import Pace
+from tiermem.checkpoint.saving.copies import Pace
+from tiermem.checkpoint.saving.saver import saver_of
 
 
 class Counted(Pace):
@@ -36,10 +37,10 @@ def test_a_copy_behind_rests_until_it_is_awaited(tmp_path: Path, monkeypatch: py
         train(made, optimizer, 1)
         checkpoint.save(shards, optimizer, out, "here")
         checkpoint.save(shards, optimizer, out, "copy", copy=True)
-        pace = shards.saver._copies._pace  # type: ignore[union-attr]
+        pace = saver_of(shards)._copies._pace
         assert isinstance(pace, Counted)
         train(made, optimizer, 2)
-        assert shards.saver._copies.is_under_way and not (out / "copy" / "tiermem.json").exists()  # type: ignore[union-attr]
+        assert saver_of(shards)._copies.is_under_way and not (out / "copy" / "tiermem.json").exists()
         assert pace.num_rests <= 1
         checkpoint.wait(shards)
         assert pace.num_rests >= 1

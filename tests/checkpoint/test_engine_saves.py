@@ -12,7 +12,7 @@ from torch import nn
 
 import tiermem
 from tiermem import checkpoint
-from tiermem.swap.corruption import CorruptionError
+from tiermem.swap.errors import CorruptionError
 
 
 class Blocks(nn.Module):

@@ -11,12 +11,10 @@ from runs import error_of, failing, files_below, model, policy, train
 
 import tiermem
 from tiermem import checkpoint
+from tiermem.checkpoint.interchange.export import export_dcp, export_weights, weights_of
 from tiermem.checkpoint.interchange.from_torch import read_torch
-from tiermem.checkpoint.interchange.to_dcp import export_dcp
-from tiermem.checkpoint.interchange.to_weights import export_weights
-from tiermem.checkpoint.interchange.weights_of import weights_of
 from tiermem.checkpoint.interchange.write import write_checkpoint
-from tiermem.checkpoint.opening.damage import DamagedState
+from tiermem.checkpoint.opening.verified import DamagedState
 
 Export = Callable[[checkpoint.Source, Path], object]
 

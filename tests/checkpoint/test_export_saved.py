@@ -15,10 +15,8 @@ import tiermem
 from checkpoint.test_deepspeed_import import values_of  # isort: skip
 from tiermem import OffloadPolicy, Precision, Tier
 from tiermem.checkpoint import save
+from tiermem.checkpoint.interchange.export import export_dcp, export_weights, weights_of
 from tiermem.checkpoint.interchange.from_dcp import read_dcp
-from tiermem.checkpoint.interchange.to_dcp import export_dcp
-from tiermem.checkpoint.interchange.to_weights import export_weights
-from tiermem.checkpoint.interchange.weights_of import weights_of
 from tiermem.checkpoint.opening.source import Source
 from tiermem.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, zero_to_fp32
 

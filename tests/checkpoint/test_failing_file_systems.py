@@ -33,10 +33,8 @@ from runs import Small, error_of, model, policy, states_in, train
 
 import tiermem
 from tiermem import checkpoint
+from tiermem.checkpoint.interchange.export import export_dcp, export_weights, weights_of
 from tiermem.checkpoint.interchange.from_torch import read_torch
-from tiermem.checkpoint.interchange.to_dcp import export_dcp
-from tiermem.checkpoint.interchange.to_weights import export_weights
-from tiermem.checkpoint.interchange.weights_of import weights_of
 from tiermem.checkpoint.interchange.write import write_checkpoint
 from tiermem.checkpoint.survey import survey
 from tiermem.swap import durable

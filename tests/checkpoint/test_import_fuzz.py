@@ -31,8 +31,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tiermem.checkpoint.interchange.foreign import Foreign
-from tiermem.checkpoint.interchange.opening import read_foreign
-from tiermem.checkpoint.interchange.write import write_checkpoint
+from tiermem.checkpoint.interchange.write import read_foreign, write_checkpoint
 
 POOL: tuple[Any, ...] = (
     None, True, -1, 0, 1, 7, 1.5, float("nan"), float("inf"), 1 << 40, 1 << 63, 10**400, "", "x", "..", "\0", b"x", "F32",

@@ -16,9 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier
-from tiermem.checkpoint.interchange.opening import read_foreign
-from tiermem.checkpoint.interchange.to_dcp import export_dcp
-from tiermem.checkpoint.interchange.write import write_checkpoint
+from tiermem.checkpoint.interchange.export import export_dcp
+from tiermem.checkpoint.interchange.write import read_foreign, write_checkpoint
 from tiermem.checkpoint.opening.loading import load
 from tiermem.checkpoint.opening.source import Source
 from tiermem.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state

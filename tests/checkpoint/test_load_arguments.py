@@ -24,7 +24,7 @@ import tiermem
 from tiermem import checkpoint
 from tiermem.checkpoint.format.fields import seal
 from tiermem.checkpoint.format.finding import NothingSaved
-from tiermem.checkpoint.opening.damage import DamagedState
+from tiermem.checkpoint.opening.verified import DamagedState
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ import pytest
 from manifests import manifest, parts, piece, pointer
 
 from tiermem.checkpoint.format import fields as fields_of_files
-from tiermem.checkpoint.format.cover import cover
-from tiermem.checkpoint.format.crc import crc32c
-from tiermem.checkpoint.format.fields import Fields, seal, unseal
+from tiermem.checkpoint.format.fields import Fields, crc32c, seal, unseal
+from tiermem.checkpoint.format.finding import cover
 from tiermem.checkpoint.format.manifest import (
     ManifestError,
     Parameter,

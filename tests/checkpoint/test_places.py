@@ -11,7 +11,7 @@ from torch import nn
 import tiermem
 from tiermem import OffloadPolicy, Tier
 from tiermem.checkpoint import save
-from tiermem.checkpoint.format.places import written
+from tiermem.checkpoint.format.finding import written
 from tiermem.checkpoint.opening.source import Source
 
 

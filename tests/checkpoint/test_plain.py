@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tiermem.checkpoint.format.fields import ManifestError
-from tiermem.checkpoint.format.plain import decode, encode
+from tiermem.checkpoint.format.fields import ManifestError, decode, encode
 
 
 def there_and_back(value: Any) -> Any:

@@ -13,16 +13,12 @@ import pytest
 import torch
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.saving.blocks import checksums, cuts
-from tiermem.checkpoint.saving.copying import lay_out
-from tiermem.checkpoint.saving.resting import Resting
-from tiermem.checkpoint.saving.rows import joined_rows, rows_of
-from tiermem.checkpoint.saving.stretch import Stretch
-from tiermem.swap.checksum import crc32c
-from tiermem.swap.freeze import Freeze, FrozenPart, FrozenRange
+from tiermem.checkpoint.saving.copies import lay_out
+from tiermem.checkpoint.saving.pieces import Resting, Stretch, checksums, cuts, joined_rows, rows_of
+from tiermem.swap.checksum import Pieces, crc32c
+from tiermem.swap.entry import Freeze, FrozenPart, FrozenRange
 from tiermem.swap.native import Workers
-from tiermem.swap.pieces import Pieces
-from tiermem.swap.record import Recorder
+from tiermem.swap.queue import Recorder
 from tiermem.swap.sums import Sums
 
 MIB, BLOCK = 1 << 20, 4096

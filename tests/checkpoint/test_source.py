@@ -15,9 +15,9 @@ from saved_by_hand import write
 
 from tiermem.checkpoint.format.finding import NothingSaved
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, ManifestError
-from tiermem.checkpoint.opening.damage import DamagedState
 from tiermem.checkpoint.opening.source import Source
-from tiermem.swap.corruption import CorruptionError
+from tiermem.checkpoint.opening.verified import DamagedState
+from tiermem.swap.errors import CorruptionError
 from tiermem.swap.native import Workers, widen_part
 
 NUMEL = 3 * CHECKSUM_BYTES // 4 + 101  # fp32: three blocks and a tail

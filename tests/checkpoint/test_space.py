@@ -15,8 +15,7 @@ from torch import nn
 
 import tiermem
 from tiermem import NvmePath, checkpoint
-from tiermem.checkpoint.space import BLOCK_BYTES, blocks, length
-from tiermem.checkpoint.survey import PathReport, RunReport, Survey, survey
+from tiermem.checkpoint.survey import BLOCK_BYTES, PathReport, RunReport, Survey, blocks, length, survey
 
 WIDTH = 256
 BASE_BYTES = WIDTH * WIDTH * 4

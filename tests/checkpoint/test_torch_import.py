@@ -16,9 +16,8 @@ from checkpoint.test_deepspeed_import import values_of
 from torch import nn
 
 from tiermem.checkpoint.interchange.foreign import Foreign
-from tiermem.checkpoint.interchange.from_torch import read_torch
-from tiermem.checkpoint.interchange.opening import read_foreign
-from tiermem.checkpoint.interchange.torch_files import load_torch
+from tiermem.checkpoint.interchange.from_torch import load_torch, read_torch
+from tiermem.checkpoint.interchange.write import read_foreign
 
 
 class Net(nn.Module):

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tiermem.checkpoint.format.manifest import Pointer
-from tiermem.checkpoint.saving import unfinished
-from tiermem.checkpoint.saving.publish import SavingInto
-from tiermem.checkpoint.saving.unfinished import remove_unfinished
+from tiermem.checkpoint.saving import publish
+from tiermem.checkpoint.saving.publish import SavingInto, remove_unfinished
 
 DATA, PART, MANIFEST = "data-0a1b2c-3-0.bin", "part-0a1b2c-3-1.json", "manifest-0a1b2c-3.json"
 
@@ -62,7 +61,7 @@ def test_folder_that_is_saved_into_stays_until_that_ends(tmp_path: Path) -> None
 
 
 def test_nothing_is_removed_where_another_host_may_be_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unfinished, "is_of_one_host", lambda folder: False)
+    monkeypatch.setattr(publish, "is_of_one_host", lambda folder: False)
     tag = _make(tmp_path / "step3", DATA)
     remove_unfinished(tmp_path)
     assert (tag / DATA).exists()

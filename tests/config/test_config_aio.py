@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tiermem.config import AioConfig, ConfigError, gds, load_config
+from tiermem.config import AioConfig, ConfigError, io, load_config
 from tiermem.policy import IoSettings
 
 
@@ -102,7 +102,7 @@ def test_key_that_is_set_is_reported_as_honoured(key: str, value: Any) -> None:
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiermem.config.gds._has_gpu", lambda: True)
+    monkeypatch.setattr("tiermem.config.io._has_gpu", lambda: True)
 
 
 def kvikio(monkeypatch: pytest.MonkeyPatch, is_compat: bool, is_direct: bool) -> None:
@@ -125,7 +125,7 @@ def refusal() -> str:
 
 
 def test_gds_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiermem.config.gds._has_gpu", lambda: False)
+    monkeypatch.setattr("tiermem.config.io._has_gpu", lambda: False)
     assert "there is no GPU here" in refusal()
 
 
@@ -159,6 +159,6 @@ def test_gds_with_a_kvikio_that_fails_gives_its_words(monkeypatch: pytest.Monkey
 
 
 def test_gds_that_is_not_asked_for_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gds, "why_not", lambda: pytest.fail("looked"))
+    monkeypatch.setattr(io, "why_not", lambda: pytest.fail("looked"))
     assert AioConfig(use_gds=False).use_gds is False
     assert load_config({"aio": {"use_gds": "auto"}}).aio.use_gds is False

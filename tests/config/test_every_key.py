@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_keys import Key, catalogue, every_model
 from key_claims import CLAIMS
 
 from tiermem.config import TiermemConfig, load_config
 from tiermem.config.base import ConfigModel
-from tiermem.config.catalogue import Key, catalogue, every_model
 
 ROOT = Path(__file__).parents[2]
 

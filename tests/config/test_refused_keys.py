@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tiermem.config import ConfigError, TiermemConfig, load_config
-from tiermem.config.errors import _known_paths
+from tiermem.config.base import _known_paths
 from tiermem.config.keys import COMPUTED, PLANNED, REFUSED
 
 NOT_DEFAULT: dict[str, Any] = {

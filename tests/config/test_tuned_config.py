@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tiermem.config import ConfigError, load_config
+from tiermem.config.load import with_tuned
 from tiermem.policy import IoSettings, NvmePath
-from tiermem.tuned import with_tuned
 
 TUNED: dict[str, Any] = {
     "aio": {"block_size": 1 << 22, "queue_depth": 16, "intra_op_parallelism": 1},

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tiermem.checkpoint.saving import commit, predecessors
+from tiermem.checkpoint.saving import commit, publish
 from tiermem.checkpoint.saving.commit import Commits
 from tiermem.swap import durable
+from tiermem.swap.files import Segment
 from tiermem.swap.range_store import RangeStore
 from tiermem.swap.run_folder import SEGMENT, RunFolder
-from tiermem.swap.segment import Segment
 
 
 def store_is_not_synced() -> None:
@@ -103,7 +103,7 @@ def copies_are_not_synced() -> None:
 
 def a_file_is_left() -> None:
     """What a predecessor has left stays."""
-    predecessors.remove = lambda path: None
+    publish.remove = lambda path: None
     close = RunFolder.close
     RunFolder.close = lambda self, keep: close(self, True)  # type: ignore[method-assign]
 

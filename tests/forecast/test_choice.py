@@ -13,7 +13,7 @@ from tiermem import OffloadPolicy, Tier
 from tiermem.forecast import Rates, choose
 from tiermem.forecast.rates import Compute
 from tiermem.zero.plan import make_plan
-from tiermem.zero.ranks.topology import Topology
+from tiermem.zero.topology import Topology
 from tiermem.zero.unit import divide
 
 SLOW_DISK = Rates(disk_read_bytes_s=0.5e9, disk_write_bytes_s=4e9)

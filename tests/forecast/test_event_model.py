@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermem.forecast.timeline import Task, play
+from tiermem.forecast.rates import Task, play
 
 
 def test_reading_hides_behind_computing_but_for_the_first_and_the_last() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiermem.forecast.infinity import (
+from tiermem.forecast.rates import (
     PAPER_BATCH,
     PAPER_GPUS,
     PAPER_MODELS,

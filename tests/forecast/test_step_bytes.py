@@ -19,7 +19,7 @@ from tiermem.forecast.rates import Compute
 from tiermem.forecast.steps import HOST_TO_NVME, NVME_TO_HOST
 from tiermem.precision import Precision
 from tiermem.zero.plan import make_plan
-from tiermem.zero.ranks.topology import Topology
+from tiermem.zero.topology import Topology
 from tiermem.zero.unit import divide
 
 RATES = Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=2e9)

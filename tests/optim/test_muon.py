@@ -14,7 +14,7 @@ from twins import Tower, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier
-from tiermem.optim.stepping import orthogonalise
+from tiermem.optim.rules import orthogonalise
 
 NS = (3.4445, -4.775, 2.0315)
 

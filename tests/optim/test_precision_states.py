@@ -12,9 +12,9 @@ from twins import Tower, assert_same_tensors, loss_of, seeded, states_of
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
-from tiermem.optim.layout import MASTER
 from tiermem.precision import PRESETS, Precision
 from tiermem.zero import Init
+from tiermem.zero.state_layout import MASTER
 
 PRECISIONS = PRESETS | {
     "stochastic bf16": Precision("bf16", "bf16"),

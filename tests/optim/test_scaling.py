@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tiermem.config.precision import Fp16Config
-from tiermem.optim.scaling import LossScaler
+from tiermem.optim.rules import LossScaler
 
 
 def scales(overflows: str, **keys: object) -> list[float]:

@@ -10,10 +10,10 @@ from twins import Tower, assert_same_tensors, loss_of, seeded, states_of
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
-from tiermem.optim.layout import is_positive
-from tiermem.optim.tile_fill import Places
+from tiermem.optim.tile_step import Places
 from tiermem.precision import Precision
 from tiermem.swap.native import narrow_part
+from tiermem.zero.state_layout import is_positive
 
 
 def started(folder: Path, preset: str, home: Tier, tile_numel: int) -> tuple[Shards, tiermem.AdamW]:

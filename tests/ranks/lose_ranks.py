@@ -24,9 +24,8 @@ from twins import seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
-from tiermem.zero import Init
-from tiermem.zero.ranks import agreement, rollcall
-from tiermem.zero.ranks.watch import Watch
+from tiermem.zero import Init, agreement, failures
+from tiermem.zero.failures import Watch
 
 NUM_STEPS = 6
 TIERS = {"memory": Tier.HOST, "nvme": Tier.NVME}
@@ -207,7 +206,7 @@ def asks_late(who: int, body: Body, sees_deaths: bool = True) -> Body:
             difference = Watch.difference
             Watch.difference = lambda self: (time.sleep(1.5), difference(self))[1]  # type: ignore[method-assign]
         if rank == who and not sees_deaths:
-            rollcall._has_died = lambda *_: False
+            failures._has_died = lambda *_: False
         body(rank, nvme)
 
     return late

@@ -15,14 +15,14 @@ from forks import free_port
 from twins import Tower, loss_of, seeded
 
 import tiermem
-from tiermem.zero.ranks.joining import JOIN_TIMEOUT_S
+from tiermem.zero.joining import JOIN_TIMEOUT_S
 
 HERE = Path(__file__).parent
 
 SCRIPT = """
 import torch
 import torch.distributed as dist
-from tiermem.zero.ranks.joining import join_ranks
+from tiermem.zero.joining import join_ranks
 try:
     join_ranks(1800.0, torch.device("cpu"), {join_timeout_s})
 except ValueError as error:

@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from tiermem.zero.ranks.collectives import Pending
-from tiermem.zero.ranks.topology import Topology
+from tiermem.zero.collectives import Pending
+from tiermem.zero.topology import Topology
 
 ALONE = Topology(None, 0, 1, 1, 0)
 

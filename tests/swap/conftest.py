@@ -14,7 +14,7 @@ from mounts import mount as mount
 
 from tiermem.swap.native import Fault, Queue
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.settings import IoSettings
+from tiermem.swap.queue import IoSettings
 from tiermem.swap.store import TensorStore
 
 ENGINES = ("uring", "aio", "threads")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tiermem.swap.freeze import Freeze
+from tiermem.swap.entry import Freeze
 from tiermem.swap.store import TensorStore
 
 

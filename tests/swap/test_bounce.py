@@ -11,11 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap.bounce import Bounce
 from tiermem.swap.move import Move
 from tiermem.swap.native import Fault, TransferError
-from tiermem.swap.settings import IoSettings
+from tiermem.swap.queue import IoSettings
 from tiermem.swap.store import TensorStore
+from tiermem.swap.stream import Bounce
 from tiermem.swap.tier import Tier
 
 NUM_BYTES = 70_000

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermem.swap import native, probe
-from tiermem.swap.direct import open_direct, open_unnamed, preallocate
+from tiermem.swap import direct, native
+from tiermem.swap.direct import open_direct, open_unnamed, preallocate, probe_path
 from tiermem.swap.files import Files
-from tiermem.swap.probe import probe_path
-from tiermem.swap.reader import FileReader
 from tiermem.swap.store import TensorStore
+from tiermem.swap.stream import FileReader
 from tiermem.swap.tier import Tier
 
 Pattern = Callable[..., torch.Tensor]
@@ -126,7 +125,7 @@ def test_probing_a_folder_makes_no_name_in_it(tmp_path: Path, monkeypatch: pytes
         names.extend(os.listdir(tmp_path))  # what a process would leave that is killed here
         return open_direct(file, flags)
 
-    monkeypatch.setattr(probe, "open_direct", look)
+    monkeypatch.setattr(direct, "open_direct", look)
     fd, is_direct = open_unnamed(tmp_path)
     os.close(fd)
     assert probe_path(tmp_path).is_direct == is_direct

@@ -18,12 +18,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap import run_folder, run_lock
-from tiermem.swap.direct import ALIGNMENT
+from tiermem.swap import run_folder
+from tiermem.swap.direct import ALIGNMENT, file_system_of, probe_path
 from tiermem.swap.files import Extent, Files
-from tiermem.swap.probe import file_system_of, probe_path
+from tiermem.swap.queue import IoSettings
 from tiermem.swap.run_folder import remove_dead_runs
-from tiermem.swap.settings import IoSettings
 
 MIB = 1 << 20
 
@@ -363,9 +362,9 @@ def test_lock_appears_already_held(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rename = Path.rename
 
     def watch(self: Path, target: Path) -> Path:
-        seen.append((run_lock.is_dead(self.parent), (self.parent / "lock").exists()))
+        seen.append((run_folder.is_dead(self.parent), (self.parent / "lock").exists()))
         renamed = rename(self, target)
-        seen.append((run_lock.is_dead(self.parent), (self.parent / "lock").exists()))
+        seen.append((run_folder.is_dead(self.parent), (self.parent / "lock").exists()))
         return renamed
 
     monkeypatch.setattr(Path, "rename", watch)

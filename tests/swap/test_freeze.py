@@ -16,11 +16,10 @@ from frozen_bytes import content, on_disk, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap.freeze import Freeze
+from tiermem.swap.entry import Freeze, NoSlotError
 from tiermem.swap.native import Fault, Queue
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.settings import IoSettings
-from tiermem.swap.slots import NoSlotError
+from tiermem.swap.queue import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 

@@ -16,9 +16,7 @@ import torch
 from tiermem.swap.arena import Arena
 from tiermem.swap.move import Move
 from tiermem.swap.native import BACKGROUND, READ, URGENT, WRITE, Answer, Fault, Op, TransferError
-from tiermem.swap.queues import Queues
-from tiermem.swap.record import Recorder
-from tiermem.swap.settings import IoSettings
+from tiermem.swap.queue import IoSettings, Queues, Recorder
 
 
 class FakeQueue:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermem.swap.probe import probe_path
+from tiermem.swap.direct import probe_path
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.swap import path_weights
-from tiermem.swap.path_weights import weigh
+from tiermem.swap import passes
+from tiermem.swap.passes import weigh
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.settings import IoSettings
+from tiermem.swap.queue import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 
@@ -44,7 +44,7 @@ def rates_of(rates: dict[str, float | OSError]):  # type: ignore[no-untyped-def]
 def test_slowest_path_weighs_one_and_the_others_as_much_as_they_are_faster(
     folders: list[NvmePath], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(path_weights, "mixed_rate", rates_of({"a": 3e9, "b": 1e9, "c": 2.5e9}))
+    monkeypatch.setattr(passes, "mixed_rate", rates_of({"a": 3e9, "b": 1e9, "c": 2.5e9}))
     with caplog.at_level(logging.INFO, "tiermem"):
         assert weigh(folders, IoSettings()) == [3.0, 1.0, 2.5]
     (line,) = (record.getMessage() for record in caplog.records)
@@ -59,7 +59,7 @@ def test_all_paths_are_measured_at_once(folders: list[NvmePath], monkeypatch: py
         together.wait()  # broken, and raises, unless all three come
         return 1e9
 
-    monkeypatch.setattr(path_weights, "mixed_rate", measure)
+    monkeypatch.setattr(passes, "mixed_rate", measure)
     assert weigh(folders, IoSettings()) == [1.0, 1.0, 1.0]
 
 
@@ -72,7 +72,7 @@ def test_measuring_bounds_its_memory_and_keeps_the_engine(
         seen.append((io.engine, io.block_bytes, io.depth, os.fstat(fd).st_size == file_bytes))
         return 1e9
 
-    monkeypatch.setattr(path_weights, "mixed_rate", measure)
+    monkeypatch.setattr(passes, "mixed_rate", measure)
     weigh(folders, IoSettings("threads", 8 * MIB, 512))
     weigh(folders, IoSettings("aio", 65536, 4))
     assert set(seen) == {("threads", MIB, 16, True), ("aio", 65536, 4, True)}
@@ -83,7 +83,7 @@ def test_path_that_cannot_be_measured_weighs_one_with_a_warning(
     folders: list[NvmePath], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     failing = OSError(code, "cannot")
-    monkeypatch.setattr(path_weights, "mixed_rate", rates_of({"a": 4e9, "b": failing, "c": 2e9}))
+    monkeypatch.setattr(passes, "mixed_rate", rates_of({"a": 4e9, "b": failing, "c": 2e9}))
     with caplog.at_level(logging.WARNING, "tiermem"):
         assert weigh(folders, IoSettings()) == [2.0, 1.0, 1.0]
     assert [record.getMessage() for record in caplog.records] == [
@@ -109,14 +109,14 @@ def test_cap_bounds_the_file_that_measures(folders: list[NvmePath], monkeypatch:
         sizes.append(file_bytes)
         return 1e9
 
-    monkeypatch.setattr(path_weights, "mixed_rate", measure)
+    monkeypatch.setattr(passes, "mixed_rate", measure)
     capped = [NvmePath(folders[0].path, 5 * MIB + 1), NvmePath(folders[1].path, MIB), folders[2]]
     assert weigh(capped, IoSettings()) == [1.0, 1.0, 1.0]
     assert sorted(sizes) == [5 * MIB, 32 * MIB]  # the second has no room for two blocks
 
 
 def test_one_path_and_given_weights_are_not_measured(folders: list[NvmePath], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(path_weights, "mixed_rate", rates_of({}))  # would raise KeyError
+    monkeypatch.setattr(passes, "mixed_rate", rates_of({}))  # would raise KeyError
     assert weigh(folders[:1], IoSettings()) == [1.0]
     assert weigh([], IoSettings()) == []
     given = [NvmePath(each.path, weight=weight) for each, weight in zip(folders, (0.5, 2, 3), strict=True)]
@@ -139,7 +139,7 @@ def test_measuring_for_real_leaves_nothing_and_gives_every_path_a_weight(folders
 def test_store_deals_by_what_was_measured(folders: list[NvmePath], monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    monkeypatch.setattr(path_weights, "mixed_rate", rates_of({"a": 1e9, "b": 2e9, "c": 3e9}))
+    monkeypatch.setattr(passes, "mixed_rate", rates_of({"a": 1e9, "b": 2e9, "c": 3e9}))
     with TensorStore([each.path for each in folders], 1 << 20) as store:
         for i in range(24):
             store.reserve(str(i), (MIB,), torch.uint8, Tier.NVME)

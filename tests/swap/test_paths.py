@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from tiermem.swap.direct import ALIGNMENT
 from tiermem.swap.files import Extent, Files
-from tiermem.swap.paths import NvmePath, as_paths
-from tiermem.swap.shares import deal_shares
+from tiermem.swap.paths import NvmePath, as_paths, deal_shares
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 

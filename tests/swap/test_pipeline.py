@@ -13,8 +13,7 @@ from tiermem.swap.arena import Arena, Pool, Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import READ, WRITE, Answer, Op, Queue, TransferError
 from tiermem.swap.pipeline import HeadStart, run_pipeline
-from tiermem.swap.record import Recorder
-from tiermem.swap.settings import IoSettings
+from tiermem.swap.queue import IoSettings, Recorder
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 

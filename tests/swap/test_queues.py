@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from tiermem.swap import queues as queues_module
+from tiermem.swap import queue as queues_module
 from tiermem.swap.arena import Arena
 from tiermem.swap.move import Move
 from tiermem.swap.native import READ, WRITE, Answer, Fault, Op, TransferError
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.queues import Blocks, Queues
-from tiermem.swap.record import Recorder
-from tiermem.swap.settings import IoSettings
+from tiermem.swap.queue import Blocks, IoSettings, Queues, Recorder
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermem.swap import read_ahead as read_ahead_module
+from tiermem.swap import stream as read_ahead_module
 from tiermem.swap.arena import Arena
-from tiermem.swap.read_ahead import FileRange, ReadAhead
+from tiermem.swap.stream import FileRange, ReadAhead
 
 Pattern = Callable[..., torch.Tensor]
 AREA = 1 << 16

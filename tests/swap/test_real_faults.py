@@ -43,8 +43,8 @@ from lies import Lies
 
 from tiermem.swap.native import READ, WRITE, Map, Op, Queue, TransferError
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.reader import FileReader
 from tiermem.swap.store import TensorStore
+from tiermem.swap.stream import FileReader
 from tiermem.swap.tier import Tier
 
 MakeStore = Callable[..., TensorStore]

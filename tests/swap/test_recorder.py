@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiermem.swap.record import Event, Recorder
+from tiermem.swap.queue import Event, Recorder
 
 
 def test_newest_events_are_kept_and_waiting_is_summed_over_all() -> None:

@@ -17,10 +17,21 @@ import pytest
 import torch
 from forked import Inside, fork
 
-from tiermem.swap import durable, run_lock
+from tiermem.swap import durable, run_folder
 from tiermem.swap.files import Files
-from tiermem.swap.run_folder import RunFolder, RunName, has_saved, remove_dead_runs, run_folders
-from tiermem.swap.run_lock import Owner, is_dead, is_live, owner_of, share, this_process
+from tiermem.swap.run_folder import (
+    Owner,
+    RunFolder,
+    RunName,
+    has_saved,
+    is_dead,
+    is_live,
+    owner_of,
+    remove_dead_runs,
+    run_folders,
+    share,
+    this_process,
+)
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 
@@ -171,7 +182,7 @@ def test_another_hosts_lock_is_taken_over_only_where_its_flock_is_seen(
 ) -> None:
     (dead / "lock").write_text(json.dumps({"pid": 7, "host": "elsewhere", "started": "2026-01-01T00:00:00+00:00"}))
     with monkeypatch.context() as patch:
-        patch.setattr(run_lock, "file_system_of", lambda path: "nfs4")
+        patch.setattr(run_folder, "file_system_of", lambda path: "nfs4")
         for take in (lambda: RunFolder.claim(dead), lambda: share(dead).__enter__()):
             with pytest.raises(OSError, match=r"process 7 on elsewhere.*nfs4.*Open it on elsewhere; or") as refusal:
                 take()

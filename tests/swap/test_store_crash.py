@@ -21,9 +21,8 @@ from frozen_bytes import write
 
 from tiermem.swap import durable
 from tiermem.swap.native import Fault
-from tiermem.swap.run_folder import RunFolder, RunName, run_folders
-from tiermem.swap.run_lock import is_dead
-from tiermem.swap.settings import IoSettings
+from tiermem.swap.queue import IoSettings
+from tiermem.swap.run_folder import RunFolder, RunName, is_dead, run_folders
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 
@@ -135,7 +134,7 @@ def test_the_check_sees_a_frozen_byte_that_was_written_over(
 ) -> None:
     expected = states(pattern)
     # as if freezes held nothing
-    monkeypatch.setattr("tiermem.swap.slots.Slots._target", lambda self, piece: piece.current)
+    monkeypatch.setattr("tiermem.swap.entry.Slots._target", lambda self, piece: piece.current)
     whole = run_until(tmp_path, expected, NEVER)
     num_steps = int(whole.hear())
     whole.end()

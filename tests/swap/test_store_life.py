@@ -18,7 +18,7 @@ from forked import Inside, fork
 from tiermem.swap.arena import Arena
 from tiermem.swap.move import Move
 from tiermem.swap.native import Fault, Queue, Workers, widen_part
-from tiermem.swap.settings import IoSettings
+from tiermem.swap.queue import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 
@@ -155,7 +155,7 @@ def test_engine_that_cannot_run_is_told_at_the_first_transfer(
     store.put("h", torch.ones(1), Tier.HOST)
     store.reserve("n", (5,), torch.float32, Tier.NVME)
     with monkeypatch.context() as patch:
-        patch.setattr("tiermem.swap.queues.Queue", refuse)
+        patch.setattr("tiermem.swap.queue.Queue", refuse)
         with pytest.raises(OSError, match="no I/O queue"):
             store.put("x", torch.ones(5), Tier.NVME)
         with pytest.raises(OSError, match="no I/O queue"):

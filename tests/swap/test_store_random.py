@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tiermem.swap.arena import BudgetError
 from tiermem.swap.native import Fault
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.settings import IoSettings
+from tiermem.swap.queue import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from tiermem.swap.bounce import Bounce
-from tiermem.swap.checksum import crc32c
-from tiermem.swap.corruption import CorruptionError
+from tiermem.swap.checksum import ROTATION, Pieces, crc32c
+from tiermem.swap.errors import CorruptionError
 from tiermem.swap.native import Fault, Workers
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.pieces import ROTATION, Pieces
 from tiermem.swap.store import TensorStore
+from tiermem.swap.stream import Bounce
 from tiermem.swap.tier import Tier
 
 MakeStore = Callable[..., TensorStore]

@@ -11,11 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap.bounce import Bounce
-from tiermem.swap.checksum import crc32c
-from tiermem.swap.pieces import Pieces, PieceTable
-from tiermem.swap.settings import IoSettings
+from tiermem.swap.checksum import Pieces, PieceTable, crc32c
+from tiermem.swap.queue import IoSettings
 from tiermem.swap.store import TensorStore
+from tiermem.swap.stream import Bounce
 from tiermem.swap.tier import Tier
 
 PAGE = 4096

@@ -16,12 +16,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tiermem.optim.stepping import MatrixStep, step_parts
+from tiermem.optim.rules import MatrixStep, step_parts
 from tiermem.swap import torch_step
 from tiermem.swap.native import NORM_BLOCK, Workers, narrow_part, optimizer_step, store_gradient, widen_part
 from tiermem.swap.parts import MOMENTS, Dither, Moment, Quantised, StepParts, StepRule, num_scales
-from tiermem.swap.torch_parts import narrow_in_torch, widen_in_torch
-from tiermem.swap.torch_step import CHUNK, SCRATCH_BYTES, block_sums_in_torch, step_in_torch
+from tiermem.swap.torch_step import (
+    CHUNK,
+    SCRATCH_BYTES,
+    block_sums_in_torch,
+    narrow_in_torch,
+    step_in_torch,
+    widen_in_torch,
+)
 
 F32, BF16, F16, Q8, SPLIT = torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int16
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiermem.tools.sweep import Setting
-from tiermem.tools.sweep_job import Outcome
+from tiermem.tools.bench.io_ranks import Outcome
+from tiermem.tools.bench.sweep import Setting
 
 MIB = 1 << 20
 

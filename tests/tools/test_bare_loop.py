@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.tools.bare_loop import BareLoop, BareRun
+from tiermem.tools.bench.witnesses import BareLoop, BareRun
 
 Program = Callable[[str], Path]
 

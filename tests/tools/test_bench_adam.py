@@ -14,10 +14,9 @@ from rich.console import Console
 
 pytest.importorskip("_tiermem_native")
 
-from tiermem.tools.adam_rows import ROWS, AdamRow
-from tiermem.tools.bench_adam import MADE_BY, AdamBenchOptions, bench_adam, row_of
+from tiermem.tools.bench.adam import MADE_BY, ROWS, AdamBenchOptions, AdamRow, bench_adam, row_of
 from tiermem.tools.cli import EXIT_USER, main
-from tiermem.zero.ranks.topology import fair_threads
+from tiermem.zero.topology import fair_threads
 
 NUMEL = 4096
 

@@ -16,13 +16,13 @@ pytest.importorskip("_tiermem_native")
 
 from on_simulated import environment
 
-from tiermem.tools import bench_gpu
-from tiermem.tools.small_training import SAME, compare
+from tiermem.tools.bench import gpu
+from tiermem.tools.bench.small_training import SAME, compare
 
 BARE = """
 import sys
 sys.modules.update(dict.fromkeys(["rich", "typer", "transformers", "matplotlib", "psutil"]))  # an import of them fails
-from tiermem.tools.bench_gpu import main
+from tiermem.tools.bench.gpu import main
 sys.exit(main(sys.argv[1:]))
 """
 SMALL = ["--most", "256KiB", "--seconds", "0.001", "--register", "2MiB,900TiB", "--steps", "3"]
@@ -54,7 +54,7 @@ def test_it_runs_whole_on_the_simulated_device(tmp_path: Path) -> None:
     assert training["runs"]["nvme"]["nvme_read_bytes"] > 0
     assert training["runs"]["device"]["peak_allocated_bytes"] > training["runs"]["device"]["plan_device_bytes"]
     for words in (
-        *bench_gpu.PARTS,
+        *gpu.PARTS,
         "2.0 MiB, touched",
         "pinned / pageable",
         "4 passed",
@@ -68,9 +68,9 @@ def test_it_runs_whole_on_the_simulated_device(tmp_path: Path) -> None:
 def test_a_machine_without_an_accelerator_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.accelerator.is_available():
         pytest.skip("there is one here")
-    assert bench_gpu.main([]) == bench_gpu.EXIT_USER
+    assert gpu.main([]) == gpu.EXIT_USER
     assert "no accelerator: torch" in capsys.readouterr().err
-    assert bench_gpu.main(["--part", "copies,music"]) == bench_gpu.EXIT_USER
+    assert gpu.main(["--part", "copies,music"]) == gpu.EXIT_USER
     assert "there is no music; allowed are environment, registration" in capsys.readouterr().err
 
 
@@ -82,10 +82,10 @@ def test_a_part_that_fails_is_told_and_the_others_go_on(
 
     monkeypatch.setattr("tiermem.swap.accelerator.find_device", lambda: torch.device("meta", 0))
     monkeypatch.setattr("tiermem.swap.accelerator.is_accelerator", lambda device: True)
-    monkeypatch.setattr(bench_gpu, "_registration", fails)
-    monkeypatch.setattr(bench_gpu, "run_tests", lambda paths: {"not_run": "pytest is not installed"})
+    monkeypatch.setattr(gpu, "_registration", fails)
+    monkeypatch.setattr(gpu, "run_tests", lambda paths: {"not_run": "pytest is not installed"})
     file = tmp_path / "gpu.json"
-    assert bench_gpu.main(["--part", "registration,tests", "--json", str(file)]) == bench_gpu.EXIT_FAILED
+    assert gpu.main(["--part", "registration,tests", "--json", str(file)]) == gpu.EXIT_FAILED
     said = capsys.readouterr().out
     assert "RuntimeError: CUDA error: invalid argument" in said
     assert "not run: pytest is not installed" in said and "registration failed" in said
@@ -102,7 +102,7 @@ def test_losses_that_differ_are_a_failure() -> None:
 
 
 def test_totals_are_those_of_pytest() -> None:
-    found = bench_gpu._totals(
+    found = gpu._totals(
         ElementTree.fromstring(
             '<testsuites><testsuite><testcase classname="a" name="b"/><testcase classname="a" name="c"><skipped/></testcase>'
             '<testcase classname="a" name="d"><failure message="1 != 2"/><error message="left behind"/></testcase>'

@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("_tiermem_native")
 pytest.importorskip("matplotlib")
 
-from tiermem.tools.bench_io import MADE_BY, IoBenchOptions, parse_list
-from tiermem.tools.byte_size import parse_bytes
+from tiermem.tools.bench.io import MADE_BY, IoBenchOptions, parse_list
+from tiermem.tools.words import parse_bytes
 
 PROMISED = (
     *("mode", "engine", "block_bytes", "depth", "ranks", "path", "gbps_median", "gbps_min", "gbps_max", "p50_us"),

@@ -19,14 +19,12 @@ from rich.console import Console
 
 pytest.importorskip("matplotlib")
 
-from tiermem.tools import bench_step as module
-from tiermem.tools.bench_step import StepBenchOptions, bench_step
+from tiermem.tools.bench import step as module
+from tiermem.tools.bench.files import IoCounts
+from tiermem.tools.bench.step import StepBenchOptions, bench_step
+from tiermem.tools.bench.stepped_model import SETTINGS, Pipelining, Roofline, SteppedModel, StepRun, ceiling, draw_tiles
 from tiermem.tools.cli import main
-from tiermem.tools.counts import IoCounts
-from tiermem.tools.step_roofline import SETTINGS, Roofline, ceiling
-from tiermem.tools.stepped_model import Pipelining, SteppedModel, StepRun
-from tiermem.tools.tile_timeline import draw_tiles
-from tiermem.tools.timeline import Span
+from tiermem.tools.run_record import Span
 
 NUM_PARAMS = 3 << 20  # three tiles
 KEYS = {
@@ -187,7 +185,7 @@ def test_several_paths_share_the_bytes(bench: Bench, tmp_path: Path) -> None:
 
 def test_counts_that_differ_from_the_kernels_are_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter([IoCounts(0, 0), IoCounts(0, 12 * NUM_PARAMS)] * 2)  # of the warm-up and of the one timed step
-    monkeypatch.setattr("tiermem.tools.stepped_model.kernel_counts", lambda: next(counts))
+    monkeypatch.setattr("tiermem.tools.bench.stepped_model.kernel_counts", lambda: next(counts))
     said = [note for note in bench()["notes"] if note.startswith("bytes")]
     assert len(said) == 1
     assert said[0].startswith(
@@ -383,7 +381,7 @@ def test_a_path_with_too_little_room_is_refused_with_the_arithmetic(
 ) -> None:
     facts = os.statvfs(tmp_path)
     small = os.statvfs_result((*facts[:4], (30 << 20) // facts.f_frsize, *facts[5:]))
-    monkeypatch.setattr("tiermem.tools.bench_files.os.statvfs", lambda path: small)
+    monkeypatch.setattr("tiermem.tools.bench.files.os.statvfs", lambda path: small)
     with pytest.raises(OSError, match=r"96\.0 MiB are needed, 30\.0 MiB are free: 48\.0 MiB for the states"):
         bench()
 

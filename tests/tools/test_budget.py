@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tiermem.precision import Precision
-from tiermem.tools.budget import ModelSizes, plan_budget, saved_bytes_per_token, state_bytes
 from tiermem.tools.presets import preset
+from tiermem.tools.train_job import ModelSizes, plan_budget, saved_bytes_per_token, state_bytes
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiermem.tools.byte_size import format_bytes, parse_bytes
+from tiermem.tools.words import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

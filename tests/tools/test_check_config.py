@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tiermem.tools.check_config import check_config
+from tiermem.tools.check import check_config
 
 
 def checked(config: Any, folder: Path, shows_all: bool = False) -> tuple[int, str]:

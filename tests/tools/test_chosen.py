@@ -13,9 +13,9 @@ from tiermem.config import load_config
 from tiermem.forecast import Rates
 from tiermem.forecast.rates import Compute
 from tiermem.policy import Tier
-from tiermem.tools.chosen import choose_config, with_choice
+from tiermem.tools.prediction import choose_config, with_choice
 from tiermem.tools.presets import preset
-from tiermem.tools.train_config import make_config, with_host_bytes
+from tiermem.tools.train_options import make_config, with_host_bytes
 
 SHAPE = preset("151m") | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "vocab_size": 301}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4}

@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from tiermem.swap.run_folder import RunFolder, RunName
+from tiermem.tools.checkpoints import ExportOptions, export_checkpoint
 from tiermem.tools.cli import spread_lists
-from tiermem.tools.export_checkpoint import ExportOptions, export_checkpoint
 from tiermem.tools.train_job import make_job
 from tiermem.tools.train_options import TrainOptions
 
@@ -138,7 +138,7 @@ def test_check_names_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_the_command_line_imports_no_torch() -> None:
-    look = "import sys, tiermem.tools.cli, tiermem.tools.train, tiermem.tools.peers; print('torch' in sys.modules)"
+    look = "import sys, tiermem.tools.cli, tiermem.tools.train, tiermem.tools.bench.peers.runs; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

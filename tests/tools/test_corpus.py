@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermem.tools.corpus import Corpus
-from tiermem.tools.dataset import TokenDataset
+from tiermem.tools.corpus import Corpus, TokenDataset
 
 
 @pytest.fixture

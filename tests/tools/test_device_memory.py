@@ -19,12 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_run import DEVICE_FIELDS, MIB
 from on_simulated import environment
 
-from tiermem.tools.device_memory import device_fields, explain_out_of_memory, out_of_memory_in
-from tiermem.tools.job import Job
-from tiermem.tools.launcher import Outcome
+from tiermem.tools.launcher import Job, Outcome
 from tiermem.tools.memory_limit import Charge
 from tiermem.tools.reports import peers_table, plan_table, predicted_table, result_table
-from tiermem.tools.run_record import RunRecord
+from tiermem.tools.run_record import RunRecord, device_fields, explain_out_of_memory, out_of_memory_in
 
 PLAN = [
     ["resident parameters", "DEVICE", 30 * MIB, "present all the time"],

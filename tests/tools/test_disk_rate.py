@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("_tiermem_native")
 
 from tiermem.swap.direct import open_unnamed
-from tiermem.tools import disk_rate
+from tiermem.tools.bench import files
+from tiermem.tools.bench.files import DiskRate, measure_disk, measure_disks
 from tiermem.tools.check import direct_alignment
-from tiermem.tools.disk_rate import DiskRate, measure_disk, measure_disks
 
 
 def test_rates_are_positive_and_nothing_is_left(tmp_path: Path) -> None:
@@ -48,8 +48,8 @@ def test_folders_of_one_file_system_are_one_disk_and_several_add_up(
         seen.append(folder.name)
         return rates[folder.name]
 
-    monkeypatch.setattr(disk_rate, "measure_disk", measured)
-    monkeypatch.setattr(disk_rate, "device_of", lambda folder: devices[folder.name])
+    monkeypatch.setattr(files, "measure_disk", measured)
+    monkeypatch.setattr(files, "device_of", lambda folder: devices[folder.name])
     assert measure_disks(folders, 0.1) == DiskRate(33.0, 55.0, "uring", "works", False)
     assert seen == ["a", "b"]
     assert measure_disks(folders[:2], 0.1) == rates["a"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.swap.stats import PathStats
-from tiermem.tools.endurance import Written, endurance_lines, lines_of_run, parse_tbw
+from tiermem.swap.queue import PathStats
+from tiermem.tools.machine import Written, endurance_lines, lines_of_run, parse_tbw
 
 GB, TB = 10**9, 10**12
 A, B = Path("/a"), Path("/b")

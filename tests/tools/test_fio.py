@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.tools.fio import ENGINES, find_fio, read_rate, run_fio
+from tiermem.tools.bench.witnesses import ENGINES, find_fio, read_rate, run_fio
 
 
 def report(read: tuple[int, int], write: tuple[int, int], error: int = 0) -> str:

@@ -22,8 +22,7 @@ from saved_by_hand import write
 from tiermem.checkpoint.format.fields import seal
 from tiermem.checkpoint.format.finding import read_pointer
 from tiermem.swap import native
-from tiermem.tools.fsck import EXIT_DAMAGED, EXIT_DEAD, EXIT_UNREAD, fsck
-from tiermem.tools.inspect_checkpoint import inspect_checkpoint
+from tiermem.tools.checkpoints import EXIT_DAMAGED, EXIT_DEAD, EXIT_UNREAD, fsck, inspect_checkpoint
 
 SCRIPT = Path(__file__).parent / "leaves_a_run.py"
 

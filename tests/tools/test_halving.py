@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tiermem.tools.halving import LEAST_TURN_S, halve, thin
+from tiermem.tools.tune import LEAST_TURN_S, halve, thin
 
 
 class Disk:

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from tiermem.tools.heatmap import block_label, draw_heatmap, panels_of
-from tiermem.tools.outputs import check_outputs
+from tiermem.tools.bench.io_report import block_label, draw_heatmap, panels_of
+from tiermem.tools.words import check_outputs
 
 
 @pytest.fixture(scope="module", autouse=True)

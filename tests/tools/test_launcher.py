@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from tiermem.tools.channel import Message
-from tiermem.tools.launcher import CHANNEL_FD, Observer, Outcome, Sample, launch
+from tiermem.tools.launcher import CHANNEL_FD, Message, Observer, Outcome, Sample, launch
 from tiermem.tools.memory_limit import MemoryLimit
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.tools.outputs import check_outputs, csv_mark
+from tiermem.tools.words import check_outputs, csv_mark
 
 MADE_BY = "tiermem bench step"
 

@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy
 import pytest
 
+from tiermem.tools.bench.peers.runs import Peer, _save_tokens, deepspeed_settings, list_peers
 from tiermem.tools.corpus import Corpus
-from tiermem.tools.job import Job
-from tiermem.tools.launcher import launch
+from tiermem.tools.launcher import Job, launch
 from tiermem.tools.memory_limit import open_limit
-from tiermem.tools.peers import Peer, _save_tokens, deepspeed_settings, list_peers
 from tiermem.tools.presets import preset
 from tiermem.tools.run_record import RunRecord
-from tiermem.tools.train_config import make_config
+from tiermem.tools.train_options import make_config
 
 TINY = {
     "hidden_size": 64,

@@ -16,7 +16,7 @@ from fake_run import DEVICE_FIELDS, MS, write_run
 pytest.importorskip("matplotlib")
 
 from tiermem.tools import plots
-from tiermem.tools.timeline import read_spans
+from tiermem.tools.run_record import read_spans
 
 
 @pytest.fixture(scope="module", autouse=True)

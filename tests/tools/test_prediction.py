@@ -12,10 +12,9 @@ from rich.console import Console
 
 pytest.importorskip("transformers")
 
-from tiermem.swap.record import Event
-from tiermem.tools.calibrate import maths_of, measure_kernels, measure_maths, measure_sums
-from tiermem.tools.job import Job
-from tiermem.tools.prediction import measure
+from tiermem.swap.queue import Event
+from tiermem.tools.launcher import Job
+from tiermem.tools.prediction import maths_of, measure, measure_kernels, measure_maths, measure_sums
 from tiermem.tools.presets import preset
 from tiermem.tools.reports import predicted_table
 

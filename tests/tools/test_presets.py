@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tiermem.tools.budget import ModelSizes
 from tiermem.tools.presets import PRESETS, preset, read_shape, with_layers
+from tiermem.tools.train_job import ModelSizes
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import pytest
 from sweep_values import MIB, outcome, setting
 
-from tiermem.tools.sweep import Bounds, Setting, count_passes, is_witnessed, jobs_of, settings_of, sweep
-from tiermem.tools.sweep_job import Job, Outcome
-from tiermem.tools.sweep_ranks import CannotRun, Ranks
+from tiermem.tools.bench.io_ranks import CannotRun, Job, Outcome, Ranks
+from tiermem.tools.bench.sweep import Bounds, Setting, count_passes, is_witnessed, jobs_of, settings_of, sweep
 
 GIB = 1 << 30
 

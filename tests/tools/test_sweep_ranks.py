@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("_tiermem_native")
 
-from tiermem.tools.bench_files import BenchFiles
-from tiermem.tools.sweep_job import Job
-from tiermem.tools.sweep_ranks import CannotRun, Ranks
+from tiermem.tools.bench.files import BenchFiles
+from tiermem.tools.bench.io_ranks import CannotRun, Job, Ranks
 
 MIB = 1 << 20
 

@@ -12,12 +12,21 @@ import pytest
 from rich.console import Console
 from sweep_values import MIB, outcome, setting
 
-from tiermem.tools.counts import IoCounts
-from tiermem.tools.outputs import check_outputs
-from tiermem.tools.sweep import Measured
-from tiermem.tools.sweep_job import Outcome
-from tiermem.tools.sweep_report import CSV_COLUMNS, notes_of, print_rows, save_csv, save_json
-from tiermem.tools.sweep_rows import add_witness, best_of, byte_counts, row_of
+from tiermem.tools.bench.files import IoCounts
+from tiermem.tools.bench.io_ranks import Outcome
+from tiermem.tools.bench.io_report import (
+    CSV_COLUMNS,
+    add_witness,
+    best_of,
+    byte_counts,
+    notes_of,
+    print_rows,
+    row_of,
+    save_csv,
+    save_json,
+)
+from tiermem.tools.bench.sweep import Measured
+from tiermem.tools.words import check_outputs
 
 GB = 10**9
 

@@ -202,8 +202,7 @@ def test_a_checkpoint_is_trained_on(folder: Path) -> None:
     start = [sys.executable, "-m", "tiermem.tools.cli", "train", "--model", "checkpoint", *arguments]
     done = subprocess.run(start, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    from tiermem.tools.corpus import Corpus
-    from tiermem.tools.dataset import TokenDataset
+    from tiermem.tools.corpus import Corpus, TokenDataset
 
     batch = TokenDataset(Corpus([], 32, 0)).batch(0, 1, torch.device("cpu"))
     expected = float(model(**batch).loss.detach())

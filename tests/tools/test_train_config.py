@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.tools.train_config import (
+from tiermem.tools.train_options import (
     make_config,
     nvme_folders,
     own_folders,

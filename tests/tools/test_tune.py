@@ -17,16 +17,28 @@ from hypothesis import strategies as st
 pytest.importorskip("_tiermem_native")
 
 from tiermem.config import load_config
+from tiermem.config.load import with_tuned
 from tiermem.swap.native import Queue
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.settings import IoSettings
+from tiermem.swap.queue import IoSettings
 from tiermem.tools.cli import main
-from tiermem.tools.io_grid import BLOCKS, DEPTHS, candidates_of, default_of, engines_that_run
 from tiermem.tools.reports import open_console
 from tiermem.tools.step_mix import Refused, StepMix, Turn, check_room
-from tiermem.tools.tune import TuneOptions, Verdict, tune, verify, weighed
-from tiermem.tools.tuned_file import MADE_BY, check_out, section_of
-from tiermem.tuned import with_tuned
+from tiermem.tools.tune import (
+    BLOCKS,
+    DEPTHS,
+    MADE_BY,
+    TuneOptions,
+    Verdict,
+    candidates_of,
+    check_out,
+    default_of,
+    engines_that_run,
+    section_of,
+    tune,
+    verify,
+    weighed,
+)
 
 MIB = 1 << 20
 NVME: dict[str, Any] = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}
@@ -142,7 +154,7 @@ def test_engines_that_cannot_run_are_left_out_unless_named(monkeypatch: pytest.M
             raise OSError(errno.EPERM, "not here")
         return Queue("threads")
 
-    monkeypatch.setattr("tiermem.tools.io_grid.Queue", open_queue)
+    monkeypatch.setattr("tiermem.tools.tune.Queue", open_queue)
     assert engines_that_run(["auto"]) == ["aio", "threads"]
     assert engines_that_run(["threads"]) == ["threads"]
     with pytest.raises(OSError, match="not here"):

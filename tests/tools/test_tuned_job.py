@@ -10,7 +10,7 @@ import pytest
 
 from tiermem.config import load_config
 from tiermem.policy import IoSettings, NvmePath
-from tiermem.tools.job import Job
+from tiermem.tools.launcher import Job
 from tiermem.tools.train_job import make_job
 from tiermem.tools.train_options import TrainOptions
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tiermem import OffloadPolicy, Shards, Tier
-from tiermem.checkpoint.saving.blocks import Run
 from tiermem.checkpoint.saving.capture import stretches
+from tiermem.checkpoint.saving.pieces import Run
 from tiermem.precision import PRESETS
 
 

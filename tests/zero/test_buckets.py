@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tiermem import OffloadPolicy
-from tiermem.zero.gradients.buckets import Bucket, cut, largest_bucket, put_in
-from tiermem.zero.gradients.reduce import buffer_bytes, num_under_way, scatters
+from tiermem.zero.reduce import Bucket, buffer_bytes, cut, largest_bucket, num_under_way, put_in, scatters
 from tiermem.zero.unit import Unit, divide
 
 SIZES = st.lists(st.integers(0, 23), min_size=1, max_size=6)

@@ -16,13 +16,12 @@ from summed_states import model, policy, summed, train
 import tiermem
 from tiermem import Shards
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
-from tiermem.checkpoint.saving.blocks import checksums
-from tiermem.optim.tile_moves import TileMoves
+from tiermem.checkpoint.saving.pieces import checksums
+from tiermem.optim.tile import TileMoves
 from tiermem.precision import PRESETS
-from tiermem.swap.checksum import crc32c
-from tiermem.swap.corruption import CorruptionError
-from tiermem.swap.pieces import ROTATION
-from tiermem.zero.state_pieces import BLOCK_BYTES, StatePiece
+from tiermem.swap.checksum import ROTATION, crc32c
+from tiermem.swap.errors import CorruptionError
+from tiermem.zero.state_layout import BLOCK_BYTES, StatePiece
 
 HERE = Path(__file__).parent
 

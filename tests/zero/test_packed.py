@@ -8,9 +8,9 @@ import zoo
 from twins import seeded
 
 from tiermem import OffloadPolicy
-from tiermem.zero.ranks.packed import PackedGather, wire_bytes
-from tiermem.zero.ranks.quantised import pack, packed_bytes, unpack
-from tiermem.zero.ranks.topology import Topology
+from tiermem.zero.packed import PackedGather, wire_bytes
+from tiermem.zero.quantised import pack, packed_bytes, unpack
+from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Unit, divide
 
 POLICY = OffloadPolicy(persistence_numel=50, quantised_frozen=True)

@@ -12,8 +12,8 @@ from torch import nn
 import tiermem
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.paths import NvmePath
-from tiermem.zero.ranks import topology
-from tiermem.zero.ranks.topology import paths_of_rank
+from tiermem.zero import topology
+from tiermem.zero.topology import paths_of_rank
 
 MIB = 1 << 20
 

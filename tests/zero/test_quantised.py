@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermem.zero.ranks.quantised import BLOCK, PIECE, byte_ranges, pack, pack_into, packed_bytes, unpack
+from tiermem.zero.quantised import BLOCK, PIECE, byte_ranges, pack, pack_into, packed_bytes, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, BLOCK - 1, BLOCK, BLOCK + 1, 31 * 97, PIECE, PIECE + 1, 2 * PIECE + 65]

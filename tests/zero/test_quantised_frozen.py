@@ -14,7 +14,7 @@ from twins import loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
-from tiermem.zero.ranks.quantised import pack, unpack
+from tiermem.zero.quantised import pack, unpack
 
 TIERS = [Tier.DEVICE, Tier.HOST, Tier.NVME]
 

@@ -1,13 +1,16 @@
 """Checkpoint: durable steps of a sharded model, which are the store's own files, and complete copies of them.
 
-Rooms, lowest first; each says what is in it:
+Rooms and files in order: each imports only what is before it.
 
     together     a stage that all ranks go through, and an end that all come to alike
-    format/      the files: specified, read strictly, written, found
-    saving/      what a rank saves, commits, copies
-    opening/     a saved step, verified, put where a model rests
-    space        what the files of runs take on the disk
-    survey       runs and steps of a place, left alone
+    format/      fields      strict readers of JSON files           manifest   what a durable step consists of
+                 finding     which durable steps a place holds
+    saving/      pieces      the file ranges that a rank saves       capture    which elements, and where they lie
+                 publish     a manifest made known; old steps go     commit     a step made durable where it rests
+                 copies      a complete copy elsewhere               saver      both, for shards and optimizer
+    opening/     verified    bytes compared with their checksums     source     an opened step
+                 restore     put where a model's states rest         loading    for `load_checkpoint` and resume
+    survey       runs and steps of a place, read only
     interchange/ other systems' checkpoints, in and out
     zero_to_fp32 the reference's functions that take weights out
 """
@@ -19,11 +22,11 @@ from typing import Any
 
 _HOMES = {
     "Beside": "tiermem.checkpoint.saving.saver",
-    "DamagedState": "tiermem.checkpoint.opening.damage",
+    "DamagedState": "tiermem.checkpoint.opening.verified",
     "Loaded": "tiermem.checkpoint.opening.loading",
     "ManifestError": "tiermem.checkpoint.format.fields",
     "Source": "tiermem.checkpoint.opening.source",
-    "decode": "tiermem.checkpoint.format.plain",
+    "decode": "tiermem.checkpoint.format.fields",
     "load": "tiermem.checkpoint.opening.loading",
     "make_durable": "tiermem.checkpoint.saving.saver",
     "save": "tiermem.checkpoint.saving.saver",

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from tiermem.checkpoint.format.manifest import ManifestError
-from tiermem.zero.ranks.collectives import exchange
-from tiermem.zero.ranks.topology import Topology
+from tiermem.zero.collectives import exchange
+from tiermem.zero.topology import Topology
 
 T = TypeVar("T")
 

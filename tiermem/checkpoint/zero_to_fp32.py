@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.checkpoint.interchange.to_weights import export_weights
-from tiermem.checkpoint.interchange.weights_of import Weight, weights_of
+from tiermem.checkpoint.interchange.export import Weight, export_weights, weights_of
 from tiermem.checkpoint.opening.source import Source
 
 PathLike = str | os.PathLike[str]

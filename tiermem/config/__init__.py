@@ -1,43 +1,43 @@
 """config: DeepSpeed-style JSON in, one checked TiermemConfig out, and from it one frozen OffloadPolicy.
 
-    load       load_config, resolve_auto          root        TiermemConfig, the top section
-    zero       zero_optimization                  offload     offload_param, offload_optimizer
-    precision  bf16, fp16, data_types, and        states      which of them go together, and what they mean
-               tiermem.precision                  autocast    torch_autocast
-    optimizer  optimizer and its params           scheduler   scheduler
-    aio        aio                                gds         why aio.use_gds cannot be had
-    paths      nvme_path, tiermem.paths           batch       the three batch sizes
-    own        the section "tiermem"              dtypes      fp32, bf16, fp16 and their spellings
-    keys       refused, computed, planned keys    errors      ConfigError
-    translate  keys -> policy, report             base        what sections share
+Files in order: each imports only files before it.
+
+    base       what sections have in common; ConfigError       keys       refused, computed and planned keys
+    io         aio, the offload sections, paths                precision  bf16, fp16, data_types, torch_autocast
+    optimizer  optimizer, scheduler, the batch sizes           zero       zero_optimization, checkpoint, "tiermem"
+    root       TiermemConfig, the top section                  translate  keys -> policy, report
+    load       load_config, resolve_auto, with_tuned
 
 Every documented key is honoured, or computed and reported, or refused with the reason; none is parsed and ignored.
 The documented class names are aliases of ours.
 """
 
-from tiermem.config.aio import AioConfig
-from tiermem.config.autocast import AutocastConfig
-from tiermem.config.batch import BatchSizes, solve_batch
-from tiermem.config.checkpoint import CheckpointConfig
-from tiermem.config.errors import ConfigError, Problem
+from tiermem.config.base import ConfigError, Problem
+from tiermem.config.io import (
+    AioConfig,
+    OffloadDevice,
+    OffloadOptimizerConfig,
+    OffloadParamConfig,
+    OffloadState,
+    PathConfig,
+)
 from tiermem.config.load import load_config, resolve_auto
-from tiermem.config.offload import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig, OffloadState
 from tiermem.config.optimizer import (
     AdagradParams,
     AdamParams,
+    BatchSizes,
     LionParams,
     MuonParams,
     OptimizerConfig,
     OptimizerParams,
+    SchedulerConfig,
     SgdParams,
+    solve_batch,
 )
-from tiermem.config.own import OwnConfig
-from tiermem.config.paths import PathConfig
-from tiermem.config.precision import Bf16Config, DataTypesConfig, Fp16Config, PrecisionConfig
+from tiermem.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config, PrecisionConfig
 from tiermem.config.root import TiermemConfig
-from tiermem.config.scheduler import SchedulerConfig
 from tiermem.config.translate import ReportRow
-from tiermem.config.zero import ZeroConfig, ZeroStage
+from tiermem.config.zero import CheckpointConfig, OwnConfig, ZeroConfig, ZeroStage
 
 DeepSpeedZeroConfig = ZeroConfig
 DeepSpeedZeroOffloadParamConfig = OffloadParamConfig

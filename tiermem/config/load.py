@@ -1,9 +1,4 @@
-"""load_config: the one door for configs, from a dict, a file or JSON text.
-
-    given --read--> dict (no key twice) --note "auto"--> --validate--> TiermemConfig, or ConfigError with every problem
-
-And `resolve_auto`, which computes the three "auto" keys that Hugging Face integrations compute from the hidden size.
-"""
+"""load_config: the one door for configs, from a dict, a file or JSON text; and what `tiermem tune` found laid over one."""
 
 from __future__ import annotations
 
@@ -15,11 +10,15 @@ from typing import Any
 
 import pydantic
 
-from tiermem.config.errors import ConfigError, Problem, problems_of
+from tiermem.config.base import ConfigError, Problem, problems_of
 from tiermem.config.keys import is_auto
 from tiermem.config.root import TiermemConfig
 
-__all__ = ["load_config", "resolve_auto"]
+# ---- load_config: the one door for configs, from a dict, a file or JSON text -----------------------------------------
+#
+#     given --read--> dict (no key twice) --note "auto"--> --validate--> TiermemConfig, or ConfigError with every problem
+#
+# And `resolve_auto`, which computes the three "auto" keys that Hugging Face integrations compute from the hidden size.
 
 
 def load_config(config: Mapping[str, Any] | str | os.PathLike[str] | TiermemConfig) -> TiermemConfig:
@@ -112,3 +111,52 @@ def _unique(pairs: list[tuple[str, Any]], repeated: list[str]) -> dict[str, Any]
             repeated.append(key)
         seen[key] = value
     return seen
+
+
+# ---- with_tuned: a config with what `tiermem tune` found laid over it ------------------------------------------------
+#
+#     {"aio": {...}, "tiermem": {"engine": ..., "paths": [...], "measured": {...}}}     the file
+#       |             |
+#       |             each key takes the place of the config's own; its other keys stay
+#       takes the place of the whole section, which was measured as one
+#
+# The file is a config of its own: `load_config` reads it, and its `aio` section is in the documented spelling, for
+# whoever else reads that. With a config that has neither section, `{**config, **tuned}` does the same. Nothing here
+# checks values: that is `load_config`'s.
+
+Given = Mapping[str, Any] | str | os.PathLike[str]
+
+_KEYS = {"aio", "tiermem"}
+_OWN_KEYS = {"engine", "paths", "measured"}
+
+
+def with_tuned(config: Given, tuned: Given) -> dict[str, Any]:
+    """Returns the config with the tuned sections in it; both are mappings or JSON files, and stay as they are.
+
+    What it returns is for `load_config`, which checks it. Raises OSError, or ValueError for a file that is no JSON object, or
+    whose keys are others than those of `tiermem tune`.
+    """
+    merged, found = dict(_read(config)), _read(tuned)
+    foreign = sorted(set(found) - _KEYS) + sorted(f"tiermem.{key}" for key in set(found.get("tiermem", {})) - _OWN_KEYS)
+    if foreign:
+        what = os.fspath(tuned) if not isinstance(tuned, Mapping) else "the mapping"
+        raise ValueError(
+            f"{what} holds {', '.join(foreign)}, which `tiermem tune` does not write; is it the right file?"
+        )
+    if "aio" in found:
+        merged["aio"] = dict(found["aio"])
+    if "tiermem" in found:
+        merged["tiermem"] = {**merged.get("tiermem", {}), **found["tiermem"]}
+    return merged
+
+
+def _read(given: Given) -> Mapping[str, Any]:
+    if isinstance(given, Mapping):
+        return given
+    try:
+        content = json.loads(Path(given).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(given)} is not JSON: {error}") from None
+    if not isinstance(content, dict) or not all(isinstance(content.get(key, {}), dict) for key in _KEYS):
+        raise ValueError(f"{os.fspath(given)} holds no config: allowed is a JSON object of sections")
+    return content

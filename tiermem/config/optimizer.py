@@ -1,32 +1,24 @@
-"""`optimizer`: which optimizer the engine builds, and its settings.
-
-    Adam, AdamW    as in the reference, "Adam" means AdamW (decoupled weight decay) unless `adam_w_mode` is false
-    Adagrad, Lion, SGD
-    Muon           matrices of hidden layers by Muon, everything else by AdamW
-
-Settings have the names of torch's optimizers, and of the reference's where those differ.
-"""
+"""The sections of a training run: `optimizer`, `scheduler` and the three batch sizes."""
 
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import pydantic
 from pydantic import Field, SerializeAsAny, ValidationInfo
 
 from tiermem.config.base import CombinedError, ConfigModel, Number, PositiveCount
 from tiermem.config.keys import is_auto
+from tiermem.schedule import check_params, schedule_class
 
-__all__ = [
-    "AdagradParams",
-    "AdamParams",
-    "LionParams",
-    "MuonParams",
-    "OptimizerConfig",
-    "OptimizerParams",
-    "SgdParams",
-]
+# ---- `optimizer`: which optimizer the engine builds, and its settings ------------------------------------------------
+#
+#     Adam, AdamW    as in the reference, "Adam" means AdamW (decoupled weight decay) unless `adam_w_mode` is false
+#     Adagrad, Lion, SGD
+#     Muon           matrices of hidden layers by Muon, everything else by AdamW
+#
+# Settings have the names of torch's optimizers, and of the reference's where those differ.
 
 Beta = Annotated[Number, Field(lt=1.0)]
 """A decay rate in [0, 1)."""
@@ -76,7 +68,7 @@ class AdamParams(OptimizerParams):
     adam_w_mode: bool = True
     """Whether weight decay is decoupled."""
     fp32_optimizer_states: bool = True
-    """Keep moments in fp32; false: in the master's dtype (config/states.py)."""
+    """Keep moments in fp32; false: in the master's dtype (config/root.py)."""
     bias_correction: bool = True
     """Divide the moments by 1 - beta**step; always so here."""
     torch_adam: bool = False
@@ -240,3 +232,92 @@ def _check_keys(name: str, kind: type[OptimizerParams], given: dict[str, Any]) -
         found.append((key, f"unknown key of {name}; {hint} are {', '.join(kind.model_fields)}"))
     if found:
         raise CombinedError(found)
+
+
+# ---- `scheduler`: which learning-rate schedule the engine builds and steps, once per optimizer step ------------------
+#
+# The five documented schedules and those of torch.optim.lr_scheduler; `tiermem/schedule.py` holds and builds them.
+
+
+class SchedulerConfig(ConfigModel):
+    """`scheduler`: its type and settings."""
+
+    section: ClassVar[str] = "scheduler"
+
+    type: str
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of torch.optim.lr_scheduler."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the schedule, by name; those that are "auto" are left out."""
+
+    @pydantic.field_validator("type")
+    @classmethod
+    def _know_type(cls, value: str) -> str:
+        schedule_class(value)
+        return value
+
+    @pydantic.field_validator("params")
+    @classmethod
+    def _know_params(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        params = {name: inner for name, inner in value.items() if not is_auto(inner)}
+        problems = check_params(info.data["type"], params) if "type" in info.data else []
+        if problems:
+            raise CombinedError(problems)
+        return params
+
+
+# ---- Batch sizes: three numbers of which those given determine the rest ----------------------------------------------
+#
+# train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks
+
+
+class BatchSizes(NamedTuple):
+    """The three sizes, in samples, micro-batches and samples."""
+
+    micro: int
+    """Samples in one forward of one rank."""
+    accumulation: int
+    """Forwards of one rank per optimizer step."""
+    total: int
+    """Samples per optimizer step, over all ranks."""
+
+
+def solve_batch(total: int | None, micro: int | None, accumulation: int | None, num_ranks: int) -> BatchSizes:
+    """Computes the sizes that are None from the others.
+
+    With the total alone, or the micro-batch alone, nothing is accumulated. Raises ValueError with the arithmetic when
+    the sizes do not multiply out, or when neither the total nor the micro-batch is given.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks is {num_ranks}; it must be at least 1")
+    if total is None and micro is None:
+        raise ValueError(
+            "neither train_batch_size nor train_micro_batch_size_per_gpu is given; set one of them, and "
+            "gradient_accumulation_steps if micro-batches are to be accumulated"
+        )
+    if total is None:
+        assert micro is not None
+        accumulation = accumulation or 1
+        return BatchSizes(micro, accumulation, micro * accumulation * num_ranks)
+    if micro is None:
+        accumulation = accumulation or 1
+        micro = _divided(total, accumulation, "gradient_accumulation_steps", num_ranks)
+    elif accumulation is None:
+        accumulation = _divided(total, micro, "train_micro_batch_size_per_gpu", num_ranks)
+    if total != micro * accumulation * num_ranks:
+        raise ValueError(
+            f"train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} * gradient_accumulation_steps "
+            f"{accumulation} * ranks {num_ranks} = {micro * accumulation * num_ranks}; remove one of the three, or "
+            f"set train_batch_size to {micro * accumulation * num_ranks}"
+        )
+    return BatchSizes(micro, accumulation, total)
+
+
+def _divided(total: int, given: int, name: str, num_ranks: int) -> int:
+    quotient, remainder = divmod(total, given * num_ranks)
+    if remainder or not quotient:
+        nearest = max(1, round(total / (given * num_ranks))) * given * num_ranks
+        raise ValueError(
+            f"train_batch_size {total} is not a multiple of {name} {given} * ranks {num_ranks} = {given * num_ranks}; "
+            f"the nearest that is: {nearest}"
+        )
+    return quotient

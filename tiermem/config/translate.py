@@ -18,14 +18,19 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from tiermem.config.aio import AioConfig
 from tiermem.config.base import ConfigModel, canonical_key
+from tiermem.config.io import (
+    STATES_PER_TILE,
+    AioConfig,
+    OffloadDevice,
+    OffloadOptimizerConfig,
+    OffloadParamConfig,
+    PathConfig,
+    clashes,
+    united,
+)
 from tiermem.config.keys import COMPUTED, PLANNED
-from tiermem.config.offload import STATES_PER_TILE, OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig
-from tiermem.config.own import OwnConfig
-from tiermem.config.paths import PathConfig, clashes, united
-from tiermem.config.ranks import rank_fields
-from tiermem.config.zero import ZeroConfig
+from tiermem.config.zero import OwnConfig, ZeroConfig, rank_fields
 from tiermem.policy import IoSettings, LeafRules, NvmePath, OffloadPolicy, Tier
 
 __all__ = ["ReportRow", "io_of", "path_problems", "paths_of", "policy_of", "report_of", "shared_by_ranks"]

@@ -1,23 +1,166 @@
-"""`zero_optimization`: what is sharded, in what portions, and what is offloaded.
-
-Also the keys it once had. A deprecated key becomes its successor with a DeprecationWarning; given together with the
-successor it is refused, because which of the two is meant cannot be known.
-"""
+"""`zero_optimization`, `checkpoint` and `tiermem`: what is sharded, how ranks communicate, and the fields of the policy."""
 
 from __future__ import annotations
 
 import enum
 import sys
 import warnings
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field
 
-from tiermem.config.base import ConfigModel, Count, Whole
-from tiermem.config.offload import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig
+from tiermem.config.base import Bytes, ConfigModel, Count, Number, Whole
+from tiermem.config.io import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig, Paths
+from tiermem.config.precision import PrecisionConfig
 
-__all__ = ["LeafModuleConfig", "ZeroConfig", "ZeroStage"]
+# ---- `tiermem`: the section for what the documented keys have no word for. Its keys are fields of the policy ---------
+#
+# "tiermem": {"host_bytes": "2GiB", "paths": ["/mnt/nvme0", "/mnt/nvme1"], "precision": "compact"}
+
+
+class OwnConfig(ConfigModel):
+    """`tiermem`: budgets and choices that are this library's own. Sizes are bytes, or strings such as "2GiB"."""
+
+    section: ClassVar[str] = "tiermem"
+
+    host_bytes: Annotated[Bytes, Field(ge=1)] | None = None
+    """Budget of host memory per node, divided by the ranks on it. Not set: what the plan needs."""
+    disk_bytes: Annotated[Bytes, Field(ge=1)] | None = None
+    """Most bytes to take on all NVMe paths together. Not set: what the plan needs."""
+    paths: Paths | None = None
+    """Folders on NVMe file systems, each with an optional cap and weight. Not set: those of nvme_path."""
+    resident_bytes: Bytes | None = None
+    """Optimizer state kept in host memory although its home is NVMe."""
+    grads: OffloadDevice | None = None
+    """Tier of reduced gradients between backward and step. Not set: cpu when the budget has room, else nvme."""
+    step_in_backward: bool = False
+    """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
+    on_nonfinite: Literal["skip", "raise", "apply"] = "skip"
+    """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same
+    (not clipped, since it has no norm). Not set, and bf16.check_grad_overflow false: apply."""
+    precision: PrecisionConfig | None = None
+    """What masters, moments and gradients are kept in: exact, compact, bf16 or tiny, or an object. Not set: exact, or what
+    the switches in bf16 and fp16 say."""
+    master_from: Literal["param", "init"] = "param"
+    """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
+    durability: Literal["checkpoint", "step", "none"] = "checkpoint"
+    """When what rests on NVMe becomes durable there: when a checkpoint is saved, after every step, or never. Each durable state
+    takes its bytes on disk once more, and two of them with "step"; none halves the disk. With "step" a run that is closed
+    leaves its last step in the store's folder."""
+    keep: Annotated[Count, Field(ge=1)] = 1
+    """Tags that stay on the NVMe paths; saving one more drops the oldest, with a warning. Each takes its bytes on disk."""
+    verify: Literal["always", "sample", "resume"] = "always"
+    """When checksums of what is read from NVMe are compared: at every read, at one in 16, or only when a run is resumed."""
+    engine: Literal["auto", "uring", "aio", "threads"] = "auto"
+    """How files are read and written; auto takes the first that works."""
+    strict: bool = False
+    """Refuse sections and switches that do nothing here, such as monitors and profilers; false: drop them with a warning."""
+    measured: dict[str, Any] | None = None
+    """What `tiermem tune` noted beside its settings: machine, date, rates."""
+    timeout_s: Annotated[Number, Field(gt=0.0)] = 1800.0
+    """Longest wait for another rank before the run stops with an error, in seconds."""
+    join_timeout_s: Annotated[Number, Field(gt=0.0)] = 60.0
+    """Longest wait for all ranks to start, in seconds, where the process group is made here; no more than timeout_s."""
+
+
+# ---- `checkpoint`: what saving does where it has a choice. What is saved opens on any number of ranks, however it ----
+# is asked for
+
+
+class CheckpointConfig(ConfigModel):
+    """`checkpoint`: saving and loading."""
+
+    section: ClassVar[str] = "checkpoint"
+
+    tag_validation: Literal["Warn", "Ignore", "Fail"] = "Warn"
+    """Tags that differ between ranks: a warning, nothing (rank 0's is saved either way), or an error."""
+    load_universal: bool = False
+    """Open what was saved on another number of ranks."""
+    use_node_local_storage: bool = False
+    """Every node saves to storage of its own."""
+    parallel_write: dict[str, Any] | None = None
+    """Which ranks of a pipeline write."""
+    writer: dict[str, Any] | None = None
+    """How files are written."""
+
+
+# ---- The keys of `zero_optimization` about what passes between ranks: MiCS, hpZ and quantised communication ----------
+# (ZeRO++)
+#
+#     mics_shard_size                        -1: all ranks share one copy of the states     shard_group_size
+#     mics_hierarchical_params_gather        across nodes first, then within                two_stage_gather
+#     zero_hpz_partition_size                0 and 1: no secondary copy                     secondary_group_size
+#     zero_quantized_weights                 gathers (qwZ)                                  quantised_gather
+#     zero_quantized_gradients               reductions (qgZ)                               quantised_reduction
+#     zero_quantized_nontrainable_weights    frozen parameters at rest                      quantised_frozen
+#
+# Whether sizes divide the ranks is known when there are ranks: `zero/topology.py` says so.
+
+_STAGE_3 = (
+    "mics_shard_size",
+    "mics_hierarchical_params_gather",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+)
+
+
+def rank_fields(zero: ZeroConfig) -> dict[str, Any]:
+    """The fields of OffloadPolicy that these keys set."""
+    fields: dict[str, Any] = {
+        "two_stage_gather": zero.mics_hierarchical_params_gather,
+        "secondary_group_size": max(1, zero.zero_hpz_partition_size),
+        "quantised_gather": zero.zero_quantized_weights,
+        "quantised_reduction": zero.zero_quantized_gradients,
+        "quantised_frozen": zero.zero_quantized_nontrainable_weights,
+    }
+    if zero.mics_shard_size > 0:
+        fields["shard_group_size"] = zero.mics_shard_size
+    return fields
+
+
+def rank_problems(zero: ZeroConfig, has_autocast: bool) -> list[tuple[str, str]]:
+    """What is wrong with these keys, together and beside the others: (key relative to the top, sentence) each."""
+    found: list[tuple[str, str]] = []
+    if zero.stage != 3:
+        for name in _STAGE_3:
+            if getattr(zero, name) != type(zero).model_fields[name].get_default():
+                found.append(
+                    (name, f"{getattr(zero, name)!r} with stage {int(zero.stage)}, but it acts in stage 3 alone")
+                )
+    if zero.zero_quantized_gradients and zero.stage < 2:
+        found.append(
+            ("zero_quantized_gradients", f"true with stage {int(zero.stage)}, but gradients are sharded from 2 on")
+        )
+    if zero.mics_shard_size == 0 or zero.mics_shard_size < -1:
+        found.append(
+            ("mics_shard_size", f"{zero.mics_shard_size} given; allowed are 1 or more ranks, or -1 for all of them")
+        )
+    if zero.mics_hierarchical_params_gather and zero.mics_shard_size <= 0:
+        found.append(("mics_hierarchical_params_gather", "true without mics_shard_size; set that too, or remove it"))
+    if zero.zero_quantized_gradients and not zero.reduce_scatter:
+        found.append(
+            ("zero_quantized_gradients", "true with reduce_scatter false, but it is a reduce-scatter; remove one")
+        )
+    if zero.zero_quantized_gradients and not zero.use_multi_rank_bucket_allreduce:
+        found.append(
+            (
+                "zero_quantized_gradients",
+                "true with use_multi_rank_bucket_allreduce false, but it sends all ranks their parts at once; remove one",
+            )
+        )
+    if zero.zero_quantized_weights and has_autocast:
+        found.append(
+            ("zero_quantized_weights", "true with torch_autocast, which decides what weights are sent as; remove one")
+        )
+    return [(f"zero_optimization.{key}", message) for key, message in found]
+
+
+# ---- `zero_optimization`: what is sharded, in what portions, and what is offloaded -----------------------------------
+#
+# Also the keys it once had. A deprecated key becomes its successor with a DeprecationWarning; given together with the
+# successor it is refused, because which of the two is meant cannot be known.
 
 
 def _names(value: Any) -> Any:

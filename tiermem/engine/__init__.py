@@ -6,18 +6,15 @@
         engine.backward(loss)
         engine.step()
 
-Files, in the order in which to read (imports go the same way, downward):
+Files in order: each imports only files before it.
 
-    start           initialize: config, process group, engine, loader
-    engine          Engine: forward, backward, step, and the end
-    facts           what launchers, trainers and monitors ask of it
-    choice          which optimizer it will build                     agreed          what ranks must have given it alike
-    casts           dtypes of the model, autocast                     losses          divided and scaled, by whom
-    accumulation    which micro-batch ends a step                     phase_times     how long forward, backward and step take
-    phases          offload_states, reload_states                     compiled        torch.compile, unit by unit
-    saving          save_16bit_model and whole state dicts            checkpoints     load_checkpoint
+    choice        which optimizer it will build, and what ranks must have given alike
+    facts         micro-batches, losses, phase times, and what launchers and trainers ask of it
+    checkpoints   save_checkpoint, load_checkpoint, save_16bit_model
+    engine        Engine: forward, backward, step, and the end
+    start         initialize: config, process group, engine, loader
 
-Generation with all units in memory: tiermem.zero.weights.present. Learning rates and loaders: tiermem.schedule, tiermem.data.
+Generation with all units in memory: tiermem.zero.access. Learning rates: tiermem.schedule.
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""OptimizerChoice: which optimizer an engine will build, known before its model is sharded.
-
-    the user's optimizer    ours or torch's: its groups and settings are kept, the step becomes ours
-    the user's function     called with the parameters; what it returns is treated so
-    the config's section    type and params
-    none of them            the engine is for inference
-
-Sharding comes between choosing and building: the plan has to know how many moments are kept for each element, and an
-optimizer makes its states where the plan left room for them.
-"""
+"""OptimizerChoice: which optimizer an engine will build, and what all ranks must have given alike."""
 
 from __future__ import annotations
 
@@ -19,9 +10,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tiermem import __version__
 from tiermem.config import MuonParams, OptimizerConfig, TiermemConfig
+from tiermem.config.optimizer import BatchSizes
 from tiermem.optim import SGD, Adagrad, Adam, AdamW, Lion, Muon, NativeOptimizer
 from tiermem.precision import Precision
+from tiermem.zero.agreement import agree
+from tiermem.zero.topology import find_topology
+
+# ---- OptimizerChoice: which optimizer an engine will build, known before its model is sharded ------------------------
+#
+#     the user's optimizer    ours or torch's: its groups and settings are kept, the step becomes ours
+#     the user's function     called with the parameters; what it returns is treated so
+#     the config's section    type and params
+#     none of them            the engine is for inference
+#
+# Sharding comes between choosing and building: the plan has to know how many moments are kept for each element, and an
+# optimizer makes its states where the plan left room for them.
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
@@ -158,3 +163,22 @@ def _group_for(kind: type[NativeOptimizer], group: dict[str, Any]) -> dict[str, 
     if kind is Muon and not kept.get("use_muon", True):
         kept["eps"] = kept["adam_eps"]  # what eps means in such a group
     return kept
+
+
+# ---- Agreed: what all ranks must have given an engine alike, compared before anything is sharded ---------------------
+# (zero/ranks/agreement)
+
+
+def agree_on_engine(
+    config: TiermemConfig, sizes: BatchSizes, choice: OptimizerChoice | None, model: nn.Module, device: torch.device
+) -> None:
+    """Compares versions, the config, sizes of batches, the optimizer and its groups. Collective; blocks.
+
+    Raises ValueError on every rank, naming what differs.
+    """
+    policy = config.policy()
+    facts = {"tiermem": __version__, "torch": torch.__version__, **config.shared_by_ranks()}
+    facts |= {"train_batch_size": sizes.total, "train_micro_batch_size_per_gpu": sizes.micro}
+    facts["gradient_accumulation_steps"] = sizes.accumulation
+    facts |= choice.facts(model) if choice is not None else {"optimizer": "none"}
+    agree(find_topology(policy.stage, None, policy.timeout_s, device), facts, "tiermem.initialize")

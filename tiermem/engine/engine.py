@@ -1,12 +1,4 @@
-"""Engine: a sharded model with the face that DeepSpeed users know, over the same machinery as `tiermem.shard`.
-
-    forward     under autocast, if asked for; units come and go while it runs
-    backward    the loss divided by the micro-batches of a step, times the loss scale
-    step        at the last micro-batch of a step: optimizer, loss scale, schedule
-
-The loss may also be the user's own to differentiate: `engine.scale(loss).backward(); engine.step()`, and without fp16
-`loss.backward()` will do. Then the gradients are divided by the micro-batches: see losses.
-"""
+"""Engine: a sharded model with the face that DeepSpeed users know, over the same machinery as `tiermem.shard`."""
 
 from __future__ import annotations
 
@@ -16,33 +8,169 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 
 from tiermem.config import OffloadDevice, OffloadState, TiermemConfig
-from tiermem.config.batch import solve_batch
-from tiermem.engine.accumulation import Accumulation
-from tiermem.engine.agreed import agree_on_engine
-from tiermem.engine.casts import Autocast, cast_model, to_half
-from tiermem.engine.checkpoints import EngineCheckpoints
-from tiermem.engine.choice import OptimizerFactory, Parameters, choose_optimizer
-from tiermem.engine.compiled import CompiledForwards
-from tiermem.engine.facts import EngineFacts
-from tiermem.engine.losses import Losses
-from tiermem.engine.phase_times import PhaseTimes
-from tiermem.engine.phases import bring_back, offload, states_to_offload
-from tiermem.engine.saving import consolidated, save_weights
+from tiermem.config.optimizer import solve_batch
+from tiermem.engine.checkpoints import EngineCheckpoints, consolidated, save_weights
+from tiermem.engine.choice import OptimizerFactory, Parameters, agree_on_engine, choose_optimizer
+from tiermem.engine.facts import Accumulation, EngineFacts, Losses, PhaseTimes, bring_back, offload, states_to_offload
 from tiermem.optim.base import NativeOptimizer
-from tiermem.optim.scaling import LossScaler
+from tiermem.optim.rules import LossScaler
+from tiermem.precision import DTYPES
 from tiermem.schedule import build_scheduler
-from tiermem.zero.building.as_built import built_with
-from tiermem.zero.shards import Shards, shard
-from tiermem.zero.weights.gathered import apply_gathered
-from tiermem.zero.weights.residency import LiveUnit
+from tiermem.zero import registry
+from tiermem.zero.access import apply_gathered
+from tiermem.zero.init_params import built_with
+from tiermem.zero.shards import Shards
+from tiermem.zero.unit_state import LiveUnit
+
+# ---- Casts: the dtypes in which an engine's model computes, where the config wants others than the user's ------------
+#
+#     once, before the model is sharded     parameters to bf16, fp16 or fp32; buffers to data_types.buffer_dtype
+#     in every forward                      inputs to fp16 (fp16.auto_cast); torch.autocast (torch_autocast)
+#
+# What autocast lowers is gathered in its dtype already (zero/weights/lowering), and crosses ranks in it on its way
+# back.
+
+_CAST_TO = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}  # None: as the user built them
+
+
+def cast_model(model: nn.Module, config: TiermemConfig) -> None:
+    """Casts floating-point parameters to the config's precision, and buffers if it asks for that.
+
+    Parameters keep their identity, and so do buffers. Raises ValueError when zero.Init built parameters in another dtype.
+    """
+    _cast_parameters(model, _CAST_TO[config.precision])
+    _cast_buffers(model, config.data_types.buffer_dtype)
+
+
+def to_half(values: Any) -> Any:
+    """Arguments of a forward, floating-point tensors in fp16; anything else as it is."""
+    return tree_map(_to_half, values)
+
+
+class Autocast(NamedTuple):
+    """torch.autocast as a config asks for it, on one kind of device."""
+
+    device: str
+    dtype: torch.dtype | None
+    """What forward is lowered to; None when it is not."""
+    classes: tuple[type[nn.Module], ...]
+    """Modules that are safe in it."""
+
+    @classmethod
+    def of(cls, config: TiermemConfig, device: str) -> Autocast:
+        """As the section torch_autocast says; without a dtype there, torch's default for the device."""
+        section = config.torch_autocast
+        if not section.enabled:
+            return cls(device, None, ())
+        dtype = DTYPES[section.dtype] if section.dtype is not None else torch.get_autocast_dtype(device)
+        return cls(device, dtype, section.safe_classes)
+
+    def policy_fields(self) -> dict[str, Any]:
+        """The policy's fields for a forward under it: what it lowers is gathered in its dtype."""
+        if self.dtype is None:
+            return {}
+        name = next(name for name, each in DTYPES.items() if each is self.dtype)
+        return {"gather_dtype": name, "lowered_modules": self.classes}
+
+    def set_reduced_dtypes(self, model: nn.Module, shards: Shards) -> None:
+        """Makes gradients of modules that it lowers cross ranks in its dtype."""
+        if self.dtype is None:
+            return
+        by_param = {state.param: state for _, state in shards.parameters()}
+        for module in model.modules():
+            for param in module.parameters(recurse=False) if type(module) in self.classes else ():
+                by_param[param].reduce_dtype = self.dtype
+
+    def block(self) -> AbstractContextManager[Any]:
+        """The context of a forward; without torch's cache, which would keep a copy of every weight."""
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
+
+
+def _cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
+    for param in model.parameters():
+        is_resting = registry.keeper_of(param) is not None
+        if dtype is not None and param.dtype.is_floating_point and param.dtype != dtype:
+            if is_resting:
+                raise ValueError(
+                    f"zero.Init built parameters as {param.dtype}, the config asks for {dtype}: give both the same"
+                )
+            param.data = param.data.to(dtype)
+
+
+def _cast_buffers(model: nn.Module, dtype: str | None) -> None:
+    """Unasked, buffers keep their dtype: rotary frequencies need fp32."""
+    if dtype is None:
+        return
+    for buffer in model.buffers():
+        if buffer.dtype.is_floating_point:
+            buffer.data = buffer.data.to(DTYPES[dtype])
+
+
+def _to_half(value: Any) -> Any:
+    return value.half() if torch.is_tensor(value) and value.is_floating_point() else value
+
+
+# ---- Compiled: the forwards of a sharded model's units run through torch.compile, one by one -------------------------
+#
+#     hooks: fetch the unit | compiled forward of its module | hooks: let it go
+#
+# Hooks touch files, queues and other ranks, which a compiler cannot trace; `nn.Module.compile` would take them along.
+# So the `forward` of each module that has units of its own, and none inside it that has, is replaced on that instance,
+# and given back when the engine is closed. Blocks of one class share one graph. What lies around the units runs as it
+# did.
+
+
+class CompiledForwards:
+    """Modules whose forward is compiled, until `restore`.
+
+    Args:
+        modules: candidates; those that hold others of them are left as they are.
+        backend: torch.compile's.
+        options: further arguments of torch.compile.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], backend: str | Callable[..., Any], options: Mapping[str, Any]
+    ) -> None:
+        self.modules = _innermost(list(modules))
+        self._own = {module: module.__dict__.get("forward") for module in self.modules}  # what an instance had already
+        for module in self.modules:
+            module.forward = torch.compile(module.forward, **{**options, "backend": backend})
+
+    def restore(self) -> None:
+        """Gives the modules their own forwards back; repeating it does nothing."""
+        while self._own:
+            module, own = self._own.popitem()
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+
+def _innermost(modules: list[nn.Module]) -> list[nn.Module]:
+    candidates = set(modules)
+    return [m for m in modules if not any(inner in candidates for inner in m.modules() if inner is not m)]
+
+
+# ---- Engine: a sharded model with the face that DeepSpeed users know, over the same machinery as `tiermem.shard` -----
+#
+#     forward     under autocast, if asked for; units come and go while it runs
+#     backward    the loss divided by the micro-batches of a step, times the loss scale
+#     step        at the last micro-batch of a step: optimizer, loss scale, schedule
+#
+# The loss may also be the user's own to differentiate: `engine.scale(loss).backward(); engine.step()`, and without fp16
+# `loss.backward()` will do. Then the gradients are divided by the micro-batches: see losses.
 
 logger = logging.getLogger("tiermem")
 
@@ -80,7 +208,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         self._autocast = Autocast.of(config, device.type)
         fields = self._autocast.policy_fields() | ({"num_moments": choice.num_moments} if choice else {})
         policy = config.policy(**fields)
-        self.shards: Shards = shard(model, policy, group, device, is_trained=choice is not None)
+        self.shards = Shards(model, policy, group, device, is_trained=choice is not None)
         self._times = PhaseTimes(config.wall_clock_breakdown, device)
         self._scaler = LossScaler(config.fp16, config.fp16.enabled or self._autocast.dtype is torch.float16)
         self._losses = Losses(self._scaler, self.shards.homes, self._sizes.accumulation)
@@ -92,7 +220,6 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
                 choice.warn_of_stalling(policy.precision)
             if self.optimizer is not None:
                 self.optimizer.loss_scaler = self._scaler
-                self.optimizer.makes_durable = False
             self.lr_scheduler = self._build_scheduler(scheduler)
         except BaseException:
             self.shards.close()

@@ -1,23 +1,326 @@
-"""EngineFacts: what launchers, trainers and monitors ask of an engine: plain answers, under the reference's names.
-
-None of them does anything; all but the counters come from the config. Hugging Face's Trainer and Accelerate, TRL and
-Lightning ask for most of these.
-"""
+"""What an engine counts and answers: micro-batches, losses, phase times, and the facts that launchers and trainers ask for."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from typing import Any
+import time
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from tiermem.config import OffloadOptimizerConfig, OffloadParamConfig, TiermemConfig
-from tiermem.config.batch import BatchSizes
-from tiermem.config.offload import OffloadDevice
+from tiermem.config.io import OffloadDevice, OffloadState
+from tiermem.config.optimizer import BatchSizes
 from tiermem.optim.base import NativeOptimizer
-from tiermem.optim.scaling import LossScaler
+from tiermem.optim.rules import LossScaler
+from tiermem.swap.accelerator import current_stream, is_accelerator, new_event
+from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.shards import Shards
+from tiermem.zero.unit_state import LiveUnit
+
+# ---- Accumulation: which micro-batch ends a step, and where gradients add up until then ------------------------------
+#
+#   stages 2 and 3   at home: every micro-batch's gradients are added up over ranks and then there, because only a rank's own
+#                      part of them has a place
+#     stages 0 and 1   in `p.grad`, on each rank by itself, and over ranks once, with the last micro-batch; at home, too, when
+#                      they are to be kept in another dtype than the parameters'
+#
+# The boundary is counted (`gradient_accumulation_steps`), or set by the user from then on, or, not managed, wherever
+# `step` is called. What a step computes is the same in all of these; how often ranks talk is not.
+
+
+class Accumulation:
+    """Knows the boundary and holds reductions back before it.
+
+    Args:
+        shards: whose gradients.
+        num_micro_batches: of a step.
+        is_managed: False: every step is a boundary, and no backward is.
+    """
+
+    def __init__(self, shards: Shards, num_micro_batches: int, is_managed: bool) -> None:
+        self._shards = shards
+        self.num_micro_batches = num_micro_batches
+        self._is_managed = is_managed
+        self._set_by_user: bool | None = None
+        self._is_stepping = False
+        self._block = ""  # no_sync or coalesce_grad_reduction, while in one
+        self.micro_steps = 0  # micro-batches that have ended
+        self.is_under_way = False  # some of them since the last step
+        self._num_backwards = shards.hooks.num_backwards  # when the last step ended
+        shards.hooks.receive_if(self._may_receive)
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the micro-batch at hand is the last of a step."""
+        if self._set_by_user is not None:
+            return self._set_by_user
+        if not self._is_managed:
+            return self._is_stepping
+        return (self.micro_steps + 1) % self.num_micro_batches == 0
+
+    def set_boundary(self, is_boundary: bool) -> None:
+        """Says from now on whether the micro-batch at hand is the last. Raises RuntimeError where nobody else may say so."""
+        if not self._is_managed:
+            raise RuntimeError(
+                "set_gradient_accumulation_boundary with managed_gradient_accumulation false: every step() is the boundary. "
+                "Remove the call, or the key"
+            )
+        if not is_boundary:
+            self._check_holds_gradients("set_gradient_accumulation_boundary(False)")
+        self._set_by_user = is_boundary
+
+    def end_step(self) -> int:
+        """A step has ended: gives its micro-batches. Where the user says where it ends, each backward counts as one."""
+        started, self._num_backwards = self._num_backwards, self._shards.hooks.num_backwards
+        is_counted = self._is_managed and self._set_by_user is None
+        return self.num_micro_batches if is_counted else self._num_backwards - started
+
+    def begin_anew(self, micro_steps: int | None = None) -> None:
+        """The next micro-batch is the first of a step, after so many (default: those that have ended), in whole steps."""
+        self.is_under_way = False
+        self._num_backwards = self._shards.hooks.num_backwards
+        ended = self.micro_steps if micro_steps is None else micro_steps
+        self.micro_steps = -(-ended // self.num_micro_batches) * self.num_micro_batches
+
+    @contextlib.contextmanager
+    def hold_back(self, block: str) -> Iterator[None]:
+        """Backwards in the block add up and are not reduced, where `p.grad` has a place for them; see the module."""
+        if self._block:
+            raise RuntimeError(f"{block} inside {self._block}: leave the one before you enter the other")
+        self._check_holds_gradients(block)
+        self._block = block
+        try:
+            yield
+        finally:
+            self._block = ""
+
+    def reduce_now(self) -> None:
+        """Adds up over ranks what backwards have left in `p.grad`. Collective; blocks."""
+        if self._block:
+            raise RuntimeError(f"gradients are not reduced inside {self._block}: leave it first")
+        self._shards.receive_gradients()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[bool]:
+        """The end of a micro-batch: gives whether it ends a step. Raises RuntimeError where no step may be."""
+        if self._block:
+            raise RuntimeError(f"step() inside {self._block}: leave it first")
+        self._is_stepping = True
+        is_boundary = self.is_boundary
+        try:
+            yield is_boundary
+        finally:
+            self.is_under_way = not is_boundary
+            self.micro_steps += 1
+            self._is_stepping = False
+
+    def _may_receive(self) -> bool:
+        return self._shards.adds_at_home or (self.is_boundary and not self._block)
+
+    def _check_holds_gradients(self, what: str) -> None:
+        if self._shards.policy.step_in_backward:
+            raise RuntimeError(
+                f"{what} with step_in_backward: no gradient is held to add to, every backward steps. Set it to false"
+            )
+
+
+# ---- Losses: by what the losses of a step were multiplied and divided, so that gradients are the mean, whoever -------
+# called backward
+#
+#     engine.backward(loss)           divided by the micro-batches of a step, times the loss scale
+#     engine.scale(loss).backward()   times the loss scale: the gradients are divided by the micro-batches
+#     loss.backward()                 neither; without fp16 alone
+#
+# Gradients at home are divided when they are looked at, measured or stepped (GradientHomes.divisor). All micro-batches
+# of one step go the same way.
+
+
+class Losses:
+    """Counts the losses of a step by the way they went.
+
+    Args:
+        scaler: the loss scale.
+        homes: of the gradients; told what to divide by.
+        num_micro_batches: of a step.
+    """
+
+    def __init__(self, scaler: LossScaler, homes: GradientHomes, num_micro_batches: int) -> None:
+        self._scaler = scaler
+        self._homes = homes
+        self._num_divided = 0  # since the last step, by the engine's backward
+        self._num_scaled = 0  # since the last step; the engine's backward scales, too
+        self.begin_step(num_micro_batches)
+
+    def begin_step(self, num_micro_batches: int) -> None:
+        """The next loss is the first of a step."""
+        self._num_divided = self._num_scaled = 0
+        self._homes.num_micro_batches = num_micro_batches
+
+    @property
+    def num_undivided(self) -> int:
+        """What the gradients of the step at hand have to be divided by to be the mean over its micro-batches."""
+        return self._homes.num_micro_batches
+
+    def divided(self, loss: torch.Tensor, by: int) -> torch.Tensor:
+        """The loss by a number of micro-batches; 1 leaves it as it is. Counts it as the engine's either way."""
+        self._num_divided += 1
+        self._homes.num_micro_batches = 1
+        return loss / by if by > 1 else loss
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale."""
+        self._num_scaled += 1
+        return loss * self._scaler.scale if self._scaler.scale != 1.0 else loss
+
+    def check_one_way(self) -> None:
+        """Raises RuntimeError for losses that went different ways, and for some that were not scaled where all have to be."""
+        divided, scaled = self._num_divided, self._num_scaled
+        if divided and scaled > divided:
+            raise RuntimeError(
+                f"{divided} losses of this step went through engine.backward, which divides by the micro-batches of a step, "
+                f"and {scaled - divided} through engine.scale, which does not: use one of them for all micro-batches of a step"
+            )
+        if self._scaler.scale != 1.0 and not scaled:
+            raise RuntimeError(
+                "fp16 scales the loss, and the gradients of this step come from a backward of an unscaled one: use "
+                "engine.backward(loss), or engine.scale(loss).backward()"
+            )
+
+
+# ---- PhaseTimes: how long forward, backward and step took since the last line of progress ----------------------------
+# (`wall_clock_breakdown`)
+#
+# On a CPU the host's clock tells. On an accelerator the host only hands work over, so each phase is marked by two
+# events on its stream, and the line that needs their times waits for those events, for nothing else.
+
+_PHASES = ("forward", "backward", "step")
+
+
+class _Span(NamedTuple):
+    phase: str
+    start: float | torch.Event
+    end: float | torch.Event
+
+    @property
+    def seconds(self) -> float:
+        """Its length; blocks until an accelerator has got there."""
+        if isinstance(self.start, torch.Event) and isinstance(self.end, torch.Event):
+            self.end.synchronize()
+            return float(self.start.elapsed_time(self.end)) / 1e3
+        assert isinstance(self.start, float) and isinstance(self.end, float)
+        return self.end - self.start
+
+
+class PhaseTimes:
+    """The spans of each phase since the last line.
+
+    Args:
+        is_on: when not, nothing is noted and the line is empty.
+        device: where the maths runs.
+    """
+
+    def __init__(self, is_on: bool, device: torch.device) -> None:
+        self._is_on = is_on
+        self._device = device
+        self._spans: list[_Span] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Notes what its body takes as a part of a phase: forward, backward or step."""
+        if not self._is_on:
+            yield
+            return
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._spans.append(_Span(name, start, self._now()))
+
+    def line(self, num_steps: int) -> str:
+        """ ", forward 12.0 ms, backward 30.1 ms, step 4.0 ms" on the average of so many steps; empty when off. Starts anew."""
+        spans, self._spans = self._spans, []
+        totals = {name: sum(span.seconds for span in spans if span.phase == name) for name in _PHASES}
+        return "".join(f", {name} {1e3 * total / num_steps:.1f} ms" for name, total in totals.items() if total)
+
+    def _now(self) -> float | torch.Event:
+        if not is_accelerator(self._device):
+            return time.perf_counter()
+        event = new_event(self._device, enable_timing=True)
+        event.record(current_stream(self._device))
+        return event
+
+
+# ---- Phases: a run that trains and does something else in turns gives the device's memory back in between ------------
+#
+#     engine.offload_states()     what lies on the device leaves it
+#     ...                         another engine, an inference server
+#     engine.reload_states()      it comes back
+#
+#     optim_states, hp_params     rest in host memory or on NVMe always: nothing to move
+#     lp_grads, contiguous_grad_buffer    the same
+#     lp_params                   streamed units leave their buffers; on an accelerator resident ones free its memory too, and
+#                                 the model cannot run until they are back. On a CPU those lie where they rest
+#
+# States that are to leave host memory as well belong on NVMe from the start (`offload_optimizer`, `offload_param`):
+# their home does not change while a run lasts.
+
+logger = logging.getLogger("tiermem")
+
+
+def states_to_offload(
+    include: Iterable[OffloadState | str] | None, device: OffloadDevice | str
+) -> Collection[OffloadState]:
+    """Checks what was asked for; nothing is to be done when it is empty. Raises ValueError for other names and for NVMe."""
+    device, known = OffloadDevice(device), [state.value for state in OffloadState]
+    if device is OffloadDevice.nvme:
+        raise ValueError(
+            "offload_states to nvme: states have one home for a whole run. Set offload_optimizer or offload_param to "
+            '{"device": "nvme"}, or offload to cpu'
+        )
+    if device is OffloadDevice.none:
+        logger.warning("offload_states: device is none, so nothing is offloaded; allowed is cpu")
+        return ()
+    if include is None:
+        return tuple(OffloadState)
+    if isinstance(include, str):
+        raise ValueError(f"offload_states: include is {include!r}; give a list of {', '.join(known)}")
+    try:
+        return tuple(OffloadState(state) for state in include)
+    except ValueError as error:
+        raise ValueError(f"offload_states: include holds {error}; allowed are {', '.join(known)}") from None
+
+
+def offload(shards: Shards, states: Collection[OffloadState]) -> list[LiveUnit]:
+    """Makes parameters leave the device; returns the resident units that did. Blocks."""
+    if OffloadState.lp_params not in states:
+        return []
+    shards.residency.empty()
+    away = [live for live in shards.units if live.unit.is_resident and live.shard is not live.memory.full]
+    away = [live for live in away if is_accelerator(shards.device) and live.memory.is_present]
+    for live in away:
+        live.memory.leave()
+    return away
+
+
+def bring_back(shards: Shards, away: Iterable[LiveUnit]) -> None:
+    """Makes those units present again. Collective; blocks in stream order."""
+    for live in away:
+        assert live.shard is not None
+        live.memory.allocate()
+        shards.values.regather(live.unit, live.shard, live.memory)
+        live.memory.show()
+
+
+# ---- EngineFacts: what launchers, trainers and monitors ask of an engine: plain answers, under the reference's -------
+# names
+#
+# None of them does anything; all but the counters come from the config. Hugging Face's Trainer and Accelerate, TRL and
+# Lightning ask for most of these.
 
 
 class EngineFacts:

@@ -1,18 +1,22 @@
-"""Rates: how fast one node moves bytes and one rank computes. Measured somewhere else; here they only get names.
-
-disk       one node's paths together; its ranks share them. A shared disk moves one direction at a time (what a single
-           queue of a virtual disk does); a duplex one both at once
-link       between HOST and a rank's GPU, each way; no link where the maths runs on the CPU
-network    what one rank sends or receives; near: to and from ranks of its own node
-kernels    one rank's optimizer steps, in bytes of memory traffic a second; gradients: its passes over gradients, likewise
-
-compute    seconds of maths, from what a block took (`Compute`), or from a peak (`Compute.of_peak`)
-"""
+"""Rates, a timeline of tasks that use them, and the ZeRO-Infinity paper's own arithmetic (arXiv 2104.07857)."""
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
+from collections.abc import Sequence
 from typing import NamedTuple
+
+# ---- Rates: how fast one node moves bytes and one rank computes. Measured somewhere else; here they only get ---------
+# names
+#
+# disk       one node's paths together; its ranks share them. A shared disk moves one direction at a time (what a single
+#            queue of a virtual disk does); a duplex one both at once
+# link       between HOST and a rank's GPU, each way; no link where the maths runs on the CPU network    what one rank
+# sends or receives; near: to and from ranks of its own node kernels    one rank's optimizer steps, in bytes of memory
+# traffic a second; gradients: its passes over gradients, likewise
+#
+# compute    seconds of maths, from what a block took (`Compute`), or from a peak (`Compute.of_peak`)
 
 
 class Compute(NamedTuple):
@@ -79,3 +83,219 @@ class Rates:
             disk_read_bytes_s=self.disk_read_bytes_s / ranks_on_node,
             disk_write_bytes_s=self.disk_write_bytes_s / ranks_on_node,
         )
+
+
+# ---- The ZeRO-Infinity paper's own arithmetic (arXiv 2104.07857): memory of models that may not exist yet, and -------
+# bandwidth it takes
+#
+# A Transformer of `num_layers` layers of width `hidden`, all bytes counted as the paper counts them: 16-bit weights and
+# gradients, fp32 master, gradient, momentum and variance of Adam, 20 bytes for each parameter.
+#
+#     section 3   what has to lie somewhere         parameters, model states, activations, checkpoints, working memory
+#     section 4   how fast it has to come           arithmetic intensity, efficiency = intensity x bandwidth /
+#                                                                                     (intensity x bandwidth + peak)
+#
+# Sizes of tiermem's own are in `zero/plan.py`; they differ where tiermem keeps fewer bytes.
+
+STATE_BYTES = 20  # per parameter: 2 weight, 2 gradient, 4 master, 4 momentum, 4 variance, 4 gradient in fp32
+_HALF = 2  # bytes of a 16-bit number
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+    """A model as the paper describes one.
+
+    `checkpoint_interval` is the number of blocks between two activation checkpoints (the paper's ci).
+    """
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    checkpoint_interval: int = 1
+
+    @property
+    def num_params(self) -> int:
+        """Of the layers: four matrices of attention and two of 4 x hidden, 12 hidden^2 each layer."""
+        return 12 * self.num_layers * self.hidden**2
+
+    @property
+    def state_bytes(self) -> int:
+        """Model states: 240 bytes x layers x hidden^2."""
+        return STATE_BYTES * self.num_params
+
+    def checkpoint_bytes(self, batch: int, seq: int) -> int:
+        """Activation checkpoints of a batch of sequences: one 16-bit vector per token and checkpoint."""
+        return _HALF * batch * seq * self.hidden * self.num_layers // self.checkpoint_interval
+
+    def activation_bytes(self, batch: int, seq: int) -> int:
+        """All activations of a batch, without checkpoints."""
+        return self._layer_activation_bytes(batch, seq) * self.num_layers
+
+    @property
+    def state_working_bytes(self) -> int:
+        """Model state working memory: weights and gradients of the largest operator, hidden to 4 x hidden."""
+        return 2 * _HALF * self.hidden * 4 * self.hidden
+
+    def activation_working_bytes(self, batch: int, seq: int) -> int:
+        """Activation working memory: what is recomputed between two checkpoints."""
+        return self._layer_activation_bytes(batch, seq) * self.checkpoint_interval
+
+    def operations(self, batch: int, seq: int) -> int:
+        """Floating-point operations of an iteration: 2 per parameter and token forward, 2 recomputing, 4 backward."""
+        return 8 * batch * seq * self.num_params
+
+    def _layer_activation_bytes(self, batch: int, seq: int) -> int:
+        """16 x hidden + 2 x heads x seq numbers a token.
+
+        The paper's formula leaves the size of a number open; its table comes out with two bytes.
+        """
+        return _HALF * batch * seq * (16 * self.hidden + 2 * self.num_heads * seq)
+
+
+PAPER_BATCH, PAPER_SEQ, PAPER_GPUS = 32, 1024, 16
+"""The setting of the paper's table of memory (figure 2a): sequences of a node, tokens of each, GPUs of a node."""
+
+PAPER_MODELS = (
+    Transformer(80, 10 * 1024, 128),
+    Transformer(100, 20 * 1024, 160),
+    Transformer(128, 25 * 1024, 256),
+    Transformer(195, 64 * 1024, 512),
+    Transformer(315, 160 * 1024, 1024),
+)
+"""The models of that table, 0.1 to 100 trillion parameters."""
+
+
+def weight_intensity(batch: int, seq: int) -> float:
+    """Operations per byte of weights, loaded forward, recomputing and backward, and of gradients, stored once."""
+    return float(seq * batch)
+
+
+def optimizer_intensity(batch: int, seq: int) -> float:
+    """Operations per byte of optimizer states: 16 bytes of each parameter are read, and written."""
+    return seq * batch / 4
+
+
+def activation_intensity(hidden: int, checkpoint_interval: int = 1) -> float:
+    """Operations per byte of activation checkpoints, each written once and read once."""
+    return 24.0 * hidden * checkpoint_interval
+
+
+def efficiency(intensity: float, bandwidth_bytes_s: float, peak_flops: float) -> float:
+    """Part of the peak that is reached when moving and computing do not overlap: 0 to 1."""
+    reached = intensity * bandwidth_bytes_s
+    return reached / (reached + peak_flops)
+
+
+def bandwidth_for(intensity: float, wanted_efficiency: float, peak_flops: float) -> float:
+    """Bytes per second that an efficiency takes. Raises ValueError unless it lies between 0 and 1."""
+    if not 0 < wanted_efficiency < 1:
+        raise ValueError(f"the efficiency is {wanted_efficiency}; it must lie between 0 and 1, both excluded")
+    return wanted_efficiency / (1 - wanted_efficiency) * peak_flops / intensity
+
+
+# ---- Timeline: tasks that wait for each other and for lanes, played event by event. The whole of the model of --------
+# time
+#
+# A *lane* does one task at a time: a disk, a direction of a link, the processor. A *task* takes a lane for its seconds
+# once all tasks that it comes after have ended; of those that are ready the lane takes the lowest priority number, then
+# the one that has been ready longest. Nothing is random, nothing is preempted, and a task without seconds ends when it
+# begins.
+#
+#     read 0 |--disk--|                                  tasks 0, 1, 2 of three lanes; "compute 0" comes after "read 0"
+#     read 1          |--disk--|
+#     compute 0       |------cpu------|
+#     compute 1                       |------cpu------|
+
+
+class Task(NamedTuple):
+    """One piece of work.
+
+    `after` holds numbers of earlier tasks of the same list. `phase`, `edge` and `among` are labels for who adds up; `num_bytes`
+    is what the task moves over its edge, `payload_bytes` what it hands to a collective among some ranks.
+    """
+
+    name: str
+    lane: str
+    seconds: float
+    after: tuple[int, ...] = ()
+    phase: str = ""
+    edge: str = ""
+    num_bytes: int = 0
+    priority: int = 0
+    among: str = ""
+    payload_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """When each task began and ended, in seconds from the start."""
+
+    tasks: Sequence[Task]
+    begin_s: Sequence[float]
+    end_s: Sequence[float]
+
+    def phase_end_s(self, phase: str) -> float:
+        """When the last task of a phase ended; 0 when it has none."""
+        return max((end for task, end in zip(self.tasks, self.end_s, strict=True) if task.phase == phase), default=0.0)
+
+    def busy_s(self, lane: str, phase: str) -> float:
+        """How long a lane worked on tasks of a phase."""
+        return sum(task.seconds for task in self.tasks if task.lane == lane and task.phase == phase)
+
+
+def play(tasks: Sequence[Task]) -> Timeline:
+    """Plays the tasks and says when each ran. Raises ValueError for one that comes after itself or a later one."""
+    return _Play(tasks).run()
+
+
+class _Play:
+    """One play: which tasks wait for how many others, which are ready on each lane, what runs now."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+        self._num_awaited = [0] * len(tasks)
+        self._followers: list[list[int]] = [[] for _ in tasks]
+        self._ready: dict[str, list[tuple[int, float, int]]] = {task.lane: [] for task in tasks}
+        self._is_free = dict.fromkeys(self._ready, True)
+        self._running: list[tuple[float, int]] = []  # (end, number)
+        self._begin_s, self._end_s = [0.0] * len(tasks), [0.0] * len(tasks)
+        for number, task in enumerate(tasks):
+            if any(not 0 <= each < number for each in task.after):
+                raise ValueError(f"task {number} ({task.name}) comes after {task.after}; allowed are earlier tasks")
+            earlier = set(task.after)
+            self._num_awaited[number] = len(earlier)
+            for each in earlier:
+                self._followers[each].append(number)
+
+    def run(self) -> Timeline:
+        """Plays all of them."""
+        for number, awaited in enumerate(self._num_awaited):
+            if not awaited:
+                self._add_ready(number, 0.0)
+        self._start_all(0.0)
+        while self._running:
+            now = self._running[0][0]
+            while self._running and self._running[0][0] == now:
+                self._finish(heapq.heappop(self._running)[1], now)
+            self._start_all(now)
+        return Timeline(self._tasks, self._begin_s, self._end_s)
+
+    def _add_ready(self, number: int, now: float) -> None:
+        task = self._tasks[number]
+        heapq.heappush(self._ready[task.lane], (task.priority, now, number))
+
+    def _start_all(self, now: float) -> None:
+        for lane, ready in self._ready.items():
+            if ready and self._is_free[lane]:
+                number = heapq.heappop(ready)[2]
+                self._is_free[lane] = False
+                self._begin_s[number] = now
+                heapq.heappush(self._running, (now + self._tasks[number].seconds, number))
+
+    def _finish(self, number: int, now: float) -> None:
+        self._end_s[number] = now
+        self._is_free[self._tasks[number].lane] = True
+        for follower in self._followers[number]:
+            self._num_awaited[follower] -= 1
+            if not self._num_awaited[follower]:
+                self._add_ready(follower, now)

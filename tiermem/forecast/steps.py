@@ -17,18 +17,26 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tiermem.forecast.fetches import Buffers, Fetching, Start
-from tiermem.forecast.rates import Rates
-from tiermem.forecast.tile_loads import TileLoad, tile_loads
-from tiermem.forecast.timeline import Task
-from tiermem.forecast.uses import Use
-from tiermem.forecast.wires import Send, buckets_of, gathers, keeps_second, reductions, updates
+from tiermem.forecast.loads import (
+    Buffers,
+    Fetching,
+    Send,
+    Start,
+    TileLoad,
+    Use,
+    buckets_of,
+    gathers,
+    keeps_second,
+    reductions,
+    tile_loads,
+    updates,
+)
+from tiermem.forecast.rates import Rates, Task
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.zero.gradients.buckets import Bucket
-from tiermem.zero.gradients.reduce import num_under_way
 from tiermem.zero.plan import Plan
-from tiermem.zero.ranks.topology import Topology
-from tiermem.zero.state_pieces import keeps_sums
+from tiermem.zero.reduce import Bucket, num_under_way
+from tiermem.zero.state_layout import keeps_sums
+from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Unit
 
 NVME_TO_HOST, HOST_TO_NVME = "NVME -> HOST", "HOST -> NVME"

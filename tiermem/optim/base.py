@@ -1,15 +1,8 @@
-"""NativeOptimizer: what every optimizer here shares: a torch optimizer for sharded and ordinary parameters alike.
-
-    sharded    states rest where the model's policy says, in its precision, and are stepped tile by tile (sharded.py)
-    ordinary   states are tensors in `optimizer.state`, under torch's own keys (ordinary.py)
-
-Both run the same native kernels: one pass over memory for unscaling, clipping, the step and the low-precision copy.
-`param_groups` are real, so that torch's schedulers work; state dicts are torch's (state_dicts.py). A class on top of this one
-says which rule a parameter follows (rules.py) and which values its groups may hold.
-"""
+"""NativeOptimizer: what every optimizer here shares: a torch optimizer."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,20 +11,91 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tiermem.checkpoint.saving.saver import make_durable
-from tiermem.optim import ordinary, state_dicts
-from tiermem.optim.arguments import IMPLEMENTATION, check_implementation
-from tiermem.optim.rules import Group, Rule
+from tiermem.optim import ordinary
+from tiermem.optim.ordinary import MASTER, STEP, State, num_steps_of, value_of
+from tiermem.optim.rules import IMPLEMENTATION, Group, Rule, check_implementation
 from tiermem.optim.sharded import NonFiniteGradients, ShardedModel, check_room, clip_factor
 from tiermem.optim.tiles import StateTiles
 from tiermem.precision import Precision
 from tiermem.swap.native import Workers, store_gradient
 from tiermem.zero import registry
-from tiermem.zero.ranks.topology import fair_cores, fair_threads
 from tiermem.zero.shards import Shards
+from tiermem.zero.topology import fair_cores, fair_threads
+from tiermem.zero.unit import Shard
 
 if TYPE_CHECKING:
-    from tiermem.optim.scaling import LossScaler
+    from tiermem.optim.rules import LossScaler
+
+
+# ---- State dicts of optimizers: torch's own format and keys, whatever states rest where ------------------------------
+#
+#   {"state": {0: {"step": tensor(3.), "exp_avg": fp32, "exp_avg_sq": fp32 [, "master": fp32]}, 1: ...}, "param_groups": [...]}
+#
+# torch's optimizers load ours, and ours load torch's. Every state is fp32 and has the parameter's shape; `master` is
+# there where a parameter of lower precision has one beside it (torch passes over it; a dict without it makes the master
+# from the
+#         if name in given and shards.policy.loads_masters:
+#             values = shards.values.mine(shard, value_of(given, name, shard.shape, shard.name))
+#
+# Of a sharded model each state is gathered, whole, one parameter at a time: every rank makes the dict, and every rank's
+# CPU memory holds all of it (12 bytes per parameter of a bf16 model under AdamW), beside one parameter's largest state.
+
+
+@dataclasses.dataclass(frozen=True)
+class Sealed:
+    """An entry on its way through torch's `load_state_dict`, which would cast fp32 states to the parameter's dtype."""
+
+    entry: Mapping[str, Any]
+
+
+def seal(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The same dict with sealed entries."""
+    return {**state_dict, "state": {number: Sealed(entry) for number, entry in state_dict["state"].items()}}
+
+
+def export_sharded(shards: Shards, tiles: StateTiles, shard: Shard, rule: Rule) -> State:
+    """The entry of a sharded parameter. Collective; blocks; raises OSError when a transfer failed."""
+    found: State = {STEP: torch.tensor(float(shard.num_steps))}
+    moments = rule.moments if shard.num_steps or shard.has_moments else ()
+    for name in (*moments, *_masters(shards, shard)):
+        found[name] = shards.values.assemble(shard, tiles.state(shard, name)).view(shard.shape)
+    return found
+
+
+def restore_sharded(
+    shards: Shards, tiles: StateTiles, shard: Shard, given: Mapping[str, Any] | None, rule: Rule
+) -> None:
+    """Puts an entry where a sharded parameter's states rest; None: it has not been stepped. Collective; blocks.
+
+    Raises ValueError for a state that is missing or misshapen, OSError when a transfer failed.
+    """
+    given = given or {}
+    shard.num_steps = num_steps_of(given, rule)
+    has_moments = shard.num_steps > 0 or any(given.get(name) is not None for name in rule.moments)
+    for name in rule.moments if has_moments else ():
+        tiles.load(shard, name, shards.values.mine(shard, value_of(given, name, shard.shape, shard.name)))
+    for name in _masters(shards, shard):
+        if name in given and shards.policy.loads_masters:
+            values = shards.values.mine(shard, value_of(given, name, shard.shape, shard.name))
+        else:
+            values = shards.local_weight(shard.param).float()[: shards.values.num_mine(shard)]
+        tiles.load(shard, name, values)
+    shard.has_moments, shard.has_master = has_moments, MASTER in given
+
+
+def _masters(shards: Shards, shard: Shard) -> tuple[str, ...]:
+    return () if shards.policy.precision.master_of(shard.param.dtype) is None else (MASTER,)
+
+
+# ---- NativeOptimizer: what every optimizer here shares: a torch optimizer for sharded and ordinary parameters --------
+# alike
+#
+#     sharded    states rest where the model's policy says, in its precision, and are stepped tile by tile (sharded.py)
+#     ordinary   states are tensors in `optimizer.state`, under torch's own keys (ordinary.py)
+#
+# Both run the same native kernels: one pass over memory for unscaling, clipping, the step and the low-precision copy.
+# `param_groups` are real, so that torch's schedulers work; state dicts are torch's (base.py). A class on top of
+# this one says which rule a parameter follows (rules.py) and which values its groups may hold.
 
 Params = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
 """Parameters, named parameters or groups, as torch's optimizers take them."""
@@ -60,9 +124,6 @@ class NativeOptimizer(torch.optim.Optimizer):
         self.was_skipped = False  # the last step found gradients that are not finite
         self.grad_norm = 0.0  # of the last step, before clipping: sharded parameters', else ordinary ones' if needed
         self.loss_scaler: LossScaler | None = None  # the engine's that steps this one
-        self.makes_durable = (
-            True  # each step of models whose policy says so; an engine does it when it has counted, too
-        )
         self._precision = precision  # of ordinary parameters; None: not asked for
         self._is_built = False  # all groups that it was made with are there
         self._groups: dict[int, dict[str, Any]] = {}
@@ -154,13 +215,12 @@ class NativeOptimizer(torch.optim.Optimizer):
             self._step_sharded(shards, scale, max_norm)
         if not self.was_skipped:
             self._step_ordinary(scale * num_undivided, max_norm)
-        for shards in self._sharded if self.makes_durable else ():
-            if shards.policy.durability == "step":
-                make_durable(shards, self)
+        for shards in self._sharded:
+            shards.after_step(self)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The states in torch's format, on the CPU: see state_dicts.py. Collective when a model is sharded; blocks."""
+        """The states in torch's format, on the CPU: see base.py. Collective when a model is sharded; blocks."""
         handle = self.register_state_dict_post_hook(_fill_state_dict, prepend=True)
         try:
             return super().state_dict()
@@ -173,7 +233,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         Raises ValueError for a dict of another optimizer; then groups and some states may be those of the dict.
         """
         # After the user's own hooks, and before them: those see what torch's optimizers would show them.
-        sealing = self.register_load_state_dict_pre_hook(lambda _, given: state_dicts.seal(given))
+        sealing = self.register_load_state_dict_pre_hook(lambda _, given: seal(given))
         opening = self.register_load_state_dict_post_hook(_open_state_dict, prepend=True)
         try:
             super().load_state_dict(state_dict)
@@ -213,7 +273,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                 if id(param) in homes:
                     shards, shard = homes[id(param)]
                     if shard.num_steps or shard.has_moments or shard.has_master:
-                        found[number] = state_dicts.export_sharded(shards, self._sharded[shards].tiles, shard, rule)
+                        found[number] = export_sharded(shards, self._sharded[shards].tiles, shard, rule)
                 elif self.state.get(param):
                     found[number] = ordinary.export_state(self._threads(), param, self.state[param], rule)
         return found
@@ -236,7 +296,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             if id(param) in homes:
                 shards, live, shard = homes[id(param)]
                 if live.unit.is_trainable:
-                    state_dicts.restore_sharded(shards, self._sharded[shards].tiles, shard, given, rule)
+                    restore_sharded(shards, self._sharded[shards].tiles, shard, given, rule)
             elif given:
                 precision = self._ordinary_precision
                 self.state[param] = ordinary.restore_state(self._threads(), param, given, rule, precision, name)

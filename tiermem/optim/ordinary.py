@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.optim.rules import Rule
-from tiermem.optim.stepping import AnyStep, step_parts
+from tiermem.optim.rules import AnyStep, Rule, step_parts
 from tiermem.precision import DTYPES, Precision
 from tiermem.swap.native import Workers, narrow_part, widen_part
 from tiermem.swap.parts import STORED, Dither, Moment, Quantised, StepParts, num_scales

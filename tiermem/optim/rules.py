@@ -1,27 +1,155 @@
-"""Rules: what each optimizer keeps for a parameter, and the scalars of one step.
-
-    rule      native    moments, under torch's own keys               first step
-    adamw     adamw     exp_avg, exp_avg_sq [, max_exp_avg_sq]        zero
-    adam      adam      the same                                      zero
-    adagrad   adagrad   sum                                           initial_accumulator_value
-    lion      lion      exp_avg                                       zero
-    sgd       sgd       [momentum_buffer]                             the gradient
-    matrix    sgd       momentum_buffer                               zero             Muon's, for whole matrices
-
-A rule is a value; what its numbers are stands in the parameter group, which schedulers change, so `scalars` is asked anew
-for every step. num_steps counts the parameter's own steps from 1: in step 1 its moments start without being read, whether or
-not others beside it in a tile have been stepped before. Formulas: native/tiermem.h.
-"""
+"""Rules: what each optimizer keeps for a parameter, the scalars of one step, the step of one piece, the loss scale."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from tiermem.optim.stepping import AnyStep, MatrixStep
-from tiermem.swap.parts import MOMENTS, StepRule
+import torch
+
+from tiermem.config.precision import Fp16Config
+from tiermem.swap.native import Workers, optimizer_step, widen_part
+from tiermem.swap.parts import MOMENTS, Dither, Quantised, StepParts, StepRule
+from tiermem.swap.torch_step import step_in_torch, widen_in_torch
+
+# ---- Arguments: what a parameter group may hold, said with what was given, what is allowed and what to change --------
+
+IMPLEMENTATION: Mapping[str, tuple[Any, str]] = {
+    "foreach": (None, "there is one implementation here, a native pass over every parameter; leave it out"),
+    "fused": (None, "there is one implementation here, and it is fused; leave it out"),
+    "capturable": (False, "steps run on the CPU, where there is no CUDA graph to capture them; leave it out"),
+    "differentiable": (
+        False,
+        "a native step leaves no graph behind; use torch's own optimizer to differentiate through it",
+    ),
+}
+"""torch's options about how it computes: what asks for nothing, and why anything else is refused."""
+
+
+def check_range(name: str, value: float, low: float, high: float, is_open: bool = False) -> None:
+    """Raises ValueError unless low <= value <= high (< high when open); NaN is never in range."""
+    if not low <= value <= high or (is_open and value == high):
+        raise ValueError(f"{name} is {value}; allowed are {low} to {high}" + (" (excluded)" if is_open else ""))
+
+
+def check_betas(betas: tuple[float, float]) -> None:
+    """Raises ValueError unless both decay rates are in [0, 1)."""
+    for i, beta in enumerate(betas):
+        check_range(f"betas[{i}]", beta, 0.0, 1.0, is_open=True)
+
+
+def check_implementation(group: Group) -> None:
+    """Raises ValueError when a group asks torch to compute in a certain way."""
+    for name, (nothing, why) in IMPLEMENTATION.items():
+        if group.get(name, nothing) not in (nothing, False):
+            raise ValueError(f"{name}={group[name]} asks for something that does not exist here: {why}")
+
+
+# ---- Stepping: one step of one parameter, or of a piece of it, by whichever rule -------------------------------------
+#
+#     StepRule      elementwise: one pass of a native kernel on the CPU, torch operations with the same bits on other
+#                   devices; a piece may be any range of the parameter
+#     MatrixStep    the whole matrix: momentum elementwise, the update made orthogonal by torch and applied elementwise
+#
+# The matrix step is Muon's (Jordan et al. 2024): five steps of a Newton-Schulz iteration turn the momentum into nearly
+# the orthogonal matrix next to it. Beside the states it takes, while it runs, some 16 bytes per element of the one
+# matrix. Its products are torch's, so their last bits may depend on torch's number of threads and on the device. What
+# the moment's format rounds away is not seen by the step that rounds it (elementwise rules use moments before they are
+# rounded).
+
+
+class MatrixStep(NamedTuple):
+    """The scalars of one step of a matrix."""
+
+    momentum: StepRule  # sgd that moves nothing: the moment alone
+    update: StepRule  # sgd without a moment, along the orthogonal update
+    shape: tuple[int, int]
+    nesterov: bool
+    coefficients: tuple[float, float, float]
+    num_iterations: int
+    eps: float
+    dtype: torch.dtype  # of the products
+
+
+AnyStep = StepRule | MatrixStep
+"""The rule and scalars of one step."""
+
+
+def step_parts(
+    workers: Workers,
+    step: AnyStep,
+    parts: StepParts,
+    dither: Dither | None = None,
+    start_moments: bool = False,
+    start_master: bool = False,
+) -> None:
+    """Steps the parts in place where they lie; as `optimizer_step` in swap/native.py.
+
+    A MatrixStep takes those of a whole matrix. Blocks on the CPU; on other devices it queues the step on their current
+    stream and returns, and `workers` do nothing.
+    """
+    if isinstance(step, MatrixStep):
+        _step_matrix(workers, step, parts, dither, start_moments, start_master)
+    elif parts.grad.device.type == "cpu":
+        optimizer_step(workers, step, parts, dither, start_moments=start_moments, start_master=start_master)
+    else:
+        step_in_torch(step, parts, dither, start_moments=start_moments, start_master=start_master)
+
+
+def orthogonalise(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], num_iterations: int, eps: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """Nearly the orthogonal matrix next to this one, in `dtype`: its singular values end between 0.5 and 1.5.
+
+    Newton-Schulz: X <- a X + b (X X^T) X + c (X X^T)^2 X, from X of norm 1 at most.
+    """
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(dtype)
+    x = x.T if is_tall else x  # the smaller Gram matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(num_iterations):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def _step_matrix(
+    workers: Workers,
+    step: MatrixStep,
+    parts: StepParts,
+    dither: Dither | None,
+    start_moments: bool,
+    start_master: bool,
+) -> None:
+    moment = parts.moments[0]
+    if start_moments:
+        for stored in moment if isinstance(moment, Quantised) else (moment,):
+            stored.zero_()
+    own = parts._replace(moments=(moment,))
+    step_parts(workers, step.momentum, own, dither, start_master=start_master)
+    update = widen_part(workers, moment) if parts.grad.device.type == "cpu" else widen_in_torch(moment)
+    if step.nesterov:
+        update = torch.lerp(parts.grad.float() * step.momentum.grad_scale, update, step.momentum.momentum)
+    near = orthogonalise(update.view(step.shape), step.coefficients, step.num_iterations, step.eps, step.dtype)
+    step_parts(workers, step.update, parts._replace(grad=near.contiguous().view(-1), moments=()), dither)
+
+
+# ---- Rules: what each optimizer keeps for a parameter, and the scalars of one step -----------------------------------
+#
+#     rule      native    moments, under torch's own keys               first step
+#     adamw     adamw     exp_avg, exp_avg_sq [, max_exp_avg_sq]        zero
+#     adam      adam      the same                                      zero
+#     adagrad   adagrad   sum                                           initial_accumulator_value
+#     lion      lion      exp_avg                                       zero
+#     sgd       sgd       [momentum_buffer]                             the gradient
+#     matrix    sgd       momentum_buffer                               zero             Muon's, for whole matrices
+#
+# A rule is a value; what its numbers are stands in the parameter group, which schedulers change, so `scalars` is asked
+# anew for every step. num_steps counts the parameter's own steps from 1: in step 1 its moments start without being
+# read, whether or not others beside it in a tile have been stepped before. Formulas: native/tiermem.h.
 
 Group = Mapping[str, Any]
 """One of `optimizer.param_groups`."""
@@ -172,3 +300,70 @@ def _match_adamw(num_rows: int, num_columns: int) -> float:
 _MATRIX_LR = {None: _keep_norm, "original": _keep_norm, "match_rms_adamw": _match_adamw}
 MATRIX_LR_NAMES = tuple(name for name in _MATRIX_LR if name is not None)
 """What `adjust_lr_fn` may be."""
+
+
+# ---- Loss scale: fp16 gradients are multiplied so that small ones survive, and divided again inside the step ---------
+#
+#     static    the scale given
+#     dynamic   halves when a step overflows (after `hysteresis` overflows), doubles after `window` steps in a row without
+#
+# A step that overflows is skipped and leaves every state untouched; this class only decides what the next scale is.
+
+
+class LossScaler:
+    """The scale of an fp16 run.
+
+    Args:
+        config: the section `fp16`.
+        is_on: whether gradients pass through fp16; else the scale is 1 for ever. Default: what the section says.
+    """
+
+    def __init__(self, config: Fp16Config, is_on: bool | None = None) -> None:
+        is_on = config.enabled if is_on is None else is_on
+        self._config = config
+        self._is_dynamic = is_on and config.is_dynamic
+        self.scale = 1.0
+        if is_on:
+            self.scale = float(2**config.initial_scale_power) if config.is_dynamic else float(config.loss_scale)
+        self._hysteresis_left = config.hysteresis
+        self._num_good = 0  # steps since the last overflow or doubling
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale, under the reference's name."""
+        return self.scale
+
+    cur_scale = loss_scale
+
+    def state_dict(self) -> dict[str, float | int]:
+        """What the next scales depend on."""
+        return {"scale": self.scale, "hysteresis_left": self._hysteresis_left, "num_good": self._num_good}
+
+    def load_state_dict(self, state_dict: Mapping[str, float | int]) -> None:
+        """Goes on from what `state_dict` returned; a scale that does not change stays as the config says.
+
+        Raises ValueError for what is no such state.
+        """
+        scale, left, good = (state_dict.get(name) for name in ("scale", "hysteresis_left", "num_good"))
+        if not isinstance(scale, float) or not 0 < scale < math.inf or type(left) is not int or type(good) is not int:
+            raise ValueError(f"a loss scale's state has scale, hysteresis_left and num_good; given {dict(state_dict)}")
+        if self._is_dynamic:
+            self.scale, self._hysteresis_left, self._num_good = scale, left, good
+
+    def update(self, has_overflowed: bool) -> None:
+        """Takes note of a step and sets the scale of the next."""
+        if not self._is_dynamic:
+            return
+        if has_overflowed:
+            self._num_good = 0
+            self._hysteresis_left -= 1
+            if self._hysteresis_left <= 0:
+                self.scale = max(self.scale / 2, float(self._config.min_loss_scale))
+            self._hysteresis_left = max(self._hysteresis_left, 1)
+            return
+        self._num_good += 1
+        if self._config.consecutive_hysteresis:
+            self._hysteresis_left = self._config.hysteresis
+        if self._num_good % self._config.loss_scale_window == 0:
+            self.scale *= 2
+            self._hysteresis_left = self._config.hysteresis

@@ -16,12 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tiermem.optim.rules import Group, Rule
-from tiermem.optim.stepping import AnyStep
+from tiermem.optim.rules import AnyStep, Group, Rule
 from tiermem.optim.tiles import StateTiles
 from tiermem.zero.shards import Shards
 from tiermem.zero.unit import Shard
-from tiermem.zero.weights.live import LiveUnit
+from tiermem.zero.unit_state import LiveUnit
 
 FindRule = Callable[[nn.Parameter], tuple[Group, Rule] | None]
 """A parameter's group and the rule that it follows, or None when the optimizer has not been given it."""
@@ -44,11 +43,10 @@ class ShardedModel:
     def __init__(self, shards: Shards, find_rule: FindRule) -> None:
         self._shards = shards
         self._find_rule = find_rule
-        self.tiles = shards.states = StateTiles(shards, self._moments_of, self._is_whole)
+        self.tiles = StateTiles(shards, self._moments_of, self._is_whole)
+        shards.attach_states(self.tiles, None if shards.policy.step_in_backward else self.tiles.begin)
         if shards.policy.step_in_backward:
             shards.homes.step_with(lambda unit, grads: self._step_unit(shards.units[unit.index], grads))
-        else:
-            shards.hooks.on_last_read = self.tiles.begin
 
     def step(self, scale: float, max_norm: float) -> Outcome:
         """Steps every parameter that has a gradient. Collective; blocks; raises OSError when a transfer failed.

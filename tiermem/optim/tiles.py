@@ -1,8 +1,8 @@
 """StateTiles: the optimizer states of a sharded model, cut into tiles that are read, stepped and written as one.
 
-    tile.py         a tile and what it holds              tile_moves.py   reading and writing one
-    layout.py       where its states lie, in bytes        tile_step.py    stepping one       tile_visit.py   changing one
-    tile_fill.py    filling one from elsewhere            here            all of them: homes, steps, looking and putting
+    tile.py         a tile and what it holds              tile.py   reading and writing one
+    state_layout.py       where its states lie, in bytes        tile_step.py    stepping one       tile_step.py   changing one
+    tile_step.py    filling one from elsewhere            here            all of them: homes, steps, looking and putting
 
 Before its first step a tile has no states on disk: masters are made from the parameters (or from the fp32 values that
 zero.Init saw, when those were kept), moments are zero.
@@ -22,27 +22,31 @@ Both are exact in every precision: what was stored in fewer bits is found again 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from tiermem.optim.layout import EXP_AVG, EXP_AVG_SQ, MASTER, StateLayout, StatePart, is_positive
-from tiermem.optim.tile import Segment, Tile, cut, rests_on_host
-from tiermem.optim.tile_fill import Filler, TileFill
-from tiermem.optim.tile_moves import MomentsOf, TileMoves
-from tiermem.optim.tile_pieces import tile_runs
-from tiermem.optim.tile_step import RuleOf, TileStart, TileStep, too_many_moments
-from tiermem.optim.tile_visit import TileVisit, Visitor
+from tiermem.optim.tile import MomentsOf, Segment, Tile, TileMoves, cut, rests_on_host, tile_runs
+from tiermem.optim.tile_step import Filler, RuleOf, TileFill, TileStart, TileStep, TileVisit, Visitor, too_many_moments
 from tiermem.policy import Tier
 from tiermem.swap.native import narrow_part, widen_part
 from tiermem.swap.pipeline import run_pipeline
 from tiermem.zero.plan import keeps_initial_master
 from tiermem.zero.shards import Shards
-from tiermem.zero.state_pieces import StatePieces, keeps_sums, weight_runs
+from tiermem.zero.state_layout import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    StateLayout,
+    StatePart,
+    StatePieces,
+    is_positive,
+    keeps_sums,
+    weight_runs,
+)
 from tiermem.zero.unit import Shard
-from tiermem.zero.weights.residency import LiveUnit
-from tiermem.zero.weights.values import initial_master
+from tiermem.zero.unit_state import LiveUnit
+from tiermem.zero.values import initial_master
 
 
 class StateTiles:
@@ -98,12 +102,12 @@ class StateTiles:
 
     def step(self, rule_of: RuleOf) -> None:
         """Steps every tile once. Blocks; raises OSError when a transfer failed, and then the model is torn."""
-        with self._tears():
+        with self._shards.changing_all():
             self._run(self.tiles, TileStep(self._shards, rule_of, self._moments_of))
 
     def step_unit(self, live: LiveUnit, grads: torch.Tensor, rule_of: RuleOf) -> None:
         """Steps one unit's tiles with gradients that rest nowhere: flat, in its shard layout. Blocks."""
-        with self._tears():
+        with self._shards.changing_all():
             self._run(
                 [t for t in self.tiles if t.live is live], TileStep(self._shards, rule_of, self._moments_of, grads)
             )
@@ -181,15 +185,6 @@ class StateTiles:
         return tuple(self._moments_of(shard))
 
     # ---- stepping --------------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _tears(self) -> Iterator[None]:
-        """Round what some tiles may have had when it fails, and others not: nothing goes on from that."""
-        try:
-            yield
-        except BaseException:
-            self._shards.is_torn = True
-            raise
 
     def _run(self, tiles: Sequence[Tile], work: TileStep | TileStart | TileVisit | TileFill) -> None:
         if isinstance(work, TileStep):
@@ -311,3 +306,9 @@ class StateTiles:
 
 
 __all__ = ["EXP_AVG", "EXP_AVG_SQ", "MASTER", "MomentsOf", "RuleOf", "Segment", "StateTiles", "Tile"]
+
+
+def tiles_of(shards: Shards) -> StateTiles | None:
+    """The states of a sharded model's optimizer, or None before there is one."""
+    assert shards.states is None or isinstance(shards.states, StateTiles)
+    return shards.states

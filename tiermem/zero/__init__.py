@@ -1,20 +1,37 @@
 """The ZeRO partitioner: how a model becomes units whose parts rest on tiers, and come back when its modules run.
 
-Rooms, and the files outside them, in the order in which to read (imports go the same way, downward):
+Files in order: each imports only files before it.
 
-    unit         parameters fetched together, and their two layouts
-    order        the learnt sequence of uses            registry     Parameter -> who looks after it
-    ranks/       who shares what, and what they call together
-    state_pieces what of an entry on NVMe has a checksum
-    plan         bytes of every tier, beforehand        estimate     needs of an imagined model
-    weights/     a unit's values, at rest and present
-    gradients/   from autograd to where they rest until the step
-    marks        where backward is                      uses         what backward has not answered yet
-    hooks        forward and backward call the rest
-    building/    a model that may not fit: zero.Init, tiles, leaf modules
-    pools        the arena, carved as planned           settling     weights go home
-    shards       a sharded model
-    partition_parameters   names for migration
+    registry        Parameter -> the unit that it belongs to
+    failures        which rank is gone, or went another way
+    topology        which ranks share what, and their process groups
+    joining         the ranks that a launcher started make the process group
+    collectives     the calls that ranks make together
+    quantised       blocks of 8-bit integers with a scale
+    leaf            modules whose parameters are fetched as one
+    unit            parameters fetched together, and how they lie in memory
+    state_layout    where the parts of a tile's states lie
+    packed          gathers and reductions of 8-bit blocks
+    gather          every rank's part, brought together
+    reduce          gradients in buckets, added up over ranks
+    plan            bytes of every tier, beforehand
+    estimate        needs of an imagined model
+    agreement       ranks run the same program, or stop and say what differs
+    absent          what a parameter is while its values are not in memory
+    unit_state      a unit's state, storage and moves
+    values          weights where they rest; state dicts
+    prefetcher      the learnt order of uses, and which units come, stay and leave
+    gradient_store  where gradients rest until the step
+    gradients       from autograd to there
+    backward_marks  where backward is
+    hooks           forward and backward call the rest
+    init_params     parameters while a model is built
+    settle          weights go to where they rest
+    shards          a sharded model
+    access          whole parameters: GatheredParameters, generation
+    tiled           layers cut into tiles
+    init            zero.Init
+    partition_parameters    names for migration
 """
 
 from __future__ import annotations
@@ -23,19 +40,19 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "DeepSpeedTensorOverride": "tiermem.zero.building.init",
-    "GatheredParameters": "tiermem.zero.weights.gathered",
-    "Init": "tiermem.zero.building.init",
-    "MiCS_Init": "tiermem.zero.building.mics",
+    "DeepSpeedTensorOverride": "tiermem.zero.init",
+    "GatheredParameters": "tiermem.zero.access",
+    "Init": "tiermem.zero.init",
+    "MiCS_Init": "tiermem.zero.init",
     "OffloadDeviceEnum": "tiermem.config",
     "OffloadStateTypeEnum": "tiermem.config",
     "Shards": "tiermem.zero.shards",
-    "TiledLinear": "tiermem.zero.building.tiled",
-    "TiledLinearReturnBias": "tiermem.zero.building.tiled",
-    "TiledMLP": "tiermem.zero.building.tiled_mlp",
-    "ZeroParamStatus": "tiermem.zero.weights.attributes",
-    "ZeroParamType": "tiermem.zero.weights.attributes",
-    "apply_gathered": "tiermem.zero.weights.gathered",
+    "TiledLinear": "tiermem.zero.tiled",
+    "TiledLinearReturnBias": "tiermem.zero.tiled",
+    "TiledMLP": "tiermem.zero.tiled",
+    "ZeroParamStatus": "tiermem.zero.absent",
+    "ZeroParamType": "tiermem.zero.absent",
+    "apply_gathered": "tiermem.zero.access",
     "estimate_mem_needs": "tiermem.zero.estimate",
     "estimate_zero2_model_states_mem_needs": "tiermem.zero.estimate",
     "estimate_zero2_model_states_mem_needs_all_cold": "tiermem.zero.estimate",
@@ -43,10 +60,10 @@ _HOMES = {
     "estimate_zero3_model_states_mem_needs": "tiermem.zero.estimate",
     "estimate_zero3_model_states_mem_needs_all_cold": "tiermem.zero.estimate",
     "estimate_zero3_model_states_mem_needs_all_live": "tiermem.zero.estimate",
-    "register_external_parameter": "tiermem.zero.weights.external",
-    "shard": "tiermem.zero.shards",
-    "unregister_external_parameter": "tiermem.zero.weights.external",
-    "unwrap_model_for_generation": "tiermem.zero.weights.present",
+    "register_external_parameter": "tiermem.zero.access",
+    "shard": "tiermem.engine.sharding",
+    "unregister_external_parameter": "tiermem.zero.access",
+    "unwrap_model_for_generation": "tiermem.zero.access",
 }
 
 __all__ = list(_HOMES)

@@ -25,7 +25,7 @@ from torch import nn
 
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.zero.plan import USUAL_ON_DEVICE, make_plan
-from tiermem.zero.ranks.topology import Topology
+from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Unit, divide
 
 _GIB = 1 << 30

@@ -5,9 +5,9 @@ Only hooks that torch offers are used. For every module that needs units:
     before forward   its units are made present and held
     after forward    they are let go, unless backward is at work (activation checkpointing computes forward again inside it)
     before backward  when the gradient of an output arrives: present and held again
-    after backward   when the gradient of an input comes, or that of the output of a module that ran before (marks.py says why
-                     everything in between has been computed then): answered; the unit's own parameters have their
-                     gradients, since autograd accumulates those at once
+    after backward   when the gradient of an input comes, or that of the output of a module that ran before: answered
+                     (backward_marks.py says why everything in between has been computed then); the unit's own parameters
+                     have their gradients, since autograd accumulates those at once
 
 Each forward with gradients makes a *use* (uses.py), which backward answers. When none of a unit is left unanswered its
 gradients are final; what is left when backward ends (inputs without gradients, such as token ids) is finished there.
@@ -38,12 +38,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from tiermem.zero.gradients.grads import GradientHomes
-from tiermem.zero.marks import handed_back, handed_over, made_by, mark, tensors_in
-from tiermem.zero.outside_graphs import outside_graphs
-from tiermem.zero.uses import Use, Uses, reads_weights_again
-from tiermem.zero.weights.residency import LiveUnit, Residency
-from tiermem.zero.weights.resting import RestingParameter
+from tiermem.zero.absent import RestingParameter
+from tiermem.zero.backward_marks import handed_back, handed_over, made_by, mark, outside_graphs, tensors_in
+from tiermem.zero.gradients import GradientHomes
+from tiermem.zero.prefetcher import Residency, Use, Uses, reads_weights_again
+from tiermem.zero.unit_state import LiveUnit
 
 
 class Frame:
@@ -90,7 +89,7 @@ class Hooks:
         self._watched = -1  # torch's number of the backward whose end is being watched
         self.num_backwards = 0  # begun
         self._clock = 0  # counts forwards that begin and end
-        self.may_receive: Callable[[], bool] = lambda: True  # False: autograd goes on adding to p.grad
+        self._may_receive: Callable[[], bool] = lambda: True  # False: autograd goes on adding to p.grad
         self.on_last_read: Callable[[], None] = lambda: None
         self._handles: list[RemovableHandle] = []
         self._by_param = {id(shard.param): live for live in units for shard in live.unit.shards}
@@ -241,7 +240,7 @@ class Hooks:
         return bool(self._frames) or _in_backward()
 
     def lend(self, params: Sequence[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function of torch's with resting parameters brought back: see external.py."""
+        """Calls a function of torch's with resting parameters brought back: see access.py."""
         needed = list({self._by_param[id(p)].unit.index: self._by_param[id(p)] for p in params}.values())
         frame = self.enter(needed, args, kwargs)
         output = None
@@ -287,8 +286,13 @@ class Hooks:
         with torch._C.DisableTorchFunctionSubclass():  # asking resting parameters for their gradients is quicker so
             for live in use.units:
                 live.memory.join()  # autograd may have computed and accumulated on other streams
-                if live.unit.is_trainable and self._uses.is_final(live) and self.may_receive():
+                if live.unit.is_trainable and self._uses.is_final(live) and self._may_receive():
                     self._homes.receive(live.unit)
+
+    def receive_if(self, may_receive: Callable[[], bool]) -> Callable[[], bool]:
+        """A final gradient goes home only if `may_receive()`; else autograd adds to it. Returns the condition so far."""
+        before, self._may_receive = self._may_receive, may_receive
+        return before
 
     def check_backward_ended(self) -> None:
         """Raises RuntimeError before a step of gradients that an exception has cut short; they are forgotten."""
@@ -311,7 +315,7 @@ class Hooks:
             live.let_go()
             self._residency.release(live)
         with torch._C.DisableTorchFunctionSubclass():
-            if self.may_receive():
+            if self._may_receive():
                 self._homes.finish()
             for live in self._units:
                 if live.unit.is_trainable:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tiermem.zero.building.init import DeepSpeedTensorOverride, Init, restore_init_context, shutdown_init_context
-from tiermem.zero.weights.attributes import ZeroParamStatus, ZeroParamType
-from tiermem.zero.weights.external import register_external_parameter, unregister_external_parameter
-from tiermem.zero.weights.gathered import GatheredParameters
+from tiermem.zero.absent import ZeroParamStatus, ZeroParamType
+from tiermem.zero.access import GatheredParameters, register_external_parameter, unregister_external_parameter
+from tiermem.zero.init import DeepSpeedTensorOverride, Init, restore_init_context, shutdown_init_context
 
 __all__ = [
     "DeepSpeedTensorOverride",

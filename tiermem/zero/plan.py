@@ -1,11 +1,4 @@
-"""Plan: what memory a sharded model will take on every tier, computed before anything is allocated.
-
-HOST memory is a sum of rows, each with its reason: homes (what rests on HOST) and buffers (what passes through). When the
-budget leaves a choice, the plan takes in this order: gradients rest on HOST if they fit, tiles and unit buffers of their
-usual size and number, then smaller tiles; what is left keeps a part of the optimizer states on HOST. What does not fit even
-at its smallest is refused with the arithmetic, naming the smallest budget that works. Bytes are per rank; the budget is per
-node.
-"""
+"""Plan: what memory a sharded model will take on every tier, computed before anything is allocated, and its buffers."""
 
 from __future__ import annotations
 
@@ -14,17 +7,24 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from tiermem.optim.layout import FP32_BYTES, StateLayout
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES
-from tiermem.swap.extents import round_up
-from tiermem.zero.gradients.buckets import largest_bucket
-from tiermem.zero.gradients.reduce import buffer_bytes, num_under_way
-from tiermem.zero.ranks.packed import wire_bytes
-from tiermem.zero.ranks.topology import Topology
+from tiermem.swap.arena import Arena, Pool
+from tiermem.swap.ranges import round_up
+from tiermem.zero.gather import secondary_numel, span_bytes
+from tiermem.zero.packed import wire_bytes
+from tiermem.zero.reduce import buffer_bytes, largest_bucket, num_under_way
+from tiermem.zero.state_layout import FP32_BYTES, StateLayout
+from tiermem.zero.topology import Topology
 from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
-from tiermem.zero.weights.secondary import secondary_numel
-from tiermem.zero.weights.updating import span_bytes
+
+# ---- Plan: what memory a sharded model will take on every tier, computed before anything is allocated ----------------
+#
+# HOST memory is a sum of rows, each with its reason: homes (what rests on HOST) and buffers (what passes through). When
+# the budget leaves a choice, the plan takes in this order: gradients rest on HOST if they fit, tiles and unit buffers
+# of their usual size and number, then smaller tiles; what is left keeps a part of the optimizer states on HOST. What
+# does not fit even at its smallest is refused with the arithmetic, naming the smallest budget that works. Bytes are per
+# rank; the budget is per node.
 
 _USUAL_TILE_NUMEL = 1 << 20
 _USUAL_TILE_BUFFERS = (8, 4)  # two reading and two writing keep a disk busy; more even out its pauses
@@ -395,3 +395,35 @@ def _page(num_bytes: int) -> int:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+# ---- Pools: the arena's buffers for whatever moves, carved once and as the plan counted them -------------------------
+
+
+class Pools(NamedTuple):
+    """None: the plan has no use for such buffers."""
+
+    units: Pool | None  # full layouts of units on a CPU
+    shards: Pool | None  # on their way to a gather or to the accelerator
+    gradients: Pool | None  # of a unit, until they are home
+    sums: Pool | None  # what gradients are reduced in
+    tiles: Pool | None  # of optimizer states
+    wires: Pool | None  # what packed gathers send and receive
+    updates: Pool | None  # broadcast weights on their way to their places
+
+
+def carve(arena: Arena, plan: Plan) -> Pools:
+    """Takes all buffers of a plan from the arena, which keeps them until it is closed."""
+    return Pools(
+        units=_carve(arena, plan.unit_slot_bytes, plan.num_unit_slots, "units"),
+        shards=_carve(arena, plan.stage_slot_bytes, plan.num_stage_slots, "shards", crosses_link=True),
+        gradients=_carve(arena, plan.grad_slot_bytes, plan.num_grad_slots, "gradients"),
+        sums=_carve(arena, plan.reduce_slot_bytes, plan.num_reduce_slots, "sums"),
+        tiles=_carve(arena, plan.tile_slot_bytes, plan.num_tile_slots, "tiles"),
+        wires=_carve(arena, plan.wire_slot_bytes, plan.num_wire_slots, "wires"),
+        updates=_carve(arena, plan.update_slot_bytes, plan.num_update_slots, "updates"),
+    )
+
+
+def _carve(arena: Arena, slot_bytes: int, num_slots: int, name: str, crosses_link: bool = False) -> Pool | None:
+    return Pool(arena, slot_bytes, num_slots, name, crosses_link) if num_slots else None

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 EXTERNAL = "_external_params"
-"""Where a module lists the parameters of other modules that it needs (external.py): copied and pickled with the module."""
+"""Where a module lists the parameters of other modules that it needs (access.py): copied and pickled with the module."""
 
 _keepers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _gathered: WeakIdKeyDictionary = WeakIdKeyDictionary()

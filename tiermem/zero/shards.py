@@ -4,10 +4,10 @@
         optim = tiermem.AdamW(model.parameters(), lr=3e-4)
         loss = model(x); loss.backward(); optim.step(); optim.zero_grad()
 
-    divide   the model into units                 unit.py       present   units when their modules run   residency.py
+    divide   the model into units                 unit.py       present   units when their modules run   prefetcher.py
     plan     the memory of every tier             plan.py       watch     forward and backward           hooks.py
-    settle   every parameter's part at its home   settling.py   receive   gradients                      grads.py
-    values   at home, read and written            values.py     show      whole weights to torch         state_dict.py
+    settle   every parameter's part at its home   settle.py   receive   gradients                      gradients.py
+    values   at home, read and written            values.py     show      whole weights to torch         values.py
 
 Reading a weight or a gradient from outside forward and backward gathers it: `weight`, `gradient`, and `state_dict`, which are
 collective (every rank calls them). Nothing is patched: closing the shards takes the hooks off and leaves the module behind,
@@ -19,9 +19,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,77 +29,67 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from tiermem.optim.layout import MASTER
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.accelerator import activate, find_device, is_accelerator
-from tiermem.swap.bounce import Bounce
 from tiermem.swap.native import Workers, trim_heap
 from tiermem.swap.pipeline import HeadStart
 from tiermem.swap.run_folder import RunName
 from tiermem.swap.store import TensorStore
+from tiermem.swap.stream import Bounce
 from tiermem.zero import registry
-from tiermem.zero.building.admission import check_model
-from tiermem.zero.building.as_built import built_with
-from tiermem.zero.gradients.grads import GradientHomes
+from tiermem.zero.agreement import agree, facts_of, facts_of_plan
+from tiermem.zero.collectives import exchange
+from tiermem.zero.gather import Updating
+from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
-from tiermem.zero.plan import BOUNCE_BYTES, make_plan
-from tiermem.zero.pools import carve
-from tiermem.zero.ranks.agreement import agree, facts_of, facts_of_plan
-from tiermem.zero.ranks.collectives import exchange
-from tiermem.zero.ranks.joining import join_ranks
-from tiermem.zero.ranks.mesh import arrange, ranks_of
-from tiermem.zero.ranks.topology import (
+from tiermem.zero.init_params import built_with
+from tiermem.zero.joining import join_ranks
+from tiermem.zero.plan import BOUNCE_BYTES, carve, make_plan
+from tiermem.zero.prefetcher import Residency, first_order
+from tiermem.zero.settle import check_model, move_buffers, release, settle, show_parts
+from tiermem.zero.state_layout import MASTER
+from tiermem.zero.topology import (
     Topology,
+    arrange,
     fair_cores,
     find_topology,
     give_fair_threads,
     paths_of_rank,
+    ranks_of,
     ranks_per_node,
 )
-from tiermem.zero.settling import move_buffers, release, settle, show_parts
-from tiermem.zero.unit import Division, Shard, divide
-from tiermem.zero.uses import first_order
-from tiermem.zero.weights.live import LiveUnit
-from tiermem.zero.weights.lowering import serve_islands
-from tiermem.zero.weights.residency import Residency
-from tiermem.zero.weights.state_dict import StateDicts
-from tiermem.zero.weights.updating import Updating
-from tiermem.zero.weights.values import Values, initial_master
-
-if TYPE_CHECKING:
-    from tiermem.checkpoint.saving.saver import Saver
-    from tiermem.optim.tiles import StateTiles
+from tiermem.zero.unit import Division, Shard, divide, serve_islands
+from tiermem.zero.unit_state import LiveUnit
+from tiermem.zero.values import StateDicts, Values, initial_master
 
 logger = logging.getLogger("tiermem")
 
+_Attached = TypeVar("_Attached", bound="Attached")
 
-def shard(
-    model: nn.Module,
-    policy: OffloadPolicy | None = None,
-    group: dist.ProcessGroup | DeviceMesh | None = None,
-    device: torch.device | str | None = None,
-    is_trained: bool = True,
-) -> Shards:
-    """Partitions a model's parameters over the ranks of a group and sends each part to its home.
 
-    Args:
-        model: any module, built plainly or under `tiermem.zero.Init`; its parameters keep their identity.
-        policy: where things rest; the default keeps everything in memory.
-        group: data-parallel ranks, or a mesh of them (one dimension, or replicas and shards: MiCS); default: those of the
-            zero.Init that it was built under, or the world. Ranks that a launcher has started (torchrun) make the process
-            group here if there is none yet. Rank 0's weights win.
-        device: where the maths runs, and where the model's parameters and buffers are from then on; default: this rank's
-            accelerator, or the CPU of a machine without one.
-        is_trained: False for inference: no room is made for gradients and optimizer states.
+class Attached(Protocol):
+    """What a higher room attaches to a sharded model, and the model's lifecycle calls: the saver of its durable steps."""
 
-    Collective and blocking. Raises ValueError when the policy cannot be met (with the arithmetic) and OSError when a path is
-    missing, not writable or too full, both before any weight has been moved.
-    """
-    return Shards(model, policy or OffloadPolicy(), group, device, is_trained)
+    @property
+    def keeps_files(self) -> bool:
+        """Whether the files of the store must stay when the model is closed."""
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step of this optimizer has ended. On every rank; may block."""
+
+    def close(self) -> None:
+        """The model is being closed and its store is still open. Blocks; raises what has failed since the last call."""
+
+
+class States(Protocol):
+    """The optimizer's states of a sharded model, as far as the model itself must know them."""
+
+    def load(self, shard: Shard, name: str, values: torch.Tensor) -> None:
+        """Puts this rank's part of one state of a parameter, in fp32, where it rests. Blocks."""
 
 
 class Shards:
-    """See `shard`. A context manager: closing ends it."""
+    """What `tiermem.shard` returns (see there for the arguments). Closing it, or leaving its block, ends it."""
 
     def __init__(
         self,
@@ -122,9 +112,9 @@ class Shards:
         self.policy = policy
         everyone = find_topology(policy.stage, ranks, policy.timeout_s, self.device)
         agree(everyone, facts_of(model, policy, self.device))
-        self.states: StateTiles | None = None  # of the optimizer that steps this model
-        self.saver: Saver | None = None  # once something of this model has been made durable
-        self.is_held = False  # all units are kept present (present.py)
+        self.states: States | None = None  # of the optimizer that steps this model
+        self._attached: list[Attached] = []
+        self.is_held = False  # all units are kept present (access.py)
         self.is_torn = False  # a step or a restore failed half-way: a mixture of two steps
         self.topology: Topology = arrange(
             everyone, policy, ranks_per_node(), self.device.type, built.parts if ranks is built.group else None
@@ -240,12 +230,11 @@ class Shards:
         """
         if self.policy.step_in_backward:
             raise RuntimeError("no_sync with step_in_backward: no gradient is held to add to. Set it to False")
-        before = self.hooks.may_receive
-        self.hooks.may_receive = lambda: self.adds_at_home
+        before = self.hooks.receive_if(lambda: self.adds_at_home)
         try:
             yield
         finally:
-            self.hooks.may_receive = before
+            self.hooks.receive_if(before)
 
     def receive_gradients(self) -> None:
         """Adds up over ranks what backwards have left in `p.grad`, and sends it home. Collective; blocks."""
@@ -326,6 +315,51 @@ class Shards:
             for shard in live.unit.shards:
                 yield live, shard
 
+    # ---- what higher rooms attach --------------------------------------------------------------------------------------
+
+    def attach(self, attached: Attached) -> None:
+        """From here on the model's lifecycle calls `attached`."""
+        self._attached.append(attached)
+
+    def find_attached(self, kind: type[_Attached]) -> _Attached | None:
+        """What was attached of this class, or None."""
+        return next((each for each in self._attached if isinstance(each, kind)), None)
+
+    def attach_states(self, states: States, on_last_read: Callable[[], None] | None) -> None:
+        """An optimizer steps this model. `on_last_read` is called when a backward has no more reads to ask for (hooks.py)."""
+        self.states = states
+        if on_last_read is not None:
+            self.hooks.on_last_read = on_last_read
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped this model, and all that it changes has changed. Collective where an attachment is."""
+        for each in self._attached:
+            each.after_step(optimizer)
+
+    @contextlib.contextmanager
+    def changing_all(self, overwrites: bool = False) -> Iterator[None]:
+        """Round a change of many states. If it fails, the model is a mixture of two steps: `check_whole` raises from then on.
+
+        With `overwrites` every state is replaced, so that a mixture which an earlier failure left is whole again.
+        """
+        if overwrites:
+            self.is_torn = False
+            self.check_may_change()
+        try:
+            yield
+        except BaseException:
+            self.is_torn = True
+            raise
+
+    @contextlib.contextmanager
+    def held_present(self) -> Iterator[None]:
+        """The caller keeps all units present inside the block: nothing may change weights at home meanwhile."""
+        self.is_held = True
+        try:
+            yield
+        finally:
+            self.is_held = False
+
     # ---- parameters of other modules -----------------------------------------------------------------------------------
 
     @property
@@ -334,7 +368,7 @@ class Shards:
         return self.hooks.may_lend
 
     def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function with resting parameters brought back (external.py). Collective."""
+        """Calls a function with resting parameters brought back (access.py). Collective."""
         return self.hooks.lend(params, func, args, kwargs)
 
     def add_need(self, module: nn.Module, param: nn.Parameter) -> None:
@@ -368,8 +402,8 @@ class Shards:
             self.residency.empty()
             weights = [(s.param, self.weight(s.param)) for _, s in self.parameters()] if materialize else []
             self.homes.settle()
-            if self.saver is not None:
-                self.saver.wait()
+            for each in self._attached:
+                each.close()
         finally:
             self.hooks.remove()
             for handle in self._handles:
@@ -377,7 +411,7 @@ class Shards:
             self._end_watch()
             release(self.units, keeps_residents=not materialize)
             self.workers.close()
-            self.store.close(keep=self.saver is not None and self.saver.is_kept)
+            self.store.close(keep=any(each.keeps_files for each in self._attached))
         for param, value in weights:
             param.data = value.to(self.device)
 

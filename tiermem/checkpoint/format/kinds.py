@@ -1,9 +1,9 @@
 """Kinds: how the elements of a piece of a state are stored, and how many bytes they take.
 
     fp32 bf16 fp16 int64 ...   numbers as torch keeps them, little-endian
-    split                      int16, the bits that the bf16 weight lacks of its fp32 master (optim/layout.py)
+    split                      int16, the bits that the bf16 weight lacks of its fp32 master (zero/state_layout.py)
     8bit, 8bit-scales          a code per element, one scale byte for 64: a moment (native/tiermem.h)
-    packed, packed-scales      an int8 code per element, one fp32 scale for 64: a frozen weight (zero/ranks/quantised.py)
+    packed, packed-scales      an int8 code per element, one fp32 scale for 64: a frozen weight (zero/quantised.py)
 
 Blocks of 64 are counted from the first element of the piece that they lie in; the last one of a piece may be shorter.
 """

@@ -19,7 +19,7 @@ before `,"crc32c"`, in 8 hexadecimal digits. Sizes are bytes, offsets are bytes,
 pointer   format "tiermem" · version 1 · run_id · commit · folder · file · bytes and crc32c_of (those of the manifest)
 manifest  format, version, run_id, commit · tag (null: a step that was made durable without one) · step (optimizer steps) ·
           world, num_shards (ranks; ranks that share one copy of a parameter) · parts [{rank, folder, file, bytes, crc32c}],
-          one per rank, in order · optimizer, scheduler, loss_scaler, engine, client_state, config (values, see plain.py) ·
+          one per rank, in order · optimizer, scheduler, loss_scaler, engine, client_state, config (values, see fields.py) ·
           parameters [{name, aliases, role, shape, dtype, trainable, num_steps, group}] · excluded (frozen parameters left
           out when asked to) · checksums {parameter: {state: [CRC-32C of each MiB]}}
 part      format, version, run_id, commit · rank · rng, data (values) · files [path] ·
@@ -30,7 +30,7 @@ group     which of the optimizer's parameter groups; null: of none. num_steps: o
 state     "weight" (a buffer's too) · "master": the fp32 value, where the weight is not it · moments under torch's names
           ("exp_avg", ...) · "<state>.scales" beside states in 8 bits · "<state>.rank<r>": of a buffer or an ordinary
           parameter that is not the same on rank r as on rank 0
-kind      how a piece's elements are stored, see kinds.py; one kind for all pieces of a (parameter, state)
+kind      how a piece's elements are stored, see fields.py; one kind for all pieces of a (parameter, state)
 piece     elements start to start + numel of the whole parameter, row-major, from byte `offset` on in one of the files, which
           are counted from 0. The pieces of a (parameter, state), over all parts, cover it exactly once, if there are any;
           those of one file do not overlap. Pieces may have any size, and a state without pieces is the one before the first
@@ -38,7 +38,7 @@ piece     elements start to start + numel of the whole parameter, row-major, fro
 checksums of each 1 MiB of a state's bytes, put in the order of its elements as if it lay in one piece: they do not depend
           on tiles, ranks or files. The last one is of what is left. With 8-bit states codes and scales have their own
 
-What is opened is validated as a whole, here and in cover.py, before a byte of a state is read: an error is a ManifestError
+What is opened is validated as a whole, here and in finding.py, before a byte of a state is read: an error is a ManifestError
 that names the file and the field. Nothing in a file is executed, and no more memory is taken than its size asks for. What is
 written is read by the same functions before it is published (`dump`): what opening refuses is not saved.
 """
@@ -53,8 +53,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.fields import LARGEST, Fields, ManifestError, seal, text, unseal
-from tiermem.checkpoint.format.plain import Json, check
+from tiermem.checkpoint.format.fields import LARGEST, Fields, Json, ManifestError, check, seal, text, unseal
 
 __all__ = [
     "CHECKSUM_BYTES",

@@ -1,12 +1,4 @@
-"""Writing a Foreign as a tiermem checkpoint: a complete copy of one rank, which any number of ranks open.
-
-    OUT/<tag>.new/    data (preallocated)   part   manifest     each synced, in this order; named as a copy's (places.py)
-    OUT/<tag>/        the same folder, renamed
-    OUT/latest        the tag
-
-A checkpoint is whole or not there: what is written carries another name until it is synced, and is taken away when something
-fails. Values pass through one buffer of 16 MiB, in which their checksums are taken.
-"""
+"""Writing any checkpoint of another system as a tiermem checkpoint: a complete copy of one rank."""
 
 from __future__ import annotations
 
@@ -14,16 +6,16 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.cover import cover
-from tiermem.checkpoint.format.crc import crc32c as crc32c_of_text
-from tiermem.checkpoint.format.finding import is_tag
+from tiermem.checkpoint.format.fields import Json, encode
+from tiermem.checkpoint.format.fields import crc32c as crc32c_of_text
+from tiermem.checkpoint.format.finding import NothingSaved, copy_name, cover, find, is_tag
 from tiermem.checkpoint.format.manifest import (
     CHECKSUM_BYTES,
     LATEST_FILE,
@@ -35,13 +27,130 @@ from tiermem.checkpoint.format.manifest import (
     check_parameters,
     states_of,
 )
-from tiermem.checkpoint.format.places import copy_name
-from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, ForeignState
-from tiermem.checkpoint.interchange.scalars import scalars_of
+from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, ForeignState, LossScale, optimizer_of
+from tiermem.checkpoint.interchange.from_dcp import is_dcp, read_dcp
+from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed, read_deepspeed
+from tiermem.checkpoint.interchange.from_torch import read_torch
 from tiermem.swap import durable
 from tiermem.swap.checksum import crc32c
 from tiermem.swap.direct import take_room
-from tiermem.swap.extents import round_up
+from tiermem.swap.ranges import round_up
+
+# ---- Opening whatever is given: which system wrote it is seen from its files -----------------------------------------
+#
+# .metadata                             torch.distributed.checkpoint
+# latest, *_optim_states.pt             DeepSpeed
+# *.safetensors, *.bin, any other file  safetensors, torch state dicts
+
+
+def read_foreign(path: Path, tag: str | None = None, optimizer: Path | None = None) -> Foreign:
+    """A checkpoint of another system; no weights are read yet.
+
+    Args:
+        tag: of a DeepSpeed folder; default: what its `latest` names.
+        optimizer: a file with a torch optimizer's state dict, for weights that lie in files of their own.
+
+    Raises ValueError when it is not understood, is damaged, would execute something, or is tiermem's own; OSError when it
+    cannot be read.
+    """
+    if not path.exists():
+        raise FileNotFoundError(2, "no such file or folder", str(path))
+    if not path.is_dir():
+        os.close(durable.open_regular(path, follows=True))
+    if path.is_dir() and _is_ours(path, tag):
+        raise ValueError(f"{path} is a tiermem checkpoint: it is loaded as it is, on any number of ranks")
+    if optimizer is not None and (is_dcp(path) or is_deepspeed(path)):
+        raise ValueError(f"{path} has optimizer states of its own; --optimizer goes with a file of weights")
+    try:
+        return _read(path, tag, optimizer)
+    except _OF_OTHER_TYPES as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{path}: something in it is not what is due there ({type(error).__name__}: {reason})"
+        ) from error
+
+
+_OF_OTHER_TYPES = (AttributeError, KeyError, IndexError, TypeError, OverflowError, RuntimeError)
+"""What a reader meets in a value that is a tensor, a list or nothing where it looks for a name or a number."""
+
+
+def _read(path: Path, tag: str | None, optimizer: Path | None) -> Foreign:
+    if is_dcp(path):
+        return read_dcp(path)
+    if path.is_dir() and is_deepspeed(path if tag is None else path / tag):
+        return read_deepspeed(path, tag)
+    if tag is not None:
+        raise ValueError(f"{path}: no DeepSpeed checkpoint with a tag {tag!r}")
+    return read_torch(path, optimizer)
+
+
+def _is_ours(path: Path, tag: str | None) -> bool:
+    try:
+        return bool(find(path, tag))
+    except (NothingSaved, ValueError):
+        return False
+
+
+# ---- The scalars of a Foreign as a manifest keeps them: groups, scheduler, loss scale, counters, what the client -----
+# saved
+#
+# What has no place in plain values is left behind, and named.
+
+
+class Scalars(NamedTuple):
+    """Fields of a Manifest, encoded."""
+
+    optimizer: Json
+    scheduler: Json
+    loss_scaler: Json
+    engine: Json
+    client_state: Json
+    config: Json
+
+
+def scalars_of(foreign: Foreign) -> tuple[Scalars, list[str]]:
+    """The scalars, and what of them could not be kept."""
+    lost: list[str] = []
+    scheduler = None if foreign.scheduler is None else _kept(foreign.scheduler, "scheduler", lost)
+    return (
+        Scalars(
+            optimizer=optimizer_of(foreign, lost),
+            scheduler=scheduler,
+            loss_scaler=_scaler(foreign.loss_scale),
+            engine={name: getattr(foreign, name) for name in ("global_steps", "global_samples", "skipped_steps")},
+            client_state=_kept(foreign.client_state, "client_state", lost),
+            config=None,
+        ),
+        lost,
+    )
+
+
+def _scaler(scale: LossScale | None) -> Json:
+    """What a LossScaler goes on from."""
+    if scale is None or not scale.scale > 0:
+        return None
+    hysteresis = scale.hysteresis if type(scale.hysteresis) is int else 1
+    return {"scale": scale.scale, "hysteresis_left": hysteresis, "num_good": scale.good_steps}
+
+
+def _kept(values: Mapping[str, Any], what: str, lost: list[str]) -> dict[str, Json]:
+    found = {}
+    for key, value in values.items():
+        try:
+            found[str(key)] = encode(value, f"{what}[{key!r}]")
+        except TypeError as error:
+            lost.append(str(error))
+    return found
+
+
+# ---- Writing a Foreign as a tiermem checkpoint: a complete copy of one rank, which any number of ranks open ----------
+#
+#     OUT/<tag>.new/    data (preallocated)   part   manifest     each synced, in this order; named as a copy's (finding.py)
+#     OUT/<tag>/        the same folder, renamed
+#     OUT/latest        the tag
+#
+# A checkpoint is whole or not there: what is written carries another name until it is synced, and is taken away when
+# something fails. Values pass through one buffer of 16 MiB, in which their checksums are taken.
 
 _BUFFER_BYTES = 16 * CHECKSUM_BYTES
 _ALIGNMENT = 64

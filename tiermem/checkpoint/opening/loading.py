@@ -1,10 +1,4 @@
-"""Loading: a saved step becomes the state of a sharded model and its optimizer, for both faces.
-
-    find what there is -> open it on every rank -> fit names, groups, states -> put everything in place
-
-Up to there nothing is changed, and what does not fit is told. With `allow_older` a step that is not whole, or turns out to be
-damaged while it is read, gives way to the next older one; without, the error says which one that is.
-"""
+"""Loading: a saved step becomes the state of a sharded model, its optimizer and its generators, for both faces."""
 
 from __future__ import annotations
 
@@ -12,28 +6,224 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiermem.checkpoint.format.finding import Found, NothingSaved, find, read_latest, tags_of
-from tiermem.checkpoint.format.manifest import ManifestError
-from tiermem.checkpoint.format.places import named_folder
-from tiermem.checkpoint.format.plain import decode
-from tiermem.checkpoint.opening.custom import SavedWeights
-from tiermem.checkpoint.opening.filling import Wants
-from tiermem.checkpoint.opening.fitting import Fitted, fit
-from tiermem.checkpoint.opening.ordinary import check_ordinary, put_ordinary
-from tiermem.checkpoint.opening.restore import restore
-from tiermem.checkpoint.opening.resuming import Group, check_moments, put_groups, put_rng, saved_groups
+import numpy as np
+import torch
+from torch import nn
+
+from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.fields import Json, decode
+from tiermem.checkpoint.format.finding import Found, NothingSaved, find, named_folder, read_latest, tags_of
+from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, ManifestError, Parameter
+from tiermem.checkpoint.opening.restore import Fitted, Wants, fit, restore, shown_names
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.saving.saver import saver_of
 from tiermem.checkpoint.together import DAMAGE, everywhere
 from tiermem.optim.base import NativeOptimizer
-from tiermem.swap.run_lock import Owner, this_process
-from tiermem.zero.ranks.agreement import agree
-from tiermem.zero.ranks.collectives import exchange
+from tiermem.optim.ordinary import STEP
+from tiermem.optim.rules import IMPLEMENTATION
+from tiermem.optim.tiles import tiles_of
+from tiermem.swap.accelerator import is_accelerator, set_rng_state
+from tiermem.swap.run_folder import Owner, this_process
+from tiermem.zero import registry
+from tiermem.zero.agreement import agree
+from tiermem.zero.collectives import exchange
 from tiermem.zero.shards import Shards
+from tiermem.zero.topology import Topology
+
+# ---- SavedWeights: the weights of a saved step as a mapping, for whoever puts them in a model himself ----------------
+#
+# A tensor is read when it is asked for, whole, and not kept: who makes a dict of them has all in memory.
+
+
+class SavedWeights(Mapping[str, torch.Tensor]):
+    """Weights and buffers by name, other names of tied ones too, as `state_dict` has them; valid while the source is open."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._names: dict[str, Parameter] = {}
+        for each in source.manifest.parameters:
+            if each.role != "ordinary":
+                self._names |= dict.fromkeys((each.name, *each.aliases), each)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        param, dtype = self._names[name], kinds.dtype_of(self._names[name].dtype)
+        if not param.numel:
+            return torch.empty(param.shape, dtype=dtype)
+        if self._source.kind(param.name, WEIGHT) == param.dtype:
+            return self._source.read(param.name, WEIGHT, 0, param.numel).view(param.shape)
+        return self._source.fp32(param.name, WEIGHT, 0, param.numel).to(dtype).view(param.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+# ---- Ordinary: what the optimizer steps beside the sharded model is put back: tensors that every rank has for --------
+# itself
+#
+# They are named `optimizer.<name>`, by the name that torch's optimizers know, else their number. Where ranks had
+# different values each takes its own again, if they are as many; else all take rank 0's.
+
+_ROLE = "ordinary"
+
+
+def check_ordinary(source: Source, optimizer: NativeOptimizer) -> None:
+    """Raises ValueError when other ordinary parameters were saved than the optimizer steps, with both lists."""
+    own = dict(_ordinary(optimizer))
+    saved = {each.name: each for each in source.manifest.parameters if each.role == _ROLE}
+    missing, extra = [n for n in own if n not in saved], [n for n in saved if n not in own]
+    if missing or extra:
+        raise ValueError(
+            f"{source.file} does not fit what the optimizer steps beside the sharded model. Missing in the checkpoint: "
+            f"{shown_names(missing)}. Not in the optimizer: {shown_names(extra)}"
+        )
+    wrong = [name for name, param in own.items() if tuple(param.shape) != saved[name].shape]
+    if wrong:
+        raise ValueError(f"{source.file}: {shown_names(wrong)} has another shape than in the optimizer")
+
+
+def put_ordinary(source: Source, optimizer: NativeOptimizer, topology: Topology) -> None:
+    """Puts weights and states back. Blocks; raises OSError."""
+    entries: dict[nn.Parameter, dict[str, Any]] = {}
+    for name, param in _ordinary(optimizer):
+        entries[param] = _entry(source, name, param, topology)
+    optimizer.restore_ordinary(entries)
+
+
+def _entry(source: Source, name: str, param: nn.Parameter, topology: Topology) -> dict[str, Any]:
+    """A parameter's states as state dicts have them, its weight put in place."""
+    states = source.states(name)
+    variant = f".rank{topology.rank}" if source.manifest.world == topology.world else ""
+
+    def values(state: str) -> torch.Tensor:
+        own = state + variant if state + variant in states else state
+        return source.fp32(name, own, 0, param.numel()).view(param.shape)
+
+    if param.numel():
+        with torch.no_grad():
+            param.copy_(values(WEIGHT))
+    num_steps = source.parameters[name].num_steps
+    kept = [each for each in states if "." not in each and each not in (WEIGHT, MASTER)]
+    found: dict[str, Any] = {STEP: torch.tensor(float(num_steps))} | {each: values(each) for each in kept}
+    if MASTER in states:
+        found[MASTER] = values(MASTER)
+    return found if num_steps or kept else {}
+
+
+def _ordinary(optimizer: NativeOptimizer) -> list[tuple[str, nn.Parameter]]:
+    return [
+        (f"optimizer.{name}", param)
+        for name, param in optimizer.named()
+        if not isinstance(registry.keeper_of(param), Shards)
+    ]
+
+
+# ---- Resuming: what a step saved beside its states is put back: parameter groups and random generators ---------------
+#
+# A group of the optimizer takes the values (lr, betas, ...) of the saved group that its parameters were in, whatever
+# number it has now. What would be put in a place that means something else is refused before anything is changed.
+
+_ALIKE = ({"Adam", "AdamW"},)  # classes whose states mean the same
+_NO_STATES = "load_optimizer_states=False takes the weights alone"
+
+Group = dict[str, Any]
+
+
+def saved_groups(source: Source, optimizer: NativeOptimizer, fitted: Fitted) -> list[tuple[Group, Group]]:
+    """(group of the optimizer, saved values) of every group that has been saved.
+
+    Raises ValueError when the saved optimizer is another one, or a group now steps parameters of several saved ones;
+    ManifestError for what no optimizer has saved.
+    """
+    saved = source.manifest.optimizer
+    _check_class(saved, optimizer, source)
+    groups, number_of = _saved_values(saved, source)
+    names = {id(shard.param): name for shard, name in fitted.params.items()}
+    names |= {id(param): f"optimizer.{name}" for name, param in optimizer.named() if id(param) not in names}
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        numbers = {number_of[names[id(p)]] for p in group["params"] if names[id(p)] in number_of}
+        if len(numbers) > 1:
+            raise ValueError(
+                f"{source.file}: group {number} of the optimizer steps parameters of the saved "
+                f"groups {shown_names([str(each) for each in sorted(numbers)])}, which may differ in lr and the rest: "
+                f"make the groups as they were; {_NO_STATES}"
+            )
+        found += [(group, groups[each]) for each in numbers]
+    return found
+
+
+def check_moments(source: Source, shards: Shards, fitted: Fitted) -> None:
+    """Raises ValueError when a parameter that was stepped lacks a state that is kept of it now, naming some."""
+    tiles, lacking = tiles_of(shards), []
+    for shard, name in fitted.params.items():
+        live, _ = shards.find(shard.param)
+        if tiles is None or not live.unit.is_trainable or not source.parameters[name].num_steps or not shard.numel:
+            continue
+        lacking += [f"{state} of {name}" for state in tiles.names(shard) if source.kind(name, state) is None]
+    if lacking:
+        raise ValueError(
+            f"{source.file} has no {shown_names(lacking[:4])}{' and others' if len(lacking) > 4 else ''}: it was saved by an "
+            f"optimizer with other settings (amsgrad, momentum). Set them as they were; {_NO_STATES}"
+        )
+
+
+def put_groups(optimizer: NativeOptimizer, groups: list[tuple[Group, Group]]) -> None:
+    """Gives groups their saved values. Raises ValueError for values that the optimizer does not take."""
+    how = {name: value for name, (value, _) in IMPLEMENTATION.items() if name in optimizer.defaults}
+    for group, values in groups:
+        optimizer.check_group({**group, **values, **how})
+        group.update({**values, **how})  # how another program computed is not how we do
+
+
+def put_rng(saved: Json, where: str, device: torch.device) -> None:
+    """Puts this rank's generators back where they were. Raises ManifestError for what no generator has saved."""
+    if saved is None:
+        return
+    state = decode(saved, where)
+    try:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if is_accelerator(device) and device.type in state:
+            set_rng_state(device, state[device.type])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ManifestError(f"{where}: is no state of this machine's generators: {error}") from error
+
+
+def _check_class(saved: Json, optimizer: NativeOptimizer, source: Source) -> None:
+    name, own = saved.get("name") if isinstance(saved, dict) else None, type(optimizer).__name__
+    if name != own and not any({name, own} <= alike for alike in _ALIKE):
+        raise ValueError(
+            f"{source.file} was saved by {name}, and this optimizer is {own}: build a {name}; {_NO_STATES}"
+        )
+
+
+def _saved_values(saved: Json, source: Source) -> tuple[list[Group], dict[str, int]]:
+    """The values of each saved group, and the number of the group that each parameter was in."""
+    try:
+        groups = [decode(each["values"], f"{source.file}: optimizer") for each in saved["groups"]]
+        number_of = {str(name): number for number, each in enumerate(saved["groups"]) for name in each["params"]}
+        if not all(isinstance(values, dict) for values in groups):
+            raise TypeError("values are no object")
+    except (KeyError, TypeError) as error:
+        raise ManifestError(f"{source.file}: optimizer: is not what an optimizer saves: {error!r}") from error
+    return groups, number_of
+
+
+# ---- Loading: a saved step becomes the state of a sharded model and its optimizer, for both faces --------------------
+#
+#     find what there is -> open it on every rank -> fit names, groups, states -> put everything in place
+#
+# Up to there nothing is changed, and what does not fit is told. With `allow_older` a step that is not whole, or turns
+# out to be damaged while it is read, gives way to the next older one; without, the error says which one that is.
 
 logger = logging.getLogger("tiermem")
 

@@ -23,20 +23,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.cover import cover
-from tiermem.checkpoint.format.finding import Found, Opened, find, read_manifest, read_parts
+from tiermem.checkpoint.format.finding import Found, Opened, cover, find, read_manifest, read_parts
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Manifest, ManifestError, Parameter, Part
-from tiermem.checkpoint.opening.damage import DamagedState
-from tiermem.checkpoint.opening.streams import Span, Stream
-from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES, Bytes, Verified
-from tiermem.optim.layout import is_positive
+from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES, Bytes, DamagedState, Span, Stream, Verified
 from tiermem.swap import durable
 from tiermem.swap.native import Workers, widen_part
 from tiermem.swap.parts import Quantised
-from tiermem.swap.run_folder import RunName
-from tiermem.swap.run_lock import Owner, owner_of, share, this_process
-from tiermem.zero.ranks.quantised import BLOCK, unpack
-from tiermem.zero.ranks.topology import fair_cores, fair_threads
+from tiermem.swap.run_folder import Owner, RunName, owner_of, share, this_process
+from tiermem.zero.quantised import BLOCK, unpack
+from tiermem.zero.state_layout import is_positive
+from tiermem.zero.topology import fair_cores, fair_threads
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -154,7 +150,7 @@ class Source:
         return tuple(self._states[param])
 
     def kind(self, param: str, state: str) -> str | None:
-        """How a state's elements are stored (kinds.py); None: it is that before the first step."""
+        """How a state's elements are stored (fields.py); None: it is that before the first step."""
         stream = self._streams.get((param, state))
         return None if stream is None else stream.kind
 

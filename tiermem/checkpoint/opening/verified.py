@@ -1,31 +1,172 @@
-"""Verified: the bytes of streams, in whole blocks of 1 MiB that are compared with their checksums, read ahead.
-
-    follow   what will be asked for, as an iterator     a chunk: up to 4 blocks of one stream
-    start    [ chunk ][ chunk ][ chunk ] ...            as many as the memory holds, under way
-    copy     waits for its chunks | CRC-32C of each block | into place | room for the next
-
-What is followed is a hint: what was not told, or is asked for in another order, is read all the same. No byte is handed out
-of a block that is not as it was saved. Of a block that was used in part the rest is kept for the neighbour that asks next.
-
-Memory: what is lent, else 16 MiB of its own; and at most 8 blocks whose rest is kept.
-"""
+"""Verified: the bytes of saved states in the order of their elements, compared with their checksums and read ahead."""
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
-from tiermem.checkpoint.opening.damage import DamagedState
-from tiermem.checkpoint.opening.streams import Stream
+from tiermem.checkpoint.format.kinds import BLOCK, CODE_SCALES, CODES, PACKED, PACKED_SCALES, bytes_of
+from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, Piece
 from tiermem.swap.arena import Arena
 from tiermem.swap.checksum import combine, crc32c
+from tiermem.swap.errors import CorruptionError
 from tiermem.swap.native import Workers
-from tiermem.swap.read_ahead import FileRange, ReadAhead, Reading
+from tiermem.swap.stream import FileRange, ReadAhead, Reading
+
+# ---- DamagedState: a saved state is not what it was when it was saved ------------------------------------------------
+
+
+class DamagedState(CorruptionError):
+    """Bytes of a state have another checksum than its manifest says: errno EIO, where, what they are, and what to do.
+
+    Attributes:
+        filename, offset, length: the first bytes of the block, which may go on elsewhere; the checksums are of all of it.
+        param, state, start, stop: the elements that they hold.
+        step: the durable step that is damaged.
+    """
+
+    def __init__(
+        self,
+        places: list[FileRange],
+        param: str,
+        state: str,
+        start: int,
+        stop: int,
+        step: int,
+        written: int,
+        seen: int,
+        advice: str,
+    ) -> None:
+        first, *rest = places
+        elsewhere = f" (and {len(rest)} other places, {rest[0].path}@{rest[0].offset} the next)" if rest else ""
+        what = (
+            f"{state} of {param}, elements {start} to {stop}, is not what was saved at step {step}: {first.num_bytes} bytes at "
+            f"offset {first.offset}{elsewhere} have another CRC-32C ({seen:#010x}, saved {written:#010x}). {advice}"
+        )
+        super().__init__(what, str(first.path), first.offset, first.num_bytes, written, seen)
+        self.param, self.state, self.start, self.stop, self.step = param, state, start, stop, step
+
+
+# ---- Stream: the bytes of one state of one parameter, in the order of its elements, wherever their pieces lie --------
+#
+#     elements    0 ........ start ................. numel        of the whole parameter, row-major
+#     bytes       [ piece 0 ][ piece 1 ][ piece 2 ... ]           as if they lay in one piece: what checksums are of
+#     places      file 3     file 0     file 3                    of several ranks and paths
+#
+# Which bytes a range of elements takes depends on the kind (fields.py): scales are counted from the first element of
+# their piece, so that a range that begins within a block of 64 begins at that block.
+
+_SCALED = frozenset({CODES, PACKED})
+_SCALES = frozenset({CODE_SCALES, PACKED_SCALES})
+
+
+class Span(NamedTuple):
+    """Elements [start, start + numel) of a state that lie in one piece, and their bytes in the stream."""
+
+    start: int
+    numel: int
+    first_byte: int
+    num_bytes: int
+
+
+class Stream:
+    """One state of one parameter.
+
+    Args:
+        param, state: their names, for errors.
+        pieces: in the order of their elements, which they cover once (finding.py), each with the path of its file.
+    """
+
+    def __init__(self, param: str, state: str, pieces: Sequence[tuple[Path, Piece]]) -> None:
+        self.param = param
+        self.state = state
+        self.kind = pieces[0][1].kind
+        self.numel = sum(piece.numel for _, piece in pieces)
+        self._pieces = pieces
+        self._starts = [piece.start for _, piece in pieces]
+        self._bytes = [0]
+        for _, piece in pieces:
+            self._bytes.append(self._bytes[-1] + piece.num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all elements."""
+        return self._bytes[-1]
+
+    def spans(self, start: int, numel: int) -> Iterator[Span]:
+        """The elements of a range, piece by piece; in 8 bits from the block of 64 that holds the first one."""
+        stop, number = start + numel, bisect.bisect_right(self._starts, start) - 1
+        while start < stop:
+            piece = self._pieces[number][1]
+            first = start - piece.start
+            if self.kind in _SCALED or self.kind in _SCALES:
+                first -= first % BLOCK
+            last = min(stop - piece.start, piece.numel)
+            begin = bytes_of(self.kind, first)
+            end = bytes_of(self.kind, last)
+            yield Span(piece.start + first, last - first, self._bytes[number] + begin, end - begin)
+            start, number = piece.start + last, number + 1
+
+    def ranges(self, first_byte: int, last_byte: int) -> Iterator[FileRange]:
+        """Where bytes [first_byte, last_byte) of the stream lie, in order; neighbours in a file are one range."""
+        due: FileRange | None = None
+        for each in self._ranges(first_byte, last_byte):
+            if due is not None and due.path == each.path and due.offset + due.num_bytes == each.offset:
+                due = due._replace(num_bytes=due.num_bytes + each.num_bytes)
+                continue
+            if due is not None:
+                yield due
+            due = each
+        if due is not None:
+            yield due
+
+    def elements_of(self, first_byte: int, last_byte: int) -> tuple[int, int]:
+        """The first element, and the one behind the last, of those that bytes of the stream are of."""
+        first = bisect.bisect_right(self._bytes, first_byte) - 1
+        last = bisect.bisect_left(self._bytes, last_byte) - 1
+        return self._element(first, first_byte), self._element(last, last_byte, is_end=True)
+
+    def ends(self) -> dict[Path, int]:
+        """The files that hold it, and how many bytes each has to have for that."""
+        found: dict[Path, int] = {}
+        for path, piece in self._pieces:
+            found[path] = max(found.get(path, 0), piece.offset + piece.num_bytes)
+        return found
+
+    def _ranges(self, first_byte: int, last_byte: int) -> Iterator[FileRange]:
+        number = bisect.bisect_right(self._bytes, first_byte) - 1
+        while first_byte < last_byte:
+            path, piece = self._pieces[number]
+            skipped, stop = first_byte - self._bytes[number], min(last_byte, self._bytes[number + 1])
+            yield FileRange(path, piece.offset + skipped, stop - first_byte)
+            first_byte, number = stop, number + 1
+
+    def _element(self, number: int, byte: int, is_end: bool = False) -> int:
+        piece, inside = self._pieces[number][1], byte - self._bytes[number]
+        if self.kind in _SCALES:
+            each = inside // bytes_of(self.kind, 1) * BLOCK
+        else:
+            each = -(-inside // bytes_of(self.kind, 1)) if is_end else inside // bytes_of(self.kind, 1)
+        return piece.start + min(each, piece.numel)
+
+
+# ---- Verified: the bytes of streams, in whole blocks of 1 MiB that are compared with their checksums, read ahead -----
+#
+#     follow   what will be asked for, as an iterator     a chunk: up to 4 blocks of one stream
+#     start    [ chunk ][ chunk ][ chunk ] ...            as many as the memory holds, under way
+#     copy     waits for its chunks | CRC-32C of each block | into place | room for the next
+#
+# What is followed is a hint: what was not told, or is asked for in another order, is read all the same. No byte is
+# handed out of a block that is not as it was saved. Of a block that was used in part the rest is kept for the neighbour
+# that asks next.
+#
+# Memory: what is lent, else 16 MiB of its own; and at most 8 blocks whose rest is kept.
 
 LEAST_AREA_BYTES = 2 << 20
 """Of memory that is lent: room for a block and what is read around it."""

@@ -18,18 +18,18 @@ from torch import nn
 
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
-from tiermem.checkpoint.saving.resting import Resting
-from tiermem.checkpoint.saving.stretch import Read, Stretch, in_memory
+from tiermem.checkpoint.saving.pieces import Read, Resting, Stretch, in_memory
 from tiermem.optim import ordinary
-from tiermem.optim.layout import StatePart
 from tiermem.optim.tile import Segment, Tile
+from tiermem.optim.tiles import tiles_of
 from tiermem.policy import Tier
 from tiermem.zero import registry
-from tiermem.zero.ranks.quantised import byte_ranges
+from tiermem.zero.quantised import byte_ranges
 from tiermem.zero.shards import Shards
+from tiermem.zero.state_layout import StatePart
 from tiermem.zero.unit import Shard
-from tiermem.zero.weights.live import LiveUnit
-from tiermem.zero.weights.values import initial_master
+from tiermem.zero.unit_state import LiveUnit
+from tiermem.zero.values import initial_master
 
 if TYPE_CHECKING:
     from tiermem.optim.base import NativeOptimizer
@@ -125,7 +125,7 @@ def own(shards: Shards, optimizer: NativeOptimizer | None) -> list[OwnTensor]:
 def _what_decides(shards: Shards, names: Sequence[str]) -> tuple[object, ...]:
     """What `stretches` depends on; its stretches on NVMe are the same while this is."""
     units = tuple((live.entry, live.unit.is_packed, live.unit.is_trainable) for live in shards.units)
-    tiles = shards.states
+    tiles = tiles_of(shards)
     if tiles is None:
         return tuple(names), units
     moments = tuple(tiles.names(shard) for live, shard in shards.parameters() if live.unit.is_trainable)
@@ -160,7 +160,7 @@ def _weight(shards: Shards, live: LiveUnit, shard: Shard) -> Iterator[Stretch]:
 
 
 def _states(shards: Shards, live: LiveUnit, shard: Shard, is_on_nvme: bool) -> Iterator[Stretch]:
-    tiles = shards.states
+    tiles = tiles_of(shards)
     assert tiles is not None
     pieces = tiles.pieces(shard)
     if not all(tile.is_started for tile, _ in pieces):
@@ -194,7 +194,7 @@ def _part(shards: Shards, tile: Tile, segment: Segment, part: StatePart, state: 
 
 def _initial(shards: Shards, tile: Tile, segment: Segment) -> Stretch:
     """A master that has not been made yet, as it will be: in fp32."""
-    tiles = shards.states
+    tiles = tiles_of(shards)
     assert tiles is not None
     first = tile.first_element(segment, shards.topology.shard_rank)
 

@@ -1,20 +1,4 @@
-"""Commit: a durable step of a sharded model, made where its states rest: nothing of a state that rests on NVMe is copied.
-
-    every rank   store.freeze (writes settled, files synced) -> what rests in memory to data-<commit>.bin -> part
-    together     sizes, checksums or errors
-    rank 0       manifest -> <dir>/<tag>/tiermem.json -> <dir>/latest -> the manifest of what is dropped is removed
-    together     how that went
-    every rank   what was dropped is thawed, its data and part are removed
-
-Each arrow is durable before the next begins, so that whenever all stop, what a manifest names is whole: the step before or
-this one. An error on any rank is raised on all of them, everything new is removed and thawed, and what was durable before is
-untouched; what cannot be removed then, the disk having turned read-only, goes with the next commit. A rank that is lost while
-rank 0 writes leaves the others unsure whether the manifest stands: they leave all as it is, and whoever opens the folder finds
-the one step or the other. Steps write to slots that no kept commit holds (swap/slots.py), as soon as this returns.
-
-    tags    the newest `keep`, of earlier runs too (predecessors.py); an older one is dropped, with a warning that names it
-    step    durability="step" commits after every step, without a tag; the one before is dropped, as it is for a tag
-"""
+"""Commit: a durable step of a sharded model made where its states rest; no state on NVMe is copied."""
 
 from __future__ import annotations
 
@@ -22,21 +6,101 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tiermem.checkpoint.format.finding import read_latest
+import numpy as np
+import torch
+
+from tiermem.checkpoint.format.fields import Json, encode
+from tiermem.checkpoint.format.finding import pointer_path, read_latest, written
 from tiermem.checkpoint.format.manifest import LATEST_FILE, Manifest, ManifestError, data_name, manifest_name, part_name
-from tiermem.checkpoint.format.places import pointer_path, written
-from tiermem.checkpoint.saving.content import Content, frozen, manifest_of, write_part
 from tiermem.checkpoint.saving.pieces import put_together, write_data
-from tiermem.checkpoint.saving.predecessors import drop_step, drop_tags
-from tiermem.checkpoint.saving.publish import publish, remove, remove_pointer
+from tiermem.checkpoint.saving.publish import (
+    Content,
+    drop_step,
+    drop_tags,
+    frozen,
+    manifest_of,
+    publish,
+    remove,
+    remove_pointer,
+    write_part,
+)
 from tiermem.checkpoint.together import talk_over, together
-from tiermem.swap.freeze import Freeze
+from tiermem.swap.accelerator import is_accelerator, rng_state
+from tiermem.swap.entry import Freeze
 from tiermem.swap.run_folder import is_of_commit
 from tiermem.zero.shards import Shards
+
+if TYPE_CHECKING:
+    from tiermem.optim.base import NativeOptimizer
+
+
+# ---- Scalars: what is saved beside the states, as JSON: the optimizer's groups, generators, schedules ----------------
+#
+# optimizer   {"name": "AdamW", "groups": [{"params": [names], "values": {"lr": 0.1, ...}}]}
+# rng         {"python", "numpy", "torch" [, "cuda" or another accelerator's name]}: the generators of this rank
+# others      the `state_dict()` of a scheduler, a loss scale or a loader; null where there is none
+
+
+def optimizer_json(shards: Shards, optimizer: NativeOptimizer | None) -> Json:
+    """The optimizer's class and its groups, parameters by their names in the manifest."""
+    if optimizer is None:
+        return None
+    names = {id(shard.param): shard.name for _, shard in shards.parameters()}
+    names |= {id(param): f"optimizer.{name}" for name, param in optimizer.named() if id(param) not in names}
+    groups = [
+        {
+            "params": [names[id(param)] for param in group["params"]],
+            "values": encode(
+                {key: value for key, value in group.items() if key not in ("params", "param_names")},
+                f"optimizer.param_groups[{number}]",
+            ),
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    return {"name": type(optimizer).__name__, "groups": groups}
+
+
+def rng_json(device: torch.device) -> Json:
+    """This rank's generators."""
+    found: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+    }
+    if is_accelerator(device):
+        found[device.type] = rng_state(device)
+    return encode(found, "rng")
+
+
+def state_json(owner: Any, where: str) -> Json:
+    """What an object's `state_dict()` returns; null for None and for what has none. Raises TypeError, naming the place."""
+    state = getattr(owner, "state_dict", None)
+    return None if state is None else encode(state(), where)
+
+
+# ---- Commit: a durable step of a sharded model, made where its states rest: nothing of a state that rests on NVMe ----
+# is copied
+#
+#     every rank   store.freeze (writes settled, files synced) -> what rests in memory to data-<commit>.bin -> part
+#     together     sizes, checksums or errors
+#     rank 0       manifest -> <dir>/<tag>/tiermem.json -> <dir>/latest -> the manifest of what is dropped is removed
+#     together     how that went
+#     every rank   what was dropped is thawed, its data and part are removed
+#
+# Each arrow is durable before the next begins, so that whenever all stop, what a manifest names is whole: the step
+# before or this one. An error on any rank is raised on all of them, everything new is removed and thawed, and what was
+# durable before is untouched; what cannot be removed then, the disk having turned read-only, goes with the next commit.
+# A rank that is lost while rank 0 writes leaves the others unsure whether the manifest stands: they leave all as it is,
+# and whoever opens the folder finds the one step or the other. Steps write to slots that no kept commit holds
+# (swap/entry.py), as soon as this returns.
+#
+#     tags    the newest `keep`, of earlier runs too (publish.py); an older one is dropped, with a warning that names it
+#     step    durability="step" commits after every step, without a tag; the one before is dropped, as it is for a tag
 
 logger = logging.getLogger("tiermem")
 

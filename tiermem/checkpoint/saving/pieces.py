@@ -1,26 +1,323 @@
-"""Pieces of a part: what a rank captured, as ranges of files, with the checksums of their bytes.
-
-    on NVMe      frozen: rows of the store's own files, one for each run of bytes; nothing is copied (resting.py)
-    in memory    written once to a data file, one stretch behind the other, each at a multiple of 64 bytes
-
-Memory: a chunk of CHUNK_BYTES and the writer's buffers, whatever the size of the states.
-"""
+"""Pieces: the ranges of files that a rank saves, as arrays, with the checksums of their bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import array
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from tiermem.checkpoint.saving.blocks import Run, cuts, joined
-from tiermem.checkpoint.saving.rows import Key, Rows, joined_rows, rows_of
-from tiermem.checkpoint.saving.stretch import Stretch
-from tiermem.swap.checksum import crc32c
-from tiermem.swap.extents import round_up
+from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, PartState
+from tiermem.swap.checksum import Crcs, PieceTable, combine, crc32c, join
+from tiermem.swap.entry import Freeze
 from tiermem.swap.native import Workers
-from tiermem.swap.writer import FileWriter
+from tiermem.swap.ranges import Numbers, round_up, spread
+from tiermem.swap.stream import FileWriter
+from tiermem.swap.sums import Sums
+
+# ---- Stretch: elements of one state that lie in one range of bytes of this rank's, on NVMe or in memory --------------
+#
+# A stretch on NVMe is what the store's entry holds when it is frozen; nothing of it is copied (resting.py). One in
+# memory is read in bounded pieces while it is written to a file.
+
+Read = Callable[[int, int], torch.Tensor]
+"""(offset, bytes) -> those bytes: uint8, contiguous, on the CPU; valid until the next call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """Elements `start` to `start + numel` of one state of a parameter.
+
+    Attributes:
+        first_byte: of them in the bytes of the whole state.
+        place: where on NVMe, an entry and an offset in it; or how they are read from memory.
+    """
+
+    param: str
+    state: str
+    kind: str
+    start: int
+    numel: int
+    first_byte: int
+    place: tuple[str, int] | Read
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of these elements."""
+        return kinds.bytes_of(self.kind, self.numel)
+
+
+def in_memory(data: torch.Tensor, offset: int = 0) -> Read:
+    """Reads a tensor on any device, from a byte of it on."""
+    flat = data.detach().reshape(-1).view(torch.uint8)
+    return lambda start, num_bytes: flat[offset + start : offset + start + num_bytes].cpu()
+
+
+# ---- Rows: pieces of states as arrays, a row for each, of which a model has tens of thousands ------------------------
+#
+# A row is of a key (parameter, state, kind): elements `start` to `start + numel`, in `num_bytes` bytes of a file. In
+# that form pieces are cut, moved and put in order at once; one by one they are manifest.py's Piece.
+
+Key = tuple[str, str, str]
+"""Parameter, state, kind."""
+
+
+class Rows(NamedTuple):
+    """Flat int64 arrays of one length; `key` counts `keys`, `file` the files of a part."""
+
+    keys: Sequence[Key]
+    key: Numbers
+    start: Numbers
+    numel: Numbers
+    file: Numbers
+    offset: Numbers
+    num_bytes: Numbers
+
+    def states(self) -> tuple[PartState, ...]:
+        """What a part says of them: keys in their order, each with its rows by element."""
+        order = np.lexsort((self.start, self.key))
+        table = np.stack((self.start, self.numel, self.file, self.offset), 1)[order].tolist()
+        edges = [0, *np.cumsum(np.bincount(self.key, minlength=len(self.keys))).tolist()]
+        found = zip(self.keys, itertools.pairwise(edges), strict=True)
+        return tuple(PartState(*key, table[start:end]) for key, (start, end) in found if start < end)
+
+
+def rows_of(keys: Sequence[Key], rows: Sequence[tuple[int, int, int, int, int, int]]) -> Rows:
+    """From tuples: key, start, numel, file, offset, bytes."""
+    return Rows(keys, *np.array(rows, np.int64).reshape(-1, 6).T)
+
+
+def joined_rows(several: Sequence[Rows]) -> Rows:
+    """All of these; a key may be in several."""
+    numbers: dict[Key, int] = {}
+    for rows in several:
+        for key in rows.keys:
+            numbers.setdefault(key, len(numbers))
+    mapped = [np.array([numbers[key] for key in rows.keys], np.int64)[rows.key] for rows in several if len(rows.key)]
+    columns = zip(*(rows[2:] for rows in several if len(rows.key)), strict=True)
+    if not mapped:
+        return rows_of([], [])
+    return Rows(list(numbers), np.concatenate(mapped), *(np.concatenate(each) for each in columns))
+
+
+# ---- Blocks: the checksums of a state by MiB of its bytes, put together from those of pieces -------------------------
+#
+#     one rank's pieces    [ a ][   b   ][ c ]        crc(A + B) from crc(A), crc(B) and len(B)
+#     another's                              [ d ]
+#     blocks of 1 MiB      |---------|---------|---   one checksum each, whatever the pieces were
+#
+# Bytes are counted in the order of a state's elements, of the whole parameter, as if they lay in one piece.
+
+
+class Run(NamedTuple):
+    """Bytes of a state, and the checksum of what each block holds of them."""
+
+    start: int
+    num_bytes: int
+    crcs: list[int]
+
+
+def cuts(start: int, num_bytes: int) -> list[tuple[int, int]]:
+    """(start, bytes) of what each block holds of a range."""
+    found, end = [], start + num_bytes
+    while start < end:
+        stop = min(end, (start // CHECKSUM_BYTES + 1) * CHECKSUM_BYTES)
+        found.append((start, stop - start))
+        start = stop
+    return found
+
+
+def joined(runs: Iterable[Run]) -> list[Run]:
+    """The same bytes in as few runs as there are."""
+    found: list[Run] = []
+    for each in sorted(runs, key=lambda run: run.start):
+        last = found[-1] if found else None
+        if last is None or last.start + last.num_bytes != each.start:
+            found.append(Run(each.start, each.num_bytes, list(each.crcs)))
+            continue
+        shared = each.start % CHECKSUM_BYTES
+        if shared:
+            num_bytes = min(each.num_bytes, CHECKSUM_BYTES - shared)
+            last.crcs[-1] = combine(last.crcs[-1], each.crcs[0], num_bytes)
+        last.crcs.extend(each.crcs[1:] if shared else each.crcs)
+        found[-1] = last._replace(num_bytes=last.num_bytes + each.num_bytes)
+    return found
+
+
+def checksums(runs: Iterable[Run], what: str) -> tuple[int, ...]:
+    """The checksum of every block of a state, from runs that hold all of it once. Raises RuntimeError otherwise."""
+    found = joined(runs)
+    if len(found) != 1 or found[0].start:
+        places = ", ".join(f"{run.start} to {run.start + run.num_bytes}" for run in found[:4])
+        raise RuntimeError(f"{what}: bytes {places} are saved; a state is saved once and whole")
+    return tuple(found[0].crcs)
+
+
+# ---- Resting: what a rank saves of that which rests on NVMe, as arrays, and what a freeze and the store's ------------
+# checksums say of it
+#
+#     stretches -> a row each: key, elements, entry and offset       once, as long as nothing moves between tiers
+#               -> pieces that have a checksum each, by state        the same
+#     freeze    -> where each row lies: one piece of a file or more  in every save
+#     checksums -> of every MiB of every state                       in every save
+#
+# A save of a step that rests on the disk costs a sync and what is done here, so nothing of it is done row by row in
+# Python.
+
+ReadEntry = Callable[[str, int, int], torch.Tensor]
+"""(entry, start, stop) -> those bytes of it, uint8."""
+
+
+class Resting:
+    """Stretches on NVMe, which may come in any order; their `place` is an entry and an offset."""
+
+    def __init__(self, stretches: Iterable[Stretch]) -> None:
+        keys: dict[Key, int] = {}
+        entries: dict[str, int] = {}
+        numbers = array.array("q")  # a row behind the other: no object is kept for each
+        for each in stretches:
+            assert isinstance(each.place, tuple), f"{each.state} of {each.param} is in memory"
+            entry, offset = each.place
+            key = keys.setdefault((each.param, each.state, each.kind), len(keys))
+            number = entries.setdefault(entry, len(entries))
+            numbers.extend((number, offset, key, each.start, each.numel, each.first_byte, each.num_bytes))
+        table = np.array(numbers, np.int64).reshape(-1, 7)
+        self.entries, self.keys = list(entries), list(keys)
+        columns = table[np.lexsort((table[:, 1], table[:, 0]))].T  # by entry, then by offset
+        self._entry, self._offset, self._key, self._start, self._numel, self._first_byte, self._num_bytes = columns
+        grains = np.array([kinds.grain_of(kind) for _, _, kind in keys], np.int64).reshape(-1, 2)
+        self._grain_bytes, self._grain_numel = grains[self._key].T
+        self._known: _Known | None = None
+        self._cut_at_blocks()
+
+    def rows(self, freeze: Freeze) -> Rows:
+        """Where everything lies, frozen; `file` counts the paths of the store."""
+        found = freeze.find(self.entries, self._entry, self._offset, self._num_bytes)
+        row, grain = found.request, self._grain_bytes[found.request]
+        skipped = (found.start - self._offset[row]) // grain * self._grain_numel[row]
+        numel = np.minimum(found.num_bytes // grain * self._grain_numel[row], self._numel[row] - skipped)
+        start = self._start[row] + skipped
+        return Rows(self.keys, self._key[row], start, numel, found.path_index, found.file_offset, found.num_bytes)
+
+    def sums(self, known: Sums, read: ReadEntry, workers: Workers) -> dict[tuple[str, str], list[Run]]:
+        """The checksums of every (parameter, state), in as few runs as there are.
+
+        Blocks only where the store does not know one: then the bytes are read, and it knows from then on. Raises OSError.
+        """
+        crcs = self._crcs(known, read, workers)[self._order]
+        blocks = join(self._block_first, crcs, self._block_lengths)
+        found: dict[tuple[str, str], list[Run]] = {}
+        all_crcs = blocks.tolist()
+        for key, first_block, last_block, start, num_bytes in self._runs:
+            param, state, _ = self.keys[key]
+            found.setdefault((param, state), []).append(Run(start, num_bytes, all_crcs[first_block:last_block]))
+        return found
+
+    # ---- checksums ------------------------------------------------------------------------------------------------------
+
+    def _cut_at_blocks(self) -> None:
+        """Cuts the rows at every MiB of their state, and puts what results in the order of the states."""
+        stop = self._first_byte + self._num_bytes
+        first_block, last_block = self._first_byte // CHECKSUM_BYTES, (stop - 1) // CHECKSUM_BYTES
+        row, block = spread(first_block, last_block - first_block + 1)
+        first = np.maximum(self._first_byte[row], block * CHECKSUM_BYTES)
+        length = np.minimum(stop[row], (block + 1) * CHECKSUM_BYTES) - first
+        self._piece_start = self._offset[row] + first - self._first_byte[row]  # in the entry
+        self._piece_stop = self._piece_start + length
+        self._piece_entry = self._entry[row]
+        self._order = np.lexsort((first, self._key[row]))
+        key, first, length = self._key[row][self._order], first[self._order], length[self._order]
+        goes_on = (key[1:] == key[:-1]) & (first[1:] == first[:-1] + length[:-1])
+        is_run = np.concatenate(([True], ~goes_on))[: len(key)]
+        is_block = is_run | (first % CHECKSUM_BYTES == 0)
+        block_first = np.flatnonzero(is_block)
+        self._block_first = np.append(block_first, len(key))
+        self._block_lengths = length
+        run_first = np.flatnonzero(is_run)
+        run_blocks = np.append(np.searchsorted(block_first, run_first), len(block_first)).tolist()
+        run_bytes = np.add.reduceat(length, run_first).tolist() if len(key) else []
+        self._runs = list(
+            zip(
+                key[run_first].tolist(),
+                run_blocks[:-1],
+                run_blocks[1:],
+                first[run_first].tolist(),
+                run_bytes,
+                strict=True,
+            )
+        )
+
+    def _crcs(self, sums: Sums, read: ReadEntry, workers: Workers) -> Crcs:
+        """The checksum of every piece: put together from those that the store has of its bytes, else of the bytes."""
+        tables = [sums.of(entry) for entry in self.entries]
+        if self._known is None or not self._known.is_of(tables):
+            self._known = _Known(tables, self._piece_entry, self._piece_start, self._piece_stop)
+        for number in np.unique(self._piece_entry[self._known.unknown(tables)]).tolist():
+            sums.complete(self.entries[number], functools.partial(read, self.entries[number]))
+        crcs, is_known = self._known.look_up(tables)
+        for number in np.flatnonzero(~is_known).tolist():
+            entry = self.entries[self._piece_entry[number]]
+            data = read(entry, int(self._piece_start[number]), int(self._piece_stop[number]))
+            crcs[number] = crc32c([data], workers)[0]
+        return crcs
+
+
+class _Known:
+    """Which pieces of the store's tables make up each range [start[i], stop[i]) of entry[i], if any do."""
+
+    def __init__(self, tables: Sequence[PieceTable | None], entry: Numbers, start: Numbers, stop: Numbers) -> None:
+        self._pieces = [None if table is None else table.pieces for table in tables]
+        held = [(number, pieces) for number, pieces in enumerate(self._pieces) if pieces is not None]
+        size = 1 + max([0, *stop.tolist(), *(int(pieces.stops[-1]) for _, pieces in held if len(pieces.stops))])
+        none = [np.zeros(0, np.int64)]  # entries as if they lay behind one another, `size` bytes each
+        starts = np.concatenate(none + [pieces.starts + number * size for number, pieces in held])
+        stops = np.concatenate(none + [pieces.stops + number * size for number, pieces in held])
+        low, high = start + entry * size, stop + entry * size
+        first = np.searchsorted(starts, low, "left")
+        counts = np.maximum(0, np.searchsorted(stops, high, "right") - first)
+        self._range, self._chosen = spread(first, counts)
+        self._first = np.concatenate(([0], np.cumsum(counts)))
+        self._lengths = (stops - starts)[self._chosen]
+        self._num_ranges = len(start)
+        # Pieces do not overlap, so those inside a range that have its length are all of it.
+        self._is_covered = np.bincount(self._range, self._lengths, self._num_ranges) == stop - start
+
+    def is_of(self, tables: Sequence[PieceTable | None]) -> bool:
+        """Whether these tables still have the same pieces."""
+        return all(
+            (None if table is None else table.pieces) is pieces
+            for table, pieces in zip(tables, self._pieces, strict=True)
+        )
+
+    def unknown(self, tables: Sequence[PieceTable | None]) -> Numbers:
+        """The ranges that tables have pieces of, of which one is not known."""
+        is_known = np.concatenate([np.zeros(0, np.bool_), *(table.is_known for table in tables if table is not None)])
+        unknown: Numbers = self._range[~is_known[self._chosen]]
+        return unknown
+
+    def look_up(self, tables: Sequence[PieceTable | None]) -> tuple[Crcs, npt.NDArray[np.bool_]]:
+        """The checksum of each range, and whether it is known."""
+        crcs = np.concatenate([np.zeros(0, np.uint32), *(table.crcs for table in tables if table is not None)])
+        joined = join(self._first, crcs[self._chosen], self._lengths)
+        is_known = self._is_covered.copy()
+        is_known[self.unknown(tables)] = False
+        return joined, is_known
+
+
+# ---- Pieces of a part: what a rank captured, as ranges of files, with the checksums of their bytes -------------------
+#
+#     on NVMe      frozen: rows of the store's own files, one for each run of bytes; nothing is copied (resting.py)
+#     in memory    written once to a data file, one stretch behind the other, each at a multiple of 64 bytes
+#
+# Memory: a chunk of CHUNK_BYTES and the writer's buffers, whatever the size of the states.
 
 CHUNK_BYTES = 4 << 20
 _ALIGN = 64  # bytes

@@ -1,21 +1,133 @@
-"""Publish: rank 0 makes a manifest known: the manifest itself, the tag's pointer, `latest`; each durable before the next.
-
-Every write puts into `undo` what takes it back: after an error the folder is as it was.
-"""
+"""Publish: rank 0 makes a manifest known: it, the tag's pointer, `latest`; old steps go after."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import logging
 import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from tiermem.checkpoint.format.crc import crc32c
-from tiermem.checkpoint.format.manifest import Manifest, Pointer
-from tiermem.checkpoint.format.places import latest_path, pointer_path, written
-from tiermem.checkpoint.saving.content import Content
+import torch
+
+from tiermem.checkpoint.format.fields import Json, crc32c
+from tiermem.checkpoint.format.finding import (
+    Found,
+    Opened,
+    latest_path,
+    pointer_path,
+    read_latest,
+    read_manifest,
+    read_parts,
+    read_pointer,
+    real,
+    written,
+)
+from tiermem.checkpoint.format.manifest import (
+    POINTER_FILE,
+    Manifest,
+    ManifestError,
+    Parameter,
+    Part,
+    PartFile,
+    Pointer,
+    data_name,
+    manifest_name,
+)
+from tiermem.checkpoint.saving.pieces import Placed, Resting, Run, Stretch, checksums
 from tiermem.swap import durable
+from tiermem.swap.durable import NEW_SUFFIX
+from tiermem.swap.entry import Freeze
+from tiermem.swap.run_folder import RunFolder, RunName, is_of_one_host, run_folders
+from tiermem.zero.shards import Shards
+from tiermem.zero.topology import Topology
+
+# ---- Content: what a commit or a copy saves, and what each rank tells rank 0 of its part -----------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """What is saved: the same on every rank, but for `save_dir`, and for `rng` and what follows, which are this rank's."""
+
+    step: int
+    tag: str | None  # None: a step that is made durable without one
+    save_dir: Path | None  # None: the same
+    save_latest: bool
+    values: Mapping[str, Json]  # optimizer, scheduler, loss_scaler, engine, client_state, config
+    parameters: Sequence[Parameter]
+    excluded: Sequence[str]
+    rng: Json
+    data: Json
+    resting: Resting  # on NVMe
+    in_memory: Sequence[Stretch]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a run can go on from it alone: no parameter is left out, and the optimizer is in it."""
+        return not self.excluded and self.values["optimizer"] is not None
+
+
+def write_part(
+    file: Path, run_id: str, commit: int, rank: int, content: Content, files: Sequence[str], placed: Placed
+) -> Json:
+    """Makes a rank's part durable: its pieces, by the number of one of `files`. Raises OSError.
+
+    Returns what rank 0 has to know of it: where it is, its size and checksum, and those of its states.
+    """
+    data = Part(run_id, commit, rank, content.rng, content.data, tuple(files), placed.rows.states()).dump()
+    durable.write_file(file, data)
+    sums = [[param, state, [list(each) for each in found]] for (param, state), found in placed.sums.items()]
+    return {"folder": str(file.parent), "file": file.name, "bytes": len(data), "crc32c": crc32c(data), "sums": sums}
+
+
+def manifest_of(
+    content: Content, run_id: str, commit: int, topology: Topology, told: Sequence[Any], folder: Path
+) -> Manifest:
+    """The manifest of what every rank has told, for a file in `folder`. Raises RuntimeError for a state that is not whole."""
+    parts = tuple(
+        PartFile(rank, written(Path(each["folder"]), folder), each["file"], each["bytes"], each["crc32c"])
+        for rank, each in enumerate(told)
+    )
+    sums: dict[str, dict[str, list[Run]]] = {}
+    for each in told:
+        for param, state, runs in each["sums"]:
+            sums.setdefault(param, {}).setdefault(state, []).extend(Run(*row) for row in runs)
+    return Manifest(
+        run_id=run_id,
+        commit=commit,
+        tag=content.tag,
+        step=content.step,
+        world=topology.world,
+        num_shards=topology.num_shards,
+        parts=parts,
+        parameters=tuple(content.parameters),
+        excluded=tuple(content.excluded),
+        checksums={
+            param: {state: checksums(found, f"{state} of {param}") for state, found in states.items()}
+            for param, states in sums.items()
+        },
+        **content.values,
+    )
+
+
+def frozen(shards: Shards, content: Content, freeze: Freeze) -> Placed:
+    """The pieces of what rests on NVMe, by the number of the file in `freeze.files()`. Blocks only for unknown checksums."""
+
+    def read(entry: str, start: int, stop: int) -> torch.Tensor:
+        return shards.values.read_part(entry, torch.uint8, slice(start, stop))
+
+    resting = content.resting
+    return Placed(resting.rows(freeze), resting.sums(shards.store.sums, read, shards.workers))
+
+
+# ---- Publish: rank 0 makes a manifest known: the manifest itself, the tag's pointer, `latest`; each durable ----------
+# before the next
+#
+# Every write puts into `undo` what takes it back: after an error the folder is as it was.
 
 logger = logging.getLogger("tiermem")
 
@@ -23,7 +135,7 @@ _MOST_BYTES = 1 << 20  # far more than a pointer has, and `latest`
 
 
 class SavingInto:
-    """A tag's folder, made if it is missing, that nobody tidies (unfinished.py) until `close`, or the end of this process.
+    """A tag's folder, made if it is missing, that nobody tidies (publish.py) until `close`, or the end of this process.
 
     undo: takes the folder away again. Raises OSError.
     """
@@ -106,3 +218,191 @@ def _restore(path: Path, data: bytes) -> None:
         durable.write_file(path, data)
     except OSError as error:
         logger.warning("%s could not be put back: %s", path, error.strerror)
+
+
+# ---- Unfinished: what a save leaves in a tag's folder whose process dies before the tag's pointer names it, and ------
+# how it goes
+#
+#   <dir>/<tag>/    held by flock of the folder itself while somebody saves into it (publish.py), which ends with its process
+#         data-<run id>-<commit>-<rank>.bin, part-..., tiermem.json.new    named by no pointer: a copy that was not finished
+#
+# The next save into <dir> removes them, unless somebody holds that folder, or might on another host. A folder with a
+# manifest but no pointer is left alone, for somebody may have moved a whole copy there; so are empty folders, which may
+# be anybody's.
+
+OURS = re.compile(r"(?:manifest|part|data)-([0-9a-f]{1,32}-\d+)(?:-(\d+))?\.(?:json|bin)(?:\.new)?")
+"""A file of a complete copy: its run and commit, and the rank; the manifest has none."""
+
+
+def remove_unfinished(save_dir: Path) -> None:
+    """Removes what killed saves have left in the folders of tags. Blocks; never raises OSError. For one rank of a run."""
+    try:
+        if not is_of_one_host(save_dir):
+            return
+        below = [each for each in sorted(save_dir.iterdir()) if each.is_dir() and not each.is_symlink()]
+    except OSError:  # not there yet, or not to be read: the save will tell
+        return
+    for folder in below:
+        with contextlib.suppress(OSError):  # what somebody else does there meanwhile
+            if RunName.of(folder) is None and _unfinished(folder):
+                _tidy(folder)
+
+
+def _tidy(folder: Path) -> None:
+    with alone(folder) as is_alone:
+        files = _unfinished(folder) if is_alone else []
+        if files:
+            logger.warning(
+                "%s: a save that was killed left %s: removed", folder, ", ".join(file.name for file in files)
+            )
+        for file in files:
+            remove(file)
+        if files:
+            remove_empty(folder)
+
+
+def _unfinished(folder: Path) -> list[Path]:
+    """The files in a tag's folder that no pointer names, nor will: unless somebody saves into it now."""
+    names = {file.name for file in folder.iterdir()}
+    kept = ""
+    if POINTER_FILE in names:
+        try:
+            pointer, _ = read_pointer(folder / POINTER_FILE)
+        except ManifestError:
+            return []
+        kept = f"{pointer.run_id}-{pointer.commit}"
+    elif any(name.startswith("manifest-") and name.endswith(".json") for name in names):
+        return []
+    found = [name for name in names if (match := OURS.fullmatch(name)) is not None and match[1] != kept]
+    found += names & {POINTER_FILE + NEW_SUFFIX}
+    return [folder / name for name in sorted(found)]
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[bool]:
+    """Whether nobody saves into a folder, nor begins to while the block runs."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_alone = True
+        except OSError:
+            is_alone = False
+        yield is_alone
+    finally:
+        os.close(fd)
+
+
+# ---- Predecessors: durable steps of earlier runs, which go once this run has one in their place ----------------------
+#
+# A run that goes on from another's state has a store of its own, and the other's stays what it was until this run has
+# saved:
+#
+#     the step that it was opened from    goes with this run's first durable step, unless it is a tag's
+#     tags of one folder of checkpoints   the newest `keep` stay, whoever saved them; older ones go, with a warning each
+#
+# With each goes a step without a tag that the same run saved before, which it stands in for: that run died before it
+# could remove it. A run's folders go with the last durable step in them. What goes is taken over first: a run that
+# lives, or a folder that somebody reads, is left as it is, with a word. Complete copies are never dropped. Rank 0 does
+# all of it, on what it can see; whatever a death in between leaves is taken away by the next save.
+
+
+def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
+    """Of tags that other runs have saved, keeps the newest `num_more` that are whole. Blocks; never raises OSError."""
+    try:
+        pointers = _pointers(save_dir)
+    except (ManifestError, OSError) as error:
+        logger.warning("%s: checkpoints of earlier runs are left: %s", save_dir, error)
+        return
+    others = [(file, manifest) for file, pointer, manifest in pointers if pointer.run_id != run_id]
+    stores = [(file, manifest) for file, manifest in others if RunName.of(manifest.parent) is not None]  # and no copies
+    gone = [file for file, manifest in stores if is_removed(manifest)]
+    for file in gone:  # a death came between the two
+        remove_pointer(file)
+    for file, manifest in [each for each in stores if each[0] not in gone][num_more:]:
+        if drop_step(manifest, f"checkpoint {file.parent.name!r} of an earlier run is dropped: newer ones are kept"):
+            remove_pointer(file)
+
+
+def is_removed(manifest: Path) -> bool:
+    """Whether a manifest in a run's folder was removed: it is gone, and that folder, or another run's beside it, is there.
+
+    A disk that is not mounted, or a folder that may not be read, has removed nothing. Never raises OSError.
+    """
+    try:
+        manifest.lstat()
+    except FileNotFoundError:
+        return manifest.parent.is_dir() or bool(run_folders(manifest.parent.parent))
+    except OSError:
+        return False
+    return False
+
+
+def drop_step(manifest: Path, why: str) -> bool:
+    """Removes a durable step of a run that is no more, and its folders with the last one; whether it did. Blocks."""
+    try:
+        opened = read_manifest(Found(manifest, None))
+        folders, superseded = _folders(opened), _superseded(opened)
+    except (ManifestError, OSError) as error:
+        logger.warning("%s is left: %s", manifest, error)
+        return False
+    with contextlib.ExitStack() as undo:
+        try:
+            claimed = [_claim(folder, undo) for folder in folders]
+        except OSError as error:
+            logger.warning("%s is left: %s: %s", manifest, error.filename, error.strerror)
+            return False
+        undo.pop_all()
+        logger.warning("%s", why)
+        commits = [*superseded, opened.manifest.commit]
+        for commit in commits:
+            remove(manifest.parent / manifest_name(commit))
+        is_last = not any(manifest.parent.glob("manifest-*.json"))
+        for each in claimed:
+            for commit in () if is_last else commits:
+                for file in [*each.folder.glob(f"part-{commit}-*.json"), each.folder / data_name(commit)]:
+                    remove(file)
+            each.close(keep=not is_last)
+    return True
+
+
+def _superseded(opened: Opened) -> list[int]:
+    """The commits of steps without a tag for which a later one of the same run stands in."""
+    newer, found = opened.manifest, []
+    if newer.excluded or newer.optimizer is None:  # no run goes on from it alone
+        return []
+    for file in opened.file.parent.glob("manifest-*.json"):
+        with contextlib.suppress(ManifestError, OSError):
+            other = read_manifest(Found(file, None)).manifest
+            if other.tag is None and other.commit < newer.commit:
+                found.append(other.commit)
+    return found
+
+
+def _claim(folder: Path, undo: contextlib.ExitStack) -> RunFolder:
+    claimed = RunFolder.claim(folder)
+    undo.callback(claimed.close, True)
+    return claimed
+
+
+def _folders(opened: Opened) -> Sequence[Path]:
+    """Every folder that the ranks of a saved step had, on all their paths."""
+    found = {opened.file.parent}
+    for folder, part in read_parts(opened):
+        found.update(real(folder / file).parent for file in part.files)
+        found.add(folder)
+    return sorted(folder for folder in {real(each) for each in found} if folder.exists())
+
+
+def _pointers(save_dir: Path) -> list[tuple[Path, Pointer, Path]]:
+    """The pointers of a folder's tags with their manifests, newest first, but for what `latest` names.
+
+    What is no pointer is not ours to judge. Raises ManifestError, OSError when `latest` cannot be read.
+    """
+    latest, found = read_latest(save_dir), []
+    for file in save_dir.glob(f"*/{POINTER_FILE}"):
+        if file.parent.name != latest:
+            with contextlib.suppress(ManifestError, OSError):
+                pointer, manifest = read_pointer(file)
+                found.append((file.stat().st_mtime_ns, (file, pointer, real(manifest))))
+    return [each for _, each in sorted(found, key=lambda each: each[0], reverse=True)]

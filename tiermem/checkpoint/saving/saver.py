@@ -1,46 +1,111 @@
-"""Save: a sharded model's states made durable, on the paths where they rest or as a complete copy elsewhere.
-
-    save           a tag: `<dir>/<tag>/tiermem.json` says where it is                commit.py, copies.py
-    make_durable   the step at hand, without a tag: durability="step"                commit.py
-    wait           until copies are whole
-
-    on the paths       nothing that rests on NVMe is copied: files are synced, a manifest is written
-    a complete copy    with `copy`, when `save_dir` is on another file system than a rank's first path, when nothing rests on
-                       NVMe, and with durability="none"
-
-Gradients are not saved: between backward and step there is more to a model than its states.
-"""
+"""Save: a sharded model's states made durable, on the paths where they rest or as a complete copy elsewhere."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from tiermem.checkpoint.format.fields import Json, encode
+from tiermem.checkpoint.format.finding import named_folder, tag_folder
 from tiermem.checkpoint.format.manifest import check_parameters
-from tiermem.checkpoint.format.places import named_folder, tag_folder
-from tiermem.checkpoint.format.plain import Json, encode
 from tiermem.checkpoint.saving import capture
 from tiermem.checkpoint.saving.capture import Captures, OwnTensor
-from tiermem.checkpoint.saving.commit import WHAT, Commits, Kept
-from tiermem.checkpoint.saving.content import Content
+from tiermem.checkpoint.saving.commit import WHAT, Commits, Kept, optimizer_json, rng_json, state_json
 from tiermem.checkpoint.saving.copies import Copies, remove_other_copies
-from tiermem.checkpoint.saving.scalars import optimizer_json, rng_json, state_json
-from tiermem.checkpoint.saving.unfinished import remove_unfinished
-from tiermem.checkpoint.saving.unharmed import advice_on
+from tiermem.checkpoint.saving.publish import Content, remove_unfinished
 from tiermem.checkpoint.together import talk_over, together
+from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import Tier
 from tiermem.swap.checksum import crc32c
+from tiermem.swap.entry import Freeze
 from tiermem.swap.paths import as_paths
+from tiermem.swap.sums import Place
 from tiermem.zero.shards import Shards
 
-if TYPE_CHECKING:
-    from tiermem.optim.base import NativeOptimizer
+# ---- Which durable step is still whole when bytes on the paths turn out to be wrong: the end of a CorruptionError ----
+#
+# A durable step is bytes in the same files, so what came wrong may be its own: the first step after it reads what it
+# holds, and frozen weights are never written again. A step is whole, as far as this is known, when none of those bytes
+# are among its.
+
+
+class DurableStep(Protocol):
+    """What has to be known of one."""
+
+    @property
+    def commit(self) -> int:
+        """Counts durable steps of a run upwards."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps."""
+
+    @property
+    def tag(self) -> str | None:
+        """None: it was made durable without one."""
+
+    @property
+    def freeze(self) -> Freeze:
+        """Its bytes on the paths."""
+
+    @property
+    def manifest(self) -> Path:
+        """Says what it consists of."""
+
+
+def advice_on(place: Place, steps: Iterable[DurableStep]) -> str:
+    """What is best done about a corruption, in a sentence or two: the newest of these steps that does not hold the place."""
+    newest_first = sorted(steps, key=lambda each: each.commit, reverse=True)
+    if not newest_first:
+        return "Nothing of this run has been saved where it rests: go back to a checkpoint or a copy"
+    harmed = [each for each in newest_first if holds(each.freeze, place)]
+    whole = next((each for each in newest_first if each not in harmed), None)
+    said = [f"{_name(each)} holds these bytes as well" for each in harmed]
+    said.append(
+        "go back to a complete copy, or to a checkpoint of another run"
+        if whole is None
+        else f"{_name(whole)} is still whole: open {whole.manifest}"
+    )
+    text = "; ".join(said)
+    return text[0].upper() + text[1:]
+
+
+def holds(freeze: Freeze, place: Place) -> bool:
+    """Whether any of these bytes are among those that a freeze holds."""
+    if place.entry not in freeze.parts:
+        return False
+    files = [str(file) for file in freeze.files()]
+    for frozen in freeze.ranges(place.entry, place.offset, place.num_bytes):
+        start, stop = frozen.file_offset, frozen.file_offset + frozen.num_bytes
+        if any(
+            each.file == files[frozen.path_index] and each.offset < stop and start < each.offset + each.num_bytes
+            for each in place.ranges
+        ):
+            return True
+    return False
+
+
+def _name(step: DurableStep) -> str:
+    return f"step {step.step}" + (f" (tag {step.tag!r})" if step.tag else "")
+
+
+# ---- Save: a sharded model's states made durable, on the paths where they rest or as a complete copy elsewhere -------
+#
+#     save           a tag: `<dir>/<tag>/tiermem.json` says where it is                commit.py, copies.py
+#     make_durable   the step at hand, without a tag: durability="step"                commit.py
+#     wait           until copies are whole
+#
+#     on the paths       nothing that rests on NVMe is copied: files are synced, a manifest is written
+#   a complete copy    with `copy`, when `save_dir` is on another file system than a rank's first path, when nothing rests on
+#                        NVMe, and with durability="none"
+#
+# Gradients are not saved: between backward and step there is more to a model than its states.
 
 logger = logging.getLogger("tiermem")
 
@@ -68,13 +133,16 @@ class Beside:
 class Saver:
     """What is durable of one sharded model, and what is on its way. Lives as long as the model's store."""
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: Shards, saves_each_step: bool = False) -> None:
         run_id = shards.store.run.run_id
         self._shards = shards
+        self._saves_each_step = (
+            saves_each_step  # after an optimizer's; an engine saves when it has counted the step, too
+        )
         self.captures = Captures(shards)
         self.commits = Commits(shards, run_id)
         self._copies = Copies(shards, self.commits)
-        shards.store.sums.advice = lambda place: advice_on(place, self.commits.steps)
+        shards.store.sums.advise(lambda place: advice_on(place, self.commits.steps))
 
     def save(self, content: Content, copies: bool) -> None:
         """Makes a tag, or with no tag a step, durable. Collective; blocks but for what a copy does behind."""
@@ -95,9 +163,19 @@ class Saver:
         self._copies.wait()
 
     @property
-    def is_kept(self) -> bool:
+    def keeps_files(self) -> bool:
         """Whether the store's files must stay when it is closed."""
         return self.commits.is_kept
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes the step durable if each one is to be. Collective then; blocks; raises as `save`."""
+        if self._saves_each_step:
+            assert isinstance(optimizer, NativeOptimizer)
+            make_durable(self._shards, optimizer)
+
+    def close(self) -> None:
+        """Waits for copies."""
+        self.wait()
 
     @property
     def newest(self) -> Kept | None:
@@ -176,15 +254,18 @@ def make_durable(shards: Shards, optimizer: NativeOptimizer | None, beside: Besi
 
 def wait(shards: Shards) -> None:
     """Blocks until no copy of a model is under way. Collective when one is; raises what it failed with."""
-    if shards.saver is not None:
-        shards.saver.wait()
+    saver = shards.find_attached(Saver)
+    if saver is not None:
+        saver.wait()
 
 
 def saver_of(shards: Shards) -> Saver:
     """What looks after a model's durable steps."""
-    if shards.saver is None:
-        shards.saver = Saver(shards)
-    return shards.saver
+    saver = shards.find_attached(Saver)
+    if saver is None:
+        saver = Saver(shards)
+        shards.attach(saver)
+    return saver
 
 
 class _Draft(NamedTuple):

@@ -1,0 +1,94 @@
+"""Errors: bytes that fail their checksum, and what to do about a system error."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+# ---- CorruptionError: bytes that came back from a file are not those that were written there -------------------------
+#
+#     CorruptionError        whatever it was that came back wrong: catch this one
+#         DamagedEntry       of a run's own store, while it trains
+#         DamagedState       of a saved step, while it is opened, exported or verified    tiermem/checkpoint/opening/verified.py
+#
+# A file that says what lies where (manifest, part, pointer) is a ManifestError when it is damaged: it has no bytes of
+# states.
+
+
+class CorruptionError(OSError):
+    """What was read has another checksum than what was written: errno EIO, where, what it is, and what to do.
+
+    Attributes:
+        filename: the file.
+        offset, length: where in the file the bytes begin, and how many there are; they may go on elsewhere.
+        written, seen: CRC-32C of what was written and of what came.
+    """
+
+    def __init__(self, what: str, filename: str, offset: int, length: int, written: int, seen: int) -> None:
+        super().__init__(errno.EIO, what, filename)
+        self.offset, self.length = offset, length
+        self.written, self.seen = written, seen
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), (self.errno, self.strerror, self.filename), self.__dict__)
+
+
+class DamagedEntry(CorruptionError):
+    """Bytes of a store's entry.
+
+    Attributes:
+        entry, entry_offset: which tensor of the store, and where in it.
+        piece: what its owner calls it; None when nobody said.
+    """
+
+    def __init__(
+        self,
+        filename: str,
+        offset: int,
+        length: int,
+        entry: str,
+        entry_offset: int,
+        piece: object,
+        written: int,
+        seen: int,
+        advice: str,
+    ) -> None:
+        what = "" if piece is None else f"{piece}: "
+        what += (
+            f"{length} bytes at offset {offset} are not those that were written (CRC-32C {seen:#010x}, written "
+            f"{written:#010x}; bytes {entry_offset} to {entry_offset + length} of {entry!r}). {advice}"
+        )
+        super().__init__(what, filename, offset, length, written, seen)
+        self.entry, self.entry_offset = entry, entry_offset
+        self.piece = piece
+
+
+def _again(kind: type[CorruptionError], told: tuple[Any, ...], attributes: dict[str, Any]) -> CorruptionError:
+    """The same error from what copying and pickling keep."""
+    error = kind.__new__(kind)
+    OSError.__init__(error, *told)
+    error.__dict__.update(attributes)
+    return error
+
+
+# ---- Remedy: what is best done about an error of the system's, in a few words, by its errno; the end of an I/O -------
+# error's text
+
+_REMEDIES: Mapping[int, str] = MappingProxyType(
+    {
+        errno.ENOSPC: "the file system is full: free some space or add a path",
+        errno.EDQUOT: "the quota is used up: free some space, ask for more, or use another path",
+        errno.ENODATA: "the file is shorter than what was written to it: something truncated it",
+        errno.EIO: "the device reports a failure: see the kernel log",
+        errno.EROFS: "the file system has turned read-only: see the kernel log",
+        errno.ENOLCK: "the file system keeps no locks, or their server is down: mount it with locks, or use another one",
+        errno.EFBIG: "the file may not grow so long: see ulimit -f",
+    }
+)
+
+
+def remedy(code: int | None) -> str:
+    """What to do; empty where the error says it all."""
+    return "" if code is None else _REMEDIES.get(code, "")

@@ -1,0 +1,392 @@
+"""A saved step as others open it: safetensors, torch files, and torch.distributed.checkpoint folders, streamed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
+from tiermem.checkpoint.interchange.foreign import STEP, torch_groups
+from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Source
+from tiermem.swap import durable
+from tiermem.swap.direct import check_room
+from tiermem.weights import MOST_AROUND_BYTES, SafetensorsFile, TorchFile, WeightEntry
+
+# ---- The weights of an opened step, as others want them: whole tensors in one dtype, read in pieces of 16 MiB --------
+#
+#     as stored    the weight, to the bit; one kept in 8 bits, in the dtype it stands for
+#     masters      the fp32 value that the optimizer steps, where there is one beside the weight; else the weight, widened
+#     a dtype      floats in it: the weight where that is what is stored, else the master, rounded to nearest
+#
+# Tensors that are no floats stay as they are. Ordinary parameters, which only the optimizer knows, are not weights of
+# the model.
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One weight or buffer. Its source must be open while it is read."""
+
+    source: Source
+    parameter: Parameter
+    dtype: torch.dtype  # in which it is handed out
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, its own first."""
+        return (self.parameter.name, *self.parameter.aliases)
+
+    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first element, flat values), in order. Each blocks; raises DamagedState, OSError."""
+        for start in range(0, self.parameter.numel, CHUNK_NUMEL):
+            yield start, self.read(start, min(CHUNK_NUMEL, self.parameter.numel - start))
+
+    def read(self, start: int, numel: int) -> torch.Tensor:
+        """Elements [start, start + numel), flat. Blocks; raises DamagedState, OSError."""
+        name, stored = self.parameter.name, kinds.dtype_of(self.parameter.dtype)
+        if not numel:
+            return torch.empty(0, dtype=self.dtype)
+        if self.dtype != stored:
+            if stored == torch.float64:
+                return self.source.read(name, WEIGHT, start, numel).to(self.dtype)
+            return self.source.fp32(name, MASTER, start, numel).to(self.dtype)
+        if self.source.kind(name, WEIGHT) not in kinds.DTYPES:
+            return self.source.fp32(name, WEIGHT, start, numel).to(self.dtype)
+        return self.source.read(name, WEIGHT, start, numel)
+
+
+def weights_of(source: Source, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> list[Weight]:
+    """The weights and buffers, in the order of the model.
+
+    dtype: of floats; None: as stored. fp32 means masters. Raises ValueError for one that floats are not exported in.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"weights cannot be exported as {dtype}; floating-point dtypes are allowed")
+    found = []
+    for each in source.manifest.parameters:
+        if each.role == "ordinary" or (exclude_frozen and each.role == "parameter" and not each.is_trainable):
+            continue
+        stored = kinds.dtype_of(each.dtype)
+        found.append(Weight(source, each, dtype if dtype is not None and stored.is_floating_point else stored))
+    return found
+
+
+# ---- Weights of a saved step as the files that everybody opens, in shards, streamed ----------------------------------
+#
+#     OUT/model.safetensors                       all of it, where it fits one shard
+#     OUT/model-00001-of-00003.safetensors ...    else, with model.safetensors.index.json
+#     OUT/pytorch_model*.bin                      the same in torch's format
+#     OUT/config.json                             the model's, where it is known
+#
+# A shard is laid out at its full size first, then filled 16 MiB at a time: memory does not grow with it. Files carry
+# `.partial` until all are synced; the index comes last. A file that is there already is refused and nothing is touched.
+
+Progress = Callable[[int], None]
+"""Told how many bytes more have been written."""
+
+
+class Shard(NamedTuple):
+    """One file and what goes into it."""
+
+    name: str
+    weights: Sequence[Weight]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(_entry(weight).num_bytes for weight in self.weights)
+
+
+def export_weights(
+    weights: Sequence[Weight],
+    out: Path,
+    max_shard_bytes: int | None,
+    is_safetensors: bool = True,
+    config: str | None = None,
+    progress: Progress | None = None,
+) -> list[Shard]:
+    """Writes shards, the index of several and the model's config; returns the shards. Blocks.
+
+    Args:
+        max_shard_bytes: a tensor larger than it gets a shard of its own. None: one file.
+        config: the text of config.json.
+
+    Raises FileExistsError when one of the files is there, OSError when the disk is full or states are damaged; then
+    nothing is left.
+    """
+    shards = deal(weights, max_shard_bytes, is_safetensors)
+    texts = {} if config is None else {"config.json": config}
+    if len(shards) > 1:
+        texts[_index_name(is_safetensors)] = _index(shards)
+    names = [*(shard.name for shard in shards), *texts]
+    there = [name for name in names if (out / name).exists()]
+    if there:
+        raise FileExistsError(17, f"{', '.join(there)} there already; choose another folder", str(out))
+    durable.make_folder(out)
+    with contextlib.ExitStack() as undoing, contextlib.ExitStack() as placing:
+        for name in names:
+            undoing.callback(_remove_file, _partial(out, name))
+        for shard in shards:
+            _write_shard(out, shard, is_safetensors, progress or (lambda _: None))
+        for name, text in texts.items():
+            _write_text(_partial(out, name), text)
+        for name in names:
+            with open(_partial(out, name), "rb") as file:
+                durable.sync(file.fileno(), _partial(out, name))
+        for name in names:
+            placing.callback(_remove_file, out / name)
+            durable.rename(_partial(out, name), out / name)
+        durable.sync_folder(out)
+        placing.pop_all()
+    return shards
+
+
+def deal(weights: Sequence[Weight], max_shard_bytes: int | None, is_safetensors: bool = True) -> list[Shard]:
+    """The shards, in the order of the model, each as full as it can be."""
+    dealt: list[list[Weight]] = [[]]
+    filled = 0
+    for weight in weights:
+        num_bytes = _entry(weight).num_bytes
+        if dealt[-1] and max_shard_bytes is not None and filled + num_bytes > max_shard_bytes:
+            dealt.append([])
+            filled = 0
+        dealt[-1].append(weight)
+        filled += num_bytes
+    base, suffix = ("model", ".safetensors") if is_safetensors else ("pytorch_model", ".bin")
+    if len(dealt) == 1:
+        return [Shard(f"{base}{suffix}", dealt[0])]
+    return [Shard(f"{base}-{i:05d}-of-{len(dealt):05d}{suffix}", part) for i, part in enumerate(dealt, 1)]
+
+
+def _write_shard(out: Path, shard: Shard, is_safetensors: bool, progress: Progress) -> None:
+    kind = SafetensorsFile if is_safetensors else TorchFile
+    file = kind(_partial(out, shard.name), [_entry(weight) for weight in shard.weights])
+    try:
+        for weight in shard.weights:
+            entry = _entry(weight)
+            for start, values in weight.pieces():
+                file.put(entry, start, values)
+                progress(values.nbytes)
+    finally:
+        file.close()
+
+
+def _entry(weight: Weight) -> WeightEntry:
+    return WeightEntry(weight.names, weight.parameter.shape, weight.dtype)
+
+
+def _index_name(is_safetensors: bool) -> str:
+    return "model.safetensors.index.json" if is_safetensors else "pytorch_model.bin.index.json"
+
+
+def _index(shards: Sequence[Shard]) -> str:
+    """Which tensor is in which file; tied names are in none, in safetensors as in Hugging Face's own."""
+    is_safetensors = shards[0].name.endswith(".safetensors")
+    place = {
+        name: shard.name
+        for shard in shards
+        for weight in shard.weights
+        for name in (weight.names[:1] if is_safetensors else weight.names)
+    }
+    total = {"total_size": sum(shard.num_bytes for shard in shards)}
+    return json.dumps({"metadata": total, "weight_map": place}, indent=2, sort_keys=True) + "\n"
+
+
+def _write_text(path: Path, text: str) -> None:
+    with durable.named(path), open(path, "wb", buffering=0) as file:
+        durable.write_all(file.fileno(), text.encode(), path)
+
+
+def _remove_file(path: Path) -> None:
+    """What this export has made; what cannot be removed is left: the first error is told."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _partial(out: Path, name: str) -> Path:
+    return out / f"{name}.partial"
+
+
+# ---- A saved step as a torch.distributed.checkpoint folder, which FSDP2, DDP and plain torch open with dcp.load ------
+#
+#     model.<name>                        weights and buffers, under every name that a tensor has
+#     optim.state.<name>.exp_avg, .step   states in fp32, by the parameter's name
+#     optim.param_groups.<n>.lr, ...      the groups, with every setting that torch's own optimizer has
+#
+# as get_state_dict makes and set_state_dict takes them. Floats of the model are masters in fp32, as FSDP2 keeps them,
+# unless a dtype is asked for. torch's planner is given tensors without values and asks for each when it is written: one
+# tensor is in memory at a time.
+
+Read = Callable[[], torch.Tensor]
+
+
+def export_dcp(source: Source, out: Path, dtype: torch.dtype | None = None, progress: Progress | None = None) -> int:
+    """Writes a new folder and returns the bytes of its tensors. Blocks; not collective.
+
+    dtype: of the model's floats; None: fp32, masters where there are some. Raises FileExistsError when `out` is there, OSError
+    when the disk is full or a state is damaged; then nothing is left.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(17, "is there and not empty; choose another folder", str(out))
+    lazy = _Lazy(progress or (lambda _: None))
+    state: dict[str, Any] = {"model": _model(source, lazy, dtype or torch.float32)}
+    if any(_states(source, each) for each in source.manifest.parameters):
+        state["optim"] = {"state": _optimizer(source, lazy), "param_groups": torch_groups(source)}
+    new = out.with_name(f"{out.name}{durable.NEW_SUFFIX}")
+    durable.make_folder(out.parent)
+    with durable.named(new):
+        new.mkdir()
+    with contextlib.ExitStack() as undoing:
+        undoing.callback(_remove_folder, new)
+        check_room(new, lazy.num_bytes + MOST_AROUND_BYTES * (lazy.num_tensors + 1))  # torch tells less well
+        _save(state, new, _Planner(lazy))
+        durable.sync_folder(new)
+        with contextlib.suppress(FileNotFoundError):
+            out.rmdir()
+        undoing.callback(_remove_folder, out)
+        durable.rename(new, out)
+        durable.sync_folder(out.parent)
+        undoing.pop_all()
+    return lazy.num_bytes
+
+
+def _save(state: dict[str, Any], folder: Path, planner: DefaultSavePlanner) -> None:
+    """torch's own `save`. Raises what it failed with, where torch raises a BaseException that tells of it."""
+    try:
+        with warnings.catch_warnings(), _quiet():
+            warnings.simplefilter("ignore")  # that there is one process
+            save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+    except CheckpointException as wrapper:
+        error = next((error for error, _ in wrapper.failures.values()), wrapper)
+        if isinstance(error, OSError) and error.filename is None:
+            with durable.named(folder):
+                raise error from None
+        raise error from None
+
+
+class _Lazy:
+    """Tensors without values, and how each one's values are read when they are due."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.num_bytes = 0
+        self._progress = progress
+        self._reads: dict[int, Read] = {}
+        self._kept: list[torch.Tensor] = []  # so that no id is used twice
+
+    @property
+    def num_tensors(self) -> int:
+        """So far."""
+        return len(self._kept)
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> torch.Tensor:
+        """A tensor on the meta device that stands for what `read` returns."""
+        empty = torch.empty(shape, dtype=dtype, device="meta")
+        self._reads[id(empty)] = read
+        self._kept.append(empty)
+        self.num_bytes += empty.nbytes
+        return empty
+
+    def read(self, empty: Any) -> Any:
+        """The values of a tensor that came from here; anything else as it is."""
+        read = self._reads.get(id(empty))
+        if read is None:
+            return empty
+        value = read()
+        self._progress(value.nbytes)
+        return value
+
+
+class _Planner(DefaultSavePlanner):
+    """torch's own, which asks for the values of one tensor when it is written."""
+
+    def __init__(self, lazy: _Lazy) -> None:
+        super().__init__()
+        self._lazy = lazy
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return super().transform_object(write_item, self._lazy.read(object))
+
+
+def _model(source: Source, lazy: _Lazy, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    found = {}
+    for weight in weights_of(source, dtype):
+        read = _reader(weight)
+        for name in weight.names:
+            found[name] = lazy.tensor(weight.parameter.shape, weight.dtype, read)
+    return found
+
+
+def _reader(weight: Weight) -> Read:
+    def read() -> torch.Tensor:
+        return _filled(weight.parameter, weight.dtype, weight.read)
+
+    return read
+
+
+def _optimizer(source: Source, lazy: _Lazy) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for each in source.manifest.parameters:
+        if each.group is None or each.role != "parameter":
+            continue
+        states = {
+            name: lazy.tensor(each.shape, torch.float32, _state(source, each, name)) for name in _states(source, each)
+        }
+        if states:
+            steps = float(each.num_steps)
+            found[each.name] = {STEP: torch.tensor(steps), **states}
+    return found
+
+
+def _state(source: Source, parameter: Parameter, state: str) -> Read:
+    def part(start: int, numel: int) -> torch.Tensor:
+        return source.fp32(parameter.name, state, start, numel)
+
+    return lambda: _filled(parameter, torch.float32, part)
+
+
+def _states(source: Source, parameter: Parameter) -> list[str]:
+    """The moments of a parameter, without what belongs to its weight."""
+    names = source.states(parameter.name)
+    return [name for name in names if name not in (WEIGHT, MASTER) and kinds.SCALES not in name and ".rank" not in name]
+
+
+def _filled(parameter: Parameter, dtype: torch.dtype, part: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+    """A whole tensor, read in pieces."""
+    value = torch.empty(parameter.shape, dtype=dtype)
+    flat = value.view(-1)
+    for start in range(0, parameter.numel, CHUNK_NUMEL):
+        stop = min(start + CHUNK_NUMEL, parameter.numel)
+        flat[start:stop] = part(start, stop - start)
+    return value
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's own word that it saves in one process."""
+    logger = logging.getLogger("torch.distributed.checkpoint")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _remove_folder(folder: Path) -> None:
+    """What was made here a moment ago, if it is there; what cannot be removed is left: the first error is told."""
+    with contextlib.suppress(OSError):
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()

@@ -1,0 +1,338 @@
+"""The sections about where bytes rest and how they move: `aio`, `offload_param`, `offload_optimizer`, paths, GPUDirect."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import pydantic
+import torch
+from pydantic import BeforeValidator, Field
+
+from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount
+from tiermem.policy import IoSettings, NvmePath
+
+# ---- Paths of a config: one folder or several, each with an optional cap and weight. For `nvme_path` and -------------
+# `tiermem.paths`
+#
+#     "/mnt/nvme0"
+#     ["/mnt/nvme0", "/mnt/nvme1"]
+#     [{"path": "/mnt/nvme0", "max_bytes": "200GiB", "weight": 2.5}, {"path": "/mnt/nvme1", "weight": 1}]
+#
+# A cap is per node, all its ranks together. Weights are given for all paths or for none; for none they are measured
+# when the store opens. Whether a folder exists and can be written is found out then, too.
+
+_ALLOWED = 'allowed is the path of a folder, or {"path": "/mnt/nvme0", "max_bytes": "200GiB", "weight": 2.5}'
+
+
+class PathConfig(ConfigModel):
+    """One folder on an NVMe file system; a plain string is a folder without cap and weight."""
+
+    section: ClassVar[str] = "tiermem.paths"
+
+    path: Path
+    """The folder."""
+    max_bytes: Annotated[Bytes, Field(ge=1)] | None = None
+    """Most bytes to take there, all ranks of the node together. Not set: what is free."""
+    weight: Annotated[Number, Field(gt=0.0)] | None = None
+    """Its part of the bytes, relative to the other paths. Not set: measured when there are several."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _accept_plain_folders(cls, raw: Any) -> Any:
+        folder = raw.get("path") if isinstance(raw, dict) else raw
+        if isinstance(raw, dict) and "path" not in raw:
+            return raw
+        if not isinstance(folder, (str, Path)):
+            raise ValueError(f"{folder!r} given; {_ALLOWED}")
+        if not str(folder).strip():
+            raise ValueError(f"an empty path given; {_ALLOWED}")
+        return raw if isinstance(raw, dict) else {"path": raw}
+
+    @property
+    def value(self) -> NvmePath:
+        """What the policy takes."""
+        return NvmePath(self.path, self.max_bytes, self.weight)
+
+    @property
+    def written(self) -> str | dict[str, Any]:
+        """The shortest form that says the same."""
+        extra = {"max_bytes": self.max_bytes, "weight": self.weight}
+        given = {name: value for name, value in extra.items() if value is not None}
+        return {"path": str(self.path), **given} if given else str(self.path)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, (str, Path, dict)) else value
+
+
+Paths = Annotated[tuple[PathConfig, ...], BeforeValidator(_as_list), Field(min_length=1)]
+"""One path or several; several share the load."""
+
+
+def united(paths: Sequence[PathConfig]) -> tuple[NvmePath, ...]:
+    """Every folder once, in order."""
+    return tuple(dict.fromkeys(each.value for each in paths))
+
+
+def clashes(paths: Sequence[PathConfig]) -> str:
+    """What keeps these from being one list: a folder with two caps or weights, weights for some alone; empty if nothing."""
+    values = united(paths)
+    folders = [value.path for value in values]
+    for folder in folders:
+        if folders.count(folder) > 1:
+            given = " and ".join(str(each.written) for each in dict.fromkeys(paths) if each.path == folder)
+            return f"{folder} is given as {given}; give it one cap and one weight"
+    bare = [str(value.path) for value in values if value.weight is None]
+    if bare and len(bare) < len(values):
+        return (
+            f"{', '.join(bare)} without a weight beside paths that have one; give all a weight, or none to measure them"
+        )
+    return ""
+
+
+# ---- GPUDirect Storage: why `aio.use_gds` cannot be had, found out by looking ----------------------------------------
+#
+#     a GPU that torch can use -> kvikio installed -> the cuFile driver reads without a detour -> used here
+#
+# The first step that is missing is the reason. Nothing is imported before somebody asks for the key.
+
+
+def why_not() -> str:
+    """The reason, as a clause that fits after "..., but ": what is missing, and what to do."""
+    if not _has_gpu():
+        return "there is no GPU here that torch can use, and GPUDirect Storage reads straight into one; remove the key"
+    if importlib.util.find_spec("kvikio") is None:
+        return "kvikio is not installed: install the one for your CUDA (kvikio-cu12, kvikio-cu13), or remove the key"
+    detour = _detour()
+    if detour:
+        return f"{detour}, so reads would pass through host memory all the same; see gdscheck, or remove the key"
+    return "GPUDirect is not used yet, although it works here: NVMe is read into pinned host memory; remove the key"
+
+
+def _has_gpu() -> bool:
+    from tiermem.swap.accelerator import find_device
+
+    return find_device().type == "cuda"
+
+
+def _detour() -> str:
+    """Why kvikio or cuFile would go through host memory; empty when they would not."""
+    try:
+        driver = importlib.import_module("kvikio.cufile_driver")
+        defaults = importlib.import_module("kvikio.defaults")
+        if defaults.is_compat_mode_preferred():
+            return "kvikio runs in compatibility mode (KVIKIO_COMPAT_MODE, or libcufile cannot be used)"
+        if not driver.get("is_gds_available"):
+            return "the cuFile driver runs in compatibility mode (nvidia-fs is not loaded, or the file system refuses)"
+    except (
+        ImportError,
+        AttributeError,
+        RuntimeError,
+        OSError,
+        ValueError,
+    ) as error:  # kvikio's own words are the reason
+        return f"kvikio cannot reach the cuFile driver ({type(error).__name__}: {error})"
+    return ""
+
+
+# ---- `aio`: how blocks move between host memory and files. Every key may be left out; the queue has good defaults ----
+#
+# One knob has three spellings in the wild: `intra_op_parallelism` (what the reference reads), `thread_count` (what its
+# documentation says) and `num_threads` (what its tuner prints). They mean the same here.
+#
+# In the reference each of n threads keeps queue_depth requests in flight. Here one queue keeps them all:
+#
+#     requests in flight   queue_depth * n             io_uring, Linux AIO; at most 4096
+#     threads              n                           the threads engine, where a thread serves one request at a time
+#
+# With n alone the queue keeps its own depth, or the reference's 8 * n where that is more.
+
+_SPELLINGS = ("intra_op_parallelism", "thread_count", "num_threads")
+_MAX_DEPTH = 4096
+
+
+class AioConfig(ConfigModel):
+    """`aio`: block size, depth and threads of the queue."""
+
+    section: ClassVar[str] = "aio"
+
+    block_size: PositiveCount = 1 << 20
+    """Bytes of one request to the device."""
+    queue_depth: PositiveCount = 8
+    """Requests in flight for each of intra_op_parallelism threads. Not set: the queue's own, larger default."""
+    intra_op_parallelism: Count = 1
+    """Multiplies queue_depth; the number of threads of the threads engine. Not set: that engine chooses."""
+    thread_count: Count | None = None
+    """The same as intra_op_parallelism."""
+    num_threads: Count | None = None
+    """The same as intra_op_parallelism."""
+    single_submit: bool = False
+    """Hand requests to the kernel one by one. Not set: all that are ready at once."""
+    overlap_events: bool = True
+    """Submit while earlier requests are in flight; false: only when all of those have ended."""
+    use_gds: bool = False
+    """GPUDirect Storage; refused with the reason that a look at the machine gives."""
+
+    @property
+    def threads(self) -> int | None:
+        """Threads that the user asked for, under whichever spelling; None when not set."""
+        given = [getattr(self, name) for name in _SPELLINGS if self.is_set(name) and getattr(self, name) is not None]
+        return given[0] if given else None
+
+    @property
+    def depth(self) -> int | None:
+        """Requests in flight in all; None when the queue's own depth stands."""
+        threads = self.threads or 1
+        if self.is_set("queue_depth"):
+            return self.queue_depth * threads
+        return max(IoSettings.depth, self.queue_depth * threads) if threads > 1 else None
+
+    @pydantic.field_validator("use_gds", mode="after")
+    @classmethod
+    def _refuse_gds(cls, value: bool) -> bool:
+        if value:
+            raise ValueError(f"true given, but {why_not()}")
+        return value
+
+    def contradictions(self) -> list[tuple[str, str]]:
+        return [*self._spellings_that_disagree(), *self._too_deep()]
+
+    def _spellings_that_disagree(self) -> list[tuple[str, str]]:
+        given = {name: getattr(self, name) for name in _SPELLINGS if self.is_set(name)}
+        given = {name: value for name, value in given.items() if value is not None}
+        if len(set(given.values())) > 1:
+            shown = ", ".join(f"{name} {value}" for name, value in given.items())
+            return [("intra_op_parallelism", f"{shown} given; the three names mean the same, so keep one")]
+        return []
+
+    def _too_deep(self) -> list[tuple[str, str]]:
+        depth = self.depth or 0
+        if depth <= _MAX_DEPTH:
+            return []
+        product = f"queue_depth {self.queue_depth}"
+        if self.threads and self.threads > 1:
+            product += f" * intra_op_parallelism {self.threads} = {depth}"
+        return [("queue_depth", f"{product} requests in flight, but allowed are at most {_MAX_DEPTH}; lower it")]
+
+
+# ---- The two offload sections: where parameters and optimizer states rest, and the buffers they move through ---------
+#
+# `device` is a tier's name. The counts are the user's caps: a key that is not set is computed by the plan, so the
+# documented defaults below stand for what the reference system does, and reach the policy only when they are written
+# out. Folders may stand in `tiermem.paths` instead (`paths.py`); that there are some is checked where both sections are
+# known.
+
+STATES_PER_TILE = 4
+"""Buffers of the reference system that one Adam tile takes: parameter, gradient, momentum, variance."""
+
+
+class OffloadDevice(str, enum.Enum):
+    """Where offloaded state rests."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadState(str, enum.Enum):
+    """What `Engine.offload_states` can be asked to move off the device."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class _OffloadConfig(ConfigModel):
+    """What both offload sections share."""
+
+    device: OffloadDevice = OffloadDevice.none
+    """Tier that the states rest on: none leaves them on the device, cpu is host memory, nvme is files."""
+    nvme_path: Paths | None = None
+    """Folder on the NVMe file system, or a list of folders on several, each with an optional cap and weight; needed when
+    device is nvme and tiermem.paths is not given."""
+    pin_memory: bool = False
+    """Register host memory with the GPU driver. Not set: yes where there is a GPU. One arena serves both sections."""
+
+
+class OffloadParamConfig(_OffloadConfig):
+    """`zero_optimization.offload_param`: parameters that rest off the device. Needs stage 3."""
+
+    section: ClassVar[str] = "zero_optimization.offload_param"
+
+    buffer_count: Count = 5
+    """Units of parameters present at once when they rest on NVMe; 0 as if not set."""
+    buffer_size: Count = 100_000_000
+    """Most elements of one unit when parameters rest on NVMe; a larger unit is refused. 0: as if not set."""
+    max_in_cpu: Count = 1_000_000_000
+    """Elements of parameters that stay in host memory although their home is NVMe. Not set: 0."""
+
+
+class OffloadOptimizerConfig(_OffloadConfig):
+    """`zero_optimization.offload_optimizer`: optimizer states that rest off the device. Needs stage 1, 2 or 3; nvme is nvme
+    in all of them, where the reference takes it for cpu below stage 3."""
+
+    section: ClassVar[str] = "zero_optimization.offload_optimizer"
+
+    buffer_count: Count = 4
+    """Buffers for states on NVMe, counted as the reference does: 4 are one tile of Adam's states in flight, 12 let reading,
+    stepping and writing overlap. 0: as if not set."""
+    pipeline_read: bool = False
+    """Read the next tile while this one is stepped. Not set: on."""
+    pipeline_write: bool = False
+    """Write the previous tile while this one is stepped. Not set: on."""
+    fast_init: bool = False
+    """Make states in place on NVMe; always so here."""
+    ratio: Annotated[Number, Field(le=1.0)] = 1.0
+    """Part of the states stepped on the CPU, the rest on the GPU; only all of them here."""
+    super_offload: bool = False
+    """Asynchronous CPU step of the reference system; does not exist here."""
+    cpuadam_cores_perc: Annotated[Number, Field(le=1.0)] = 0.8
+    """Part of the cores for super_offload; does not exist here."""
+
+    @pydantic.field_validator("ratio")
+    @classmethod
+    def _refuse_gpu_steps(cls, value: float) -> float:
+        if value != 1.0:
+            raise ValueError(f"{value} given, but {_why_no_gpu_steps(1.0 - value)}; allowed is 1.0, all on the CPU")
+        return value
+
+    def contradictions(self) -> list[tuple[str, str]]:
+        if self.device is not OffloadDevice.nvme or not 0 < self.buffer_count < STATES_PER_TILE:
+            return []
+        return [
+            (
+                "buffer_count",
+                f"{self.buffer_count} given, but one tile of Adam takes {STATES_PER_TILE} (parameter, gradient, "
+                f"momentum, variance): {self.buffer_count} // {STATES_PER_TILE} = 0 tiles; set at least "
+                f"{STATES_PER_TILE}, or {2 * STATES_PER_TILE} with pipeline_read or pipeline_write, "
+                f"{3 * STATES_PER_TILE} with both, or 0 to have it planned",
+            )
+        ]
+
+    @pydantic.model_validator(mode="after")
+    def _warn_of_too_few_buffers(self) -> OffloadOptimizerConfig:
+        tiles = self.buffer_count // STATES_PER_TILE
+        at_once = 1 + sum(getattr(self, key) or not self.is_set(key) for key in ("pipeline_read", "pipeline_write"))
+        if self.device is OffloadDevice.nvme and self.is_set("buffer_count") and 0 < tiles < at_once:
+            what = "nothing overlaps" if tiles == 1 else "reading and writing take turns"
+            warnings.warn(
+                f"{self.path_of('buffer_count')} is {self.buffer_count}, which is {self.buffer_count} // {STATES_PER_TILE} = "
+                f"{tiles} tile buffers, but what pipeline_read and pipeline_write ask for takes {at_once} at once: {what}. "
+                f"Set {at_once * STATES_PER_TILE}, or remove the key to have it planned",
+                stacklevel=2,
+            )
+        return self
+
+
+def _why_no_gpu_steps(share: float) -> str:
+    if not torch.accelerator.is_available():
+        return f"there is no GPU here that could step the other {share:.0%} of the states"
+    return f"stepping the other {share:.0%} of the states on the GPU is not built yet"

@@ -1,0 +1,340 @@
+"""The optimizers: Adam, AdamW, Adagrad, Lion, SGD and Muon, with torch's arguments."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.optim import rules
+from tiermem.optim.base import NativeOptimizer, Params
+from tiermem.optim.rules import MATRIX_LR_NAMES, Group, Rule, check_betas, check_range
+from tiermem.precision import Precision
+
+# ---- Adam and AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019; amsgrad: Reddi et al. 2018), with torch's -----------
+# arguments
+
+
+class Adam(NativeOptimizer):
+    """Adam with weight decay as an L2 term of the gradient.
+
+    Args:
+        params: parameters, named parameters or groups, sharded or ordinary (those on the CPU).
+        lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in torch.optim.Adam.
+        foreach, capturable, differentiable, fused: torch's choice of implementation; only what asks for nothing is taken.
+        precision: of ordinary parameters' states, a Precision or a preset's name (tiermem/precision.py); default: fp32
+            moments, and an fp32 master for parameters of lower precision. Sharded ones follow their model's policy.
+
+    Raises ValueError for values out of range, an empty list, and states that the plan has no room for. Owns the states of
+    ordinary parameters; those of sharded ones belong to the model's store and go when it is closed.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        precision: Precision | str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": (betas[0], betas[1]),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        asked = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
+        super().__init__(params, defaults, asked, precision)
+
+    def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
+        return rules.adam(group["decoupled_weight_decay"], group["amsgrad"])
+
+    def check_group(self, group: Group) -> None:
+        check_adam(group)
+
+
+class AdamW(Adam):
+    """AdamW: weight decay acts on the weight, times lr. Otherwise as Adam."""
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        precision: Precision | str | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            precision=precision,
+        )
+
+    def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
+        return rules.adam(True, group["amsgrad"])  # whatever a loaded group says, as in torch
+
+
+def check_adam(group: Group) -> None:
+    """Raises ValueError for values that Adam's groups may not hold."""
+    check_range("lr", float(group["lr"]), 0.0, math.inf)
+    check_betas(group["betas"])
+    check_range("eps", group["eps"], 0.0, math.inf)
+    check_range("weight_decay", group["weight_decay"], 0.0, math.inf)
+
+
+# ---- Adagrad (Duchi et al. 2011), with torch's arguments -------------------------------------------------------------
+
+
+class Adagrad(NativeOptimizer):
+    """Adagrad; the state `sum` is made by a parameter's first step.
+
+    Args:
+        params, precision, foreach, differentiable, fused: as for Adam.
+        lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in torch.optim.Adagrad.
+
+    Raises and owns as Adam does.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        precision: Precision | str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "maximize": maximize,
+        }
+        super().__init__(
+            params, defaults, {"foreach": foreach, "differentiable": differentiable, "fused": fused}, precision
+        )
+
+    def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
+        return rules.adagrad()
+
+    def check_group(self, group: Group) -> None:
+        check_range("lr", float(group["lr"]), 0.0, math.inf)
+        for name in ("lr_decay", "weight_decay", "initial_accumulator_value", "eps"):
+            check_range(name, group[name], 0.0, math.inf)
+
+
+# ---- Lion (Chen et al. 2023): the sign of an interpolated momentum, with decoupled weight decay. torch has none ------
+
+
+class Lion(NativeOptimizer):
+    """Lion: one moment, `exp_avg`, a third of Adam's states less.
+
+    Args:
+        params, precision: as for Adam.
+        lr: a third to a tenth of AdamW's.
+        betas: of the interpolation that is stepped along, and of the moment.
+        weight_decay: decoupled; three to ten times AdamW's.
+        maximize: go up instead of down.
+
+    Raises and owns as Adam does.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        precision: Precision | str | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": (betas[0], betas[1]), "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, {}, precision)
+
+    def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
+        return rules.lion()
+
+    def check_group(self, group: Group) -> None:
+        check_range("lr", float(group["lr"]), 0.0, math.inf)
+        check_betas(group["betas"])
+        check_range("weight_decay", group["weight_decay"], 0.0, math.inf)
+
+
+# ---- SGD with momentum (Sutskever et al. 2013, in torch's variant), with torch's arguments ---------------------------
+
+
+class SGD(NativeOptimizer):
+    """SGD; without momentum it keeps no moment. Beside torch's `momentum_buffer` its states hold `step`.
+
+    Args:
+        params, precision, foreach, differentiable, fused: as for Adam.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
+
+    Raises and owns as Adam does.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        precision: Precision | str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(
+            params, defaults, {"foreach": foreach, "differentiable": differentiable, "fused": fused}, precision
+        )
+
+    def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
+        return rules.sgd(has_momentum=group["momentum"] != 0.0)
+
+    def check_group(self, group: Group) -> None:
+        for name in ("lr", "momentum", "weight_decay"):
+            check_range(name, float(group[name]), 0.0, math.inf)
+        if group["nesterov"] and (group["momentum"] <= 0.0 or group["dampening"] != 0.0):
+            raise ValueError(
+                f"nesterov=True with momentum={group['momentum']} and dampening={group['dampening']}; it needs a momentum "
+                "above 0 and a dampening of 0"
+            )
+
+
+# ---- Muon (Jordan et al. 2024): matrices by momentum made orthogonal, everything else by AdamW, in one optimizer -----
+#
+#     group                  parameters of two dimensions     others
+#     use_muon=True          matrix rule (rules.py)        AdamW
+#     use_muon=False         AdamW                            AdamW
+#
+# Embeddings and output heads are matrices that Muon is not for: put them in a group with use_muon=False. Of a sharded
+# model no tile cuts a matrix, which therefore has to fit in one, and in one rank: a matrix step needs all of it.
+
+_COEFFICIENTS = (3.4445, -4.775, 2.0315)
+_MOST_ITERATIONS = 99
+
+
+class Muon(NativeOptimizer):
+    """Muon for matrices, AdamW for the rest.
+
+    Args:
+        params, precision: as for Adam. A group may hold use_muon=False; there `eps` is AdamW's.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon.
+        use_muon: whether matrices are stepped by Muon, of groups that do not say.
+        betas, adam_eps: of what AdamW steps; it shares lr and weight_decay.
+        ns_dtype: of the Newton-Schulz iteration's products: bfloat16 as in torch, or float32.
+
+    While a matrix is stepped it takes some 16 bytes of memory per element beside its states. Raises and owns as Adam does.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = _COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        use_muon: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        precision: Precision | str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": tuple(ns_coefficients),
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "use_muon": use_muon,
+            "betas": (betas[0], betas[1]),
+            "adam_eps": adam_eps,
+            "ns_dtype": ns_dtype,
+        }
+        super().__init__(params, defaults, {}, precision)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as in torch; in one with use_muon=False `eps` is AdamW's."""
+        if not param_group.get("use_muon", self.defaults["use_muon"]) and "eps" in param_group:
+            param_group = {**param_group, "adam_eps": param_group["eps"]}
+        super().add_param_group(param_group)
+
+    def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
+        return rules.matrix() if group["use_muon"] and param.ndim == 2 else rules.adamw_of_muon()
+
+    def check_group(self, group: Group) -> None:
+        check_adam({**group, "eps": group["adam_eps"]})
+        check_range("momentum", group["momentum"], 0.0, math.inf)
+        check_range("eps", group["eps"], 0.0, math.inf)
+        check_range("ns_steps", group["ns_steps"], 0, _MOST_ITERATIONS)
+        if len(group["ns_coefficients"]) != len(_COEFFICIENTS):
+            raise ValueError(
+                f"ns_coefficients is {group['ns_coefficients']}; three numbers are due, such as {_COEFFICIENTS}"
+            )
+        if group["adjust_lr_fn"] not in (None, *MATRIX_LR_NAMES):
+            raise ValueError(
+                f"adjust_lr_fn is {group['adjust_lr_fn']!r}; allowed are None, {', '.join(MATRIX_LR_NAMES)}"
+            )
+        if group["ns_dtype"] not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"ns_dtype is {group['ns_dtype']}; allowed are torch.bfloat16 and torch.float32")

@@ -1,0 +1,305 @@
+"""Access to whole parameters: GatheredParameters, external parameters, and all units at once for generation."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.swap.accelerator import free_and_total, is_accelerator
+from tiermem.zero import registry
+from tiermem.zero.collectives import exchange, share, total
+from tiermem.zero.init_params import Nursery
+from tiermem.zero.shards import Shards
+from tiermem.zero.topology import Topology, ranks_per_node
+from tiermem.zero.unit_state import LiveUnit, UnitState
+
+# ---- External parameters: those that are used outside their own module's forward -------------------------------------
+#
+#     F.linear(x, self.embed.weight)        another module's weight           both are seen when they happen, because a
+#     output, bias = self.layer(x)          a parameter that was returned     parameter that nobody holds says so (resting.py)
+#
+# A call that is given resting parameters is treated as a small module: their units are made present before it and let
+# go after it, and backward asks for them again when the gradient of its result arrives. When the result sees a
+# parameter's own bytes (`weight.t()`, `weight[3:]`) the module that is running holds the unit until it ends, in forward
+# and in backward. Nothing is remembered from pass to pass but the order of units, so a program may do otherwise every
+# time; the next pass fetches ahead.
+#
+# `register_external_parameter` says it beforehand: the module then holds the parameter's unit whenever it runs. It is
+# needed only where the unit should be there earlier, or where no call of torch's sees the parameter (a kernel that
+# takes its address).
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Says that a module needs a parameter of another one in its forward and backward.
+
+    Before or after sharding; the parameter's unit is then present whenever `module` runs. Not collective. Raises RuntimeError
+    for what is no Parameter.
+    """
+    _check(module, parameter)
+    known: list[nn.Parameter] = module.__dict__.setdefault(registry.EXTERNAL, [])
+    if all(each is not parameter for each in known):
+        known.append(parameter)
+    keeper = registry.keeper_of(parameter)
+    if isinstance(keeper, Shards):
+        keeper.add_need(module, parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Takes a registration back. Raises RuntimeError for what is no Parameter, or was not registered with this module."""
+    _check(module, parameter)
+    known: list[nn.Parameter] = module.__dict__.get(registry.EXTERNAL, [])
+    if all(each is not parameter for each in known):
+        raise RuntimeError("this parameter is not registered with this module")
+    known[:] = [each for each in known if each is not parameter]
+    keeper = registry.keeper_of(parameter)
+    if isinstance(keeper, Shards):
+        keeper.drop_need(module, parameter)
+
+
+def _check(module: Any, parameter: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise RuntimeError(f"the module is a {type(module).__name__}; give a torch.nn.Module")
+    if not isinstance(parameter, nn.Parameter):
+        what = "a tensor, perhaps a view or a copy of one" if isinstance(parameter, torch.Tensor) else type(parameter)
+        raise RuntimeError(f"the parameter is {what}; give the torch.nn.Parameter itself")
+
+
+# ---- GatheredParameters: the whole values of partitioned parameters, for as long as a context lasts ------------------
+#
+#     with tiermem.zero.GatheredParameters(model.embed.weight):                        # to look: every rank has the values
+#         print(model.embed.weight.norm())
+#     with tiermem.zero.GatheredParameters(model.parameters(), modifier_rank=0):       # to change: rank 0's values count
+#         if rank == 0:
+#             model.load_state_dict(...)
+#
+#     keeper of a parameter            where its values come from, and where they go
+#     Nursery (zero.Init)              its parts, before the model is sharded
+#     Shards, outside forward          its home; memory holds one copy of what was asked for, whatever the size of its unit
+#   Shards, in forward or backward   its unit, which the running module holds until it ends (access.py): autograd may need it
+#     Shards, always present           it is there already
+#     nobody                           it is an ordinary parameter, and nothing happens
+#
+# With a `modifier_rank` that rank's values replace everybody's when the context ends: in the parameter's home, and in
+# the optimizer's master, which becomes exactly the new value (moments stay). Without one a parameter that was written
+# in place raises on every rank, because the ranks may differ by then; writing through `.data` or NumPy is not noticed.
+# An exception inside drops what was written.
+
+_Keeper = Nursery | Shards
+
+
+class GatheredParameters:
+    """A context in which parameters hold their whole values; see above. Collective and blocking at both ends.
+
+    Args:
+        params: one parameter, or any iterable of them; what is not a partitioned parameter is passed over.
+        modifier_rank: the rank (of the group that shares the parameters) whose changes are kept; None: nobody changes them.
+        fwd_module: a module that will use the parameters in its forward; they are registered with it as external ones.
+        enabled: False makes the context do nothing.
+
+    What a context around this one has gathered is there already, and that one ends it. Raises RuntimeError on entering when
+    such a parameter is to be changed by this one, ValueError for a modifier rank that does not exist.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | nn.Parameter,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._kept = _partitioned(params) if enabled else []
+        self._modifier = modifier_rank
+        self._taken: list[tuple[nn.Parameter, _Keeper, int]] = []  # with the version that each had when it came
+        if modifier_rank is not None:
+            for _, keeper in self._kept:
+                _check_rank(modifier_rank, keeper.topology)
+        if fwd_module is not None:
+            for param, _ in self._kept:
+                register_external_parameter(fwd_module, param)
+
+    def __enter__(self) -> None:
+        fresh = [(param, keeper) for param, keeper in self._kept if not registry.is_gathered(param)]
+        if len(fresh) < len(self._kept) and self._modifier is not None:
+            raise RuntimeError(
+                "a parameter is gathered by a context around this one: which of the two would write it back cannot be known. "
+                "Give modifier_rank to the outer context, and none to this one"
+            )
+        with torch._C.DisableTorchFunction():
+            try:
+                for param, keeper in fresh:
+                    keeper.take_out(param)
+                    registry.set_gathered(param, True)
+                    self._taken.append((param, keeper, param._version))
+            except BaseException:
+                self._give_back()
+                raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with torch._C.DisableTorchFunction():
+            try:
+                if error is None and self._modifier is not None:
+                    self._write(self._modifier)
+                elif error is None:
+                    self._refuse_changes()
+            finally:
+                self._give_back()
+
+    def _write(self, rank: int) -> None:
+        values = [p.detach().clone() if _is_regathered(p, keeper) else p.detach() for p, keeper, _ in self._taken]
+        for (param, keeper, _), value in zip(self._taken, values, strict=True):
+            value = value.contiguous()
+            share(keeper.topology, value, "sharing what one rank wrote", rank)
+            keeper.replace(param, value)
+
+    def _refuse_changes(self) -> None:
+        for keeper in {id(k): k for _, k, _ in self._taken}.values():
+            changed = [p for p, k, version in self._taken if k is keeper and p._version != version]
+            sums = torch.tensor([float(len(changed))], dtype=torch.float64, device=_device_of(keeper))
+            num_changed = int(total(keeper.topology, sums, "world").item())
+            if num_changed:
+                shapes = ", ".join(str(tuple(p.shape)) for p in changed[:3]) or "none on this rank"
+                raise RuntimeError(
+                    f"{num_changed} gathered parameters were written, counted over all ranks (shapes here: {shapes}), but "
+                    "nobody was named to write, so it would be lost. Give modifier_rank, the rank whose values are to be kept"
+                )
+
+    def _give_back(self) -> None:
+        while self._taken:
+            param, keeper, _ = self._taken.pop()
+            registry.set_gathered(param, False)
+            keeper.put_back(param)
+
+
+def apply_gathered(model: nn.Module, function: Callable[[nn.Module], Any]) -> None:
+    """`model.apply(function)` on a partitioned model: children first, each module with its own parameters gathered.
+
+    What rank 0 writes is kept. The function sees the parameters of the module that it is given, not those of its children.
+    Collective; blocks. (`Engine.apply` does this; on a bare model torch's `apply` sees NaN, and writing raises.)
+    """
+    for child in model.children():
+        apply_gathered(child, function)
+    with GatheredParameters(model.parameters(recurse=False), modifier_rank=0):
+        function(model)
+
+
+def _partitioned(params: Any) -> list[tuple[nn.Parameter, _Keeper]]:
+    """Each partitioned parameter once, with its keeper, in the order given."""
+    given = params if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
+    found: dict[int, tuple[nn.Parameter, _Keeper]] = {}
+    for param in given:
+        keeper = registry.keeper_of(param) if isinstance(param, nn.Parameter) else None
+        if isinstance(keeper, Nursery) or (isinstance(keeper, Shards) and keeper.policy.stage == 3):
+            found[id(param)] = (param, keeper)
+    return list(found.values())
+
+
+def _is_regathered(param: nn.Parameter, keeper: _Keeper) -> bool:
+    """Whether a parameter's memory is filled again when another one of its unit is replaced: small ones are all one unit."""
+    return isinstance(keeper, Shards) and keeper.find(param)[0].unit.is_resident and keeper.topology.num_shards > 1
+
+
+def _check_rank(rank: int, topology: Topology) -> None:
+    if type(rank) is not int or not 0 <= rank < topology.world:
+        raise ValueError(f"modifier_rank is {rank!r}; allowed are 0 to {topology.world - 1}, and None for nobody")
+
+
+def _device_of(keeper: _Keeper) -> torch.device:
+    return keeper.device if isinstance(keeper, Shards) else torch.device("cpu")
+
+
+# ---- Present: all of a model's units in memory at once, while something uses them over and over, such as -------------
+# generation
+#
+# Streaming brings every unit once per token. Where there is room for the whole model, it comes once:
+#
+#     with tiermem.zero.unwrap_model_for_generation(engine) as model:
+#         model.generate(...)
+#
+# Units that come and go otherwise count as resident in between: hooks find them present and fetch nothing. Their memory
+# is torch's own, beside the arena, and counts against what the plan leaves of the budget (on an accelerator: what is
+# free there); where that is not enough, a warning says how much is missing and units are streamed as ever. Weights may
+# not change meanwhile.
+
+logger = logging.getLogger("tiermem")
+
+_Model = nn.Module
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: _Model) -> Iterator[_Model]:
+    """Keeps a sharded model, or an engine's, whole in memory inside the block; yields what it was given.
+
+    Collective; blocks for the gathers. A model that is not sharded is yielded as it is. Raises RuntimeError inside the block
+    when weights are stepped or replaced, OSError when a read failed. However the block ends, units are streamed again.
+    """
+    shards = _shards_of(model)
+    streamed = [] if shards is None else [live for live in shards.units if not live.unit.is_resident]
+    if shards is None or not streamed or not _has_room(shards, streamed):
+        yield model
+        return
+    with shards.held_present():
+        try:
+            for live in streamed:
+                _bring(shards, live)
+            yield model
+        finally:
+            for live in streamed:
+                _let_go(live)
+
+
+def _shards_of(model: _Model) -> Shards | None:
+    keepers = (registry.keeper_of(param) for param in model.parameters())
+    return next((keeper for keeper in keepers if isinstance(keeper, Shards)), None)
+
+
+def _has_room(shards: Shards, streamed: Sequence[LiveUnit]) -> bool:
+    """Whether every rank has room for all units; says so, with the arithmetic, where one has not."""
+    needed, room, what = sum(live.unit.full_bytes for live in streamed), *_room(shards)
+    answers = exchange(shards.topology, "" if room is None or needed <= room else f"{needed} > {room} {what}")
+    short = {rank: answer for rank, answer in enumerate(answers) if answer}
+    for rank, answer in short.items():
+        logger.warning(
+            "generation fetches every unit for every token: the whole model does not fit on rank %d: %d units of %s. "
+            "Raise the budget (host_bytes) to keep them",
+            rank,
+            len(streamed),
+            answer,
+        )
+    return not short
+
+
+def _room(shards: Shards) -> tuple[int | None, str]:
+    """Bytes that may be taken beside the plan; None: nobody named a limit."""
+    if is_accelerator(shards.device):
+        return free_and_total(shards.device)[0], f"bytes free on {shards.device}"
+    budget, ranks = shards.policy.host_bytes, ranks_per_node()
+    if budget is None:
+        return None, ""
+    planned = shards.plan.host_bytes
+    return budget // ranks - planned, f"bytes = host_bytes {budget} // {ranks} ranks - {planned} planned"
+
+
+def _bring(shards: Shards, live: LiveUnit) -> None:
+    shards.residency.outdate(live)
+    whole = slice(0, live.unit.shard_numel)
+    shard = live.shard if live.shard is not None else shards.values.elements(live, whole)
+    live.memory.allocate()
+    shards.values.regather(live.unit, shard, live.memory)
+    live.memory.show()
+    live.state, live.unit.is_resident = UnitState.PRESENT, True
+
+
+def _let_go(live: LiveUnit) -> None:
+    live.unit.is_resident = False
+    if live.memory.is_present:
+        live.memory.leave()
+    live.state = UnitState.HOME
+    live.let_all_go()

@@ -1,0 +1,240 @@
+"""Collectives: the calls that ranks make together, and messages that ranks send each other directly."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tiermem.zero.failures import OtherGroups, RanksDiffer, meet
+from tiermem.zero.topology import Topology
+
+# ---- Messages: what ranks on CPUs send each other directly where gloo's collectives would copy, or mistake one -------
+# call for another
+#
+#     send_to_all    my piece to every other rank, theirs to me        an all-gather, received where each piece belongs
+#     swap_rows      row r of mine to rank r, row r from it            an all-to-all
+#
+# gloo tells its collectives apart by counting them: where ranks have gone different ways it would match calls of
+# different sizes, which ends the process. A message carries a tag instead, made of what it is for, so that such ranks
+# wait, and failures.py says where they parted. Other backends do the collective.
+
+GATHER_TAG = 1 << 20  # users' own begin at 0
+REDUCE_TAG = 1 << 29
+
+
+def sends_directly(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether tensors of a device travel as messages in a group."""
+    return group is not None and device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
+
+
+def send_to_all(group: dist.ProcessGroup, me: int, pieces: Sequence[torch.Tensor], tag: int) -> list[Any]:
+    """Starts messages of every rank's piece, between every two ranks of a group; returns what is to be waited for."""
+    others = [(rank, piece) for rank, piece in enumerate(pieces) if rank != me]
+    receives = [group.recv([piece], rank, tag) for rank, piece in others]
+    return receives + [group.send([pieces[me]], rank, tag) for rank, _ in others]
+
+
+def swap_rows(
+    topology: Topology, what: str, received: torch.Tensor, sent: torch.Tensor, among: str, number: int
+) -> Pending:
+    """Starts sending each rank of a dimension its row, and getting one from each. Does not block. Raises RankLost.
+
+    Args:
+        received, sent: flat, of as many equal rows as there are ranks.
+        number: of what it is for, the same on every rank and another for anything else.
+    """
+    group = topology.group_of(among)
+    if not sends_directly(group, sent.device):
+        return start(topology, what, dist.all_to_all_single, received, sent, among=among)
+    me, mine, theirs = group.rank(), sent.view(group.size(), -1), received.view(group.size(), -1)
+    others = [rank for rank in range(group.size()) if rank != me]
+    tag = REDUCE_TAG + number
+    try:
+        works = [group.recv([theirs[rank]], rank, tag) for rank in others]
+        works += [group.send([mine[rank]], rank, tag) for rank in others]
+    except RuntimeError as error:
+        raise explained(topology, what, error) from error
+    theirs[me].copy_(mine[me])
+    topology.traffic.add("all_to_all_single", what, sent.nbytes, among)
+    return Pending(topology, what, [works], [received, sent])
+
+
+# ---- Collectives: the calls that ranks make together, and what every one of them has in common -----------------------
+#
+#     start    hands a collective to torch.distributed and returns at once, with what is pending
+#     call     the same, and waits
+#     total    float64 sums                        -> their sum over the ranks that hold different parts
+#     share    one rank's tensor                   -> the same on every rank
+#     exchange a small object of every rank        -> all of them, everywhere; exchange_digests: some bytes
+#
+# gather.py and reduce.py move the parts of units with them. torch.distributed does the work (NCCL on GPUs, gloo on
+# CPUs). With one shard nothing is called. The sequence of calls is a function of the program's sequence of units alone.
+# A rank that dies, or is silent for longer than the policy's `timeout_s`, makes the wait fail on the others, with its
+# name (failures.py).
+
+_COMPARING = "comparing what ranks were given"
+
+
+_NEWER_NAMES = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
+
+
+class Pending:
+    """Collectives under way: what must stay alive until they end, and the wait for them.
+
+    Args:
+        topology: names the rank that is gone when the wait fails.
+        what: what is being done, for that error.
+        rounds: torch.distributed's handles, those of each round started together; a round may be started when those before
+            it have ended.
+        owns: the tensors that the transfers read and write, all on one device.
+    """
+
+    def __init__(
+        self, topology: Topology, what: str, rounds: Iterable[Sequence[Any]], owns: Sequence[torch.Tensor]
+    ) -> None:
+        self._topology = topology
+        self._what = what
+        self._rounds = rounds
+        self._owns = owns
+        self._is_bounded = all(tensor.device.type == "cpu" for tensor in owns)
+
+    def wait(self) -> None:
+        """Blocks until all have ended (on a GPU: orders the current stream after them). Raises RankLost; safe to repeat."""
+        try:
+            self._wait()
+        except RuntimeError as error:
+            raise explained(self._topology, self._what, error) from error
+
+    def end(self) -> None:
+        """Waits until nothing touches the tensors any more, and says nothing of what failed: for use after a failure."""
+        with contextlib.suppress(RuntimeError):
+            self._wait()
+
+    def _wait(self) -> None:
+        rounds, self._rounds = self._rounds, ()
+        watch = self._topology.watch
+        if watch is not None:
+            watch.begin_wait()
+        try:
+            for works in rounds:
+                self._wait_for(works)
+        finally:
+            self._owns = ()
+            if watch is not None:
+                watch.end_wait()
+
+    def _wait_for(self, works: Sequence[Any]) -> None:
+        """Waits for all of a round before the first failure is raised: they read and write what is owned here.
+
+        The others end with the first: whom they wait for may wait for this rank, which will send no more.
+        """
+        failure = None
+        for work in works:
+            try:
+                if self._is_bounded:
+                    work.wait(timedelta(seconds=self._topology.timeout_s))
+                else:
+                    work.wait()  # orders the stream; the backend's own watch keeps the time
+            except RuntimeError as error:
+                if failure is None and self._topology.watch is not None:
+                    self._topology.watch.end_waits()
+                failure = failure or error
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            failure = None  # its traceback holds this frame
+
+
+def newest(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective by the name that this torch prefers: newer ones warn of the names that older ones have alone."""
+    found: Callable[..., Any] = getattr(dist, _NEWER_NAMES.get(collective.__name__, ""), collective)
+    return found
+
+
+def start(topology: Topology, what: str, collective: Callable[..., Any], *args: Any, among: str = "world") -> Pending:
+    """Starts a collective of torch.distributed among the ranks of a dimension (`Topology.group_of`); does not block.
+
+    Raises RankLost.
+    """
+    try:
+        work = newest(collective)(*args, group=topology.group_of(among), async_op=True)
+    except RuntimeError as error:
+        raise explained(topology, what, error) from error
+    tensors = [each for each in args if isinstance(each, torch.Tensor)]
+    topology.traffic.add(collective.__name__, what, max(tensor.nbytes for tensor in tensors), among)
+    return Pending(topology, what, [[work]], tensors)
+
+
+def call(topology: Topology, what: str, collective: Callable[..., Any], *args: Any, among: str = "world") -> None:
+    """Runs a collective and waits; a failure, or a wait longer than the topology's, names the rank that is gone."""
+    start(topology, what, collective, *args, among=among).wait()
+
+
+def total(topology: Topology, sums: torch.Tensor, among: str = "shard") -> torch.Tensor:
+    """Adds float64 sums over the ranks of a dimension, those that hold different parts; in place. Blocks."""
+    if (topology.num_shards if among == "shard" else topology.world) > 1:
+        call(topology, "adding up norms", dist.all_reduce, sums, among=among)
+    return sums
+
+
+def share(topology: Topology, value: torch.Tensor, what: str, rank: int = 0) -> None:
+    """Overwrites a tensor with that of one rank of the group. Blocks; does nothing in a world of one."""
+    if topology.group is not None and value.numel():
+        call(topology, what, dist.broadcast, value, dist.get_global_rank(topology.group, rank))
+
+
+def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:
+    """Every rank's digest, in the order of ranks; all of one length. Blocks; the first half of a comparison.
+
+    Raises RankLost, and OtherGroups when ranks were given different groups.
+    """
+    if topology.group is None:
+        return [digest]
+    device = topology.control_device
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    whole = torch.empty(topology.world * len(digest), dtype=torch.uint8, device=device)
+    try:
+        work = newest(dist.all_gather_into_tensor)(whole, mine, group=topology.group, async_op=True)
+        meet(topology.group, work, topology.timeout_s) if device.type == "cpu" else work.wait()
+    except OtherGroups:
+        if topology.roll_call is not None:
+            topology.roll_call.outlive(time.monotonic())
+        raise
+    except RuntimeError as error:
+        raise explained(topology, _COMPARING, error) from error
+    values = bytes(whole.cpu().tolist())
+    return [values[start : start + len(digest)] for start in range(0, len(values), len(digest))]
+
+
+def exchange(topology: Topology, value: str) -> list[str]:
+    """Every rank's string, in the order of ranks. Blocks."""
+    values: list[Any] = [None] * topology.world
+    if topology.group is None:
+        return [value]
+    try:
+        dist.all_gather_object(values, value, group=topology.group)
+    except RuntimeError as error:
+        raise explained(topology, _COMPARING, error) from error
+    return values
+
+
+def explained(topology: Topology, what: str, error: RuntimeError) -> RuntimeError:
+    """The error to raise for one of a collective: where ranks differ, or which is gone. Asks around for a few seconds."""
+    if topology.roll_call is None or topology.watch is None:
+        return error
+    since = time.monotonic()
+    difference = topology.watch.difference()
+    if difference is not None:
+        found: RuntimeError = RanksDiffer(f"{what} cannot go on: {difference}")
+    else:
+        found = topology.roll_call.explain(what, error)
+    topology.watch.end_waits()
+    topology.roll_call.outlive(since)
+    return found

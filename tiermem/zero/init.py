@@ -1,0 +1,379 @@
+"""Init and MiCS_Init: building a model that is larger than memory."""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.hooks import RemovableHandle
+
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.accelerator import device_taken, find_device, kind_of_device
+from tiermem.zero.absent import needs_values, parameters_in, replaces_data, writes_in_place
+from tiermem.zero.collectives import exchange
+from tiermem.zero.init_params import AsBuilt, Nursery, size_of_near
+from tiermem.zero.joining import join_ranks
+from tiermem.zero.topology import Topology, find_topology, numbered
+
+# ---- Init: building a model that is larger than memory ---------------------------------------------------------------
+#
+#     with tiermem.zero.Init(config_dict_or_path=cfg):
+#         model = MyLargeModel()
+#
+# A module *stands* when it is assigned to its parent; its parameters then go to their home (each rank keeps its part)
+# and leave NaN behind (init_params.py). The root stands when Init exits. Code that touches a parameter afterwards (weight
+# initialisation by a library, tied weights, `Module.apply`) finds its values: inside Init a TorchFunctionMode sees
+# torch's calls on parameters, brings a parameter back before the call and sends it home again from a bounded cache,
+# oldest first. Values are those of a plain build, seed for seed: they are kept in the dtype they were built in, and are
+# cast when the model is sharded. On several ranks they are rank 0's, whatever the others write.
+#
+# Peak memory while building is one unit (plus the cache): whatever a module holds that nobody has assigned yet. A bare
+# list of leaf modules (`nn.ModuleList([nn.Linear(...) for ...])`) stands all at once and may exceed it.
+#
+# Contexts nest: the innermost takes what is built in it. No torch name is patched: module registration hooks and the
+# mode are torch's own, and are gone when Init exits. Only `shard` or `initialize` make the model usable: they take the
+# parameters over.
+
+AnyConfig = Mapping[str, Any] | str | os.PathLike[str]
+
+_CREATORS = {torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.eye, torch.randn}
+
+
+class DeepSpeedTensorOverride(enum.Enum):
+    """What Init may decide for tensors that are made inside it: see `tensor_overrides`."""
+
+    dtype = 1
+    device = 2
+
+
+class HasDataParallelGroup(Protocol):
+    """What Init asks a model-parallel unit."""
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that share this rank's parameters."""
+
+
+class Init:
+    """Partitions parameters while a model is being built; see the module's docstring. A subclass may override
+    `get_partition_rank` and `get_dp_process_group`.
+
+    Args:
+        module: convert a finished module instead of building one inside the context.
+        data_parallel_group: ranks that share the parameters; default: what mpu says, else the world. Ranks that a launcher has
+            started (torchrun) make the process group on entering, if there is none yet.
+        mem_efficient_linear: nothing to switch: linear layers keep no copy of a weight (zero/unit_state.py).
+        remote_device: where parameters rest until they are sharded, "none", "cpu" or "nvme"; default: what the config says.
+        pin_memory: page-lock what rests in memory, where there is a GPU.
+        config_dict_or_path: a DeepSpeed-style config, dict or JSON file.
+        config: its deprecated name.
+        enabled: False makes the context do nothing.
+        dtype: of the parameters once sharded; default: what the config's precision says, else as built.
+        mpu: an object whose `get_data_parallel_group()` says which ranks share the parameters.
+        zero_param_parallel_group: neighbouring ranks, this one among them, that keep a second copy of what is gathered
+            (hpZ): the same as zero_hpz_partition_size of their number.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: as the keys of the same name.
+        sequence_data_parallel_group: deprecated name of data_parallel_group.
+        param_swapper: refused: an object of the reference's own that reads and writes files, which tiers do here.
+        tensor_overrides: `DeepSpeedTensorOverride` members: whether tensors made inside (by torch.tensor, empty, zeros, ones,
+            full, arange, eye, randn) without a dtype get `dtype` if they are floating-point, and without a device the current
+            GPU. Default: neither, so that values and buffers are those of a plain build; the reference does both.
+        policy: an OffloadPolicy instead of a config.
+
+    What these arguments and a subclass say holds for good: `shard` and `initialize` obey it (init_params.py).
+    Raises ValueError for arguments that are wrong or contradict each other, OSError when a path is missing or full.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: AnyConfig | None = None,
+        config: AnyConfig | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: HasDataParallelGroup | None = None,
+        zero_param_parallel_group: dist.ProcessGroup | None = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: dist.ProcessGroup | None = None,
+        param_swapper: None = None,
+        tensor_overrides: Collection[DeepSpeedTensorOverride] = (),
+        *,
+        policy: OffloadPolicy | None = None,
+    ) -> None:
+        _refuse(param_swapper=(param_swapper, "tiers move parameters here; remove it"))
+        self._policy, self._dtype, self._serves_apply = _read(_one_config(config_dict_or_path, config), policy, dtype)
+        if remote_device is not None:
+            self._policy = _rest_on(self._policy, remote_device)
+        self._group = _one_group(data_parallel_group, sequence_data_parallel_group, mpu)
+        self._near = zero_param_parallel_group
+        quantised = {
+            "quantised_gather": zero_quantized_weights,
+            "quantised_frozen": zero_quantized_nontrainable_weights,
+        }
+        self._fields: dict[str, Any] = {name: True for name, is_asked in quantised.items() if is_asked}
+        self._pins = pin_memory
+        self._overrides = frozenset(tensor_overrides)
+        self._enabled = enabled and self._policy.stage == 3
+        self._handles: list[RemovableHandle] = []
+        self._mode: _Touch | None = None
+        self._nursery: Nursery | None = None
+        self._seen: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # built here, in order
+        if module is not None and self._enabled:
+            with self:
+                self._seen.update(dict.fromkeys(module.modules()))
+
+    def get_partition_rank(self) -> int:
+        """Which part of every parameter this rank keeps: its place in the group.
+
+        A subclass may give another number; all ranks' numbers together must be 0 to ranks - 1.
+        """
+        group = self.get_dp_process_group()
+        return dist.get_rank(group) if group is not None else 0
+
+    def get_dp_process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the parameters; None where torch.distributed is not at work."""
+        if self._group is not None or not (dist.is_available() and dist.is_initialized()):
+            return self._group
+        return dist.group.WORLD
+
+    def __enter__(self) -> Init:
+        if self._enabled:
+            device = kind_of_device()  # the one that the model is built for is named when it is sharded
+            join_ranks(self._policy.timeout_s, device, self._policy.join_timeout_s)
+            group = self.get_dp_process_group()
+            topology = find_topology(3, group, self._policy.timeout_s, device_taken(group, device))
+            if self._near is not None and group is not None:
+                self._fields["secondary_group_size"] = size_of_near(group, self._near)
+            as_built = AsBuilt(group, self._numbers(topology), self._fields)
+            as_built.over(self._policy)  # which the config may contradict
+            if as_built.parts is not None:
+                topology = numbered(topology, as_built.parts)
+            self._nursery = Nursery(self._policy, topology, as_built, self._pins)
+            self._handles = [
+                register_module_module_registration_hook(self._stands),
+                register_module_parameter_registration_hook(self._appears),
+            ]
+            self._mode = _Touch(self._nursery, self._serves_apply, self._overrides, self._dtype)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._mode is None or self._nursery is None:
+            return
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        while self._handles:
+            self._handles.pop().remove()
+        if error is None:
+            for module in list(
+                self._seen
+            ):  # which may hold other parameters than were registered: to_empty replaces them
+                self._nursery.adopt(module.parameters(recurse=False))
+            self._nursery.graduate(self._dtype)
+        else:
+            self._nursery.abandon()
+        self._seen.clear()
+        self._mode = None
+
+    def _numbers(self, topology: Topology) -> tuple[int, ...] | None:
+        """Everybody's parts, where they are not numbered as the ranks are. Collective."""
+        if type(self).get_partition_rank is Init.get_partition_rank or topology.group is None:
+            return None
+        numbers = [int(each) for each in exchange(topology, str(self.get_partition_rank()))]
+        if sorted(numbers) != list(range(topology.num_shards)):
+            raise ValueError(
+                f"get_partition_rank gave {numbers}, in the order of ranks; together they must be 0 to "
+                f"{topology.num_shards - 1}"
+            )
+        return tuple(numbers)
+
+    def _appears(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if _innermost() is self._mode:
+            self._seen[module] = None
+
+    def _stands(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        if module is not None and self._nursery is not None and _innermost() is self._mode:
+            self._nursery.adopt(module.parameters())
+
+
+def shutdown_init_context() -> None:
+    """Suspends every Init context around the caller: what is built then is ordinary. Does nothing outside one."""
+    for mode in _modes():
+        mode.is_suspended = True
+
+
+def restore_init_context() -> None:
+    """Ends a `shutdown_init_context`."""
+    for mode in _modes():
+        mode.is_suspended = False
+
+
+class _Touch(TorchFunctionMode):
+    """Sees torch's calls inside Init: wakes the parameters that they touch, and sets what tensors are made of.
+
+    Args:
+        nursery: keeps the parameters.
+        serves_apply: False: a function given to `Module.apply` gathers what it touches itself (override_module_apply).
+        overrides: what is decided for tensors made inside.
+        dtype: that of floating-point ones.
+    """
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        serves_apply: bool,
+        overrides: frozenset[DeepSpeedTensorOverride],
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.is_suspended = False
+        self._nursery = nursery
+        self._serves_apply = serves_apply
+        self._overrides = overrides
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _CREATORS and self._overrides and not self.is_suspended:
+            return self._create(func, args, kwargs)
+        touched = parameters_in(args, kwargs) if needs_values(func) else ()
+        if touched and not self._serves_apply and _is_in_apply():
+            with torch._C.DisableTorchFunction():
+                self._refuse_writes(func, writes_in_place(func, args, kwargs))
+        elif touched:
+            with torch._C.DisableTorchFunction():
+                self._nursery.trim()
+                for param in touched:
+                    self._nursery.wake(param, replaces_data(func) and param is args[0])
+        return func(*args, **kwargs)
+
+    def _create(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        if DeepSpeedTensorOverride.device in self._overrides and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": find_device()}
+        made: torch.Tensor = func(*args, **kwargs)
+        sets_dtype = DeepSpeedTensorOverride.dtype in self._overrides and kwargs.get("dtype") is None
+        return made.to(self._dtype) if sets_dtype and self._dtype is not None and made.is_floating_point() else made
+
+    def _refuse_writes(self, func: Any, params: list[nn.Parameter]) -> None:
+        for param in params:
+            if self._nursery.is_asleep(param):
+                raise RuntimeError(
+                    f"{func.__name__} in Module.apply writes a parameter of shape {tuple(param.shape)} that is partitioned, "
+                    "and override_module_apply is false: gather it with tiermem.zero.GatheredParameters(parameter, "
+                    "modifier_rank=0) in the function, or set the key to true"
+                )
+
+
+def _modes() -> list[_Touch]:
+    return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, _Touch)]
+
+
+def _innermost() -> _Touch | None:
+    """The mode of the context that takes what is built now; None when all are suspended."""
+    modes = _modes()
+    return modes[-1] if modes and not modes[-1].is_suspended else None
+
+
+def _is_in_apply() -> bool:
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is nn.Module.apply.__code__:
+            return True
+    return False
+
+
+def _refuse(**given: tuple[Any, str]) -> None:
+    for name, (value, change) in given.items():
+        if value is not None and value is not False:
+            raise ValueError(f"zero.Init was given {name}={value!r}; allowed is leaving it out: {change}")
+
+
+def _one_config(config_dict_or_path: AnyConfig | None, config: AnyConfig | None) -> AnyConfig | None:
+    if config is None:
+        return config_dict_or_path
+    if config_dict_or_path is not None:
+        raise ValueError("config and config_dict_or_path are the same thing: give one of them")
+    warnings.warn("zero.Init(config=...) is deprecated; use config_dict_or_path", DeprecationWarning, stacklevel=3)
+    return config
+
+
+def _one_group(
+    group: dist.ProcessGroup | None, older: dist.ProcessGroup | None, mpu: HasDataParallelGroup | None
+) -> dist.ProcessGroup | None:
+    if older is not None:
+        if group is not None:
+            raise ValueError("sequence_data_parallel_group is an older name of data_parallel_group: give one of them")
+        warnings.warn(
+            "zero.Init(sequence_data_parallel_group=...) is deprecated; use data_parallel_group",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return older
+    return mpu.get_data_parallel_group() if group is None and mpu is not None else group
+
+
+def _read(
+    given: AnyConfig | None, policy: OffloadPolicy | None, dtype: torch.dtype | None
+) -> tuple[OffloadPolicy, torch.dtype | None, bool]:
+    """The policy, the dtype that parameters will have, and whether Module.apply is served."""
+    if given is None:
+        return policy or OffloadPolicy(), dtype, True
+    if policy is not None:
+        raise ValueError("give a config or a policy, not both")
+    from tiermem.config import load_config  # the config floor is needed only by those who come with a config
+
+    loaded = load_config(given)
+    dtype = dtype or {"bf16": torch.bfloat16, "fp16": torch.float16}.get(loaded.precision)
+    return loaded.policy(), dtype, loaded.zero_optimization.override_module_apply
+
+
+def _rest_on(policy: OffloadPolicy, remote_device: str) -> OffloadPolicy:
+    homes = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+    if remote_device not in homes:
+        raise ValueError(f"remote_device is {remote_device!r}; allowed are {', '.join(homes)}")
+    if remote_device == "nvme" and not policy.paths:
+        raise ValueError(
+            "remote_device is 'nvme', but no path is given: set offload_param.nvme_path in the config (in a policy: paths)"
+        )
+    return replace(policy, params=homes[remote_device])
+
+
+# ---- MiCS_Init: building a model for sharding within groups of ranks (MiCS), under the name that the reference -------
+# gives it
+#
+# It is Init with a config whose `mics_shard_size` is set, and says so when it is not. While a model is built its
+# parameters are divided over all ranks, not only over a group's, so that building takes less memory than training will;
+# `shard` and `initialize` divide them within groups and make the copies.
+
+
+class MiCS_Init(Init):  # noqa: N801 (the documented name)
+    """As Init, for a config with `mics_shard_size`. Raises ValueError when it has none."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self._enabled and self._policy.shard_group_size is None:
+            raise ValueError(
+                "MiCS_Init without a size of shard groups: set zero_optimization.mics_shard_size to 1 or more in its config "
+                "(shard_group_size of a policy), or use Init"
+            )

@@ -1,0 +1,363 @@
+"""Parameters under zero.Init: where they live while the model is built, until `shard` takes them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.accelerator import is_accelerator
+from tiermem.swap.native import trim_heap
+from tiermem.swap.store import TensorStore
+from tiermem.swap.stream import Bounce
+from tiermem.zero import absent, registry
+from tiermem.zero.absent import ZeroParamStatus, absent_part, describe, mark
+from tiermem.zero.agreement import agree
+from tiermem.zero.collectives import share
+from tiermem.zero.gather import gather
+from tiermem.zero.topology import Topology, paths_of_rank
+from tiermem.zero.unit_state import become
+
+# ---- AsBuilt: what zero.Init was told by hand and no config says, which `shard` and `initialize` obey as well --------
+#
+#     get_dp_process_group()    the ranks that share the model            unless shard is given a group
+#     get_partition_rank()      which part of everything each of them keeps, for as long as the model is sharded
+#     quantised arguments, zero_param_parallel_group      fields of the policy
+#
+# It goes with the parameters: whoever keeps them while the model is built (init_params.py) has it.
+
+
+@dataclasses.dataclass(frozen=True)
+class AsBuilt:
+    """See above; by default nothing was said."""
+
+    group: dist.ProcessGroup | None = None
+    """The ranks that share the model; None: the world."""
+    parts: tuple[int, ...] | None = None
+    """Which part each rank of the group keeps, in the order of ranks; None: that of its number."""
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the policy."""
+
+    def over(self, policy: OffloadPolicy) -> OffloadPolicy:
+        """A policy with these fields. Raises ValueError for one that says something else."""
+        defaults = {field.name: field.default for field in dataclasses.fields(policy)}
+        for name, value in self.fields.items():
+            if getattr(policy, name) not in (value, defaults[name]):
+                raise ValueError(
+                    f"{name}={getattr(policy, name)!r} in the policy, but the model was built under a zero.Init whose "
+                    f"arguments say {value!r}: say it in one place, or the same in both"
+                )
+        return dataclasses.replace(policy, **self.fields)
+
+
+def built_with(model: nn.Module) -> AsBuilt:
+    """What the zero.Init that a model was built under was told; nothing for one that was built plainly."""
+    for param in model.parameters():
+        found = getattr(registry.keeper_of(param), "as_built", None)
+        if isinstance(found, AsBuilt):
+            return found
+    return AsBuilt()
+
+
+def size_of_near(group: dist.ProcessGroup, near: dist.ProcessGroup) -> int:
+    """The number of ranks of `near`, which keep a second copy of what is gathered (hpZ), among those of `group`.
+
+    Raises ValueError when they are not neighbours of which all ranks make groups of this size.
+    """
+    ranks, inside = dist.get_process_group_ranks(group), dist.get_process_group_ranks(near)
+    size = len(inside)
+    blocks = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    if len(ranks) % size or sorted(inside) not in blocks or dist.get_rank() not in inside:
+        raise ValueError(
+            f"zero_param_parallel_group holds ranks {inside} of {ranks}, and a second copy is kept among neighbours: allowed "
+            f"are {_allowed(ranks)}, and every rank gives the one that it is in"
+        )
+    return size
+
+
+def _allowed(ranks: Sequence[int]) -> str:
+    sizes = [size for size in range(1, len(ranks) + 1) if len(ranks) % size == 0]
+    return "; ".join(
+        ", ".join(str(ranks[start : start + size]) for start in range(0, len(ranks), size)) for size in sizes
+    )
+
+
+# ---- Nursery: where the parameters of a model live while it is built, until `shard` takes them -----------------------
+#
+# Each rank keeps its part of every parameter, in ordinary memory or on NVMe; the parameter itself sleeps: it shows NaN
+# and takes no memory. Code that touches one wakes it (init.py sees the touch); the oldest awake go back to sleep when
+# they are many. Then rank 0's values are kept on every rank, whatever the other ranks have written, as they are when a
+# parameter is admitted. So all parameters are treated alike: the values do not depend on a size.
+#
+#     admit --> asleep --wake--> awake --trim--> asleep          take_out, put_back: a GatheredParameters context holds it
+#     graduate: building has ended, and they rest (resting.py)   move_part: the model is sharded, the nursery forgets it
+
+_CACHE_BYTES = 16 << 20
+_PIECE_NUMEL = 1 << 20
+
+
+class Nursery:
+    """Keeps the parameters of a model that is being built, until `shard` takes them.
+
+    Args:
+        policy: parameters rest on NVMe if theirs do, else in ordinary memory, each rank its part. Those of at most
+            `persistence_numel` elements rest in memory in any case.
+        topology: who keeps which part.
+        as_built: what the context was told, for whoever takes the parameters.
+        pin_memory: parts that rest in memory are page-locked, where there is a GPU.
+    """
+
+    may_lend = False  # to whoever uses a parameter while no context holds it
+
+    def __init__(
+        self,
+        policy: OffloadPolicy,
+        topology: Topology,
+        as_built: AsBuilt | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self.topology = topology
+        self.as_built = as_built or AsBuilt()
+        self._pins = pin_memory and torch.accelerator.is_available()
+        self._small_numel = policy.persistence_numel
+        self._store: TensorStore | None = None
+        self._bounce: Bounce | None = None
+        self._piece: torch.Tensor | None = None  # what is read on the way to a parameter's place
+        if policy.params is Tier.NVME:
+            self._store = TensorStore(paths_of_rank(policy.paths), 8 << 20, policy.io, policy.disk_bytes)
+            self._bounce = Bounce(self._store)
+            self._piece = torch.empty(_PIECE_NUMEL * 8, dtype=torch.uint8)  # kept: blocks that come and go leave holes
+        self._children: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> _Child
+        self._awake: collections.OrderedDict[int, nn.Parameter] = collections.OrderedDict()
+        self._out: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a GatheredParameters holds
+        self._awake_bytes = 0
+        self._freed_bytes = 0  # since the heap was last trimmed
+        self._num_admitted = 0
+        self._is_building = True
+
+    def admit(self, param: nn.Parameter) -> None:
+        """Takes a parameter's values (rank 0's win) and leaves NaN. Collective when there are several ranks; blocks."""
+        value = param.detach()
+        if self.topology.group is not None and not value.is_meta:
+            number = f"parameter number {self._num_admitted}"
+            agree(self.topology, {number: f"{tuple(value.shape)} {value.dtype}"}, f"{number} under zero.Init")
+            value = self._of_rank_0(value)
+        self._num_admitted += 1
+        child = _Child(f"init/{self._num_admitted}")
+        self._children[param] = child
+        self._put(child, value)
+        registry.enrol(param, self)
+        part_numel = -(-value.numel() // self.topology.num_shards)
+        part = absent_part(part_numel, value.dtype)
+        describe(param, self._num_admitted, value.shape, part, ZeroParamStatus.NOT_AVAILABLE)
+        weakref.finalize(param, self._forget, child)
+        self._sleep(param)
+
+    def adopt(self, params: Iterable[nn.Parameter]) -> None:
+        """Takes parameters of any module that nobody keeps, after building, too. Collective; blocks."""
+        fresh = [param for param in params if registry.keeper_of(param) is None]
+        for param in fresh:
+            self.admit(param)
+        if not self._is_building:
+            absent.rest(fresh)
+
+    def wake(self, param: nn.Parameter, is_overwritten: bool = False) -> None:
+        """Brings a parameter's values back for code that touches it, until `trim` puts it to sleep.
+
+        is_overwritten: the code puts another tensor in its place, so the values are not needed.
+        """
+        child = self._children.get(param)
+        if child is None or param in self._out:
+            return
+        if id(param) in self._awake:
+            self._awake.move_to_end(id(param))
+            return
+        if not is_overwritten:
+            param.data = self._get(child).to(param.device, child.dtype).view(child.shape)
+        self._awake[id(param)] = param
+        mark((param,), ZeroParamStatus.AVAILABLE)
+        self._awake_bytes += child.whole_bytes
+
+    def is_asleep(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is kept here and shows NaN."""
+        return param in self._children and param not in self._out and id(param) not in self._awake
+
+    def trim(self, keep_bytes: int = _CACHE_BYTES) -> None:
+        """Puts the oldest awake parameters to sleep, what is in them written back, until the rest takes keep_bytes."""
+        while self._awake and self._awake_bytes >= keep_bytes:
+            param = next(iter(self._awake.values()))
+            self._write_back(param)
+            self._sleep(param)
+
+    def _write_back(self, param: nn.Parameter) -> None:
+        """Keeps what an awake parameter holds on rank 0; it counts as awake no more."""
+        if self._awake.pop(id(param), None) is not None:
+            child = self._children[param]
+            self._awake_bytes -= child.whole_bytes
+            self._put(child, self._of_rank_0(param.detach()))
+
+    def _of_rank_0(self, value: torch.Tensor) -> torch.Tensor:
+        """Rank 0's values of what every rank holds. Collective when there are several ranks; blocks."""
+        if self.topology.group is None or value.is_meta or value.numel() == 0:
+            return value
+        value = value.contiguous()
+        value = value if is_accelerator(value.device) else value.to(self.topology.control_device)
+        share(self.topology, value, "sharing initial values")
+        return value
+
+    def graduate(self, dtype: torch.dtype | None) -> None:
+        """Building has ended: all parameters sleep, and show the dtype they will have."""
+        self.trim(keep_bytes=0)
+        for param in list(self._children.keys()):
+            if dtype is not None and param.dtype.is_floating_point:
+                param.data = torch.full((), float("nan"), dtype=dtype, device=param.device).expand(param.shape)
+        self._is_building = False
+        absent.rest(self._children.keys())
+        trim_heap()
+
+    def abandon(self) -> None:
+        """Building has failed: nothing is kept."""
+        if self._store is not None:
+            self._store.close()
+
+    def move_part(self, param: nn.Parameter, into: torch.Tensor | None) -> None:
+        """Writes this rank's part of a parameter (flat, without padding) into a tensor, cast to its dtype, and forgets it.
+
+        Goes piece by piece: no copy of the whole part is made on the way. Blocks; raises OSError.
+        """
+        child = self._children.pop(param)
+        absent.wake([param])
+        if into is not None and child.part is not None:
+            into[: child.num_values].copy_(child.part)
+        elif into is not None:
+            self._read_pieces(child, into)
+        self._forget(child)
+        registry.dismiss(param)
+        if not self._children and self._store is not None:
+            self._store.close()
+
+    def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Puts other values in a parameter's place; every rank gives the whole. Blocks."""
+        self._put(self._children[param], value)
+
+    def take_out(self, param: nn.Parameter) -> None:
+        """Gives a parameter its whole values until `put_back`. Collective when there are several ranks; blocks."""
+        child, shown = self._children[param], param.dtype
+        self._write_back(param)  # what was written while it was awake
+        absent.wake([param])
+        param.data = self._get(child).to(param.device, shown).view(child.shape)
+        self._out[param] = True
+        mark((param,), ZeroParamStatus.AVAILABLE)
+
+    def put_back(self, param: nn.Parameter) -> None:
+        """Ends a `take_out`: the parameter sleeps. What was written in it is gone, unless `replace`d."""
+        self._out.pop(param, None)
+        self._sleep(param)
+        if not self._is_building:
+            absent.rest([param])
+
+    def whole(self, param: nn.Parameter) -> torch.Tensor:
+        """A copy of a parameter's values as built. Collective when there are several ranks; blocks."""
+        child = self._children[param]
+        return self._get(child).view(child.shape)
+
+    def _sleep(self, param: nn.Parameter) -> None:
+        """Leaves NaN in a parameter's place. The C library keeps freed blocks; every so often they are given back."""
+        self._freed_bytes += param.nbytes
+        _put_to_sleep(param)
+        mark((param,), ZeroParamStatus.NOT_AVAILABLE)
+        if self._freed_bytes > _CACHE_BYTES:
+            self._freed_bytes = 0
+            trim_heap()
+
+    # ---- one child ---------------------------------------------------------------------------------------------------------
+
+    def _put(self, child: _Child, value: torch.Tensor) -> None:
+        part_numel = -(-value.numel() // self.topology.num_shards)
+        first = part_numel * self.topology.shard_rank
+        if value.dtype != child.dtype or value.shape != child.shape:
+            self._forget(child)
+        child.dtype, child.shape, child.is_gone = value.dtype, value.shape, False
+        child.num_values = max(0, min(part_numel, value.numel() - first))
+        if value.is_meta:
+            return
+        mine = value.detach().reshape(-1)[first : first + child.num_values].cpu()
+        if self._store is None or value.numel() <= self._small_numel:
+            child.part = mine.clone().pin_memory() if self._pins else mine.clone()
+            return
+        assert self._bounce is not None
+        if child.name not in self._store:
+            self._store.reserve(child.name, (child.num_values,), child.dtype, Tier.NVME)
+        self._bounce.write(child.name, 0, mine.contiguous().view(torch.uint8))
+        child.is_filled = True
+
+    def _part(self, child: _Child) -> torch.Tensor:
+        if child.part is not None:
+            return child.part
+        part = torch.empty(child.num_values, dtype=child.dtype)
+        self._read_pieces(child, part)
+        return part
+
+    def _read_pieces(self, child: _Child, into: torch.Tensor) -> None:
+        if not child.is_filled:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(child.shape)} was built on the meta device and never given values: "
+                "load a checkpoint (tiermem.load_safetensors) before sharding"
+            )
+        assert self._bounce is not None and self._piece is not None and child.dtype is not None
+        size = child.dtype.itemsize
+        piece = self._piece[: _PIECE_NUMEL * size].view(child.dtype)
+        for start in range(0, child.num_values, _PIECE_NUMEL):
+            stop = min(start + _PIECE_NUMEL, child.num_values)
+            values = piece[: stop - start]
+            self._bounce.read(child.name, start * size, stop * size, values.view(torch.uint8))
+            into[start:stop].copy_(values)
+
+    def _get(self, child: _Child) -> torch.Tensor:
+        part, numel = self._part(child), child.shape.numel()
+        if self.topology.num_shards == 1 or numel == 0:
+            return part
+        part_numel = -(-numel // self.topology.num_shards)
+        padded = torch.nn.functional.pad(part, (0, part_numel - part.numel()))
+        padded = padded.to(self.topology.control_device)
+        whole = torch.empty(part_numel * self.topology.num_shards, dtype=child.dtype, device=padded.device)
+        gather(self.topology, padded, whole, "gathering initial values")
+        return whole[:numel].cpu()
+
+    def _forget(self, child: _Child) -> None:
+        child.part = None
+        if self._store is not None and not child.is_gone and child.name in self._store:
+            self._store.drop(child.name)
+        child.is_gone, child.is_filled = True, False
+
+
+class _Child:
+    """One parameter in the nursery: what it was built as, and this rank's part of it (in memory, or the store's entry)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dtype: torch.dtype | None = None
+        self.shape = torch.Size()
+        self.num_values = 0
+        self.part: torch.Tensor | None = None
+        self.is_filled = False
+        self.is_gone = False
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return self.shape.numel() * (self.dtype.itemsize if self.dtype is not None else 0)
+
+
+def _put_to_sleep(param: nn.Parameter) -> None:
+    with torch._C.DisableTorchFunction():
+        device = "cpu" if param.is_meta else param.device
+        become(param, absent_part(1, param.dtype).to(device).expand(param.shape))

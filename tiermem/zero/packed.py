@@ -1,0 +1,190 @@
+"""Packed: gathers and reductions that send 8-bit blocks in place of values (ZeRO++: qwZ, qgZ), and units that rest so.
+
+    gather     shard --pack--> all-gather of the unit's packed shard, one call --unpack--> the full layout
+               Every rank, the sender too, computes with what comes out of the blocks, so that ranks agree; shards and masters
+               keep their precision. A unit that rests packed is sent as it rests, and one rank alone just unpacks it.
+
+    reduce     columns for all ranks --pack--> all-to-all --unpack, add up in fp32, in the order of ranks--> this rank's column
+               Over several nodes in two steps: within the node first, so that what crosses nodes is one node's sum:
+
+                   columns[across][within]  -> to each near rank those of its place  -> sums of this node, one per node
+                                            -> to each node its own                  -> this rank's column
+
+Every value is rounded once per step, by at most half a scale of its block (quantised.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tiermem.swap.arena import Pool
+from tiermem.zero.collectives import GATHER_TAG, Pending, explained, send_to_all, sends_directly, start, swap_rows
+from tiermem.zero.quantised import pack_into, packed_bytes, unpack
+from tiermem.zero.topology import Topology
+from tiermem.zero.unit import Unit
+
+
+class PackedGather:
+    """The gather of one unit as 8-bit blocks, again and again. Collective: every rank starts the same ones in the same order.
+
+    Args:
+        topology: among its shard group.
+        unit: what is gathered.
+        full: its full layout; has bytes under it whenever a gather is waited for.
+        pool: buffers of `wire_bytes` for what is sent and what comes; None: torch's own memory.
+    """
+
+    def __init__(self, topology: Topology, unit: Unit, full: torch.Tensor, pool: Pool | None) -> None:
+        self._topology = topology
+        self._unit = unit
+        self._full = full
+        self._pool = pool
+        self._wire: _Wire | None = None  # between `put` and `start`
+
+    @property
+    def needs_shard(self) -> bool:
+        """Every gather begins at the shard."""
+        return True
+
+    def outdate(self) -> None:
+        """Nothing is kept between gathers."""
+
+    def put(self, shard: torch.Tensor | None) -> None:
+        """Packs this rank's flat shard layout, or copies it where the unit rests packed. The shard is free afterwards."""
+        assert shard is not None
+        self._wire = _Wire(self._topology, self._unit, self._pool, self._full.device)
+        if self._unit.is_packed:
+            self._wire.mine.copy_(shard[: self._wire.mine.numel()])  # it rests in whole pages
+        else:
+            numel = self._unit.packed_numel
+            pack_into(self._wire.mine, numel, shard[:numel].to(self._full.device))
+
+    def start(self) -> Pending:
+        """Starts the exchange, after `put`. Does not block; the wait fills the full layout. Raises RankLost."""
+        assert self._wire is not None
+        wire, self._wire = self._wire, None
+        what = f"gathering {self._unit.name}"
+        if self._topology.num_shards == 1:
+            pending = Pending(self._topology, what, [], [wire.mine])
+        else:
+            pending = self._exchange(what, wire)
+        return _Unpacked(pending, self._unit, wire, self._full)
+
+    def _exchange(self, what: str, wire: _Wire) -> Pending:
+        topology, group = self._topology, self._topology.group_of("shard")
+        if not sends_directly(group, wire.mine.device):
+            return start(topology, what, dist.all_gather_into_tensor, wire.rows.view(-1), wire.mine, among="shard")
+        pieces = list(wire.rows)
+        pieces[topology.shard_rank].copy_(wire.mine)
+        try:
+            works = send_to_all(group, topology.shard_rank, pieces, GATHER_TAG + self._unit.shards[0].index)
+        except RuntimeError as error:
+            raise explained(topology, what, error) from error
+        topology.traffic.add("all_gather_into_tensor", what, wire.rows.nbytes, "shard")
+        return Pending(topology, what, [works], [wire.rows])
+
+
+def wire_bytes(unit: Unit, num_shards: int) -> int:
+    """Bytes of the buffer that a packed gather of a unit takes: this rank's blocks, and those of all."""
+    return packed_bytes(unit.packed_numel) * (num_shards + 1 if num_shards > 1 else 1)
+
+
+class _Wire:
+    """What one packed gather sends (`mine`) and gets (`rows`, one for each rank), in one buffer."""
+
+    def __init__(self, topology: Topology, unit: Unit, pool: Pool | None, device: torch.device) -> None:
+        num_bytes = packed_bytes(unit.packed_numel)
+        self._pool = pool
+        self._slot = pool.take() if pool is not None else None
+        if self._slot is not None:
+            memory = self._slot.tensor[: wire_bytes(unit, topology.num_shards)]
+        else:
+            memory = torch.empty(wire_bytes(unit, topology.num_shards), dtype=torch.uint8, device=device)
+        self.mine = memory[:num_bytes]
+        self.rows = memory[-num_bytes * topology.num_shards :].view(topology.num_shards, num_bytes)
+
+    def give_back(self) -> None:
+        if self._pool is not None and self._slot is not None:
+            self._pool.give_back(self._slot)
+        self._slot = None
+
+
+class _Unpacked(Pending):
+    """Packed shards under way; when they are there they are unpacked into the full layout."""
+
+    def __init__(self, pending: Pending, unit: Unit, wire: _Wire, full: torch.Tensor) -> None:
+        self._pending: Pending | None = pending
+        self._unit = unit
+        self._wire = wire
+        self._full = full
+
+    def wait(self) -> None:
+        """Blocks until the full layout is filled (on a GPU: in stream order). Raises RankLost; safe to repeat."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        try:
+            pending.wait()
+            for part in self._unit.shards:
+                for rank, row in enumerate(self._wire.rows):
+                    first = part.full_offset + rank * part.shard_numel
+                    target = self._full[first : first + part.shard_numel]
+                    unpack(row, self._unit.packed_numel, target, part.shard_offset)
+        finally:
+            self._wire.give_back()
+
+
+class PackedReduction:
+    """One reduction under way. Collective: every rank starts and finishes the same ones in the same order.
+
+    Args:
+        topology: among its shard group.
+        columns: flat, a column of equal size for each rank of the shard group; read before this returns.
+        what: what it is for, for errors and counts.
+        number: of what it is for (collectives.py).
+    """
+
+    def __init__(self, topology: Topology, columns: torch.Tensor, what: str, number: int) -> None:
+        self._topology = topology
+        self._what = what
+        self._number = number
+        if topology.across is None or topology.within is None:
+            self._first = _Exchange(topology, columns.view(topology.num_shards, -1), what, "shard", number)
+            return
+        num_near = topology.within.size
+        near = columns.view(topology.across.size, num_near, -1).transpose(0, 1).reshape(num_near, -1)
+        self._first = _Exchange(topology, near, what, "within", number)
+
+    @property
+    def pending(self) -> Pending:
+        """The calls under way; `finish` waits for them, too."""
+        return self._first.pending
+
+    def finish(self) -> torch.Tensor:
+        """The sum of this rank's column: fp32, flat. Blocks; raises RankLost."""
+        sums = self._first.sum()
+        if self._topology.across is None:
+            return sums
+        rows = sums.view(self._topology.across.size, -1)
+        return _Exchange(self._topology, rows, self._what, "across", self._number).sum()
+
+
+class _Exchange:
+    """Sends each rank of a dimension its row, packed."""
+
+    def __init__(self, topology: Topology, rows: torch.Tensor, what: str, among: str, number: int) -> None:
+        self._numel = rows.shape[1]
+        sent = torch.empty(rows.shape[0], packed_bytes(self._numel), dtype=torch.uint8, device=rows.device)
+        for row, place in zip(rows, sent, strict=True):
+            pack_into(place, self._numel, row)
+        self._come = torch.empty_like(sent)
+        self.pending = swap_rows(topology, what, self._come.view(-1), sent.view(-1), among, number)
+
+    def sum(self) -> torch.Tensor:
+        """Adds up the rows that have come. Blocks."""
+        self.pending.wait()
+        total = torch.zeros(self._numel, dtype=torch.float32, device=self._come.device)
+        for row in self._come:
+            unpack(row, self._numel, total, add=True)
+        return total

@@ -1,0 +1,337 @@
+"""Reduce: gradients packed into buckets and added up over ranks while backward goes on."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tiermem.policy import OffloadPolicy
+from tiermem.swap.arena import Pool, Slot
+from tiermem.zero.collectives import Pending, call, start, swap_rows
+from tiermem.zero.packed import PackedReduction
+from tiermem.zero.topology import Topology
+from tiermem.zero.unit import Shard, Unit
+
+# ---- Buckets: how the gradients of a unit are cut and packed for reductions over ranks. Arithmetic and copies, no ----
+# calls
+#
+#     parameter a, 5 elements, 2 ranks    share 3    a0 a1 a2 | a3 a4 .
+#     parameter b, 4 elements             share 2    b0 b1    | b2 b3
+#
+#     bucket                              a0 a1 a2 b0 b1 | a3 a4 . b2 b3       one column for each rank, one after the other
+#
+# Column r holds every parameter's share for rank r, so that one reduce-scatter leaves on every rank its own parts. A
+# share is ceil(numel / shards) elements; what the last ones lack is zeros. A bucket holds at most `limit_numel`
+# elements, all columns together: a parameter that does not fit goes on in the next bucket. With one shard there is one
+# column, for an all-reduce.
+#
+# Which elements of two ranks are added up does not depend on where a bucket is cut, and neither does the order in which
+# reduce.py adds them.
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of each rank's share of a parameter, and where they begin in a bucket's column."""
+
+    shard: Shard
+    start: int
+    stop: int
+    place: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameter is in this bucket alone."""
+        return self.start == 0 and self.stop == self.shard.shard_numel
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the parameter ends here."""
+        return self.stop == self.shard.shard_numel
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """What one reduction takes."""
+
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    column_numel: int
+    num_columns: int
+
+    @property
+    def number(self) -> int:
+        """Of the parameter that it begins with: the same on every rank, and another in buckets of other units."""
+        return self.pieces[0].shard.index
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all columns: what a rank hands to the reduction."""
+        return self.column_numel * self.num_columns * self.dtype.itemsize
+
+
+def cut(unit: Unit, num_shards: int, limit_numel: int, is_packed: bool = True) -> list[Bucket]:
+    """Cuts a unit's gradients into buckets, in the order of its parameters and of what they are added up in.
+
+    Args:
+        limit_numel: most elements of a bucket, all columns together; a column holds one element at least.
+        is_packed: False: every parameter has buckets of its own.
+    """
+    room = max(1, limit_numel // num_shards)
+    buckets: list[Bucket] = []
+    for dtype, alike in _by_dtype(unit.shards).items():
+        for group in [alike] if is_packed else [[shard] for shard in alike]:
+            buckets += _fill(dtype or unit.dtype, group, num_shards, room)
+    return buckets
+
+
+def largest_bucket(unit: Unit, num_shards: int, limit_numel: int, dtype: torch.dtype) -> int:
+    """Bytes of the largest bucket that a unit can be cut into, whatever its parameters are added up in up to `dtype`."""
+    shares = sum(shard.shard_numel for shard in unit.shards)
+    return min(shares, max(1, limit_numel // num_shards)) * num_shards * dtype.itemsize
+
+
+def put_in(bucket: Bucket, piece: Piece, grad: torch.Tensor | None, flat: torch.Tensor) -> None:
+    """Copies what a piece holds of a gradient into every column of a bucket's flat memory; zeros for None."""
+    columns = flat.view(bucket.num_columns, bucket.column_numel)
+    columns = columns[:, piece.place : piece.place + piece.stop - piece.start]
+    if grad is None:
+        columns.zero_()
+        return
+    share, source = piece.shard.shard_numel, grad.reshape(-1)
+    num_full, rest = divmod(piece.shard.numel, share)
+    columns[:num_full].copy_(source[: num_full * share].view(num_full, share)[:, piece.start : piece.stop])
+    if num_full < bucket.num_columns:
+        rest = min(max(0, rest - piece.start), piece.stop - piece.start)
+        begin = num_full * share + piece.start
+        columns[num_full, :rest].copy_(source[begin : begin + rest])
+        columns[num_full, rest:].zero_()
+        columns[num_full + 1 :].zero_()
+
+
+def _by_dtype(shards: Sequence[Shard]) -> dict[torch.dtype | None, list[Shard]]:
+    kinds: dict[torch.dtype | None, list[Shard]] = {}
+    for shard in shards:
+        if shard.shard_numel:
+            kinds.setdefault(shard.reduce_dtype, []).append(shard)
+    return kinds
+
+
+def _fill(dtype: torch.dtype, shards: Sequence[Shard], num_shards: int, room: int) -> Iterator[Bucket]:
+    pieces: list[Piece] = []
+    place = 0
+    for shard in shards:
+        start = 0
+        while start < shard.shard_numel:
+            stop = min(shard.shard_numel, start + room - place)
+            pieces.append(Piece(shard, start, stop, place))
+            place += stop - start
+            start = stop
+            if place == room:
+                yield Bucket(dtype, tuple(pieces), place, num_shards)
+                pieces, place = [], 0
+    if pieces:
+        yield Bucket(dtype, tuple(pieces), place, num_shards)
+
+
+# ---- Reduce: buckets of gradients, added up over ranks while backward goes on ----------------------------------------
+#
+#     start    a bucket has been filled: its reduction begins, and the gradients may be let go
+#     finish   the oldest one's end: waits, adds up, hands out this rank's column
+#
+#     stages 1 to 3            reduce-scatter: every rank gets the sum of its own column
+#     stage 0                  all-reduce: every rank gets the sum of the one column
+#     copies of parts (MiCS)   the column is then all-reduced among the ranks that hold copies of it
+#     reduce_scatter=False     all-reduce of all columns, of which a rank keeps its own: twice the bytes on the wire
+#     multi_rank_buckets=False a reduce of each column to its owner, one call for each rank; round_robin_gradients lets every
+#                              bucket begin with another owner, so that in turn each rank has its part to copy home first
+#
+# Between CPUs a reduce-scatter is an all-to-all, after which every rank adds up what it was sent in the order of ranks
+# (gloo would all-reduce the whole bucket instead, in an order that depends on an element's place in it). So there the
+# bits of a sum depend on the gradients and the number of ranks alone: on no bucket's size, no tier, no overlap. All-
+# reduces, reduces and NCCL add in an order of their own; with two ranks the bits are the same all the same.
+#
+# At most two reductions are under way (one without overlap): whoever starts a third finishes the first. What is under
+# way owns its buffers, which come from the arena on CPUs, where gradients are packed; a parameter reduced by itself is
+# sent from where autograd put it, if its size, dtype and layout allow.
+
+
+@dataclasses.dataclass(eq=False)
+class Reduction:
+    """One bucket under way, and what it occupies."""
+
+    what: str
+    bucket: Bucket
+    pending: Pending
+    filled: torch.Tensor  # all columns, as this rank gave them; after an all-reduce, their sums
+    received: torch.Tensor | None  # this rank's column, from every rank or added up; None: in `filled`
+    slot: Slot | None
+    start_ns: int
+    packed: PackedReduction | None = None  # sends 8-bit blocks of `filled`, and adds up what comes
+    others: Sequence[Pending] = ()  # reduces of columns of `filled` to other owners
+
+
+class Reducer:
+    """Starts and finishes reductions, oldest first.
+
+    Args:
+        pool: buffers of `buffer_bytes` of the largest bucket; None: they are torch's own, made for each bucket.
+    """
+
+    def __init__(self, topology: Topology, policy: OffloadPolicy, pool: Pool | None) -> None:
+        self._topology = topology
+        self._pool = pool
+        self._scatters = scatters(topology.num_shards, policy)
+        self._is_together = policy.multi_rank_buckets
+        self._is_round_robin = policy.round_robin_gradients
+        self._num_started = 0
+        self._most = num_under_way(policy)
+        self._under_way: collections.deque[Reduction] = collections.deque()
+        self._factor = 1.0 / predivided(topology.world, policy)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one must be finished before the next is started."""
+        return len(self._under_way) >= self._most
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._under_way
+
+    def start(self, what: str, bucket: Bucket, grads: Sequence[torch.Tensor | None], device: torch.device) -> None:
+        """Starts adding up a bucket. Collective; does not block. The gradients have been read when it returns.
+
+        Args:
+            grads: the whole gradient of each of its pieces; None for zeros. One that is reduced where it lies is taken over.
+        """
+        start_ns = time.monotonic_ns()
+        slot = self._pool.take() if self._pool is not None else None
+        filled = None if self._pool is not None else self._in_place(bucket, grads)
+        if filled is None:
+            filled = self._memory(slot, 0, bucket, device)
+            for piece, grad in zip(bucket.pieces, grads, strict=True):
+                put_in(bucket, piece, grad, filled)
+            if self._factor != 1.0:
+                filled.mul_(self._factor)
+        if self._scatters and self._topology.packs_reductions:
+            packed = PackedReduction(self._topology, filled, f"reducing {what}", bucket.number)
+            self._under_way.append(Reduction(what, bucket, packed.pending, filled, None, slot, start_ns, packed))
+            return
+        if self._scatters and not self._is_together:
+            mine, others = self._reduce_to_owners(f"reducing {what}", bucket, filled)
+            self._under_way.append(Reduction(what, bucket, mine, filled, None, slot, start_ns, others=others))
+            return
+        received, pending = self._send(f"reducing {what}", slot, bucket, filled)
+        self._under_way.append(Reduction(what, bucket, pending, filled, received, slot, start_ns))
+
+    def finish(self) -> tuple[Reduction, torch.Tensor]:
+        """The oldest reduction and this rank's column of its sums, which lasts until `release`. Blocks; raises RankLost."""
+        done = self._under_way.popleft()
+        try:
+            done.pending.wait()
+            return done, self._own_column(done)
+        except BaseException:
+            for pending in done.others:
+                pending.end()
+            self._give_back(done)
+            raise
+
+    def release(self, done: Reduction) -> None:
+        """Takes a reduction's buffers back. Blocks until all owners have their columns; raises RankLost."""
+        others, done.others = done.others, ()
+        try:
+            for pending in others:
+                pending.wait()
+        finally:
+            self._give_back(done)
+
+    def _give_back(self, done: Reduction) -> None:
+        if done.slot is not None:
+            assert self._pool is not None
+            self._pool.give_back(done.slot)
+            done.slot = None
+
+    def _own_column(self, done: Reduction) -> torch.Tensor:
+        if done.packed is not None:
+            return self._add_copies(done, done.packed.finish().to(done.bucket.dtype))
+        if done.received is None:
+            columns = done.filled.view(done.bucket.num_columns, done.bucket.column_numel)
+            mine = columns[self._topology.shard_rank]
+            return mine if not done.others else self._add_copies(done, mine)
+        parts = done.received.view(-1, done.bucket.column_numel)
+        for part in parts[1:]:
+            parts[0].add_(part)
+        return self._add_copies(done, parts[0])
+
+    def _add_copies(self, done: Reduction, column: torch.Tensor) -> torch.Tensor:
+        """Adds a column up over the ranks that hold copies of it; in place."""
+        if self._topology.num_replicas > 1:
+            call(self._topology, f"reducing {done.what}", dist.all_reduce, column, among="replica")
+        return column
+
+    def _in_place(self, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """A gradient that is a bucket as it lies in memory."""
+        grad = grads[0]
+        fits = len(grads) == 1 and grad is not None and grad.numel() == bucket.column_numel * bucket.num_columns
+        if not fits or grad is None or grad.dtype != bucket.dtype or not grad.is_contiguous() or self._factor != 1.0:
+            return None
+        return grad.view(-1)
+
+    def _reduce_to_owners(self, what: str, bucket: Bucket, filled: torch.Tensor) -> tuple[Pending, list[Pending]]:
+        """Starts a reduce of every column to the rank that it belongs to; returns this rank's, and the others."""
+        columns, group = filled.view(bucket.num_columns, bucket.column_numel), self._topology.group_of("shard")
+        first = self._num_started if self._is_round_robin else 0
+        self._num_started += 1
+        begun = {}
+        for owner in ((first + i) % bucket.num_columns for i in range(bucket.num_columns)):
+            target = dist.get_global_rank(group, owner)
+            begun[owner] = start(
+                self._topology, f"{what} to {owner}", dist.reduce, columns[owner], target, among="shard"
+            )
+        return begun.pop(self._topology.shard_rank), list(begun.values())
+
+    def _send(
+        self, what: str, slot: Slot | None, bucket: Bucket, filled: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Pending]:
+        if not self._scatters:
+            return None, start(self._topology, what, dist.all_reduce, filled)
+        if filled.device.type == "cpu":
+            received = self._memory(slot, filled.nbytes, bucket, filled.device)
+            return received, swap_rows(self._topology, what, received, filled, "shard", bucket.number)
+        received = torch.empty(bucket.column_numel, dtype=bucket.dtype, device=filled.device)
+        return received, start(self._topology, what, dist.reduce_scatter_tensor, received, filled, among="shard")
+
+    def _memory(self, slot: Slot | None, offset: int, bucket: Bucket, device: torch.device) -> torch.Tensor:
+        if slot is None:
+            return torch.empty(bucket.column_numel * bucket.num_columns, dtype=bucket.dtype, device=device)
+        return slot.tensor[offset : offset + bucket.num_bytes].view(bucket.dtype)
+
+
+def scatters(num_shards: int, policy: OffloadPolicy) -> bool:
+    """Whether ranks get their own columns only."""
+    return num_shards > 1 and policy.reduce_scatter
+
+
+def predivided(world: int, policy: OffloadPolicy) -> float:
+    """What gradients are divided by before they are added up."""
+    if world == 1:
+        return 1.0
+    return float(world if policy.predivide_factor == "ranks" else policy.predivide_factor)
+
+
+def num_under_way(policy: OffloadPolicy) -> int:
+    """Most reductions under way at once."""
+    return 2 if policy.overlap_reduce else 1
+
+
+def buffer_bytes(bucket_bytes: int, num_shards: int, policy: OffloadPolicy) -> int:
+    """Bytes of memory that a bucket needs between CPUs: itself, and as much again for what other ranks send.
+
+    What is added up by the backend takes no second one.
+    """
+    return bucket_bytes * (2 if scatters(num_shards, policy) and policy.multi_rank_buckets else 1)

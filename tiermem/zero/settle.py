@@ -1,0 +1,263 @@
+"""Settle: what a model's parameters hold goes to where their units rest, one parameter at a time; what is refused before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.swap.accelerator import is_accelerator, new_stream
+from tiermem.swap.arena import Pool
+from tiermem.zero import registry
+from tiermem.zero.absent import ZeroParamStatus, absent_part, describe, undescribe
+from tiermem.zero.collectives import share
+from tiermem.zero.gather import Gather, NearGather, Secondary, UnitGather, secondary_numel
+from tiermem.zero.init_params import Nursery
+from tiermem.zero.packed import PackedGather
+from tiermem.zero.plan import Plan, Pools, keeps_initial_master, keeps_secondary
+from tiermem.zero.quantised import pack_into
+from tiermem.zero.state_layout import StatePieces, keeps_sums, weight_runs
+from tiermem.zero.unit import Shard, Unit
+from tiermem.zero.unit_state import LiveUnit, UnitMemory, become, can_swap_pointers
+from tiermem.zero.values import Values, initial_master
+
+# ---- Admission: what a model may not hold, asked before a byte is moved ----------------------------------------------
+#
+#     lazy parameters      have no shape yet: nothing can be planned
+#   sparse embeddings    their gradients are lists of rows, which are neither reduced nor stepped here (frozen ones are welcome)
+#     max_norm embeddings  they write weights in forward, where a copy may be; the master is not (frozen ones are welcome)
+#     complex parameters   no optimizer here steps them (frozen ones are welcome)
+#
+# What depends on the policy (dtypes of masters, sizes of buffers) is asked where it is planned (plan.py, unit.py).
+
+
+def check_model(model: nn.Module, is_trained: bool) -> None:
+    """Raises ValueError for a model that cannot be partitioned, naming the parameter or module and what to change."""
+    for name, param in model.named_parameters():
+        if is_lazy(param):
+            raise ValueError(
+                f"parameter {name!r} has no shape yet (a lazy module): call the model once before it is sharded"
+            )
+        if is_trained and param.requires_grad and param.is_complex():
+            raise ValueError(
+                f"parameter {name!r} is {param.dtype}, which no optimizer here steps: keep torch.view_as_real of it as the "
+                "parameter and torch.view_as_complex that in forward, or freeze it"
+            )
+    for name, module in model.named_modules():
+        if is_trained and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.weight.requires_grad:
+            _check_embedding(name, module)
+
+
+def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    if module.sparse:
+        raise ValueError(
+            f"module {name!r} makes sparse gradients, which are neither reduced nor stepped here: build it with "
+            "sparse=False, or freeze it"
+        )
+    if module.max_norm is not None:
+        raise ValueError(
+            f"module {name!r} has max_norm={module.max_norm}: it writes its weights in forward, where they are a copy of what "
+            "is stepped, so that would be lost. Build it with max_norm=None and divide the rows that it looks up by their "
+            "norms, or freeze it"
+        )
+
+
+# ---- Settling: what a model's parameters hold goes to where their units rest, one parameter at a time ----------------
+#
+#     a parameter's whole value                    this rank's part, in the unit's shard layout
+#       rank 0's, shared with all     ----------->   resident   the unit's storage for life (and, for a gather, its shard)
+#       a nursery's (zero.Init)                      HOST       an entry of the store
+#                                                    NVME       through a buffer, then an entry of the store
+#                                                    packed     int8 codes and scales, on HOST or NVME
+#
+# Beside it go the fp32 values that a first step starts from (`master_from="init"`). A parameter gives up what it held
+# as soon as its part is home, so that a model needs room for itself once. What happens to units afterwards is weights/.
+
+
+def settle(units: Iterable[Unit], plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools) -> list[LiveUnit]:
+    """Sends every unit's weights home; what they rest in is the store's. Collective; blocks; raises OSError.
+
+    Registering the memory that is taken here is left to `TensorStore.settle`.
+    """
+    settler = _Settler(plan, policy, values, pools)
+    return [settler.send_home(unit) for unit in units]
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Takes a model's buffers to a device, those that share a tensor together."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                module._buffers[name] = moved[buffer]
+
+
+def show_parts(units: Iterable[LiveUnit]) -> None:
+    """Gives the parameters of partitioned units the documented attributes (absent.py)."""
+    for live in units:
+        for shard in live.unit.shards:
+            part = absent_part(shard.shard_numel, live.unit.dtype)
+            if live.shard is not None:
+                part = live.shard[shard.shard_offset : shard.shard_offset + shard.shard_numel]
+            is_there = live.unit.is_resident
+            status = ZeroParamStatus.AVAILABLE if is_there else ZeroParamStatus.NOT_AVAILABLE
+            describe(shard.param, shard.index, shard.shape, part, status)
+
+
+def release(units: Iterable[LiveUnit], keeps_residents: bool) -> None:
+    """The opposite: parameters are ordinary ones for good, without gradients, and no longer enrolled.
+
+    keeps_residents: those that are always present take copies of their values, since their storage is the store's.
+    """
+    units = list(units)
+    for live in units:
+        live.await_home()  # which goes with the store
+        live.part_with()
+    for live in units:
+        for shard in live.unit.shards:
+            shard.param.grad = None
+            if keeps_residents and live.unit.is_resident:
+                shard.param.data = shard.param.data.clone()
+            registry.dismiss(shard.param)
+            undescribe(shard.param)
+
+
+class _Settler:
+    """Lives while units go home."""
+
+    def __init__(self, plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools) -> None:
+        self._plan = plan
+        self._policy = policy
+        self._values = values
+        self._store = values.store
+        self._topology = values.topology
+        self._device = values.device
+        self._pool: Pool | None = pools.units or pools.shards  # what a unit that rests on NVMe is filled in
+        self._wires = pools.wires
+        self._may_swap = can_swap_pointers()
+        self._is_accelerated = is_accelerator(self._device)
+        self._owner = new_stream(self._device) if self._is_accelerated else None
+
+    def send_home(self, unit: Unit) -> LiveUnit:
+        """Moves a unit's weights to where they rest, one parameter at a time."""
+        if unit.is_resident:
+            return self._make_resident(unit)
+        home, entry = self._plan.unit_homes[unit.index], f"param/{unit.index}/{unit.name}"
+        if home is not Tier.NVME and self._topology.num_shards == 1 and not self._is_accelerated and not unit.is_packed:
+            unit.is_resident = True  # one of `host_param_numel`: it is present where it rests
+            return self._make_resident(unit)
+        numel = unit.shard_bytes // unit.rests_as.itemsize
+        if home is Tier.DEVICE and not self._is_accelerated:
+            home = Tier.HOST
+        self._store.reserve(entry, (numel,), unit.rests_as, home, crosses_link=self._is_accelerated)
+        memory = UnitMemory(unit, self._device, self._may_swap, self._owner)
+        if home is not Tier.NVME:
+            shard = self._store.view(entry)
+            self._fill(unit, shard)
+            memory.hide()
+            return LiveUnit(unit, memory, None, shard, self._gather_of(unit, memory))
+        self._protect(unit, entry)
+        assert self._pool is not None
+        slot = self._pool.take()
+        assert slot is not None
+        self._fill(unit, slot.tensor[: unit.shard_bytes].view(unit.rests_as))
+        self._store.write([(entry, 0, slot.tensor[: unit.shard_bytes])], entry).wait()
+        self._pool.give_back(slot)
+        memory.hide()
+        return LiveUnit(unit, memory, entry, None, self._gather_of(unit, memory))
+
+    def _protect(self, unit: Unit, entry: str) -> None:
+        """Gives a unit's weights on NVMe checksums, cut where tiles usually are."""
+        if keeps_sums(self._policy):
+            step = self._plan.tile_numel if unit.is_trainable else 0
+            cuts = range(step, unit.shard_numel, step) if step else ()
+            runs = weight_runs(unit, self._topology.shard_rank, cuts)
+            self._store.sums.protect(entry, StatePieces(runs).pieces)
+
+    def _gather_of(self, unit: Unit, memory: UnitMemory) -> Gather | None:
+        """How a unit is gathered; None: it is not, since it rests as it is present."""
+        policy, topology = self._policy, self._topology
+        if unit.is_packed or (policy.quantised_gather and unit.dtype.is_floating_point):
+            plain: Gather = PackedGather(topology, unit, memory.full, self._wires)
+        elif topology.num_shards > 1:
+            plain = UnitGather(topology, unit, memory.full, policy.gather_way)
+        else:
+            return None
+        if not keeps_secondary(policy, topology.num_shards):
+            return plain
+        assert topology.across is not None
+        name, numel = f"secondary/{unit.index}/{unit.name}", secondary_numel(unit, topology.across.size)
+        home = Tier.DEVICE if self._is_accelerated else Tier.HOST
+        self._store.reserve(name, (numel,), memory.full.dtype, home)
+        return NearGather(Secondary(topology, unit, self._store.view(name)), plain, memory.full)
+
+    def _make_resident(self, unit: Unit) -> LiveUnit:
+        memory = UnitMemory(unit, self._device, self._may_swap, self._owner)
+        if not self._is_accelerated:
+            memory.hold(self._store.arena.take(unit.full_bytes, f"resident unit {unit.name!r}"))
+        else:
+            memory.allocate()
+        shard = memory.full
+        steps_there = self._is_accelerated and self._plan.states is Tier.DEVICE
+        if self._topology.num_shards > 1 or (self._is_accelerated and not steps_there):
+            entry, home = f"param/{unit.index}/{unit.name}", Tier.DEVICE if steps_there else Tier.HOST
+            self._store.reserve(entry, (unit.shard_numel,), unit.dtype, home, crosses_link=self._is_accelerated)
+            shard = self._store.view(f"param/{unit.index}/{unit.name}")
+        self._fill(unit, shard)
+        if shard is not memory.full:
+            self._values.regather(unit, shard, memory)
+        memory.show()
+        return LiveUnit(unit, memory, None, shard)
+
+    def _fill(self, unit: Unit, shard: torch.Tensor) -> None:
+        """Writes this rank's part of every parameter of a unit into its shard layout; rank 0's values win."""
+        shard.zero_()
+        if keeps_initial_master(unit, self._policy):
+            home = Tier.NVME if self._policy.optim is Tier.NVME else Tier.HOST
+            self._store.reserve(initial_master(unit), (unit.shard_numel,), torch.float32, home, is_durable=False)
+        for part in unit.shards:
+            if unit.is_packed:
+                plain = torch.zeros(part.shard_numel, dtype=unit.dtype)
+                self._fill_part(part, plain)
+                pack_into(shard, unit.packed_numel, plain, part.shard_offset)
+                _forget_values(part, self._device)
+                continue
+            piece = shard[part.shard_offset : part.shard_offset + part.shard_numel]
+            if initial_master(unit) in self._store:
+                values = torch.zeros(part.shard_numel)
+                self._fill_part(part, values)
+                self._values.put_initial_master(unit, part, values)
+                piece.copy_(values)
+            else:
+                self._fill_part(part, piece)
+            _forget_values(part, self._device)
+
+    def _fill_part(self, part: Shard, out: torch.Tensor) -> None:
+        """Writes this rank's part of a parameter that has not been sharded yet; the padding is left."""
+        keeper = registry.keeper_of(part.param)
+        if isinstance(keeper, Nursery) and keeper.topology == self._topology:
+            keeper.move_part(part.param, out)
+            return
+        if isinstance(keeper, Nursery):
+            value = keeper.whole(part.param)
+            keeper.move_part(part.param, None)
+        else:
+            value = part.param.detach().contiguous()
+            if self._topology.group is not None and part.numel:
+                if not is_accelerator(value.device):
+                    value = value.to(self._topology.control_device)
+                share(self._topology, value, f"sharing {part.name}")
+        first = part.shard_numel * self._topology.shard_rank
+        mine = value.view(-1)[first : first + part.shard_numel]
+        out[: mine.numel()].copy_(mine)
+
+
+def _forget_values(part: Shard, device: torch.device) -> None:
+    """Lets go of what a parameter held before it was sharded; it is on the device from here on."""
+    part.param.grad = None
+    become(part.param, torch.empty(0, dtype=part.param.dtype, device=device))

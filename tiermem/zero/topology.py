@@ -1,0 +1,400 @@
+"""Topology: which ranks share the parts of a tensor, which hold copies of a part, and the process groups for both."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tiermem.policy import OffloadPolicy
+from tiermem.swap.accelerator import control_device
+from tiermem.swap.paths import AnyPath, NvmePath, as_paths
+from tiermem.zero.failures import RollCall, Traffic, Watch
+
+# ---- Topology: which ranks share the parts of a tensor, and which hold copies of the same part -----------------------
+#
+#     stage 0        every rank holds everything (shards = 1), gradients are averaged over all ranks (replicas = world)
+#     stage 1 to 3   every rank holds one part (shards = world), nobody holds a copy (replicas = 1)
+#     MiCS           ranks share the parts in groups (shards = the group's size), replicas across the groups (topology.py)
+#
+# Gradients are added up among those that share the parts, each getting its own, and then among those that hold copies
+# of that one. One process without a process group is a world of one rank; no group is made for it.
+
+
+class Peers(NamedTuple):
+    """Ranks that call a collective together, and this rank's place among them."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """This rank's place. `group` is None in a world of one. Topologies are equal when they cut parameters alike."""
+
+    group: dist.ProcessGroup | None  # all data-parallel ranks
+    rank: int
+    world: int
+    num_shards: int
+    shard_rank: int
+    roll_call: RollCall | None = dataclasses.field(default=None, compare=False)
+    timeout_s: float = dataclasses.field(default=1800.0, compare=False)  # longest wait for the other ranks
+    traffic: Traffic = dataclasses.field(default_factory=Traffic, compare=False)
+    watch: Watch | None = dataclasses.field(default=None, compare=False)  # of waits for others; None in a world of one
+    shard_group: dist.ProcessGroup | None = dataclasses.field(default=None, compare=False)  # None: one shard
+    replica_group: dist.ProcessGroup | None = dataclasses.field(default=None, compare=False)  # None: no copies
+    across: Peers | None = dataclasses.field(default=None, compare=False)  # this place on every node of the shard group
+    within: Peers | None = dataclasses.field(default=None, compare=False)  # the shard group's ranks on this node
+    gathers_in_stages: bool = dataclasses.field(default=False, compare=False)  # across nodes first, then within
+    packs_reductions: bool = dataclasses.field(default=False, compare=False)  # gradients cross as 8-bit blocks
+    replica: int = dataclasses.field(default=0, compare=False)  # which copy of its part this rank holds
+    mesh: DeviceMesh | None = dataclasses.field(
+        default=None, compare=False
+    )  # of those, where there are parts (topology.py)
+    control_device: torch.device = dataclasses.field(
+        default=torch.device("cpu"), compare=False
+    )  # where the group takes small tensors, and values of the CPU
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Every group that this rank calls collectives in, each once."""
+        near = [peers.group for peers in (self.across, self.within) if peers is not None]
+        every = [self.group, self.shard_group, self.replica_group, *near]
+        return list(dict.fromkeys(group for group in every if group is not None))
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold a copy of this rank's part."""
+        return self.world // self.num_shards
+
+    def group_of(self, among: str) -> dist.ProcessGroup:
+        """The ranks of a dimension: "world" (all), "shard", "replica", "across" or "within"."""
+        peers = self.across if among == "across" else self.within
+        near = peers.group if peers is not None else None
+        groups = {"world": self.group, "shard": self.shard_group, "replica": self.replica_group}
+        group = groups.get(among, near)
+        assert group is not None, f"nobody to call {among!r}"  # torch would take the world for it
+        return group
+
+
+def find_topology(
+    stage: int,
+    group: dist.ProcessGroup | None = None,
+    timeout_s: float = 1800.0,
+    device: torch.device | None = None,
+) -> Topology:
+    """The topology of a ZeRO stage over a process group (default: the world, if torch.distributed is initialised).
+
+    Does not wait for the other ranks: the first agreement (agreement.py) does. Raises ValueError for a group that takes no
+    tensors of the device.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return Topology(None, 0, 1, 1, 0)
+    group = group or dist.group.WORLD
+    assert group is not None
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if world == 1:
+        return Topology(None, 0, 1, 1, 0)
+    bound_waits(group, timeout_s)
+    control = control_device(group, device or torch.device("cpu"))
+    ranks, traffic = dist.get_process_group_ranks(group), Traffic()
+    roll_call, watch = RollCall(ranks), Watch(ranks, traffic)
+    found = Topology(
+        group, rank, world, 1, 0, roll_call, timeout_s, traffic, watch, replica_group=group, control_device=control
+    )
+    if stage == 0:
+        return found
+    return dataclasses.replace(found, num_shards=world, shard_rank=rank, replica_group=None, shard_group=group)
+
+
+def bound_waits(group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Gives gloo our time-out as well: its threads would wait for as long as the group was made to, and the exit for them."""
+    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # private: without it only the exit is slower
+    if set_timeout is not None and "cpu:gloo" in dist.get_backend_config(group):
+        set_timeout(timedelta(seconds=timeout_s), group)
+
+
+def ranks_per_node() -> int:
+    """Ranks that share this node's memory and cores: torchrun says so in LOCAL_WORLD_SIZE; else all of them."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def paths_of_rank(paths: AnyPath | Sequence[AnyPath]) -> tuple[NvmePath, ...]:
+    """The paths with this rank's share of their caps, which are per node."""
+    ranks = ranks_per_node()
+    return tuple(
+        path if path.max_bytes is None else dataclasses.replace(path, max_bytes=max(1, path.max_bytes // ranks))
+        for path in as_paths(paths)
+    )
+
+
+def fair_threads() -> int:
+    """This rank's share of the cores it may run on, at least one."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks_per_node())
+
+
+def fair_cores() -> tuple[int, ...]:
+    """The cores of that share: no two ranks of a node have one in common, where there is one for each."""
+    cores, share, ranks = sorted(os.sched_getaffinity(0)), fair_threads(), ranks_per_node()
+    if share * ranks > len(cores):
+        return ()
+    local_rank = 0 if ranks == 1 else int(os.environ.get("LOCAL_RANK", dist.get_rank() % ranks))
+    return tuple(cores[local_rank * share : (local_rank + 1) * share])
+
+
+def give_fair_threads() -> int:
+    """Sets torch's threads to the fair share (torchrun sets OMP_NUM_THREADS=1) and returns it."""
+    threads = fair_threads()
+    if torch.get_num_threads() != threads and ranks_per_node() > 1:
+        torch.set_num_threads(threads)
+    return threads
+
+
+# ---- Mesh: the process groups inside the data-parallel ranks, for sharding within a part of them (MiCS) and near -----
+# them (hpZ)
+#
+# Ranks are counted through three dimensions, the last one fastest, and make a DeviceMesh of them:
+#
+#     replica   ranks that hold the same part              world / num_shards of them
+#     across    nodes that a shard group spreads over      num_shards / num_within
+#     within    ranks of a shard group on one node         num_within
+#
+#         rank = (replica x num_across + across) x num_within + within       shard_rank = across x num_within + within
+#
+#     8 ranks, 4 to a node, shards in fours      replica 2, across 1, within 4     {0 1 2 3} {4 5 6 7}
+#     8 ranks, 2 to a node, shards in fours      replica 2, across 2, within 2     {0 1|2 3} {4 5|6 7}
+#     8 ranks, 4 to a node, one shard group      replica 1, across 2, within 4     {0 1 2 3|4 5 6 7}
+#
+# Ranks are near when they share a node (LOCAL_WORLD_SIZE) or, with hpZ, when they keep a secondary copy together. A
+# shard group that nothing gathers or reduces in two stages is one row: across 1. Dimensions of one rank are left out of
+# the mesh. Sizes that do not divide are refused with the arithmetic before any group is made.
+
+# Parts of a group by their ranks. torch finds the members of a group by a name made of their ranks, under which the keys of a
+# destroyed one are still in the store: a group is made once for every list of ranks, whoever asks.
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+_ASIDE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+class Layout(NamedTuple):
+    """Sizes of the three dimensions."""
+
+    num_replicas: int
+    num_across: int
+    num_within: int
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share one copy of the states."""
+        return self.num_across * self.num_within
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """A rank's place in each dimension."""
+        outer, within = divmod(rank, self.num_within)
+        return outer // self.num_across, outer % self.num_across, within
+
+    def peers(self, rank: int, dimension: str) -> list[int]:
+        """The ranks that differ from this one in a dimension alone ("shard": in across and within), in order."""
+        replica, across, within = self.place(rank)
+        replicas = range(self.num_replicas) if dimension == "replica" else (replica,)
+        nodes = range(self.num_across) if dimension in ("across", "shard") else (across,)
+        locals_ = range(self.num_within) if dimension in ("within", "shard") else (within,)
+        return [(r * self.num_across + a) * self.num_within + w for r in replicas for a in nodes for w in locals_]
+
+
+def plan_layout(world: int, policy: OffloadPolicy, ranks_on_node: int) -> Layout:
+    """The layout of `world` data-parallel ranks under a policy. Raises ValueError when sizes do not divide."""
+    if policy.stage == 0:
+        return Layout(world, 1, 1)
+    num_shards = policy.shard_group_size or world
+    if world % num_shards:
+        raise ValueError(
+            f"shard_group_size={num_shards} (mics_shard_size in a config) does not divide the {world} data-parallel ranks: "
+            f"{world} = {world // num_shards} x {num_shards} + {world % num_shards}. Allowed are {_divisors(world)}"
+        )
+    num_within = _num_within(num_shards, policy, ranks_on_node)
+    if num_shards % num_within:
+        raise ValueError(
+            f"secondary_group_size={num_within} (zero_hpz_partition_size in a config) does not divide the {num_shards} ranks "
+            f"that share the parameters: {num_shards} = {num_shards // num_within} x {num_within} + {num_shards % num_within}. "
+            f"Allowed are {_divisors(num_shards)}"
+        )
+    return Layout(world // num_shards, num_shards // num_within, num_within)
+
+
+def plan_topology(world: int, policy: OffloadPolicy, ranks_on_node: int) -> Topology:
+    """Rank 0's place among ranks that are not there: sizes without groups, for plans. Raises ValueError as `plan_layout`."""
+    layout = plan_layout(world, policy, ranks_on_node)
+    has_stages = layout.num_across > 1 and layout.num_within > 1
+    return Topology(
+        None,
+        0,
+        world,
+        layout.num_shards,
+        0,
+        across=Peers(None, 0, layout.num_across) if has_stages else None,
+        within=Peers(None, 0, layout.num_within) if has_stages else None,
+        gathers_in_stages=has_stages and policy.two_stage_gather,
+        packs_reductions=policy.quantised_reduction and layout.num_shards > 1,
+    )
+
+
+def numbered(topology: Topology, parts: Sequence[int]) -> Topology:
+    """All ranks of a topology share parameters, each keeping the part that is said: `parts`, in the order of ranks.
+
+    Collective over the topology's ranks; blocks. Raises ValueError where torch cannot make a group in such an order.
+    """
+    ranks = _in_order_of_parts(topology, parts)
+    return dataclasses.replace(
+        topology, shard_rank=parts[topology.rank], shard_group=_group_of(topology, ranks, "shard")
+    )
+
+
+def arrange(
+    topology: Topology,
+    policy: OffloadPolicy,
+    ranks_on_node: int,
+    device_type: str = "cpu",
+    parts: Sequence[int] | None = None,
+) -> Topology:
+    """This rank's place and groups under a policy; `topology` as it is when that needs no groups of its own.
+
+    parts: the place that each rank takes in the three dimensions, in the order of ranks; default: that of its number.
+
+    Collective over the topology's ranks, which must have agreed on the policy before; blocks. Groups are made once and live as
+    long as the topology's own. Raises ValueError when sizes do not divide.
+    """
+    layout = plan_layout(topology.world, policy, ranks_on_node)
+    if topology.group is None:
+        return topology
+    own = range(topology.world) if parts is None else parts
+    everyone, place = _in_order_of_parts(topology, own), own[topology.rank]
+    has_stages = layout.num_across > 1 and layout.num_within > 1
+    groups: dict[str, dist.ProcessGroup] = {}
+    for dimension in ("replica", "shard", *(("across", "within") if has_stages else ())):
+        ranks = [everyone[r] for r in layout.peers(place, dimension)]
+        if ranks == dist.get_process_group_ranks(topology.group):
+            groups[dimension] = topology.group
+        elif len(ranks) > 1:
+            groups[dimension] = _group_of(topology, ranks, dimension)
+    has_parts = any(group is not topology.group for group in groups.values())
+    replica, across, within = layout.place(place)
+    return dataclasses.replace(
+        topology,
+        num_shards=layout.num_shards,
+        shard_rank=across * layout.num_within + within,
+        shard_group=groups.get("shard"),
+        replica_group=groups.get("replica"),
+        across=Peers(groups["across"], across, layout.num_across) if has_stages else None,
+        within=Peers(groups["within"], within, layout.num_within) if has_stages else None,
+        gathers_in_stages=has_stages and policy.two_stage_gather,
+        packs_reductions=policy.quantised_reduction and layout.num_shards > 1,
+        replica=replica,
+        mesh=_mesh(layout, everyone, groups, device_type) if has_parts else None,
+    )
+
+
+def ranks_of(
+    given: dist.ProcessGroup | DeviceMesh | None, policy: OffloadPolicy
+) -> tuple[dist.ProcessGroup | None, OffloadPolicy]:
+    """The data-parallel ranks that a user names by a group or a mesh, and the policy with what the mesh says.
+
+    A mesh of one dimension is its group. One of two is (replicas, shards), as torch's `fully_shard` takes it, and holds all
+    ranks: its second size is the policy's `shard_group_size`. Raises ValueError for other meshes.
+    """
+    if not isinstance(given, DeviceMesh):
+        return given, policy
+    if given.ndim == 1:
+        return given.get_group(), policy
+    sizes, ranks = tuple(given.mesh.shape), given.mesh.flatten().tolist()
+    if given.ndim != 2 or ranks != list(range(dist.get_world_size())):
+        raise ValueError(
+            f"a mesh of sizes {sizes} over ranks {ranks} given; allowed are one dimension, or (replicas, shards) "
+            f"that hold all {dist.get_world_size()} ranks in their order"
+        )
+    if policy.shard_group_size not in (None, sizes[1]):
+        raise ValueError(
+            f"shard_group_size={policy.shard_group_size} with a mesh that shards over {sizes[1]} ranks: leave one of them out"
+        )
+    return dist.group.WORLD, dataclasses.replace(policy, shard_group_size=sizes[1])
+
+
+def _num_within(num_shards: int, policy: OffloadPolicy, ranks_on_node: int) -> int:
+    """Ranks of a shard group that are near each other; all of it where nothing happens in two stages."""
+    if policy.secondary_group_size > 1:
+        return policy.secondary_group_size
+    has_two_stages = policy.two_stage_gather or policy.quantised_reduction
+    return ranks_on_node if has_two_stages and num_shards % ranks_on_node == 0 else num_shards
+
+
+def _in_order_of_parts(topology: Topology, parts: Sequence[int]) -> list[int]:
+    """The topology's ranks by what they keep."""
+    assert topology.group is not None
+    ranks = dist.get_process_group_ranks(topology.group)
+    return [ranks[index] for index in sorted(range(len(ranks)), key=lambda index: parts[index])]
+
+
+def _group_of(topology: Topology, ranks: list[int], dimension: str) -> dist.ProcessGroup:
+    """The process group of some of the topology's ranks; only they call this, in the same order as their other groups."""
+    assert topology.group is not None
+    made = _GROUPS.setdefault(topology.group, {})
+    order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    if order and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise ValueError(
+            f"ranks were given parts in the order {ranks} (get_partition_rank of a zero.Init), but torch {torch.__version__} "
+            "makes groups in the order of ranks alone: take a newer one, or leave the parts in that order"
+        )
+    if tuple(ranks) not in made:
+        made[tuple(ranks)] = dist.new_group(
+            ranks,
+            timeout=timedelta(seconds=topology.timeout_s),
+            backend=dist.get_backend_config(topology.group),
+            use_local_synchronization=True,
+            group_desc=f"tiermem {dimension}",
+            **order,
+        )
+    bound_waits(made[tuple(ranks)], topology.timeout_s)
+    return made[tuple(ranks)]
+
+
+def group_aside(topology: Topology) -> dist.ProcessGroup:
+    """All ranks of a topology once more, for what a thread calls while others train: over gloo, on any device.
+
+    Collective the first time; made once.
+    """
+    assert topology.group is not None
+    if topology.group not in _ASIDE:
+        _ASIDE[topology.group] = dist.new_group(
+            dist.get_process_group_ranks(topology.group),
+            timeout=timedelta(seconds=topology.timeout_s),
+            backend="gloo",
+            use_local_synchronization=True,
+            group_desc="tiermem aside",
+        )
+    return _ASIDE[topology.group]
+
+
+def _mesh(layout: Layout, everyone: list[int], groups: dict[str, dist.ProcessGroup], device_type: str) -> DeviceMesh:
+    """The dimensions of several ranks as a DeviceMesh; `shard` stands for `across` and `within` where these are one row."""
+    sizes = {"replica": layout.num_replicas}
+    if "within" in groups:
+        sizes |= {"across": layout.num_across, "within": layout.num_within}
+    else:
+        sizes["shard"] = layout.num_shards
+    sizes = {name: size for name, size in sizes.items() if size > 1}
+    ranks = torch.tensor(everyone).view(*sizes.values())
+    return DeviceMesh.from_group([groups[n] for n in sizes], device_type, ranks, mesh_dim_names=tuple(sizes))
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -1,0 +1,229 @@
+"""Curves: one small model trained with its states in several precisions, the losses beside each other.
+
+    the demo's data, byte by byte --> a Llama of 0.9 M parameters in bf16 --> 300 steps of AdamW, warmed up, cosine to nothing
+                                  --> under each preset, for each seed    --> table, JSON, picture
+
+Weights, data and their order are the same for every preset and others for every seed, so curves of one seed differ by what
+the states lose, and by chance: training is chaotic, and a change of one bit moves the final loss by some tenths of a per
+cent. That is why there are several seeds, and why the standard error of what they say stands beside it. The final loss is
+the mean of the last tenth of the steps. How fast a step is nobody asks here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import tiermem
+from tiermem.precision import PRESETS
+from tiermem.tools.corpus import Corpus, TokenDataset
+from tiermem.tools.machine import caption, machine_facts
+from tiermem.tools.presets import ModelShape
+from tiermem.tools.run_record import save_json
+from tiermem.tools.words import check_outputs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import nn
+
+
+MADE_BY = "tiermem bench curves"
+SHAPE: ModelShape = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "use_cache": False,
+}
+_SEQ, _BATCH, _LR, _WARMUP_STEPS = 128, 8, 1e-3, 20
+_SMOOTHED = 15  # steps of the moving mean in the picture
+_COLOURS = {"exact": "#4c78a8", "compact": "#54a24b", "tiny": "#f58518", "bf16": "#e45756"}
+
+
+@dataclasses.dataclass(frozen=True)
+class CurvesOptions:
+    """What was asked for. Raises ValueError for what cannot be drawn."""
+
+    steps: int = 300
+    presets: Sequence[str] = ("exact", "compact", "tiny", "bf16")
+    data: Sequence[Path] = ()
+    seed: int = 0
+    repeats: int = 3
+    """Seeds, from `seed` on."""
+    json_file: Path | None = None
+    plot_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.plot_file is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib: pip install 'tiermem[plots]'")
+        if self.steps < 1:
+            raise ValueError(f"--steps is {self.steps}; it must be at least 1")
+        if self.repeats < 1:
+            raise ValueError(f"--repeats is {self.repeats}; it must be at least 1")
+        unknown = [name for name in self.presets if name not in PRESETS]
+        if unknown or not self.presets or len(set(self.presets)) < len(self.presets):
+            given = ",".join(self.presets)
+            raise ValueError(f"--presets is {given!r}; allowed are some of {', '.join(PRESETS)}, each once")
+
+
+def bench_curves(options: CurvesOptions, console: Console) -> int:
+    """Trains under every preset, reports, and returns the exit status. Raises ValueError and OSError for the options."""
+    check_outputs([options.json_file, options.plot_file], MADE_BY)
+    seeds = range(options.seed, options.seed + options.repeats)
+    corpora = {seed: Corpus(options.data, _SEQ, seed) for seed in seeds}
+    losses: dict[str, list[list[float]]] = {name: [] for name in options.presets}
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("training", total=options.steps * len(options.presets) * len(seeds))
+        for seed, name in itertools.product(seeds, options.presets):
+            progress.update(task, description=f"training, states {name}, seed {seed}")
+            curve = train_curve(name, corpora[seed], options.steps, seed, lambda: progress.advance(task))
+            losses[name].append(curve)
+    figures = {
+        "made_by": MADE_BY,
+        "machine": machine_facts(),
+        "model": SHAPE,
+        "tokens_per_step": _BATCH * _SEQ,
+        "lr": _LR,
+        "steps": options.steps,
+        "seeds": list(seeds),
+        "rows": rows_of(losses),
+    }
+    console.print(_table(figures))
+    if options.json_file is not None:
+        save_json(options.json_file, figures)
+    if options.plot_file is not None:
+        draw_curves(figures).savefig(options.plot_file, dpi=130, metadata={"Software": MADE_BY})
+    return 0
+
+
+def train_curve(name: str, corpus: Corpus, steps: int, seed: int, on_step: Any = lambda: None) -> list[float]:
+    """The loss of every step of a fresh model whose states are kept as a preset says."""
+    engine, _, _, _ = tiermem.initialize(model=_build(seed), config=_config(name, steps, seed))
+    dataset, device = TokenDataset(corpus), torch.device("cpu")
+    losses = []
+    try:
+        for step in range(steps):
+            loss = engine(**dataset.batch(step, _BATCH, device)).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+            on_step()
+    finally:
+        engine.close()
+    return losses
+
+
+def rows_of(losses: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
+    """A row per preset: its parts, its mean curve, and how its final losses stand to the first preset's, seed by seed."""
+    finals = {
+        name: [statistics.fmean(curve[-max(1, len(curve) // 10) :]) for curve in own] for name, own in losses.items()
+    }
+    first = next(iter(finals.values()))
+    rows = []
+    for name, own in losses.items():
+        apart = [mine / other - 1.0 for mine, other in zip(finals[name], first, strict=True)]
+        row = {
+            "preset": name,
+            **{part: getattr(PRESETS[name], part) for part in ("master", "moments", "grads", "rounding")},
+            "final_loss": statistics.fmean(finals[name]),
+            "against_first": statistics.fmean(apart),
+            "standard_error": statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else None,
+            "against_first_by_seed": apart,
+            "losses": [statistics.fmean(at_step) for at_step in zip(*own, strict=True)],
+            "losses_by_seed": own,
+        }
+        rows.append(row)
+    return rows
+
+
+def draw_curves(figures: dict[str, Any]) -> Figure:
+    """Losses over steps, and below them how far each is from the first; moving means."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (top, bottom) = pyplot.subplots(
+        2, 1, figsize=(9, 6.4), sharex=True, layout="constrained", gridspec_kw={"height_ratios": (2, 1)}
+    )
+    first = _smoothed(figures["rows"][0]["losses"])
+    for row in figures["rows"]:
+        curve, colour = _smoothed(row["losses"]), _COLOURS[row["preset"]]
+        label = f"{_label(row)}: {row['final_loss']:.4f} ({_apart(row)})"
+        top.plot(range(1, len(curve) + 1), curve, color=colour, label=label, linewidth=1.4)
+        apart = [100.0 * (mine / other - 1.0) for mine, other in zip(curve, first, strict=True)]
+        bottom.plot(range(1, len(curve) + 1), apart, color=colour, linewidth=1.4)
+    top.set_ylabel("loss")
+    top.legend(fontsize=9)
+    bottom.set_ylabel(f"% above {figures['rows'][0]['preset']}")
+    bottom.set_xlabel("step")
+    for ax in (top, bottom):
+        ax.grid(alpha=0.25)
+    sizes = f"{figures['steps']} steps of {figures['tokens_per_step']} tokens, mean of {len(figures['seeds'])} seeds"
+    top.set_title(f"states in several precisions: {sizes}, moving mean of {_SMOOTHED} steps", fontsize=11)
+    figure.supxlabel(caption(figures["machine"]), fontsize=7, color="#666666")
+    return figure
+
+
+def _build(seed: int) -> nn.Module:
+    transformers = importlib.import_module("transformers")  # typed in parts only
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(seed)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**SHAPE))
+    return model.train()
+
+
+def _config(preset: str, steps: int, seed: int) -> dict[str, Any]:
+    warmup = {"warmup_num_steps": min(_WARMUP_STEPS, steps), "total_num_steps": max(steps, _WARMUP_STEPS + 1)}
+    return {
+        "train_micro_batch_size_per_gpu": _BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": _LR, "weight_decay": 0.01}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {**warmup, "cos_min_ratio": 0.0}},
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        "tiermem": {"precision": {"preset": preset, "seed": seed}},
+        "steps_per_print": None,
+    }
+
+
+def _smoothed(curve: Sequence[float]) -> list[float]:
+    """The mean of each step and those before it, at most _SMOOTHED."""
+    sums = [0.0, *itertools.accumulate(curve)]
+    return [(sums[i] - sums[max(0, i - _SMOOTHED)]) / min(i, _SMOOTHED) for i in range(1, len(sums))]
+
+
+def _label(row: dict[str, Any]) -> str:
+    return f"{row['preset']} (master {row['master']}, moments {row['moments']}, {row['rounding']})"
+
+
+def _apart(row: dict[str, Any]) -> str:
+    """Such as "+0.12 % ± 0.08"."""
+    error = "" if row["standard_error"] is None else f" ± {row['standard_error']:.2%}"
+    return f"{row['against_first']:+.2%}{error}"
+
+
+def _table(figures: dict[str, Any]) -> Table:
+    title = f"{figures['steps']} steps of {figures['tokens_per_step']} tokens, means over {len(figures['seeds'])} seeds"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("states", "master", "moments", "rounding"):
+        table.add_column(name)
+    for name in ("first loss", "final loss", "against the first row"):
+        table.add_column(name, justify="right")
+    for row in figures["rows"]:
+        parts = [row[name] for name in ("preset", "master", "moments", "rounding")]
+        table.add_row(*parts, f"{row['losses'][0]:.4f}", f"{row['final_loss']:.4f}", _apart(row))
+    return table

@@ -1,0 +1,505 @@
+"""`tiermem bench gpu`, `make gpu`: what to run first on a machine with an accelerator. One JSON file, one table."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import mmap
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+import torch
+
+from tiermem.swap.accelerator import PageLock, new_stream, on
+from tiermem.swap.arena import HUGE_BYTES, Arena
+from tiermem.swap.ranges import round_up
+from tiermem.tools.machine import available_bytes, caption, machine_facts, read_word
+from tiermem.tools.words import check_outputs, format_bytes, parse_bytes, stopped_by_sigterm
+
+# ---- LinkRates: what host memory costs to register with an accelerator's driver, and how fast copies over the --------
+# link are
+#
+#     registration   fresh memory (its pages come with the registration) and touched memory, in huge pages where there are any
+#     copies         pinned memory, as the arena carves it, and pageable memory; to the device, to the host, both at once
+#
+# One Python thread issues the copies, as in training, so that small ones show what issuing costs. A tool: it waits for
+# streams.
+
+_NUM_LOOPS = 3
+DIRECTIONS = ("to device", "to host", "both")
+
+
+class Registration(NamedTuple):
+    """What it took to register a piece of host memory; medians of three."""
+
+    num_bytes: int
+    is_touched: bool
+    is_pinned: bool
+    register_s: float
+    unregister_s: float
+
+    @property
+    def s_per_gib(self) -> float:
+        """Seconds of registering one GiB."""
+        return self.register_s * (1 << 30) / self.num_bytes
+
+
+class CopyRate(NamedTuple):
+    """Bytes per second of copies of one size; of both directions the sum."""
+
+    num_bytes: int
+    direction: str
+    is_pinned: bool
+    bytes_s: float
+
+
+def measure_registration(device: torch.device, sizes: Sequence[int]) -> list[Registration]:
+    """Registers fresh and touched memory of each size. Blocks; takes the largest size of memory."""
+    return [_registration(device, size, is_touched) for size in sizes for is_touched in (False, True)]
+
+
+def measure_copies(device: torch.device, sizes: Sequence[int], least_s: float) -> list[CopyRate]:
+    """Copies each size for `least_s` seconds or more, each way. Blocks; takes four times the largest size of memory."""
+    most = max(sizes)
+    streams = new_stream(device), new_stream(device)
+    rates = []
+    with _pinned(device, most) as (pinned, is_pinned):
+        pageable = [torch.ones(most, dtype=torch.uint8) for _ in range(2)]
+        there = [torch.ones(most, dtype=torch.uint8, device=device) for _ in range(2)]
+        torch.accelerator.synchronize(device)
+        for size in sizes:
+            for here, is_fast in ((pinned, is_pinned), (pageable, False)):
+                up = streams[0], there[0][:size], here[0][:size]
+                down = streams[1], here[1][:size], there[1][:size]
+                for direction, copies in zip(DIRECTIONS, ([up], [down], [up, down]), strict=True):
+                    rates.append(CopyRate(size, direction, is_fast, _rate(copies, size, least_s)))
+    return rates
+
+
+def _registration(device: torch.device, num_bytes: int, is_touched: bool) -> Registration:
+    times, is_pinned = [], True
+    for _ in range(_NUM_LOOPS):
+        memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        start = round_up(whole.data_ptr(), HUGE_BYTES) - whole.data_ptr()
+        piece = whole[start : start + num_bytes]
+        if is_touched:
+            piece.fill_(1)
+        begin = time.monotonic()
+        lock = PageLock(device, [(piece.data_ptr(), num_bytes)])
+        middle = time.monotonic()
+        is_pinned = is_pinned and lock.num_bytes == num_bytes
+        lock.close()
+        times.append((middle - begin, time.monotonic() - middle))
+        del whole, piece
+        memory.close()
+    register_s, unregister_s = (statistics.median(column) for column in zip(*times, strict=True))
+    return Registration(num_bytes, is_touched, is_pinned, register_s, unregister_s)
+
+
+@contextlib.contextmanager
+def _pinned(device: torch.device, num_bytes: int) -> Iterator[tuple[list[torch.Tensor], bool]]:
+    """Two slots of a link slab, and whether the driver took them."""
+    arena = Arena(2 * num_bytes, link_bytes=2 * num_bytes)
+    try:
+        slots = [arena.take(num_bytes, "a slot to copy from", crosses_link=True).tensor for _ in range(2)]
+        for slot in slots:
+            slot.fill_(1)
+        arena.pin(device)
+        yield slots, arena.is_pinned
+        torch.accelerator.synchronize(device)
+    finally:
+        arena.close()
+
+
+def _rate(copies: Sequence[tuple[torch.Stream, torch.Tensor, torch.Tensor]], num_bytes: int, least_s: float) -> float:
+    """Bytes per second of copies (stream, to, from), issued in turn."""
+    _time_copies(copies, 1)
+    count = 1
+    while (seconds := _time_copies(copies, count)) < least_s:
+        count = max(2 * count, min(100 * count, int(1.2 * count * least_s / max(seconds, 1e-7))))
+    return count * len(copies) * num_bytes / seconds
+
+
+def _time_copies(copies: Sequence[tuple[torch.Stream, torch.Tensor, torch.Tensor]], count: int) -> float:
+    start = time.monotonic()
+    if len(copies) == 1:
+        ((stream, to, source),) = copies
+        with on(stream):
+            for _ in range(count):
+                to.copy_(source, non_blocking=True)
+    else:
+        for _ in range(count):
+            for stream, to, source in copies:
+                with on(stream):
+                    to.copy_(source, non_blocking=True)
+    for stream, _, _ in copies:
+        stream.synchronize()
+    return time.monotonic() - start
+
+
+# ---- `tiermem bench gpu`, `make gpu`: what to run first on a machine with an accelerator. One JSON file, one ---------
+# table
+#
+#     environment    the device, its driver and link, torch, the machine
+#     registration   seconds of pinning host memory                            gpu.py
+#     copies         bytes per second over the link                            gpu.py
+#     tests          `pytest -m gpu`: its totals, and which failed
+#     training       a small model in every place beside its twin on the CPU   small_training.py
+#
+# A part that fails is reported with its reason and the others go on. It runs on a bare machine: `python3 -m
+# tiermem.tools.bench.gpu` needs torch, numpy, cffi, pydantic and the native module; without pytest the tests are said
+# not to have run. Exit status: 0 all went well, 1 a part failed or losses differ, 2 no accelerator or a wrong option,
+# 130 stopped.
+
+MADE_BY = "tiermem bench gpu"
+EXIT_FAILED, EXIT_USER, EXIT_INTERRUPTED = 1, 2, 130
+PARTS = ("environment", "registration", "copies", "tests", "training")
+_COPY_SIZES = tuple(1 << shift for shift in range(16, 30, 2))  # 64 KiB to 256 MiB
+_TESTS_TIMEOUT_S = 900
+_ROOT = Path(__file__).resolve().parents[2]
+_GPU_TESTS = ("tests/gpu", "tests/swap/test_torch_step.py")
+
+Row = tuple[str, str, str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads options, measures, prints and writes; returns the exit status."""
+    given = _parser().parse_args(arguments)
+    try:
+        with stopped_by_sigterm():
+            return bench_gpu(given)
+    except (ValueError, OSError) as error:
+        print(f"{MADE_BY}: {error}", file=sys.stderr)
+        return EXIT_USER
+    except KeyboardInterrupt:
+        print(f"{MADE_BY}: stopped; nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def bench_gpu(given: argparse.Namespace) -> int:
+    """Measures every part asked for. Raises ValueError without an accelerator, OSError for files that cannot be written."""
+    import torch
+
+    from tiermem.swap.accelerator import find_device, is_accelerator
+
+    check_outputs([given.json], MADE_BY)
+    parts = _parts(given.part)
+    device = find_device()
+    if not is_accelerator(device):
+        raise ValueError(
+            f"no accelerator: torch {torch.__version__} finds none on this machine. See whether the driver is loaded, torch is "
+            "built for the device, and CUDA_VISIBLE_DEVICES does not hide it"
+        )
+    folder = given.path or (given.json.parent if given.json is not None else Path())
+    measures: dict[str, Callable[[], Any]] = {
+        "environment": lambda: find_environment(device),
+        "registration": lambda: _registration_rows(device, [parse_bytes(size) for size in given.register.split(",")]),
+        "copies": lambda: _copies(device, parse_bytes(given.most), given.seconds),
+        "tests": lambda: run_tests(given.tests or [_ROOT / each for each in _GPU_TESTS]),
+        "training": lambda: _training(given, folder),
+    }
+    report: dict[str, Any] = {"made_by": MADE_BY, "machine": machine_facts([folder]), "failures": {}}
+    start = time.monotonic()
+    for part in parts:
+        print(f"{MADE_BY}: {part}", flush=True)
+        with _noting_failure(report["failures"], part):
+            report[part] = measures[part]()
+    report["seconds"] = time.monotonic() - start
+    status = EXIT_FAILED if _faults(report) else 0
+    print_report(report)
+    if given.json is not None:
+        given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(f"  {given.json}")
+    return status
+
+
+def find_environment(device: Any) -> dict[str, Any]:
+    """The device and what it hangs on, as far as torch, /proc, /sys and nvidia-smi tell."""
+    import torch
+
+    from tiermem.swap.accelerator import facts_of, free_and_total
+
+    facts = facts_of(device)
+    free, total = free_and_total(device)
+    runtimes = {key: getattr(torch.version, key, None) for key in ("cuda", "hip", "xpu")}
+    return {
+        "device": str(device),
+        "num_devices": torch.accelerator.device_count(),
+        "facts": facts,
+        "free_bytes": free,
+        "total_bytes": total,
+        "torch": torch.__version__,
+        "runtimes": {key: str(value) for key, value in runtimes.items() if value},
+        "driver": _driver(),
+        "link": _link(facts),
+        "huge_pages": read_word("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "native_kernels": _isa(),
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def run_tests(paths: Sequence[Path]) -> dict[str, Any]:
+    """`pytest -m gpu` over paths, in a process of its own: totals, and the tests that failed. Blocks for some minutes."""
+    if importlib.util.find_spec("pytest") is None:
+        return {"not_run": "pytest is not installed"}
+    missing = [str(path) for path in paths if not path.exists()]
+    if missing:
+        return {"not_run": f"there is no {', '.join(missing)}: an installed tiermem has no tests, a checkout does"}
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "tests.xml"
+        words = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={file}", *map(str, paths)]
+        command = [sys.executable, *words]
+        try:
+            done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_TESTS_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"pytest -m gpu did not end in {_TESTS_TIMEOUT_S} s") from None
+        if not file.exists():
+            raise RuntimeError(f"pytest ended with status {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+        return {
+            **_totals(ElementTree.parse(file).getroot()),
+            "exit_code": done.returncode,
+            "output": done.stdout[-8000:],
+        }
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """One table of plain text: part, what, figure."""
+    rows = list(_rows(report))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
+    before = ""
+    for part, what, figure in rows:
+        print(f"{part if part != before else '':<{widths[0]}}  {what:<{widths[1]}}  {figure}")
+        before = part
+    print(caption(report["machine"]))
+    faults = _faults(report)
+    print(f"{MADE_BY}: " + ("all went well" if not faults else "; ".join(faults)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=MADE_BY, description="Try tiermem on this machine's accelerator.")
+    parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--path", type=Path, help="folder for the training on NVMe [default: the JSON's, or here]")
+    parser.add_argument("--part", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
+    parser.add_argument("--register", default="64MiB,1GiB,4GiB", help="sizes to register; too large ones are left out")
+    parser.add_argument("--most", default="256MiB", help="largest copy")
+    parser.add_argument("--seconds", type=float, default=0.1, help="least time of each rate")
+    parser.add_argument("--tests", type=Path, nargs="+", help="files and folders of tests [default: all of a GPU]")
+    for name, value in (("width", 1024), ("blocks", 8), ("samples", 256), ("steps", 6)):
+        parser.add_argument(f"--{name}", type=int, default=value, help="of the small training")
+    return parser
+
+
+def _parts(text: str) -> list[str]:
+    asked = [part.strip() for part in text.split(",")]
+    unknown = [part for part in asked if part not in PARTS]
+    if unknown:
+        raise ValueError(f"--part: there is no {', '.join(unknown)}; allowed are {', '.join(PARTS)}")
+    return asked
+
+
+@contextlib.contextmanager
+def _noting_failure(failures: dict[str, str], part: str) -> Iterator[None]:
+    """Inside, an error is kept with its traceback, and what comes after goes on."""
+    try:
+        yield
+    except Exception as error:
+        failures[part] = "".join(traceback.format_exception(error))
+        print(failures[part], file=sys.stderr)
+
+
+def _registration_rows(device: Any, sizes: Sequence[int]) -> list[dict[str, Any]]:
+
+    most = available_bytes() // 2
+    rows = measure_registration(device, [size for size in sizes if size <= most])
+    left_out = [{"num_bytes": size, "left_out": f"{format_bytes(2 * most)} are free"} for size in sizes if size > most]
+    return [{**row._asdict(), "s_per_gib": row.s_per_gib} for row in rows] + left_out
+
+
+def _copies(device: Any, most: int, least_s: float) -> list[dict[str, Any]]:
+
+    sizes = [size for size in _COPY_SIZES if size <= most]
+    if not sizes:
+        raise ValueError(f"--most is {most} bytes; the smallest copy is {format_bytes(_COPY_SIZES[0])}")
+    return [rate._asdict() for rate in measure_copies(device, sizes, least_s)]
+
+
+def _training(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from tiermem.tools.bench.small_training import PLACES, Sizes, compare, train_in
+
+    sizes = Sizes(given.width, given.blocks, given.samples, given.steps)
+    runs: dict[str, Any] = {}
+    failures: dict[str, str] = {}
+    for place in PLACES:
+        with tempfile.TemporaryDirectory(dir=folder) as home, _noting_failure(failures, place):
+            runs[place] = train_in(place, sizes, Path(home))
+    if failures:
+        return {"runs": runs, "failures": failures, "passed": False}
+    return {"runs": runs, **compare(runs)}
+
+
+def _totals(root: ElementTree.Element) -> dict[str, Any]:
+    """Of a JUnit file: how many passed, failed and were skipped, and which failed with their first lines."""
+    cases = list(root.iter("testcase"))
+    failed, skipped = [], 0
+    for case in cases:
+        faults = [each for each in case if each.tag in ("failure", "error")]
+        skipped += any(each.tag == "skipped" for each in case)
+        if faults:
+            name = f"{case.get('classname')}::{case.get('name')}"
+            failed.append({"test": name, "message": (faults[0].get("message") or "")[:500]})
+    passed = len(cases) - len(failed) - skipped
+    return {"num_passed": passed, "num_failed": len(failed), "num_skipped": skipped, "failed": failed}
+
+
+def _driver() -> str:
+    """The driver's own words; empty where it is not known."""
+    said = read_word("/proc/driver/nvidia/version").splitlines()
+    return said[0] if said else read_word("/sys/module/amdgpu/version") or _nvidia_smi("driver_version")
+
+
+def _link(facts: dict[str, Any]) -> dict[str, str]:
+    """Speed and width of the device's PCIe link, now and at most; a link that rests may be slow now. Empty: not known."""
+    keys = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    found: dict[str, str] = {}
+    if all(isinstance(facts.get(key), int) for key in keys):
+        domain, bus, number = (int(facts[key]) for key in keys)
+        place = f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{number:02x}.0"
+        names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width", "numa_node")
+        found = {name: word for name in names if (word := read_word(f"{place}/{name}"))}
+    asked = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
+    if said := _nvidia_smi(asked):
+        found |= dict(zip(asked.split(","), (word.strip() for word in said.split(",")), strict=False))
+    return found
+
+
+def _nvidia_smi(asked: str) -> str:
+    """What nvidia-smi says of its first device; empty without it."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        if done.returncode == 0 and done.stdout.strip():
+            return done.stdout.strip().splitlines()[0].strip()
+    return ""
+
+
+def _isa() -> str:
+    from tiermem.swap.native import choose_isa
+
+    return str(choose_isa())
+
+
+def _faults(report: dict[str, Any]) -> list[str]:
+    """What makes the exit status 1, each in a few words."""
+    faults = [f"{part} failed" for part in report["failures"]]
+    tests, training = report.get("tests", {}), report.get("training", {})
+    if tests.get("num_failed"):
+        faults.append(f"{tests['num_failed']} tests failed")
+    faults += [f"training in {place!r} failed" for place in training.get("failures", {})]
+    if not training.get("is_equal_to_the_bit", True):
+        faults.append("losses of places that compute alike differ")
+    faults += [f"losses in {place!r} are {part:.2%} apart" for place, part in _too_far(training).items()]
+    return faults
+
+
+def _too_far(training: dict[str, Any]) -> dict[str, float]:
+    from tiermem.tools.bench.small_training import MOST_APART
+
+    return {place: part for place, part in training.get("apart", {}).items() if not part <= MOST_APART}
+
+
+def _rows(report: dict[str, Any]) -> Iterator[Row]:
+    if "environment" in report:
+        yield from _environment_rows(report["environment"])
+    for row in report.get("registration", []):
+        kind = "" if "left_out" in row else ", touched" if row["is_touched"] else ", fresh"
+        yield "registration", format_bytes(row["num_bytes"]) + kind, _registration_figure(row)
+    yield from _copy_rows(report.get("copies", []))
+    if "tests" in report:
+        yield from _test_rows(report["tests"])
+    if "training" in report:
+        yield from _training_rows(report["training"])
+    for part, words in report["failures"].items():
+        yield part, "failed", words.strip().splitlines()[-1][:200]
+
+
+def _environment_rows(found: dict[str, Any]) -> Iterator[Row]:
+    others = f", one of {found['num_devices']}" if found["num_devices"] > 1 else ""
+    memory = f"{format_bytes(found['total_bytes'])}, {format_bytes(found['free_bytes'])} free"
+    yield "environment", "device", f"{found['facts']['name']} ({found['device']}{others}), {memory}"
+    runtimes = ", ".join(f"{key} {value}" for key, value in found["runtimes"].items())
+    yield "environment", "torch", found["torch"] + (f" ({runtimes})" if runtimes else "")
+    yield "environment", "driver", found["driver"] or "unknown"
+    yield "environment", "link", ", ".join(f"{key} {value}" for key, value in found["link"].items()) or "unknown"
+
+
+def _registration_figure(row: dict[str, Any]) -> str:
+    if "left_out" in row:
+        return f"left out: {row['left_out']}"
+    if not row["is_pinned"]:
+        return "refused by the driver"
+    return f"{row['s_per_gib']:.3f} s/GiB ({row['register_s'] * 1e3:.2f} ms; taken back in {row['unregister_s'] * 1e3:.2f})"
+
+
+def _copy_rows(copies: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    by_size: dict[int, list[dict[str, Any]]] = {}
+    for rate in copies:
+        by_size.setdefault(rate["num_bytes"], []).append(rate)
+    for size, rates in by_size.items():
+        said = []
+        for direction in dict.fromkeys(rate["direction"] for rate in rates):
+            pair = [f"{rate['bytes_s'] / 1e9:.2f}" for rate in rates if rate["direction"] == direction]
+            said.append(f"{direction} {' / '.join(pair)}")
+        is_pinned = any(rate["is_pinned"] for rate in rates)
+        note = "pinned / pageable" if is_pinned else "refused to pin / pageable"
+        yield "copies", format_bytes(size), f"{', '.join(said)} GB/s ({note})"
+
+
+def _test_rows(tests: dict[str, Any]) -> Iterator[Row]:
+    if "not_run" in tests:
+        yield "tests", "pytest -m gpu", f"not run: {tests['not_run']}"
+        return
+    totals = f"{tests['num_passed']} passed, {tests['num_failed']} failed, {tests['num_skipped']} skipped"
+    yield "tests", "pytest -m gpu", totals
+    for each in tests["failed"]:
+        yield "tests", "failed", f"{each['test']}: {each['message'].splitlines()[0] if each['message'] else ''}"
+
+
+def _training_rows(training: dict[str, Any]) -> Iterator[Row]:
+    for place, run in training["runs"].items():
+        times = " / ".join(f"{run[f'{phase}_s'] * 1e3:.1f}" for phase in ("forward", "backward", "step"))
+        losses = f"loss {run['losses'][0]:.4f} -> {run['losses'][-1]:.4f}"
+        memory = f"host {format_bytes(run['host_peak_bytes'])}"
+        if "peak_allocated_bytes" in run:
+            device = format_bytes(run["peak_allocated_bytes"])
+            memory += f", device {device} ({format_bytes(run['peak_reserved_bytes'])} reserved)"
+        yield (
+            "training",
+            f"{place} on {run['device']}",
+            f"{times} ms forward / backward / step, {losses}, peak {memory}",
+        )
+    for place, words in training.get("failures", {}).items():
+        yield "training", f"{place} failed", words.strip().splitlines()[-1][:200]
+    if "is_equal_to_the_bit" in training:
+        said = "equal to the bit" if training["is_equal_to_the_bit"] else "DIFFERENT"
+        apart = ", ".join(f"{place} {part:.3%} apart" for place, part in training["apart"].items())
+        yield "training", "losses", f"of weights, host and nvme {said}; from host: {apart}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,500 @@
+"""The processes of `tiermem bench io` that measure, started once and told jobs; all of them begin at one moment."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tiermem.swap.move import Move
+from tiermem.swap.native import READ, WRITE, Counters, Queue
+from tiermem.swap.passes import Pass, Passes, Quota, memory_bytes
+from tiermem.swap.queue import IoSettings, Queues
+from tiermem.swap.store import TensorStore
+from tiermem.swap.tier import Tier
+from tiermem.tools.bench.files import kernel_counts
+
+# ---- What passes between a benchmark and the processes that do the measuring: a Job one way, an Outcome the other ----
+#
+# Values only, and light to import: the process that shows progress needs no torch.
+
+SEQUENTIAL = ("read", "write", "mixed")
+MODES = (*SEQUENTIAL, "random", "tensors", "sustained")
+ENGINES = ("auto", "uring", "aio", "threads")
+
+
+class Job(NamedTuple):
+    """One pass of one rank. Its files are opened by these names, which may be those of descriptors in /proc."""
+
+    mode: str
+    engine: str
+    block_bytes: int
+    depth: int
+    threads: int  # of the threads engine; 0 lets it choose
+    files: tuple[str, ...]  # one on each path that takes part
+    folders: tuple[str, ...]  # the paths themselves, where "tensors" opens its store
+    file_bytes: int  # of each file
+    num_bytes: int  # to move in all, "mixed" and "tensors": each way
+    is_direct: bool
+    sync: bool = False
+    seed: int = 0
+    seconds: float | None = None  # after which "sustained" ends
+
+
+class Outcome(NamedTuple):
+    """What a pass took. Times of day are CLOCK_MONOTONIC, the same for all processes."""
+
+    start_s: float
+    end_s: float
+    read_bytes: int
+    written_bytes: int
+    user_s: float  # CPU time of the process, its queues' threads included
+    system_s: float
+    idle_fraction: float  # of the time, without a block in flight; mean over the queues
+    latencies: list[int]  # blocks per bucket, see native.latency_quantiles
+    engine: str  # that ran: what "auto" took
+    kernel_read_bytes: int  # of /proc/self/io
+    kernel_written_bytes: int
+    num_blocks: int
+    series: tuple[tuple[int, float], ...] = ()  # "sustained": bytes written so far, and when
+    shares: tuple[tuple[str, float, float], ...] = ()  # "tensors": what, its GB/s, and the sequential GB/s beside it
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the last answer."""
+        return self.end_s - self.start_s
+
+
+class Failed(NamedTuple):
+    """A job that could not be prepared (the engine cannot run, memory is missing), or broke."""
+
+    message: str
+    errno: int | None
+    is_prepared: bool  # it broke while it ran
+
+
+# ---- TensorPass: tensors of 4 MiB through the TensorStore, in random order: what floor 1 makes of the disk's rate ----
+#
+#     put      each tensor is copied into the store's memory and written                   beside a sequential write
+#     fetch    each is fetched, looked at by nobody, released                              beside a sequential read
+#     change   each is fetched and released as changed, so that it is written back         beside a mixed pass
+#
+# The order is drawn anew for each. The store's budget holds as many tensors as keep its queue full, and a few more.
+
+TENSOR_BYTES = 4 << 20
+_SPARE_TENSORS = 4
+
+
+class TensorPass:
+    """A store on some folders and tensors for it. A context manager: the store's files go with it.
+
+    Raises OSError when the engine cannot run, or a folder is not usable.
+    """
+
+    def __init__(self, folders: Sequence[str], num_bytes: int, io: IoSettings, seed: int) -> None:
+        self.num_bytes = max(1, num_bytes // TENSOR_BYTES) * TENSOR_BYTES
+        self._names = [f"tensor {number}" for number in range(self.num_bytes // TENSOR_BYTES)]
+        self._generator = np.random.default_rng(seed)
+        self._window = -(-io.depth * io.block_bytes // TENSOR_BYTES) * len(folders) + _SPARE_TENSORS
+        self._store = TensorStore(folders, host_bytes=2 * self._window * TENSOR_BYTES, io=io)
+        try:
+            self._store.reserve_disk(self.num_bytes)
+            values = self._generator.integers(0, 256, TENSOR_BYTES, dtype=np.uint8)
+            self._tensor = torch.from_numpy(values)
+            self._put_all()  # first writes to preallocated blocks are slower, and memory is registered when it is known
+            self.settle()
+        except BaseException:
+            self._store.close()
+            raise
+
+    def __enter__(self) -> TensorPass:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store.close()
+
+    @property
+    def queues(self) -> Queues:
+        """The store's queues, for their counters."""
+        return self._store.queues
+
+    def settle(self) -> None:
+        """Ends every write-back."""
+        self._store.settle()
+
+    def put(self) -> float:
+        """Puts every tensor anew; GB/s, the last write included."""
+        for name in self._names:
+            self._store.drop(name)
+        start = time.monotonic()
+        self._put_all()
+        self._store.settle()
+        return self._rate(start)
+
+    def fetch(self) -> float:
+        """Fetches every tensor; GB/s."""
+        start = time.monotonic()
+        self._visit(dirty=False)
+        return self._rate(start)
+
+    def change(self) -> float:
+        """Fetches every tensor and writes it back; GB/s, both directions together."""
+        start = time.monotonic()
+        self._visit(dirty=True)
+        self._store.settle()
+        return 2 * self._rate(start)
+
+    def _put_all(self) -> None:
+        for name in self._in_random_order():
+            self._store.put(name, self._tensor, Tier.NVME)
+
+    def _visit(self, dirty: bool) -> None:
+        under_way: collections.deque[tuple[str, Move]] = collections.deque()
+        for name in self._in_random_order():
+            if len(under_way) == self._window:
+                self._leave(*under_way.popleft(), dirty)
+            under_way.append((name, self._store.fetch(name)))
+        while under_way:
+            self._leave(*under_way.popleft(), dirty)
+
+    def _leave(self, name: str, move: Move, dirty: bool) -> None:
+        move.wait()
+        self._store.release(name, dirty)
+
+    def _in_random_order(self) -> list[str]:
+        return [self._names[index] for index in self._generator.permutation(len(self._names))]
+
+    def _rate(self, start: float) -> float:
+        return self.num_bytes / (time.monotonic() - start) / 1e9
+
+
+# ---- Ranks: the processes that measure, started once and told Jobs; all that take part begin at one moment -----------
+#
+# A rank that dies, or a benchmark that is interrupted, leaves none behind and no store's folder.
+
+_START_IN_S = 0.002  # from the word to the start: enough for every rank to have heard it
+_STOP_S = 20.0
+
+
+class CannotRun(Exception):
+    """A job that no rank can prepare, with the reason: the engine cannot run here, or memory is missing."""
+
+
+class Ranks:
+    """Processes of one benchmark. A context manager.
+
+    Args:
+        num_ranks: how many; each imports what it needs while the others do.
+        folders: where a rank that is killed may leave a store's folder.
+    """
+
+    def __init__(self, num_ranks: int, folders: Sequence[Path] = ()) -> None:
+        self._folders = folders
+        self._ranks: list[_Rank] = []
+        try:
+            with _deaf_to_interrupts():
+                for number in range(num_ranks):
+                    self._ranks.append(_start(number))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """Does a job on each of the first ranks, together. Blocks.
+
+        Raises CannotRun, then nothing was moved; OSError when a transfer failed or a rank died.
+        """
+        taking_part = self._ranks[: len(jobs)]
+        for rank, job in zip(taking_part, jobs, strict=True):
+            with contextlib.suppress(BrokenPipeError):  # it died: hearing from it says so
+                rank.connection.send(job)
+        answers = [_hear(rank) for rank in taking_part]
+        refusals = [answer for answer in answers if isinstance(answer, Failed)]
+        start_s = None if refusals else time.monotonic() + _START_IN_S
+        for rank, answer in zip(taking_part, answers, strict=True):
+            if not isinstance(answer, Failed):
+                rank.connection.send(start_s)
+        if refusals:
+            raise CannotRun(refusals[0].message)
+        outcomes = [_hear(rank) for rank in taking_part]
+        for outcome in outcomes:
+            if isinstance(outcome, Failed):
+                raise OSError(outcome.errno, outcome.message) if outcome.errno else OSError(outcome.message)
+        return outcomes
+
+    def close(self) -> None:
+        """Ends every process, in order where it can be had, and removes what a killed one left."""
+        for rank in self._ranks:
+            rank.connection.close()
+            if rank.process.is_alive():
+                rank.process.terminate()
+        for rank in self._ranks:
+            rank.process.join(_STOP_S)
+            if rank.process.is_alive():
+                rank.process.kill()
+                rank.process.join()
+            self._remove_left(rank.process.pid)
+            rank.process.close()
+        self._ranks.clear()
+
+    def _remove_left(self, pid: int | None) -> None:
+        from tiermem.swap.run_folder import remove_dead_runs
+
+        for folder in self._folders:
+            if pid is not None:
+                remove_dead_runs(folder, pid)
+
+
+class _Rank(NamedTuple):
+    process: SpawnProcess
+    connection: Connection
+
+
+def _start(number: int) -> _Rank:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), name=f"rank {number}", daemon=True)
+    process.start()
+    theirs.close()
+    return _Rank(process, ours)
+
+
+def _serve(connection: Connection) -> None:
+
+    serve(connection)
+
+
+def _hear(rank: _Rank) -> Any:
+    try:
+        return rank.connection.recv()
+    except (EOFError, ConnectionResetError):
+        rank.process.join(_STOP_S)
+        raise OSError(f"{rank.process.name} ended with status {rank.process.exitcode}") from None
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Within: processes are started that Ctrl-C does not reach, not even while Python starts in them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# ---- A rank of a benchmark: a process that obeys Jobs, so that nothing but the measuring is in what is measured ------
+#
+#     benchmark  -- Job -->      rank    opens the files, the queues and their memory
+#                <-- ready --            (or why it cannot)
+#                -- start -->            one moment for all ranks: a barrier
+#                <-- Outcome --          (or what broke)
+#
+# It ends when the benchmark does: then its pipe is closed. Ctrl-C is the benchmark's to handle; SIGTERM unwinds, so
+# that a store's folder goes.
+
+READY = "ready"
+_POINT_BYTES = 1 << 30  # between two points of a sustained series
+_LEAST_POINTS = 16
+
+
+def serve(connection: Connection) -> None:
+    """Obeys until the other end closes. The entry point of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.getLogger("tiermem").setLevel(logging.ERROR)  # what there is to say of a path the benchmark says, once
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            _obey(connection, connection.recv())
+
+
+def _unwind(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: unwinding is not to be cut short
+    sys.exit(1)
+
+
+def _obey(connection: Connection, job: Job) -> None:
+    is_prepared = False
+    signal.signal(signal.SIGTERM, _unwind)
+    try:
+        with prepare(job) as run:
+            connection.send(READY)
+            start_s = connection.recv()
+            if start_s is None:  # another rank cannot
+                return
+            is_prepared = True
+            time.sleep(max(0.0, start_s - time.monotonic()))
+            outcome = run()
+        connection.send(outcome)
+    except ConnectionError:  # the benchmark has ended
+        raise
+    except (OSError, ValueError, MemoryError) as error:
+        connection.send(Failed(_words(error), getattr(error, "errno", None), is_prepared))
+    finally:
+        if signal.getsignal(signal.SIGTERM) is _unwind:  # nothing is open: the process may end where it stands
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def prepare(job: Job) -> Iterator[Callable[[], Outcome]]:
+    """Opens what a job needs; yields what does it. Raises OSError and ValueError."""
+    io = IoSettings(job.engine, job.block_bytes, job.depth, job.threads)
+    with contextlib.ExitStack() as closing:
+        descriptors = [_open(job, file, closing) for file in job.files]
+        if job.mode == "tensors":
+            pair = closing.enter_context(Passes(descriptors[0], job.file_bytes, io)) if len(descriptors) == 1 else None
+            tensors = closing.enter_context(TensorPass(job.folders, job.num_bytes, io, job.seed))
+            yield lambda: _measure_tensors(tensors, pair, job)
+            return
+        several = [closing.enter_context(Passes(fd, job.file_bytes, io)) for fd in descriptors]
+        yield lambda: _measure(several, job)
+
+
+def _open(job: Job, file: str, closing: contextlib.ExitStack) -> int:
+    fd = os.open(file, os.O_RDWR | (os.O_DIRECT if job.is_direct else 0))
+    closing.callback(os.close, fd)
+    if not job.is_direct:  # the page cache would answer
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return fd
+
+
+def _measure(several: list[Passes], job: Job) -> Outcome:
+    """Moves the job's bytes on all files at once; each takes what it can of them."""
+    quota, mode = Quota(job.num_bytes), job.mode
+    if mode == "sustained":
+        ahead = len(several) * memory_bytes(IoSettings(job.engine, job.block_bytes, job.depth))
+        quota, mode = _Metered(job.num_bytes, job.seconds, ahead), "write"
+
+    def run(number: int) -> Pass:
+        return several[number].run(mode, quota, job.sync, job.seed + number)
+
+    with _Gauge([p.queue for p in several]) as gauge:
+        if len(several) == 1:
+            passes = [run(0)]
+        else:
+            with ThreadPoolExecutor(len(several)) as threads:
+                passes = list(threads.map(run, range(len(several))))
+    read, written = sum(p.read_bytes for p in passes), sum(p.written_bytes for p in passes)
+    series = tuple(quota.series) if isinstance(quota, _Metered) else ()
+    return gauge.outcome(read, written, series=series)
+
+
+def _measure_tensors(tensors: TensorPass, pair: Passes | None, job: Job) -> Outcome:
+    """Tensors through the store, and beside each kind of pass the sequential one that moves as much."""
+    shares = [("put", tensors.put(), pair.run("write", tensors.num_bytes).gbps if pair else 0.0)]
+    tensors.settle()
+    with _Gauge([tensors.queues]) as gauge:
+        fetched = tensors.fetch()
+    outcome = gauge.outcome(tensors.num_bytes, 0)
+    shares.append(("fetch", fetched, pair.run("read", tensors.num_bytes).gbps if pair else 0.0))
+    changed = tensors.change()
+    shares.append(("change", changed, pair.run("mixed", tensors.num_bytes).gbps if pair else 0.0))
+    return outcome._replace(shares=tuple(shares))
+
+
+class _Metered(Quota):
+    """Bytes to write until they are written or the time is over; notes when how many had been asked for.
+
+    What is asked for runs ahead of what is written by the memory of the passes: the series begins when that is full.
+    """
+
+    def __init__(self, num_bytes: int, seconds: float | None, ahead_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self._end_s = None if seconds is None else time.monotonic() + seconds
+        self._next_bytes = ahead_bytes  # at which the next point is due
+        self._point_bytes = min(_POINT_BYTES, max(1, (num_bytes - ahead_bytes) // _LEAST_POINTS))
+        self._taken_bytes = 0
+        self._noting = threading.Lock()
+        self.series: list[tuple[int, float]] = []
+
+    def take(self, most_bytes: int) -> int:
+        """As Quota's; 0 as well when the time is over."""
+        with self._noting:
+            now = time.monotonic()
+            if self._taken_bytes and self._end_s is not None and now > self._end_s:
+                return 0
+            if self._taken_bytes >= self._next_bytes:
+                self.series.append((self._taken_bytes, now))
+                self._next_bytes = self._taken_bytes + self._point_bytes
+            taken = super().take(most_bytes)
+            self._taken_bytes += taken
+            return taken
+
+
+class _Gauge:
+    """Reads clocks and counters before and after a pass."""
+
+    def __init__(self, queues: list[Queue] | list[Queues]) -> None:
+        self._queues: list[Any] = list(queues)
+
+    def __enter__(self) -> _Gauge:
+        self._latencies, self._counters = self._look()
+        self._kernel = kernel_counts()
+        self._usage, self._start_s = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end_s = time.monotonic()
+        self._usage_after = resource.getrusage(resource.RUSAGE_SELF)
+        self._kernel_after = kernel_counts()
+        self._latencies_after, self._counters_after = self._look()
+
+    def outcome(self, read: int, written: int, series: tuple[tuple[int, float], ...] = ()) -> Outcome:
+        """What was read and written between the two looks, and at what cost."""
+        kernel, seconds = self._kernel_after.since(self._kernel), self._end_s - self._start_s
+        pairs = list(zip(self._counters, self._counters_after, strict=True))
+        busy_s = sum(after.busy_ns - before.busy_ns for before, after in pairs) / 1e9
+        engines = dict.fromkeys(queue.engine for queue in self._queues)
+        return Outcome(
+            start_s=self._start_s,
+            end_s=self._end_s,
+            read_bytes=read,
+            written_bytes=written,
+            user_s=self._usage_after.ru_utime - self._usage.ru_utime,
+            system_s=self._usage_after.ru_stime - self._usage.ru_stime,
+            idle_fraction=max(0.0, 1 - busy_s / (seconds * len(pairs))),
+            latencies=(self._latencies_after - self._latencies).tolist(),
+            engine=", ".join(engines),
+            kernel_read_bytes=kernel.read_bytes,
+            kernel_written_bytes=kernel.written_bytes,
+            num_blocks=sum(after.blocks - before.blocks for before, after in pairs),
+            series=series,
+        )
+
+    def _look(self) -> tuple[npt.NDArray[np.int64], list[Counters]]:
+        counters: list[Counters] = []
+        for queue in self._queues:
+            counters += queue.counters_by_path() if isinstance(queue, Queues) else [queue.counters()]
+        counts = [queue.latencies(kind).astype(np.int64) for queue in self._queues for kind in (READ, WRITE)]
+        return np.sum(counts, axis=0, dtype=np.int64), counters
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror or error}"
+    return str(error) or type(error).__name__

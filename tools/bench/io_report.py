@@ -1,0 +1,492 @@
+"""Results of `tiermem bench io`: rows, the best of each mode, a table, a heat map, JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tiermem.swap import durable
+from tiermem.tools.bench.files import IoCounts
+from tiermem.tools.bench.io_ranks import Outcome
+from tiermem.tools.bench.sweep import Measured
+from tiermem.tools.words import csv_mark, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+# ---- Knee: where a series of rates drops for good, as a drive does when its fast cache is full -----------------------
+#
+# The series is cut in two where two levels fit it best (least squares). It is a knee when the second level is at least
+# a fifth lower, and two points or more, three quarters of those behind the cut, lie that low; anything less is noise.
+
+_LEAST_DROP = 0.2
+_LEAST_POINTS = 2
+_LEAST_PART = 0.75
+
+
+class Knee(NamedTuple):
+    """The number of points before the drop, and the mean rate on either side."""
+
+    num_before: int
+    before: float
+    after: float
+
+
+def find_knee(rates: Sequence[float]) -> Knee | None:
+    """The drop, if there is one."""
+    cuts = range(_LEAST_POINTS, len(rates) - _LEAST_POINTS + 1)
+    if not cuts:
+        return None
+    index = min(cuts, key=lambda cut: _scatter(rates[:cut]) + _scatter(rates[cut:]))
+    before, after = statistics.fmean(rates[:index]), statistics.fmean(rates[index:])
+    low = sum(rate < before * (1 - _LEAST_DROP) for rate in rates[index:])
+    is_knee = after < before * (1 - _LEAST_DROP) and low >= max(_LEAST_POINTS, _LEAST_PART * (len(rates) - index))
+    return Knee(index, before, after) if is_knee else None
+
+
+def _scatter(rates: Sequence[float]) -> float:
+    mean = statistics.fmean(rates)
+    return sum((rate - mean) ** 2 for rate in rates)
+
+
+# ---- Rows: what came of each setting of a sweep, as the benchmark's JSON and CSV have it, and the best of each -------
+# mode
+
+
+def row_of(measured: Measured, quantiles: Callable[[list[int]], list[float]]) -> dict[str, Any]:
+    """The row as JSON takes it; `quantiles` gives p50 and p99 in microseconds of counts per bucket."""
+    row, rates = _empty_row(measured), measured.gbps()
+    if not rates:
+        return row
+    outcomes = [outcome for loop in measured.outcomes for outcome in loop]
+    moved = sum(o.read_bytes + o.written_bytes for o in outcomes)
+    p50, p99 = quantiles([sum(counts) for counts in zip(*(o.latencies for o in outcomes), strict=True)])
+    row |= {
+        "gbps_median": statistics.median(rates),
+        "gbps_min": min(rates),
+        "gbps_max": max(rates),
+        "p50_us": p50,
+        "p99_us": p99,
+        "cpu_s_per_gb": sum(o.user_s + o.system_s for o in outcomes) / moved * 1e9,
+        "idle_fraction": statistics.fmean(o.idle_fraction for o in outcomes),
+        "first_gbps": rates[0] if measured.setting.mode in ("read", "random") else None,
+        "user_us_per_block": sum(o.user_s for o in outcomes) / max(1, sum(o.num_blocks for o in outcomes)) * 1e6,
+        "engine_used": outcomes[0].engine,
+        "loops_gbps": rates,
+    }
+    return row | _shares(outcomes) | _sustained(outcomes[0], row)
+
+
+def add_witness(
+    row: dict[str, Any],
+    fio: float | None,
+    yardstick: Sequence[float],
+    peer: Sequence[float],
+    bare_user_us: float | None,
+) -> None:
+    """Enters what witnesses reached, in GB/s, and what part of it is ours: yardstick and peer loop by loop.
+
+    A part is the median of the loops' own: a disk that moves from one loop to the next moves both of a pair.
+    """
+    row |= {"fio_gbps": fio, "yardstick_gbps": _median(yardstick), "peer_gbps": _median(peer)}
+    if row["gbps_median"] is None:
+        return
+    row["fraction"] = _paired(row["loops_gbps"], yardstick)
+    row["peer_fraction"] = _paired(row["loops_gbps"], peer)
+    if row["mode"] == "random" and bare_user_us is not None:
+        row["user_us_beyond_bare"] = row["user_us_per_block"] - bare_user_us
+
+
+def _median(rates: Sequence[float]) -> float | None:
+    return statistics.median(rates) if rates else None
+
+
+def _paired(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+    """The median ratio of loops that both have measured."""
+    return _median([mine / other for mine, other in zip(ours, theirs, strict=False)])
+
+
+def best_of(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The row with the highest median of each mode."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        rate = row["gbps_median"]
+        if rate is not None and (row["mode"] not in best or rate > best[row["mode"]]["gbps_median"]):
+            best[row["mode"]] = row
+    return best
+
+
+def byte_counts(measured: Sequence[Measured]) -> tuple[IoCounts, IoCounts]:
+    """Bytes moved past the page cache, as the passes count them and as the kernel does."""
+    ours, kernel = IoCounts(0, 0), IoCounts(0, 0)
+    direct = [each for each in measured if each.is_direct]
+    for outcome in (outcome for each in direct for outcomes in each.outcomes for outcome in outcomes):
+        ours = IoCounts(ours.read_bytes + outcome.read_bytes, ours.written_bytes + outcome.written_bytes)
+        kernel = IoCounts(
+            kernel.read_bytes + outcome.kernel_read_bytes, kernel.written_bytes + outcome.kernel_written_bytes
+        )
+    return ours, kernel
+
+
+def _empty_row(measured: Measured) -> dict[str, Any]:
+    """Every key, and what is known without a measurement."""
+    setting = measured.setting
+    return {
+        "mode": setting.mode,
+        "engine": setting.engine,
+        "block_bytes": setting.block_bytes,
+        "depth": setting.depth,
+        "ranks": setting.ranks,
+        "path": setting.path,
+        **dict.fromkeys(("gbps_median", "gbps_min", "gbps_max", "p50_us", "p99_us", "cpu_s_per_gb", "idle_fraction")),
+        **dict.fromkeys(("first_gbps", "fio_gbps", "yardstick_gbps", "fraction", "peer_gbps", "peer_fraction")),
+        "user_us_per_block": None,
+        "engine_used": None,
+        "is_direct": measured.is_direct,
+        "error": measured.error,
+    }
+
+
+def _shares(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What tensors through the store reach of the sequential pass beside them: medians of each kind."""
+    if not outcomes[0].shares:
+        return {}
+    found: dict[str, Any] = {}
+    for number, (what, _, beside) in enumerate(outcomes[0].shares):
+        found[f"{what}_gbps"] = statistics.median(o.shares[number][1] for o in outcomes)
+        if beside:
+            sequential = statistics.median(o.shares[number][2] for o in outcomes)
+            found[f"{what}_share"] = found[f"{what}_gbps"] / sequential
+    return found
+
+
+def _sustained(outcome: Outcome, row: dict[str, Any]) -> dict[str, Any]:
+    """The series of a sustained write, its spread as the row's, and where it drops."""
+    if len(outcome.series) < 2:
+        return {}
+    points = [
+        {"written_bytes": after[0], "gbps": (after[0] - before[0]) / (after[1] - before[1]) / 1e9}
+        for before, after in itertools.pairwise(outcome.series)
+    ]
+    rates = [point["gbps"] for point in points]
+    knee = find_knee(rates)
+    return {
+        "gbps_median": statistics.median(rates),
+        "gbps_min": min(rates),
+        "gbps_max": max(rates),
+        "gbps_overall": row["gbps_median"],
+        "series": points,
+        "knee_bytes": points[knee.num_before - 1]["written_bytes"] if knee else None,
+        "gbps_before_knee": knee.before if knee else None,
+        "gbps_after_knee": knee.after if knee else None,
+    }
+
+
+# ---- Heat map: one picture of a disk: block size by depth for each mode and engine, GB/s in the cells, the best ------
+# one framed
+#
+# Settings of one mode share a scale of colours. A sustained write is a line instead: GB/s over GB written. The caption
+# says which machine, file system and mount it was, and when. Drawn from rows alone, so that it can be drawn again from
+# the JSON.
+
+_MOST_COLUMNS = 4
+_PANEL_INCHES = (3.6, 2.7)
+_COLOURS = "viridis"
+_CAPTION_WIDTH = 150
+
+Row = dict[str, Any]
+
+
+class Panel(NamedTuple):
+    """The rows of one little map."""
+
+    title: str
+    mode: str
+    rows: list[Row]
+
+
+def draw_heatmap(rows: Sequence[Row], caption: str, file: Path, made_by: str) -> None:
+    """Draws and saves the picture. Raises OSError; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [list(line) for line in _lines(panels_of(rows))]
+    num_columns = max(map(len, lines))
+    width, height = _PANEL_INCHES
+    folded = _fold(caption, int(_CAPTION_WIDTH * max(2, num_columns) / _MOST_COLUMNS))
+    figure, axes = pyplot.subplots(
+        len(lines),
+        num_columns,
+        figsize=(width * max(2, num_columns), height * len(lines) + 0.5 + 0.16 * len(folded.splitlines())),
+        squeeze=False,
+        layout="constrained",
+    )
+    for line, row_axes in zip(lines, axes, strict=True):
+        for number, ax in enumerate(row_axes):
+            if number >= len(line):
+                ax.set_axis_off()
+            elif line[number].mode == "sustained":
+                _draw_series(ax, line[number])
+            else:
+                _draw_map(ax, line[number], _scale(rows, line[number].mode))
+    figure.suptitle("GB/s by block size and blocks in flight", fontsize=11)
+    figure.supxlabel(folded, fontsize=7, color="#555555")
+    figure.savefig(file, dpi=130, format="png", metadata={"Software": made_by})
+    pyplot.close(figure)
+
+
+def panels_of(rows: Sequence[Row]) -> list[Panel]:
+    """Rows by mode, engine, path and number of ranks; a title names what differs between panels."""
+    shown = [key for key in ("path", "ranks") if len({row[key] for row in rows}) > 1]
+    found: dict[tuple[Any, ...], Panel] = {}
+    for row in rows:
+        key = (row["mode"], row["engine"], row["path"], row["ranks"])
+        words = [row["mode"], row["engine"]]
+        if "ranks" in shown:
+            words.append("1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks")
+        if "path" in shown:
+            words.append(str(row["path"]))
+        found.setdefault(key, Panel(", ".join(words), row["mode"], [])).rows.append(row)
+    return list(found.values())
+
+
+def _lines(panels: Sequence[Panel]) -> list[list[Panel]]:
+    """Panels as they stand: a mode begins a new line, long ones are folded."""
+    lines = []
+    for _, of_mode in itertools.groupby(panels, key=lambda panel: panel.mode):
+        together = list(of_mode)
+        lines += [together[i : i + _MOST_COLUMNS] for i in range(0, len(together), _MOST_COLUMNS)]
+    return lines
+
+
+def _scale(rows: Sequence[Row], mode: str) -> tuple[float, float]:
+    rates = [row["gbps_median"] for row in rows if row["mode"] == mode and row["gbps_median"] is not None]
+    return (min(rates), max(rates)) if rates else (0.0, 1.0)
+
+
+def _draw_map(ax: Axes, panel: Panel, scale: tuple[float, float]) -> None:
+    import numpy as np
+    from matplotlib.patches import Rectangle
+
+    blocks = sorted({row["block_bytes"] for row in panel.rows})
+    depths = sorted({row["depth"] for row in panel.rows})
+    values = np.full((len(blocks), len(depths)), np.nan)
+    for row in panel.rows:
+        if row["gbps_median"] is not None:
+            values[blocks.index(row["block_bytes"]), depths.index(row["depth"])] = row["gbps_median"]
+    low, high = scale
+    ax.imshow(values, cmap=_COLOURS, vmin=low, vmax=max(high, low * 1.0001 + 1e-9), aspect="auto", origin="lower")
+    for (y, x), value in np.ndenumerate(values):
+        is_dark = not np.isnan(value) and (value - low) <= 0.6 * (high - low) and high > low
+        text = "cannot\nrun" if np.isnan(value) else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+        ax.text(x, y, text, ha="center", va="center", fontsize=8, color="white" if is_dark else "black")
+        if value == high:
+            ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor="#e45756", linewidth=2.5))
+    ax.set_xticks(range(len(depths)), [str(depth) for depth in depths], fontsize=8)
+    ax.set_yticks(range(len(blocks)), [block_label(block) for block in blocks], fontsize=8)
+    ax.set_xlabel("blocks in flight", fontsize=8)
+    ax.set_title(panel.title, fontsize=9)
+
+
+def _draw_series(ax: Axes, panel: Panel) -> None:
+    for row in panel.rows:
+        points = row.get("series") or []
+        ax.plot([p["written_bytes"] / 1e9 for p in points], [p["gbps"] for p in points], marker=".", linewidth=1)
+        if row.get("knee_bytes"):
+            ax.axvline(row["knee_bytes"] / 1e9, color="#e45756", linestyle="--", linewidth=1)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("GB written", fontsize=8)
+    ax.set_ylabel("GB/s", fontsize=8)
+    ax.tick_params(labelsize=8)
+    ax.set_title(panel.title, fontsize=9)
+
+
+def block_label(num_bytes: int) -> str:
+    """A block size without a fraction where that is exact: "256 KiB", "4 MiB"."""
+    return f"{num_bytes >> 20} MiB" if num_bytes % (1 << 20) == 0 else f"{num_bytes / 1024:g} KiB"
+
+
+def _fold(text: str, width: int) -> str:
+    import textwrap
+
+    return "\n".join(part for line in text.splitlines() for part in textwrap.wrap(line, width))
+
+
+# ---- What a benchmark of a disk tells: a table for a person, JSON and CSV for a program ------------------------------
+#
+# The notes say what a reader must know before believing a figure: caches that warm, engines that cannot run, files that
+# are not direct, bytes that the kernel counts otherwise, yardsticks that were slower than what they judge.
+
+CSV_COLUMNS = (
+    *("mode", "engine", "block_bytes", "depth", "ranks", "path", "gbps_median", "gbps_min", "gbps_max"),
+    *("p50_us", "p99_us", "cpu_s_per_gb", "idle_fraction", "first_gbps", "fio_gbps", "yardstick_gbps", "fraction"),
+    *("peer_gbps", "peer_fraction", "user_us_per_block", "engine_used", "is_direct", "error"),
+)
+_MOST_FRACTION = 1.02
+_COLD_FRACTION = 0.8
+_TOLERANCE, _SLACK_BYTES = 0.01, 1 << 20
+
+
+def notes_of(rows: Sequence[Row], ours: IoCounts, kernel: IoCounts) -> list[str]:
+    """One sentence for each thing that the rows themselves do not say."""
+    notes = []
+    for engine, reason in dict.fromkeys((row["engine"], row["error"]) for row in rows if row["error"]):
+        notes.append(f"{engine} cannot run here: {reason}")
+    for row in rows:
+        if (row["fraction"] or 0) > _MOST_FRACTION:
+            notes.append(
+                f"an error of the yardstick: {_name(row)} is {row['fraction']:.3f} of its rate; above {_MOST_FRACTION} "
+                "it was not the fastest loop, or the disk moved between the two"
+            )
+    notes += _cold_notes(rows) + _count_notes(ours, kernel)
+    for path in dict.fromkeys(row["path"] for row in rows if not row["is_direct"]):
+        notes.append(
+            f"{path}: buffered, O_DIRECT is refused: the page cache is dropped before each pass and still helps"
+        )
+    for row in rows:
+        if row.get("knee_bytes"):
+            notes.append(
+                f"sustained write on {row['path']}: {row['gbps_before_knee']:.2f} GB/s up to "
+                f"{row['knee_bytes'] / 1e9:.1f} GB, then {row['gbps_after_knee']:.2f} GB/s"
+            )
+    return notes
+
+
+def print_rows(rows: Sequence[Row], best: dict[str, Row], notes: Sequence[str], caption: str, console: Console) -> None:
+    """The table, the best of each mode in bold, and the notes."""
+    shown = [column for column in _COLUMNS if _is_shown(column, rows)]
+    table = Table(title="tiermem bench io", title_justify="left", box=None, pad_edge=False)
+    for title, _, _ in shown:
+        is_word = title in ("mode", "engine", "path")
+        table.add_column(title, justify="left" if is_word else "right", overflow="fold", no_wrap=title != "path")
+    last = None
+    for row in rows:
+        if last not in (None, row["mode"]):
+            table.add_section()
+        last = row["mode"]
+        style = "bold green" if best.get(row["mode"]) is row else "dim" if row["error"] else ""
+        table.add_row(*(Text(cell(row)) for _, cell, _ in shown), style=style)
+    console.print(table)
+    console.print(caption, style="dim")
+    for row in rows:
+        shares = [f"{what} {row[f'{what}_share']:.0%}" for what in ("put", "fetch", "change") if f"{what}_share" in row]
+        if shares:
+            console.print(f"{_name(row)}: of the sequential rate {', '.join(shares)}")
+    for note in notes:
+        console.print(f"note: {note}", style="yellow")
+
+
+def save_json(file: Path, made_by: str, report: dict[str, Any]) -> None:
+    """Writes {"made_by", ...}. Raises OSError."""
+    with durable.named(file):
+        file.write_text(json.dumps({"made_by": made_by, **report}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def save_csv(file: Path, made_by: str, rows: Sequence[Row]) -> None:
+    """Writes our mark, the header and the rows. Raises OSError."""
+    with durable.named(file), file.open("w", encoding="utf-8", newline="") as out:
+        out.write(csv_mark(made_by) + "\n")
+        writer = csv.DictWriter(out, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _cold_notes(rows: Sequence[Row]) -> list[str]:
+    """Rows whose first pass was slow: whoever answered the later ones had the bytes in memory."""
+    found = []
+    for row in rows:
+        rates = row.get("loops_gbps", [])
+        if row["first_gbps"] is None or len(rates) < 3:
+            continue
+        later = statistics.median(rates[1:])
+        if row["first_gbps"] < _COLD_FRACTION * later:
+            found.append(
+                f"{_name(row)}: the first pass reached {row['first_gbps']:.2f} GB/s, later ones {later:.2f}: "
+                "the host's or the device's cache warms"
+            )
+    return found
+
+
+def _count_notes(ours: IoCounts, kernel: IoCounts) -> list[str]:
+    found = []
+    for what, mine, theirs in (
+        ("read", ours.read_bytes, kernel.read_bytes),
+        ("written", ours.written_bytes, kernel.written_bytes),
+    ):
+        if abs(theirs - mine) > _TOLERANCE * mine + _SLACK_BYTES:
+            found.append(
+                f"bytes {what}: the queues count {mine} ({format_bytes(mine)}), the kernel {theirs} "
+                f"({format_bytes(theirs)}); they may differ by {_TOLERANCE:.0%}"
+            )
+    return found
+
+
+def _is_shown(column: tuple[str, Any, str], rows: Sequence[Row]) -> bool:
+    _, cell, when = column
+    if when == "differs":
+        return len({cell(row) for row in rows}) > 1
+    return when == "always" or any(cell(row) for row in rows)
+
+
+def _name(row: Row) -> str:
+    words = f"{row['mode']} {row['engine']} {block_label(row['block_bytes'])} x {row['depth']}"
+    return f"{words}, {row['ranks']} {'rank' if row['ranks'] == 1 else 'ranks'}, {row['path']}"
+
+
+def _figure(key: str, digits: int, scale: float = 1.0) -> Any:
+    def cell(row: Row) -> str:
+        value = row.get(key)
+        return "" if value is None else f"{value * scale:.{digits}f}"
+
+    return cell
+
+
+def _engine(row: Row) -> str:
+    used = row["engine_used"]
+    return row["engine"] if used in (None, row["engine"]) else f"{row['engine']} ({used})"
+
+
+def _rate(row: Row) -> str:
+    if row["error"]:
+        return "cannot run"
+    return f"{row['gbps_median']:.2f}" if row["gbps_median"] >= 0.1 else f"{row['gbps_median']:.4f}"
+
+
+def _spread(row: Row) -> str:
+    return "" if row["error"] else f"{row['gbps_min']:.2f}-{row['gbps_max']:.2f}"
+
+
+_COLUMNS: tuple[tuple[str, Any, str], ...] = (  # title, what stands in it, when it is shown
+    ("mode", lambda row: row["mode"] + ("" if row["is_direct"] else ", buffered"), "always"),
+    ("engine", _engine, "always"),
+    ("block", lambda row: block_label(row["block_bytes"]), "always"),
+    ("depth", lambda row: str(row["depth"]), "always"),
+    ("ranks", lambda row: str(row["ranks"]), "differs"),
+    ("path", lambda row: str(row["path"]), "differs"),
+    ("GB/s", _rate, "always"),
+    ("min-max", _spread, "always"),
+    ("p50 us", _figure("p50_us", 0), "always"),
+    ("p99 us", _figure("p99_us", 0), "always"),
+    ("CPU s/GB", _figure("cpu_s_per_gb", 3), "always"),
+    ("idle %", _figure("idle_fraction", 1, 100), "always"),
+    ("first", _figure("first_gbps", 2), "filled"),
+    ("us/block", lambda row: _figure("user_us_per_block", 1)(row) if row["mode"] == "random" else "", "filled"),
+    ("over bare", _figure("user_us_beyond_bare", 1), "filled"),
+    ("fio", _figure("fio_gbps", 2), "filled"),
+    ("bare", _figure("yardstick_gbps", 2), "filled"),
+    ("fraction", _figure("fraction", 3), "filled"),
+    ("aio_handle", _figure("peer_gbps", 2), "filled"),
+    ("times it", _figure("peer_fraction", 3), "filled"),
+)

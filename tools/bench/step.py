@@ -1,0 +1,432 @@
+"""`tiermem bench step`: optimizer steps over states on NVMe, held to what the disk can do."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import itertools
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from tiermem.precision import Precision
+from tiermem.swap.queue import IoSettings
+from tiermem.swap.sums import Verify
+from tiermem.tools.bench.files import IoCounts, check_room
+from tiermem.tools.bench.stepped_model import (
+    DTYPES,
+    LEAST_PARAMS,
+    MOST_FRACTION,
+    SETTINGS,
+    BareSetting,
+    Pipelining,
+    Roofline,
+    SteppedModel,
+    StepRun,
+    ceiling,
+    draw_tiles,
+    memory_rate,
+    state_bytes_of,
+)
+from tiermem.tools.machine import Written, available_bytes, caption, endurance_lines, machine_facts
+from tiermem.tools.words import check_outputs, format_bytes, parse_bytes, stopped_by_sigterm
+
+# ---- What `tiermem bench step` says: tables of a model's figures, of the pipeline switched on and off, of the --------
+# models beside
+#
+# each other.
+
+Figures = Mapping[str, Any]
+
+_DIFFERENCES = {"preset": "smaller states", "resident_bytes": "resident states", "verify": "unverified states"}
+
+
+def print_figures(figures: Figures, console: Console) -> None:
+    """Shows everything; what is wrong with the figures comes last."""
+    console.print(_main_table(figures))
+    if figures["compare"]:
+        console.print(_compare_table(figures["compare"]))
+    if len(figures["rows"]) > 1:
+        console.print(_models_table(figures["rows"]))
+    for line in figures["endurance"]:
+        console.print(line)
+    for number, row in enumerate(figures["rows"]):
+        for note in row["notes"]:
+            whose = f"model {number + 1}: " if len(figures["rows"]) > 1 else ""
+            console.print(f"! {whose}{note}", style="bold red")
+
+
+def _main_table(figures: Figures) -> Table:
+    resident = f", {figures['resident_fraction']:.0%} of the states resident" if figures["resident_bytes"] else ""
+    title = (
+        f"optimizer step, {figures['num_params'] / 1e6:.1f} M parameters in {figures['precision']}, states "
+        f"{figures['preset']} on NVMe{resident}"
+    )
+    table = _table(title, "figure", "value")
+    table.add_row("step, median (min to max)", _spread(figures["step_s"]))
+    per_param = figures["state_bytes"] / figures["num_params"]
+    table.add_row("states", f"{figures['state_bytes'] / 1e9:.3f} GB, {per_param:.2f} bytes per parameter")
+    table.add_row("read", f"{figures['read_bytes'] / 1e9:.3f} GB at {figures['read_gbps']:.2f} GB/s")
+    table.add_row("written", f"{figures['written_bytes'] / 1e9:.3f} GB at {figures['written_gbps']:.2f} GB/s")
+    if len(figures["paths"]) > 1:
+        for part in figures["paths"]:
+            said = f"{part['read_bytes'] / 1e9:.3f} GB read, {part['written_bytes'] / 1e9:.3f} GB written"
+            table.add_row(f"  {part['path']}", said)
+    table.add_row("computing / waiting", f"{figures['compute_s']:.3f} s / {figures['wait_s']:.3f} s")
+    table.add_row("disk idle", f"{figures['disk_idle_fraction']:.1%} of the step")
+    for each in figures["rooflines"]:
+        table.add_row(f"the same bytes, {each['by']}", _spread(each["seconds"]))
+    table.add_row("memory traffic of Adam", f"{figures['memory_s']:.3f} s at {figures['memory_gbps']:.1f} GB/s")
+    table.add_row(f"roofline ({figures['roofline_by']})", f"{figures['roofline_s']:.3f} s")
+    table.add_row("fraction reached", f"{figures['roofline_fraction']:.3f}")
+    return table
+
+
+def _compare_table(rows: Sequence[Figures]) -> Table:
+    table = _table(
+        "what the pipeline is worth, steps in turn", "pipeline", "step, median (min to max)", "against both on"
+    )
+    for row in rows:
+        table.add_row(row["name"], _spread(row["step_s"]), f"{row['slower']:.2f} x")
+    return table
+
+
+def _models_table(rows: Sequence[Figures]) -> Table:
+    """Time and bytes beside each other: what is smaller, or rests in memory, is neither read nor written."""
+    columns = (
+        "resident",
+        "verified",
+        "step, median (min to max)",
+        "faster",
+        "time saved",
+        "bytes saved",
+        "fraction of its roofline",
+    )
+    worth = " and ".join(name for key, name in _DIFFERENCES.items() if len({row[key] for row in rows}) > 1)
+    table = _table(f"what {worth or 'nothing'} are worth, steps in turn", "states", *columns)
+    first = rows[0]
+    for row in rows:
+        table.add_row(
+            row["preset"],
+            f"{row['resident_fraction']:.1%}",
+            "never" if row["verify"] == "resume" else row["verify"],
+            _spread(row["step_s"]),
+            f"{first['step_s_median'] / row['step_s_median']:.2f} x",
+            f"{1 - row['step_s_median'] / first['step_s_median']:.1%}",
+            f"{1 - _moved(row) / max(1, _moved(first)):.1%}",
+            f"{row['roofline_fraction']:.3f}",
+        )
+    return table
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(first)
+    for column in others:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _moved(row: Figures) -> int:
+    return int(row["read_bytes"] + row["written_bytes"])
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f})"
+
+
+# ---- bench step: optimizer steps over states on NVMe, held to what the disk can do -----------------------------------
+#
+#     for each loop:   a step of each model | the yardstick | a step with the pipeline off | the yardstick | ...
+#
+# A model (stepped_model.py) is measured for each value of --preset, --resident and --verify; with --compare its
+# pipeline is switched from step to step. The yardstick (stepped_model.py) moves the same bytes in between, on the same
+# paths: a disk that others use drifts, so what is compared is taken in turns, and medians are reported. Bytes are those
+# of the queues' completions, checked against the kernel's.
+
+MADE_BY = "tiermem bench step"
+_COUNT_TOLERANCE = 0.01
+_MEMORY_FRACTION = 0.8
+_ALL_WAYS = tuple(Pipelining(*way) for way in itertools.product((True, False), repeat=2))
+
+
+class Case(NamedTuple):
+    """What makes a model."""
+
+    preset: str
+    resident_bytes: int  # of the states, in memory
+    verify: Verify
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBenchOptions:
+    """What is measured. Raises ValueError or OSError for what cannot be, before anything is."""
+
+    paths: Sequence[Path]
+    num_params: int = 256_000_000
+    precision: str = "bf16"
+    """Of parameters and gradients."""
+    preset: str = "exact"
+    """Names of precisions of the states, separated by commas."""
+    loops: int = 5
+    resident: str = "0"
+    """Sizes or percentages of the states, separated by commas."""
+    verify: str = "always"
+    """Which reads are compared with checksums, as in `OffloadPolicy.verify`; several, separated by commas."""
+    compares: bool = False
+    pipelines: bool = True
+    only_states: bool = False
+    """Parameters and gradients rest in memory."""
+    yardstick: Path | None = None
+    engine: str = "auto"
+    tbw_bytes: int | None = None
+    json_file: Path | None = None
+    plot_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in DTYPES:
+            raise ValueError(f"--precision is {self.precision!r}; allowed are {', '.join(sorted(DTYPES))}")
+        if self.loops < 1:
+            raise ValueError(f"--loops is {self.loops}; it must be at least 1")
+        if self.num_params < LEAST_PARAMS:
+            raise ValueError(f"--params is {self.num_params}; give at least {LEAST_PARAMS}")
+        if self.compares and not self.pipelines:
+            raise ValueError("--compare switches the pipeline on and off; leave --no-pipeline out")
+        if self.yardstick is not None and not self.yardstick.is_file():
+            raise ValueError(f"--yardstick: there is no program {self.yardstick}; `make yardsticks` builds it")
+        if self.plot_file is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib: pip install 'tiermem[plots]'")
+        IoSettings(self.engine)  # raises for an engine that does not exist
+        self.cases()
+        check_outputs([self.json_file, self.plot_file], MADE_BY)
+
+    def cases(self) -> list[Case]:
+        """One for each model. Raises ValueError."""
+        presets = _words("--preset", self.preset, "precisions with commas between, such as exact,compact")
+        for preset in presets:
+            Precision.preset(preset)  # raises for one that does not exist
+        sizes = _words("--resident", self.resident, "sizes or percentages with commas between, such as 0,25%,50%")
+        ways = [
+            _verify(word) for word in _words("--verify", self.verify, "always, sample or resume, with commas between")
+        ]
+        residents = {preset: [_resident_bytes(size, self.state_bytes(preset)) for size in sizes] for preset in presets}
+        return [Case(p, resident, way) for p in presets for resident in residents[p] for way in ways]
+
+    def state_bytes(self, preset: str) -> int:
+        """Bytes of optimizer states, about."""
+        return state_bytes_of(self.num_params, self.precision, preset)
+
+    def ways(self) -> tuple[Pipelining, ...]:
+        """How the pipeline is switched, what is reported first."""
+        return _ALL_WAYS if self.compares else (Pipelining(self.pipelines, self.pipelines),)
+
+
+@dataclasses.dataclass
+class _Series:
+    """What was measured of one model."""
+
+    model: SteppedModel
+    load: tuple[IoCounts, ...]  # a step's bytes on each path
+    steps: dict[Pipelining, list[StepRun]]
+    rooflines: dict[BareSetting, list[float]]
+
+
+def bench_step(options: StepBenchOptions, console: Console) -> int:
+    """Measures, shows the figures, writes JSON and picture. Leaves nothing on the paths. Blocks.
+
+    Raises OSError and ValueError; returns the exit status.
+    """
+    _check_room(options)
+    facts = machine_facts(options.paths)
+    with stopped_by_sigterm(), contextlib.ExitStack() as open_models:
+        with console.status("building the models and making their first steps"):
+            models = [open_models.enter_context(_build(options, case)) for case in options.cases()]
+            series = [_warm_up(model, options.ways()) for model in models]
+        _measure(options, series, console)
+        rate = memory_rate()
+        rows = [_figures_of(each, options, rate) for each in series]
+    figures = {"made_by": MADE_BY, "machine": facts, **rows[0], "rows": rows, "compare": _comparison(series[0])}
+    figures["endurance"] = _endurance(series[0], options)
+    print_figures(figures, console)
+    if options.json_file is not None:
+        options.json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    if options.plot_file is not None:
+        last = series[0].steps[options.ways()[0]][-1]
+        draw_tiles(last, series[0].model.tile_names, figures, caption(facts), options.plot_file, MADE_BY)
+    return 0
+
+
+def _build(options: StepBenchOptions, case: Case) -> SteppedModel:
+    return SteppedModel(
+        options.paths,
+        options.num_params,
+        options.precision,
+        case.preset,
+        case.resident_bytes,
+        options.only_states,
+        IoSettings(options.engine),
+        options.ways()[0],
+        case.verify,
+    )
+
+
+def _warm_up(model: SteppedModel, ways: Sequence[Pipelining]) -> _Series:
+    load = model.step(ways[0]).moved
+    return _Series(model, load, {way: [] for way in ways}, {setting: [] for setting in SETTINGS})
+
+
+def _measure(options: StepBenchOptions, series: Sequence[_Series], console: Console) -> None:
+    """Fills the series: every step is followed by a setting of the yardstick, every setting has its turn in each loop."""
+    loads = [each.load for each in series]
+    with Roofline(options.paths, loads, options.yardstick, options.engine) as roofline:
+        for loop in range(options.loops):
+            for way, setting in itertools.zip_longest(options.ways(), SETTINGS):
+                for number, each in enumerate(series):
+                    with console.status(f"loop {loop + 1} of {options.loops}, model {number + 1} of {len(series)}"):
+                        if way is not None:
+                            each.steps[way].append(each.model.step(way))
+                        if setting is not None:
+                            each.rooflines[setting].append(roofline.measure(each.load, setting))
+
+
+def _figures_of(series: _Series, options: StepBenchOptions, memory_bytes_s: float) -> dict[str, Any]:
+    """The figures of one model with the pipeline as asked."""
+    model, steps = series.model, series.steps[options.ways()[0]]
+    step_s = statistics.median(step.seconds for step in steps)
+    moved = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.total for step in steps), strict=True)))
+    kernel = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.kernel for step in steps), strict=True)))
+    memory_s = model.memory_bytes / memory_bytes_s
+    top = ceiling(options.yardstick, list(series.rooflines.items()), memory_s)
+    figures: dict[str, Any] = {
+        "num_params": model.num_params,
+        "precision": options.precision,
+        "preset": model.preset,
+        "verify": model.verify,
+        "state_bytes": model.state_bytes,
+        "resident_bytes": model.resident_bytes,
+        "resident_fraction": model.resident_bytes / model.state_bytes,
+        "engine": model.engine,
+        "step_s": [step.seconds for step in steps],
+        "step_s_median": step_s,
+        "read_bytes": moved.read_bytes,
+        "written_bytes": moved.written_bytes,
+        "read_gbps": moved.read_bytes / step_s / 1e9,
+        "written_gbps": moved.written_bytes / step_s / 1e9,
+        "compute_s": statistics.median(step.lane_s("compute") for step in steps),
+        "wait_s": statistics.median(step.lane_s("wait") for step in steps),
+        "disk_idle_fraction": statistics.median(step.idle_fraction() for step in steps),
+        "roofline_s": top.seconds,
+        "roofline_by": top.what,
+        "roofline_fraction": top.seconds / step_s,
+        "rooflines": [{"by": s.name, "seconds": times} for s, times in series.rooflines.items()],
+        "memory_gbps": memory_bytes_s / 1e9,
+        "memory_s": memory_s,
+        "kernel_read_bytes": kernel.read_bytes,
+        "kernel_written_bytes": kernel.written_bytes,
+        "paths": [
+            {"path": str(path), "read_bytes": on_path.read_bytes, "written_bytes": on_path.written_bytes}
+            for path, on_path in zip(options.paths, series.load, strict=True)
+        ],
+    }
+    figures["notes"] = list(_notes(figures, moved, kernel, model.expected))
+    return figures
+
+
+def _notes(figures: dict[str, Any], moved: IoCounts, kernel: IoCounts, expected: IoCounts) -> Iterator[str]:
+    """What is wrong with the figures."""
+    if figures["roofline_fraction"] > MOST_FRACTION:
+        yield (
+            f"error of the yardstick: the step takes {figures['step_s_median']:.3f} s, less than the roofline's "
+            f"{figures['roofline_s']:.3f} s ({figures['roofline_by']}); nothing is faster than the roofline. Measure again"
+        )
+    if moved != expected:
+        due = f"{expected.read_bytes} and {expected.written_bytes} are due"
+        yield f"the queue counts {moved.read_bytes} bytes read and {moved.written_bytes} written; {due}"
+    for what, ours, theirs in zip(("read", "written"), moved, kernel, strict=True):
+        if abs(theirs - ours) > _COUNT_TOLERANCE * max(ours, 1):
+            yield (
+                f"bytes {what} in a step: {ours} ({format_bytes(ours)}) by the queue, {theirs} ({format_bytes(theirs)}) by "
+                f"/proc/self/io; they should differ by at most {_COUNT_TOLERANCE:.0%}"
+            )
+
+
+def _comparison(series: _Series) -> list[dict[str, Any]]:
+    """What each half of the pipeline is worth: seconds with it switched so, and how much longer that is."""
+    found, first = [], None
+    for way, steps in series.steps.items():
+        median = statistics.median(step.seconds for step in steps)
+        first = first or median
+        found.append(
+            {
+                "pipeline_read": way.reads_ahead,
+                "pipeline_write": way.writes_behind,
+                "name": way.name,
+                "step_s": [step.seconds for step in steps],
+                "step_s_median": median,
+                "slower": median / first,
+            }
+        )
+    return found if len(found) > 1 else []
+
+
+def _endurance(series: _Series, options: StepBenchOptions) -> list[str]:
+    """What the timed steps wrote: neither building the models nor the yardstick is what training does."""
+    steps = [step for several in series.steps.values() for step in several]
+    written = [
+        Written(path, sum(step.moved[place].written_bytes for step in steps))
+        for place, path in enumerate(options.paths)
+    ]
+    return endurance_lines(written, len(steps), sum(step.seconds for step in steps), options.tbw_bytes)
+
+
+def _check_room(options: StepBenchOptions) -> None:
+    """Sees that memory and paths hold all models at once. Raises ValueError or OSError with the arithmetic."""
+    for path in options.paths:
+        if not path.is_dir():
+            raise FileNotFoundError(2, "no such folder: make it first, or correct --path", str(path))
+    size, itemsize = options.num_params, DTYPES[options.precision].itemsize
+    others = 2 * size * itemsize
+    sizes = [(options.state_bytes(case.preset), case.resident_bytes) for case in options.cases()]
+    needed = size * itemsize + sum(min(resident, states) + others * options.only_states for states, resident in sizes)
+    if needed > _MEMORY_FRACTION * available_bytes():
+        raise ValueError(
+            f"{format_bytes(needed)} of memory are needed (parameters while they are made, and what rests in memory), "
+            f"{format_bytes(available_bytes())} are available: ask for fewer parameters or less --resident"
+        )
+    stores = sum(max(0, states - resident) + others * (not options.only_states) for states, resident in sizes)
+    largest = max(states for states, _ in sizes)
+    parts = [("the states", stores // len(options.paths)), ("the yardstick", (largest + others) // len(options.paths))]
+    check_room(options.paths, parts)
+
+
+def _words(option: str, text: str, wanted: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise ValueError(f"{option} is {text!r}; write {wanted}")
+    return words
+
+
+def _verify(word: str) -> Verify:
+    allowed: tuple[Verify, ...] = get_args(Verify)
+    for each in allowed:
+        if word == each:
+            return each
+    raise ValueError(f"--verify: {word!r}; allowed are {', '.join(allowed)}")
+
+
+def _resident_bytes(word: str, state_bytes: int) -> int:
+    if not word.endswith("%"):
+        return parse_bytes(word)
+    try:
+        percent = float(word[:-1])
+    except ValueError:
+        percent = -1.0
+    if not 0 <= percent <= 100:
+        raise ValueError(f"--resident: {word!r} is no percentage of the states; allowed are 0% to 100%")
+    return int(state_bytes * percent / 100) if percent < 100 else 2 * state_bytes  # more than padding adds

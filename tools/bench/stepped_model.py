@@ -1,0 +1,532 @@
+"""SteppedModel: parameters, gradients and optimizer states on NVMe, stepped again and again; its roofline."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from tiermem.engine.sharding import shard
+from tiermem.optim.classes import AdamW
+from tiermem.optim.tile import Tile
+from tiermem.policy import IoSettings, OffloadPolicy, Tier
+from tiermem.precision import Precision
+from tiermem.swap.passes import Passes
+from tiermem.swap.ranges import round_up
+from tiermem.swap.sums import Verify
+from tiermem.tools.bench.files import BenchFiles, IoCounts, kernel_counts
+from tiermem.tools.bench.witnesses import BareLoop
+from tiermem.tools.run_record import Span, rows_of, within
+from tiermem.zero.state_layout import StateLayout
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+# ---- SteppedModel: parameters, gradients and optimizer states on NVMe and nothing else, stepped again and again ------
+#
+# The model is blocks of parameters without a forward. Gradients are given once and stay: every step reads, computes and
+# writes the same bytes, which `expected` says by arithmetic, per element of a tile:
+#
+#     parameters in       fp32                    bf16
+#     preset              exact   compact  tiny   exact   compact  bf16   tiny
+#     states              8       4        2.03   12      6        4      4.03   read and written, unless the tile is resident
+#     parameters          4       4        4      0       2        2      2      read, unless only states rest on NVMe
+#                         4       4        4      2       2        2      2      written, the same
+#     gradients           4       4        4      2       2        2      2      read, the same
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+LEAST_PARAMS = 4096
+_MOST_BLOCK_NUMEL = 1 << 24
+_BLOCK_PARAMS = 4  # tensors in a block
+_NUM_MOMENTS = 2  # AdamW's
+
+
+class Pipelining(NamedTuple):
+    """Which half of the pipeline is on."""
+
+    reads_ahead: bool = True
+    writes_behind: bool = True
+
+    @property
+    def name(self) -> str:
+        """As a table says it."""
+        if self.reads_ahead:
+            return "both on" if self.writes_behind else "only reads ahead"
+        return "only writes behind" if self.writes_behind else "both off"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRun:
+    """What one step took and moved."""
+
+    start_ns: int
+    end_ns: int
+    moved: tuple[IoCounts, ...]  # on each path, by the queues' completions
+    kernel: IoCounts  # of the whole process, as the kernel counts
+    spans: list[Span]
+
+    @property
+    def seconds(self) -> float:
+        """Wall clock."""
+        return (self.end_ns - self.start_ns) * 1e-9
+
+    @property
+    def total(self) -> IoCounts:
+        """Bytes on all paths."""
+        return IoCounts(sum(m.read_bytes for m in self.moved), sum(m.written_bytes for m in self.moved))
+
+    def lane_s(self, lane: str) -> float:
+        """Seconds that events of a lane took together."""
+        return sum(span.end_ns - span.start_ns for span in self.spans if span.lane == lane) * 1e-9
+
+    def idle_fraction(self) -> float:
+        """The part of the step in which no tile was on its way, in or out."""
+        last, busy = self.start_ns, 0
+        for span in sorted((s for s in self.spans if s.lane in ("read", "write")), key=lambda s: s.start_ns):
+            busy += max(0, min(span.end_ns, self.end_ns) - max(span.start_ns, last))
+            last = max(last, span.end_ns)
+        return 1.0 - busy / max(1, self.end_ns - self.start_ns)
+
+
+class SteppedModel:
+    """A sharded model with its optimizer and gradients; its first step has been made. A context manager.
+
+    Args:
+        paths: folders on NVMe.
+        num_params: about so many; `num_params` of the object says how many.
+        precision: of parameters and gradients, "fp32" or "bf16".
+        preset: of the states, as in `tiermem.precision.PRESETS`.
+        resident_bytes: of the states, kept in memory.
+        only_states: parameters and gradients rest in memory.
+        io: of the queues.
+        verify: which reads are compared with the checksums of what was written; "resume": none, and no sums are taken.
+
+    Raises OSError when a path has too little room or fails. Leaves nothing on the paths when it is closed.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        num_params: int,
+        precision: str,
+        preset: str,
+        resident_bytes: int,
+        only_states: bool,
+        io: IoSettings,
+        pipelining: Pipelining,
+        verify: Verify = "always",
+    ) -> None:
+        others = Tier.HOST if only_states else Tier.NVME
+        policy = OffloadPolicy(
+            params=others,
+            optim=Tier.NVME,
+            grads=others,
+            precision=Precision.preset(preset),
+            num_moments=_NUM_MOMENTS,
+            paths=tuple(paths),
+            resident_bytes=resident_bytes,
+            pipeline_read=pipelining.reads_ahead,
+            pipeline_write=pipelining.writes_behind,
+            persistence_numel=0,
+            prefetch_numel=0,  # no forward comes: what is read for it would be counted
+            io=io,
+            durability="none",  # nothing is saved
+            verify=verify,
+        )
+        model = _Blocks(num_params, DTYPES[precision])
+        self.num_params = sum(p.numel() for p in model.parameters())
+        self.preset = preset
+        self.verify = verify
+        self.pipelining = pipelining
+        self._shards = shard(model, policy)
+        try:
+            self._optimizer = AdamW(model.parameters(), lr=1e-4)
+            self._give_gradients()
+            self._optimizer.step()  # writes states that were never read: not what is measured
+            tiles = self._optimizer.tiles_of(self._shards).tiles
+        except BaseException:
+            self._shards.close()
+            raise
+        self.tile_names = [f"tile {tile.entry}" for tile in tiles]
+        self.state_bytes = sum(tile.state_bytes for tile in tiles)
+        self.resident_bytes = sum(tile.state_bytes for tile in tiles if tile.home is Tier.HOST)
+        self.memory_bytes = sum(_memory_bytes(tile) for tile in tiles)
+        streamed = self.state_bytes - self.resident_bytes
+        self.expected = IoCounts(streamed, streamed)
+        if not only_states:
+            params, grads = sum(tile.slice_bytes for tile in tiles), sum(tile.grad_bytes for tile in tiles)
+            reads_params = any(tile.layout.reads_weight for tile in tiles)
+            self.expected = IoCounts(streamed + params * reads_params + grads, streamed + params)
+
+    def __enter__(self) -> SteppedModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def engine(self) -> str:
+        """What the queues run on."""
+        return self._shards.store.stats().engine
+
+    def step(self, pipelining: Pipelining) -> StepRun:
+        """Makes one step with the pipeline switched so. Blocks; raises OSError."""
+        recorder = self._shards.store.recorder
+        self._shards.policy = dataclasses.replace(
+            self._shards.policy, pipeline_read=pipelining.reads_ahead, pipeline_write=pipelining.writes_behind
+        )
+        recorder.events.clear()
+        before, kernel_before = self._counts(), kernel_counts()
+        start_ns = time.monotonic_ns()
+        self._optimizer.step()
+        end_ns = time.monotonic_ns()
+        kernel = kernel_counts().since(kernel_before)
+        moved = tuple(now.since(then) for now, then in zip(self._counts(), before, strict=True))
+        return StepRun(start_ns, end_ns, moved, kernel, [Span(*event) for event in recorder.events])
+
+    def close(self) -> None:
+        """Removes it from the paths and from memory."""
+        self._shards.close()
+
+    def _give_gradients(self) -> None:
+        for live in self._shards.units:
+            for part in live.unit.shards:
+                part.param.grad = torch.full(part.shape, 1e-3, dtype=live.unit.dtype)
+            self._shards.homes.receive(live.unit)
+            self._shards.homes.show(live.unit)
+        self._shards.homes.settle()
+
+    def _counts(self) -> list[IoCounts]:
+        return [IoCounts(p.read_bytes, p.written_bytes) for p in self._shards.store.stats().paths]
+
+
+def state_bytes_of(num_params: int, precision: str, preset: str) -> int:
+    """Bytes of optimizer states, about, before there is a model."""
+    layout = StateLayout(DTYPES[precision], Precision.preset(preset), _NUM_MOMENTS)
+    return sum(part.num_bytes(num_params) for part in layout.parts)
+
+
+def _memory_bytes(tile: Tile) -> int:
+    """What a step of a tile reads and writes in memory, in one pass."""
+    return 2 * tile.state_bytes + tile.slice_bytes * (1 + tile.layout.reads_weight) + tile.grad_bytes
+
+
+class _Blocks(nn.Module):
+    """Nothing but parameters, in units of at most 16 M elements."""
+
+    def __init__(self, num_params: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        count = math.ceil(num_params / _MOST_BLOCK_NUMEL)
+        self.layers = nn.ModuleList(_Block(num_params // count // _BLOCK_PARAMS, dtype) for _ in range(count))
+
+
+class _Block(nn.Module):
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.full((numel,), 0.01, dtype=dtype)) for _ in range(_BLOCK_PARAMS)
+        )
+
+
+# ---- Roofline: the shortest time in which this machine could make a step: its bytes moved at once, or its memory -----
+# traffic
+#
+#   disk     a bare loop (tests/native/bare_loop, built by `make yardsticks`) reads and writes as many bytes on each path, all
+#              at the same time, in files that lie beside the store. Several settings take turns between the steps; the
+#              best median counts. Without the program the queue moves the bytes (swap/passes.py), which is said.
+#     memory   what Adam reads and writes in memory, at the rate of a vector loop over memory of its own
+#
+# No step can be faster, so a fraction above `MOST_FRACTION` says that the yardstick is wrong.
+
+MOST_FRACTION = 1.02
+_FILE_UNIT = 4 << 20
+_STREAM_NUMEL = 1 << 24
+_NUM_STREAMS = 5
+
+
+class BareSetting(NamedTuple):
+    """How the yardstick keeps the disk busy."""
+
+    block_bytes: int
+    depth: int  # each way
+
+    @property
+    def name(self) -> str:
+        """As a table says it."""
+        return f"{self.block_bytes >> 20} MiB x {self.depth} each way"
+
+
+SETTINGS = (BareSetting(1 << 20, 16), BareSetting(1 << 20, 32), BareSetting(4 << 20, 8))
+
+
+class Roofline:
+    """What moves the bytes of a step without its arithmetic. A context manager.
+
+    Args:
+        paths: those of the store.
+        loads: of each model that is stepped, its bytes on each path; the files are made large enough for all.
+        yardstick: tests/native/bare_loop, built; None: the queue.
+        engine: of the queue.
+
+    Raises OSError when a path has too little room, or the yardstick cannot be started.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], loads: Sequence[Sequence[IoCounts]], yardstick: Path | None, engine: str
+    ) -> None:
+        self._paths = list(paths)
+        self._engine = engine
+        self._loops: list[BareLoop] = []
+        self._open = contextlib.ExitStack()
+        largest = max((max(moved) for load in loads for moved in load), default=0)
+        self._file_bytes = round_up(max(largest, _FILE_UNIT), _FILE_UNIT)
+        self._files = self._open.enter_context(BenchFiles(paths, 1, self._file_bytes))
+        try:
+            for place in range(len(paths)):
+                file = Path(self._files.name(place, 0, "mixed"))
+                if yardstick is not None:
+                    self._loops.append(self._open.enter_context(BareLoop(yardstick, file)))
+            self._write_once()
+        except BaseException:
+            self._open.close()
+            raise
+
+    def __enter__(self) -> Roofline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def measure(self, load: Sequence[IoCounts], setting: BareSetting) -> float:
+        """Seconds in which a step's bytes are read and written, on all paths at once. Blocks; raises OSError."""
+        busy = [(place, moved) for place, moved in enumerate(load) if moved.read_bytes or moved.written_bytes]
+        if not busy:
+            return 0.0
+        with ThreadPoolExecutor(len(busy)) as threads:
+            return max(threads.map(lambda item: self._move(item[0], item[1], setting), busy))
+
+    def close(self) -> None:
+        """Ends the yardsticks; the files are gone."""
+        self._open.close()
+
+    def _move(self, place: int, moved: IoCounts, setting: BareSetting) -> float:
+        if self._loops:
+            return self._bare(self._loops[place], moved, setting)
+        io = IoSettings(self._engine, setting.block_bytes, 2 * setting.depth)
+        with self._passes(place, io) as passes:
+            both = min(moved)
+            seconds = passes.run("mixed", both).seconds if both else 0.0
+            if moved.read_bytes > both:
+                seconds += passes.run("read", moved.read_bytes - both).seconds
+            if moved.written_bytes > both:
+                seconds += passes.run("write", moved.written_bytes - both).seconds
+            return seconds
+
+    def _bare(self, loop: BareLoop, moved: IoCounts, setting: BareSetting) -> float:
+        if moved.read_bytes and moved.written_bytes:
+            return loop.run("mixed", *setting, *moved).seconds
+        if moved.read_bytes:
+            return loop.run("read", *setting, moved.read_bytes).seconds
+        return loop.run("write", *setting, moved.written_bytes).seconds
+
+    def _write_once(self) -> None:
+        """First writes to preallocated blocks are slower: not what a step does."""
+        for place in range(len(self._paths)):
+            with self._passes(place, IoSettings(self._engine)) as passes:
+                passes.run("write")
+
+    @contextlib.contextmanager
+    def _passes(self, place: int, io: IoSettings) -> Iterator[Passes]:
+        fd = os.open(self._files.name(place, 0, "mixed"), os.O_RDWR | self._direct_flag(place))
+        try:
+            with Passes(fd, self._file_bytes, io) as passes:
+                yield passes
+        finally:
+            os.close(fd)
+
+    def _direct_flag(self, place: int) -> int:
+        return os.O_DIRECT if self._files.is_direct([place]) else 0
+
+
+class Ceiling(NamedTuple):
+    """The shortest time of a step, and what sets it."""
+
+    seconds: float
+    what: str
+
+
+def ceiling(yardstick: Path | None, series: Sequence[tuple[BareSetting, Sequence[float]]], memory_s: float) -> Ceiling:
+    """The best median of the disk's settings, or the memory's time if that is longer."""
+    best, seconds = min(((s, statistics.median(times)) for s, times in series), key=lambda item: item[1])
+    if memory_s > seconds:
+        return Ceiling(memory_s, "memory traffic of Adam")
+    by = "bare loop" if yardstick is not None else "by the queue without arithmetic"
+    return Ceiling(seconds, f"{by}, {best.name}")
+
+
+def memory_rate() -> float:
+    """Bytes per second that memory takes when one vector is added to another in place, all threads; the best of a few."""
+    a, b = torch.zeros(_STREAM_NUMEL), torch.ones(_STREAM_NUMEL)
+    seconds = []
+    for _ in range(_NUM_STREAMS):
+        start = time.monotonic()
+        a.add_(b)
+        seconds.append(time.monotonic() - start)
+    return 3 * a.nbytes / min(seconds)
+
+
+# ---- Tile timeline: one optimizer step as a picture: when each tile was read, computed and written, and how busy -----
+# the disk was
+#
+#     GB/s      bytes on their way, in and out, over time
+#     read      a bar per tile, from its first block to its last; bars of tiles that were on their way together lie below
+#     compute   each other; the colour is the tile's place in the model's order, so that a tile can be followed down
+#     write     the lanes
+#
+# Below the whole step a part of it is magnified. Drawn from the spans of one step alone.
+
+_LANES = ("read", "compute", "write")
+_PREFIX = "gradients of "  # of a tile whose other bytes were read before the step
+_MAGNIFIED_TILES = 24
+_NUM_BINS = 200
+_COLOURS = "viridis"
+_READ_COLOUR, _WRITE_COLOUR, _GREY = "#2a788e", "#e07b39", "#666666"
+
+
+def draw_tiles(
+    step: StepRun, tile_names: Sequence[str], figures: Mapping[str, Any], caption: str, file: Path, made_by: str
+) -> None:
+    """Draws and saves the picture of one step. Raises OSError; needs matplotlib.
+
+    Args:
+        step: its spans.
+        tile_names: of the model's tiles, in order.
+        figures: of the benchmark, for the title.
+        caption: machine and date.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    spans = [span for span in step.spans if span.lane in _LANES]
+    order = {name: number for number, name in enumerate(tile_names)}
+    stretches = _stretches(step, spans)
+    heights = [height for _ in stretches for height in (1.0, 2.6)]
+    figure, axes = pyplot.subplots(
+        len(heights),
+        1,
+        figsize=(13, 1.2 + 4.2 * len(stretches)),
+        layout="constrained",
+        gridspec_kw={"height_ratios": heights},
+    )
+    for number, stretch in enumerate(stretches):
+        rates, lanes = axes[2 * number], axes[2 * number + 1]
+        part = within(spans, *stretch)
+        _draw_rates(rates, part, stretch, step)
+        _draw_lanes(lanes, part, stretch, step, order)
+        rates.set_title("a part of it, magnified" if number else "the whole step", fontsize=9, loc="left")
+    axes[-1].set_xlabel(f"time since the step began (ms)\n\n{caption}", fontsize=8, color=_GREY)
+    figure.suptitle(_title(step, figures), fontsize=12)
+    figure.savefig(file, dpi=130, format="png", metadata={"Software": made_by})
+    pyplot.close(figure)
+
+
+def _title(step: StepRun, figures: Mapping[str, Any]) -> str:
+    resident = f", {figures['resident_fraction']:.0%} of states resident" if figures["resident_bytes"] else ""
+    return (
+        f"one optimizer step of {figures['num_params'] / 1e6:.0f} M parameters in {figures['precision']}{resident}: "
+        f"{step.seconds:.3f} s\n"
+        f"median of {len(figures['step_s'])}: {figures['step_s_median']:.3f} s; roofline {figures['roofline_s']:.3f} s "
+        f"({figures['roofline_by']}); fraction reached {figures['roofline_fraction']:.2f}; "
+        f"disk idle {step.idle_fraction():.1%}"
+    )
+
+
+def _stretches(step: StepRun, spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """The whole step, and, when that is dense, a part from its middle with a few tiles."""
+    whole = (step.start_ns, step.end_ns)
+    computed = sorted((span for span in spans if span.lane == "compute"), key=lambda span: span.start_ns)
+    if len(computed) < 2 * _MAGNIFIED_TILES:
+        return [whole]
+    first = len(computed) // 2
+    return [whole, (computed[first].start_ns, computed[first + _MAGNIFIED_TILES].end_ns)]
+
+
+def _draw_rates(ax: Axes, spans: Sequence[Span], stretch: tuple[int, int], step: StepRun) -> None:
+    """Read and written GB/s: a transfer's bytes are spread evenly over its time."""
+    start, end = stretch
+    width = (end - start) / _NUM_BINS
+    edges = [(start - step.start_ns + (number + 0.5) * width) / 1e6 for number in range(_NUM_BINS)]
+    for lane, colour in (("read", _READ_COLOUR), ("write", _WRITE_COLOUR)):
+        rates = [0.0] * _NUM_BINS
+        for span in (span for span in step.spans if span.lane == lane and span.end_ns > span.start_ns):
+            rate = span.num_bytes / (span.end_ns - span.start_ns)
+            first, last = (span.start_ns - start) / width, (span.end_ns - start) / width
+            for number in range(max(0, int(first)), min(_NUM_BINS, int(last) + 1)):
+                rates[number] += rate * max(0.0, min(last, number + 1) - max(first, number))
+        ax.plot(edges, rates, color=colour, linewidth=1.2, label=f"{lane}, {_gigabytes(spans, lane)}")
+        ax.fill_between(edges, rates, color=colour, alpha=0.15)
+    ax.set_ylabel("GB/s", fontsize=9)
+    ax.set_ylim(bottom=0)
+    ax.set_xlim((start - step.start_ns) / 1e6, (end - step.start_ns) / 1e6)
+    ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, fontsize=8, frameon=False)
+    ax.tick_params(labelbottom=False)
+    ax.grid(alpha=0.25)
+
+
+def _draw_lanes(
+    ax: Axes, spans: Sequence[Span], stretch: tuple[int, int], step: StepRun, order: Mapping[str, int]
+) -> None:
+    """Each lane's bars, rows of tiles that were on their way together below each other."""
+    import matplotlib
+
+    colours = matplotlib.colormaps[_COLOURS]
+    numbers = [order[name] for span in spans if (name := span.name.removeprefix(_PREFIX)) in order] or [0]
+    scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(min(numbers), max(numbers)), colours)
+    top, ticks = 0.0, []
+    for lane in _LANES:
+        members = sorted((span for span in spans if span.lane == lane), key=lambda span: span.start_ns)
+        rows = rows_of(members) or [[]]
+        height = {"compute": 2.0}.get(lane, max(2.0, float(len(rows))))
+        for number, row in enumerate(rows):
+            y, each = top + number * height / len(rows), height / len(rows)
+            bars = [((s.start_ns - step.start_ns) / 1e6, (s.end_ns - s.start_ns) / 1e6) for s in row]
+            shades = scale.to_rgba(np.array([order.get(s.name.removeprefix(_PREFIX), 0) for s in row], dtype=float))
+            ax.broken_barh(bars, (y + 0.06 * each, 0.88 * each), facecolors=shades, edgecolor="white", linewidth=0.2)
+        ticks.append((top + height / 2, f"{lane}\n{_busy(members, stretch):.0%} busy"))
+        top += height + 0.6
+        ax.axhline(top - 0.3, color="#dddddd", linewidth=0.8)
+    ax.set_ylim(top - 0.3, -0.3)
+    ax.set_yticks([y for y, _ in ticks], [label for _, label in ticks], fontsize=9)
+    ax.set_xlim((stretch[0] - step.start_ns) / 1e6, (stretch[1] - step.start_ns) / 1e6)
+    ax.grid(axis="x", alpha=0.25)
+    bar = ax.figure.colorbar(scale, ax=ax, pad=0.01, aspect=18)
+    bar.set_label("tile", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+
+
+def _busy(spans: Sequence[Span], stretch: tuple[int, int]) -> float:
+    """The part of a stretch in which at least one of the spans, in order of start, goes on."""
+    busy, last = 0, stretch[0]
+    for span in spans:
+        busy += max(0, span.end_ns - max(span.start_ns, last))
+        last = max(last, span.end_ns)
+    return busy / max(1, stretch[1] - stretch[0])
+
+
+def _gigabytes(spans: Sequence[Span], lane: str) -> str:
+    """What a lane's transfers carry that touch the stretch."""
+    return f"{sum(span.num_bytes for span in spans if span.lane == lane) / 1e9:.2f} GB"

@@ -1,0 +1,208 @@
+"""Sweep: every setting of a benchmark measured in turn, loop after loop.
+
+    for each mode:  loop 1: A B C w(A) ...   loop 2: A B C w(A) ...        A, B, C settings; w a witness of the same file
+
+A disk drifts, and so does a host that others use: settings of one mode are compared only because they were measured turn and
+turn about, and it is medians that are compared. Witnesses (fio, a bare loop, a peer) stand in the same loops, after the
+settings with their block and depth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from tiermem.tools.bench.io_ranks import SEQUENTIAL, CannotRun, Job, Outcome, Ranks
+
+_RANDOM_BLOCKS = 2048  # of a pass, for each block in flight
+_MOST_RANDOM_DEPTH = 32
+
+
+class Setting(NamedTuple):
+    """What a row is about. `places` are the indices of the paths that take part, `path` is how the row calls them."""
+
+    mode: str
+    engine: str
+    block_bytes: int
+    depth: int
+    ranks: int
+    path: str
+    places: tuple[int, ...]
+
+    def describe(self) -> str:
+        """The setting on one line."""
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{self.mode} {self.engine}, {self.block_bytes >> 10} KiB x {self.depth}, {ranks}, {self.path}"
+
+
+class Bounds(NamedTuple):
+    """How much a pass moves, and how."""
+
+    file_bytes: int
+    threads: int = 0
+    sync: bool = False
+    sustained_bytes: int = 0
+    sustained_s: float | None = None
+
+    def bytes_of(self, setting: Setting) -> int:
+        """Bytes that one rank moves in a pass: each way when it goes both ways. Whole blocks."""
+        block = setting.block_bytes
+        if setting.mode == "sustained":
+            return self.sustained_bytes // block * block
+        if setting.mode == "random":
+            most = _RANDOM_BLOCKS * min(setting.depth, _MOST_RANDOM_DEPTH) * block
+            return min(most, self.file_bytes // block * block)
+        if setting.mode == "mixed":  # one half of the file is read while the other is written
+            return max(block, self.file_bytes // 2 // block * block)
+        return self.file_bytes // block * block
+
+
+class Witness(Protocol):
+    """Somebody else's measurement of the same pattern on the same file."""
+
+    name: str
+
+    def measure(self, setting: Setting, num_bytes: int, loop: int) -> None:
+        """Measures once where it can; what it cannot it leaves out, and says so in its notes."""
+
+
+class Files(Protocol):
+    """The files of each path and rank, and the path's folder."""
+
+    def name(self, place: int, rank: int, mode: str) -> str: ...
+    def folder(self, place: int) -> str: ...
+    def file_bytes(self, mode: str) -> int: ...
+    def is_direct(self, places: Sequence[int]) -> bool: ...
+
+
+@dataclasses.dataclass
+class Measured:
+    """What came of one setting: an outcome per rank and loop, or why there is none."""
+
+    setting: Setting
+    is_direct: bool
+    outcomes: list[list[Outcome]] = dataclasses.field(default_factory=list)
+    error: str | None = None
+
+    def gbps(self) -> list[float]:
+        """The total rate of each loop, all ranks and both directions together."""
+        return [_rate(outcomes) for outcomes in self.outcomes]
+
+
+def settings_of(
+    modes: Sequence[str],
+    engines: Sequence[str],
+    blocks: Sequence[int],
+    depths: Sequence[int],
+    ranks: Sequence[int],
+    paths: Sequence[str],
+    random_block: int,
+) -> list[Setting]:
+    """Every setting, those of one block and depth together. Several paths: each alone, then "all" at once.
+
+    "random" has its own block; "sustained" is measured once per path, on one rank, with the largest block and depth.
+    """
+    places: list[tuple[str, tuple[int, ...]]] = [(path, (number,)) for number, path in enumerate(paths)]
+    if len(paths) > 1:
+        places.append(("all", tuple(range(len(paths)))))
+    found = []
+    for mode, (path, where) in itertools.product(modes, places):
+        if mode == "sustained":
+            found.append(Setting(mode, engines[0], max(blocks), max(depths), 1, path, where))
+            continue
+        sizes = [random_block] if mode == "random" else blocks
+        found += [
+            Setting(mode, engine, block, depth, num_ranks, path, where)
+            for block, depth, num_ranks, engine in itertools.product(sizes, depths, ranks, engines)
+        ]
+    return found
+
+
+def sweep(
+    settings: Sequence[Setting],
+    loops: int,
+    bounds: Bounds,
+    files: Files,
+    ranks: Ranks,
+    witnesses: Sequence[Witness] = (),
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Measured]:
+    """Measures every setting `loops` times ("sustained": once). Blocks; raises OSError when a transfer fails.
+
+    A setting whose engine cannot run gets its reason and is not tried again.
+    """
+    measured = [Measured(setting, files.is_direct(setting.places)) for setting in settings]
+    for _, of_mode in itertools.groupby(measured, key=lambda m: m.setting.mode):
+        rows = list(of_mode)
+        for loop in range(1 if rows[0].setting.mode == "sustained" else loops):
+            for _, group in itertools.groupby(rows, key=_place_of):
+                together = list(group)
+                for each in together:
+                    progress(each.setting.describe())
+                    _measure(each, bounds, files, ranks, loop)
+                judged = next((m.setting for m in together if is_witnessed(m.setting)), None)
+                if judged is None:
+                    continue
+                for witness in witnesses:
+                    progress(f"{witness.name}, {judged.describe()}")
+                    witness.measure(judged, bounds.bytes_of(judged), loop)
+    return measured
+
+
+def count_passes(settings: Sequence[Setting], loops: int, num_witnesses: int) -> int:
+    """How often `progress` will be called."""
+    total = 0
+    for _, group in itertools.groupby(settings, key=lambda s: (s.mode, s.path, s.block_bytes, s.depth)):
+        together = list(group)
+        passes = len(together) + (num_witnesses if any(map(is_witnessed, together)) else 0)
+        total += passes * (1 if together[0].mode == "sustained" else loops)
+    return total
+
+
+def is_witnessed(setting: Setting) -> bool:
+    """Whether witnesses can measure the same: one process on one file."""
+    return setting.ranks == 1 and len(setting.places) == 1 and setting.mode in (*SEQUENTIAL, "random")
+
+
+def jobs_of(setting: Setting, bounds: Bounds, files: Files, seed: int = 0) -> list[Job]:
+    """The job of each rank."""
+    return [
+        Job(
+            mode=setting.mode,
+            engine=setting.engine,
+            block_bytes=setting.block_bytes,
+            depth=setting.depth,
+            threads=bounds.threads,
+            files=tuple(files.name(place, rank, setting.mode) for place in setting.places),
+            folders=tuple(files.folder(place) for place in setting.places),
+            file_bytes=files.file_bytes(setting.mode),
+            num_bytes=bounds.bytes_of(setting),
+            is_direct=files.is_direct(setting.places),
+            sync=bounds.sync and setting.mode in ("write", "mixed", "sustained"),
+            seed=seed * 1000 + rank,
+            seconds=bounds.sustained_s if setting.mode == "sustained" else None,
+        )
+        for rank in range(setting.ranks)
+    ]
+
+
+def _measure(measured: Measured, bounds: Bounds, files: Files, ranks: Ranks, loop: int) -> None:
+    if measured.error is not None:
+        return
+    try:
+        measured.outcomes.append(ranks.run(jobs_of(measured.setting, bounds, files, loop)))
+    except CannotRun as refusal:
+        measured.error = str(refusal)
+
+
+def _place_of(measured: Measured) -> tuple[str, int, int]:
+    setting = measured.setting
+    return setting.path, setting.block_bytes, setting.depth
+
+
+def _rate(outcomes: Sequence[Outcome]) -> float:
+    """GB/s of ranks together: from the first start to the last end."""
+    seconds = max(o.end_s for o in outcomes) - min(o.start_s for o in outcomes)
+    return sum(o.read_bytes + o.written_bytes for o in outcomes) / seconds / 1e9

@@ -1,0 +1,392 @@
+"""Witnesses: fio, a bare loop and a peer, measured in the same loops and on the same files as our own settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+from tiermem.tools.bench.files import BenchFiles
+from tiermem.tools.bench.sweep import Setting
+
+# ---- LineProgram: a program in a process of its own that is asked a line and answers one, so that benchmarks take ----
+# turns with it
+#
+#     us -> a command                     it -> one line, which begins with "error" when it refuses
+#     us -> quit
+#
+# What it says on stderr is kept and told when it ends where it should have answered.
+
+_STOP_S = 10.0
+Program = TypeVar("Program", bound="LineProgram")
+
+
+class LineProgram:
+    """A running program. A context manager; for one thread.
+
+    Args:
+        command: the command line.
+        name: what errors call it.
+        environment: of the program; default ours.
+
+    Raises OSError when the program cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str], name: str, environment: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115  # what it says on stderr, told when it fails
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._words,
+                env=environment,
+                text=True,
+                bufsize=1,
+            )
+        except BaseException:
+            self._words.close()
+            raise
+
+    def __enter__(self: Program) -> Program:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def ask(self, line: str) -> str:
+        """Sends one line and waits for the answer, which is returned without its end. Raises OSError when it ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = self._process.stdout.readline()  # it may have said why before it ended
+        if not answer:
+            raise OSError(f"{self.name} ended (status {self._end()}) at {line!r}: {self._last_words()}")
+        return answer.strip()
+
+    def ask_numbers(self, line: str, how_many: int, what: str) -> list[float]:
+        """Sends one line that is answered with numbers. Raises ValueError with the program's words for another answer."""
+        answer = self.ask(line)
+        try:
+            numbers = list(map(float, answer.split()))
+        except ValueError:
+            numbers = []
+        if len(numbers) != how_many:
+            said = answer if answer.startswith("error") else f"{answer!r} instead of {what}"
+            raise ValueError(f"{self.name} answers {line!r} with {said}")
+        return numbers
+
+    def close(self) -> None:
+        """Ends the program, by force when it does not; calling it twice does nothing."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            if self._process.poll() is None:
+                self._process.stdin.write("quit\n")
+            self._process.stdin.close()
+        except OSError:
+            pass  # it has ended already
+        self._end()
+        self._process.stdout.close()
+        self._words.close()
+
+    def _end(self) -> int:
+        try:
+            return self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def _last_words(self) -> str:
+        self._words.seek(0)
+        said = self._words.read().decode(errors="replace").strip().splitlines()
+        return said[-1] if said else "it said nothing"
+
+
+# ---- BareLoop: a yardstick in a process of its own, driven line by line, so that its passes stand between those ------
+# it judges
+#
+#     us   -> read 1048576 32 2147483648      it -> 0.512345 0.010000 0.120000       seconds, user CPU, system CPU
+#     us   -> quit
+#
+# Commands are `read BLOCK DEPTH BYTES`, `write BLOCK DEPTH BYTES`, `mixed BLOCK DEPTH READ_BYTES WRITE_BYTES` (both at
+# once, DEPTH each way) and `random BLOCK DEPTH BYTES SEED`; what it cannot do it answers with a line `error ...` and
+# ends. The program is tests/native/bare_loop (`make yardsticks`), or any other that speaks so: peer_aio.py does. It
+# opens the file itself, and overwrites what the file held.
+
+
+class BareRun(NamedTuple):
+    """What one command took: wall clock, and the CPU time of the program's process."""
+
+    seconds: float
+    user_s: float
+    system_s: float
+
+
+class BareLoop(LineProgram):
+    """A running yardstick. A context manager; for one thread.
+
+    Args:
+        program: the file to run, or a command line whose last word, the file's name, is added here.
+        file: exists, is as long as the commands will say, and is named: the program opens it.
+        environment: of the program; default ours.
+
+    Raises OSError when the program cannot be started.
+    """
+
+    def __init__(self, program: Path | Sequence[str], file: Path, environment: Mapping[str, str] | None = None) -> None:
+        command = [str(program)] if isinstance(program, os.PathLike) else list(program)
+        super().__init__([*command, str(file)], command[-1], environment)
+
+    def run(self, command: str, block_bytes: int, depth: int, *numbers: int) -> BareRun:
+        """Sends one command and waits for its answer. `numbers`: bytes, and the seed of "random".
+
+        Raises ValueError with the program's words when it refuses or does not speak the protocol, OSError when it ended.
+        """
+        line = " ".join(map(str, (command, block_bytes, depth, *numbers)))
+        return BareRun(*self.ask_numbers(line, len(BareRun._fields), "seconds, user_s and system_s"))
+
+
+# ---- fio's figure for the same file, block, depth and pattern: somebody else's benchmark as a witness of ours --------
+#
+# Its two asynchronous engines run in turn, io_uring with registered buffers and files; what counts is the better one.
+# It gets a file that exists, never makes one, and is bounded by the bytes that ours moves. Its memory is its own:
+# `depth` blocks, used again and again.
+
+ENGINES = {"io_uring": ("--fixedbufs=1", "--registerfiles=1"), "libaio": ()}
+_PATTERNS = {"read": "read", "write": "write", "mixed": "rw", "random": "randread"}
+_PATIENCE_S = 600.0
+
+
+def find_fio() -> str | None:
+    """The program, if it is installed."""
+    return shutil.which("fio")
+
+
+def run_fio(
+    program: str,
+    engine: str,
+    file: str,
+    file_bytes: int,
+    mode: str,
+    block_bytes: int,
+    depth: int,
+    num_bytes: int,
+    is_direct: bool = True,
+    sync: bool = False,
+) -> float:
+    """GB (1e9 bytes) per second, both directions together. Moves num_bytes, for "mixed" each way. Blocks.
+
+    Raises OSError with fio's words.
+    """
+    command = [
+        program,
+        "--name=tiermem",
+        f"--filename={file}",
+        "--allow_file_create=0",
+        "--fallocate=none",
+        f"--size={file_bytes}",
+        f"--io_size={num_bytes * 2 if mode == 'mixed' else num_bytes}",
+        f"--rw={_PATTERNS[mode]}",
+        f"--bs={block_bytes}",
+        f"--iodepth={depth}",
+        f"--ioengine={engine}",
+        f"--direct={int(is_direct)}",
+        *ENGINES[engine],
+        *(["--norandommap=1", "--randrepeat=0"] if mode == "random" else []),
+        *(["--end_fsync=1"] if sync and mode in ("write", "mixed") else []),
+        "--output-format=json",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"fio ({engine}) took more than {_PATIENCE_S:.0f} s") from None
+    if done.returncode:
+        raise OSError(f"fio ({engine}) failed: {_first_words(done.stderr + done.stdout)}")
+    return read_rate(done.stdout)
+
+
+def read_rate(report: str) -> float:
+    """GB per second out of fio's JSON report. Raises OSError when it is none, or says that nothing was moved."""
+    try:
+        job: dict[str, Any] = json.loads(report[report.index("{") :])["jobs"][0]
+        num_bytes = sum(int(job[way]["io_bytes"]) for way in ("read", "write"))
+        milliseconds = max(int(job[way]["runtime"]) for way in ("read", "write"))
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise OSError(f"fio's report cannot be read ({type(error).__name__} {error})") from None
+    if job.get("error") or not num_bytes:
+        raise OSError(f"fio moved {num_bytes} bytes, error {job.get('error')}")
+    return num_bytes / max(milliseconds, 1) / 1e6
+
+
+def _first_words(said: str) -> str:
+    lines = [line for line in said.splitlines() if line.strip()]
+    return lines[0] if lines else "it said nothing"
+
+
+# ---- Witnesses: fio, a bare loop and a peer, measured in the same loops and on the same files as our own settings ----
+#
+# Each gives a rate per (mode, block, depth, path), the median of its loops. A witness that fails says why once and is
+# left out from then on: what it has to say is beside ours, never in its way.
+
+_PEER_SCRIPT = Path(__file__).parent / "peers" / "peer_aio.py"
+
+
+class _Key(NamedTuple):
+    mode: str
+    block_bytes: int
+    depth: int
+    place: int
+
+    @classmethod
+    def of(cls, setting: Setting) -> _Key:
+        return cls(setting.mode, setting.block_bytes, setting.depth, setting.places[0])
+
+
+class FioWitness:
+    """fio's better engine of two."""
+
+    name = "fio"
+
+    def __init__(self, program: str, files: BenchFiles, sync: bool) -> None:
+        self.notes: list[str] = []
+        self._program = program
+        self._files = files
+        self._sync = sync
+        self._engines = list(ENGINES)
+        self._rates: dict[tuple[_Key, str], list[float]] = {}
+
+    def measure(self, setting: Setting, num_bytes: int, loop: int) -> None:
+        """Runs both engines once."""
+        key, file = _Key.of(setting), self._files.name(setting.places[0], 0, setting.mode)
+        is_direct = self._files.is_direct(setting.places)
+        for engine in list(self._engines):
+            what = (setting.mode, setting.block_bytes, setting.depth, num_bytes, is_direct, self._sync)
+            try:
+                rate = run_fio(self._program, engine, file, self._files.file_bytes(setting.mode), *what)
+            except OSError as error:
+                self._engines.remove(engine)
+                self.notes.append(f"{error}; left out from here on")
+            else:
+                self._rates.setdefault((key, engine), []).append(rate)
+
+    def gbps(self, setting: Setting) -> float | None:
+        """The higher of the engines' medians."""
+        series = (self._rates.get((_Key.of(setting), engine)) for engine in ENGINES)
+        return max((statistics.median(rates) for rates in series if rates), default=None)
+
+
+class LoopWitness:
+    """A program that speaks the protocol of witnesses.py, a process for each path. A context manager.
+
+    Args:
+        name: how notes call it.
+        command: of the program, without the file.
+        modes: what it can do.
+        sync: whether ours syncs what it writes; the programs do not, so then they are asked to read alone.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Path | Sequence[str],
+        files: BenchFiles,
+        modes: Sequence[str],
+        sync: bool,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.notes: list[str] = []
+        self._command = command
+        self._environment = environment
+        self._files = files
+        self._modes = [mode for mode in modes if not (sync and mode in ("write", "mixed"))]
+        self._programs: dict[int, BareLoop] = {}
+        self._has_failed = False
+        self._rates: dict[_Key, list[float]] = {}
+        self._user_us: dict[_Key, list[float]] = {}
+        if len(self._modes) < len(modes):
+            self.notes.append(f"{name} does not sync: with --fsync it stands beside reads alone")
+
+    def __enter__(self) -> LoopWitness:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for program in self._programs.values():
+            program.close()
+        self._programs.clear()
+
+    def measure(self, setting: Setting, num_bytes: int, loop: int) -> None:
+        """Sends one command."""
+        depth, place = setting.depth, setting.places[0]
+        numbers = [num_bytes]
+        if setting.mode == "mixed":  # our depth counts both ways, theirs each
+            depth //= 2
+            numbers *= 2
+        elif setting.mode == "random":
+            numbers.append(loop)
+        if self._has_failed or not depth or setting.mode not in self._modes:
+            return
+        if not self._files.is_direct(setting.places):
+            self._fail("it opens its file with O_DIRECT, which this path refuses")
+            return
+        try:
+            program = self._programs.get(place)
+            if program is None:
+                file = Path(self._files.name(place, 0, setting.mode))
+                program = self._programs[place] = BareLoop(self._command, file, self._environment)
+            run = program.run(setting.mode, setting.block_bytes, depth, *numbers)
+        except (OSError, ValueError) as error:
+            self._fail(str(error))
+            return
+        key = _Key.of(setting)
+        total = num_bytes * (2 if setting.mode == "mixed" else 1)
+        self._rates.setdefault(key, []).append(total / run.seconds / 1e9)
+        self._user_us.setdefault(key, []).append(run.user_s * setting.block_bytes / total * 1e6)
+
+    def gbps(self, setting: Setting) -> float | None:
+        """The median of its loops."""
+        return _median(self.loops_gbps(setting))
+
+    def loops_gbps(self, setting: Setting) -> list[float]:
+        """The rate of each loop."""
+        return self._rates.get(_Key.of(setting), [])
+
+    def user_us(self, setting: Setting) -> float | None:
+        """Microseconds of user CPU for a block: the mean, since a loop may be shorter than the kernel's tick."""
+        series = self._user_us.get(_Key.of(setting))
+        return statistics.fmean(series) if series else None
+
+    def _fail(self, why: str) -> None:
+        self._has_failed = True
+        self.notes.append(f"{self.name} is left out: {why}")
+
+
+def bare_witness(program: Path, files: BenchFiles, sync: bool) -> LoopWitness:
+    """The yardstick: tests/native/bare_loop, built."""
+    return LoopWitness("the yardstick", program, files, ("read", "write", "mixed", "random"), sync)
+
+
+def peer_witness(python: Path, files: BenchFiles, sync: bool) -> LoopWitness:
+    """DeepSpeed's aio_handle, in the interpreter that has it; its operator compiles before the first answer."""
+    command = [str(python.absolute()), "-I", str(_PEER_SCRIPT)]
+    environment = {**os.environ, "PATH": f"{python.absolute().parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+    if not Path("/dev/nvidiactl").exists():
+        environment.setdefault("DS_ACCELERATOR", "cpu")
+    return LoopWitness("aio_handle", command, files, ("read", "write"), sync, environment)
+
+
+def _median(series: list[float] | None) -> float | None:
+    return statistics.median(series) if series else None

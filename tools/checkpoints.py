@@ -1,0 +1,491 @@
+"""The commands on checkpoints: `tiermem fsck`, `inspect`, `import` and `export`."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from tiermem.tools.train_options import CLIENT_KEY, options_of_model
+from tiermem.tools.words import format_bytes
+
+if TYPE_CHECKING:
+    from tiermem.checkpoint.format.manifest import Parameter
+    from tiermem.checkpoint.interchange.foreign import Foreign
+    from tiermem.checkpoint.opening.source import Source
+    from tiermem.checkpoint.survey import PathReport, RunReport, StepReport, Survey
+
+
+# ---- `tiermem fsck DIR`: what is in a store or a folder of checkpoints, which steps are durable, and what killed -----
+# runs left
+#
+#     0    nothing is wrong
+#     1    a run was killed and has left its folder: resume it, or remove it with --remove; or a step's removal was cut short:
+#          --repair ends it
+#     2    the command cannot be done as it was asked for (as for every command), or not all could be looked at: this process
+#          lacks memory, threads, descriptors or a permission, as is said. Nothing is said against what it did not see
+#     3    something durable is broken or damaged; what else is whole is listed
+#
+# What runs take on the disk is told by who needs it; together it is what stat says (checkpoint/survey.py):
+#
+#     durable    named by a durable step; a step's own bytes are those that no other one names
+#     live       written beside it by a run that goes on
+#     free       needed by nobody, or reserved and not written yet; unclear: free, but for a step that cannot be read
+#     records    manifests, parts, the lock, what is not ours
+#
+# --verify reads every byte of every step and compares it with its checksum. --remove removes the folders of killed
+# runs, after naming them, and in them only files that runs make; one that holds a durable step goes only when its own
+# folder is named. --repair ends what was cut short before it looks: pointers of removed steps go, what killed saves
+# left goes, and a `latest` that is lost or names no tag names the newest whole one. It says what it does, and leaves
+# folders alone that a run may save into.
+
+_FSCK = "tiermem fsck"
+EXIT_DEAD, EXIT_UNREAD, EXIT_DAMAGED = 1, 2, 3
+_SPACE = ("on the disk", "durable", "live", "free", "unclear", "records")
+_STYLES = {"whole": "green", "live": "cyan", "kept": "green", "dead": "yellow", "unseen": "yellow"}
+_STYLES |= {"removed": "yellow", "unread": "yellow"}
+
+
+def fsck(
+    where: Path,
+    console: Console,
+    verifies: bool = False,
+    shows_json: bool = False,
+    removes: bool = False,
+    repairs: bool = False,
+) -> int:
+    """Prints what there is and returns the exit status. Blocks. Raises OSError when the folder cannot be looked at."""
+    from tiermem.checkpoint.survey import repair, survey
+
+    repaired = repair(survey(where)) if repairs else []
+    if verifies and console.is_terminal and not shows_json:
+        with console.status("verifying checksums") as status:
+            found = survey(where, True, _counter(status))
+    else:
+        found = survey(where, verifies)
+    removed = [str(run.folder) for run in removable(found) if _remove(run, console, shows_json)] if removes else []
+    if shows_json:
+        shown = {"made_by": _FSCK, **_plain(dataclasses.asdict(found)), "removed": removed, "repaired": repaired}
+        print(json.dumps(shown, indent=2))
+    else:
+        for each in repaired:
+            console.print(Text(f"repaired {each}", style="yellow"))
+        _print_survey(found, console)
+        _advise(found, console, removed)
+    if found.is_damaged:
+        return EXIT_DAMAGED
+    if found.is_unread:
+        return EXIT_UNREAD
+    is_left = len(found.dead) > len(removed) or any(step.state == "removed" for step in found.steps)
+    return EXIT_DEAD if is_left else 0
+
+
+def removable(found: Survey) -> list[RunReport]:
+    """Killed runs whose folders may go: those without a durable step, or the very folder that was named."""
+    return [run for run in found.dead if run.folder == found.where or not found.steps_of(run.run_id)]
+
+
+def _remove(run: RunReport, console: Console, is_silent: bool) -> bool:
+    """Removes what a killed run left; whether the folder is gone."""
+    from tiermem.swap.run_folder import RunFolder
+
+    if not is_silent:
+        console.print(Text(f"removing {run.folder}, left by {run.owner}", style="yellow"))
+    RunFolder.claim(run.folder).close(keep=False)
+    return not run.folder.exists()
+
+
+def _counter(status: Any) -> Any:
+    done = 0
+
+    def add(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        status.update(f"verifying checksums: {format_bytes(done)}")
+
+    return add
+
+
+def _print_survey(found: Survey, console: Console) -> None:
+    if found.runs:
+        table = _table(f"{found.where}: runs", ("folder", "state", "process", *_SPACE, "not ours"))
+        for run in found.runs:
+            table.add_row(
+                _name(run.folder, found.where), _state(run.state), run.owner, *_sizes(run), ", ".join(run.unknown)
+            )
+        console.print(table)
+    if len(found.runs) > 1:
+        table = _table(f"{found.where}: paths", ("path", *_SPACE))
+        for path in found.paths:
+            table.add_row(str(path.path), *_sizes(path))
+        console.print(table)
+    if found.steps:
+        columns = ("where", "tag", "step", "ranks", "tensors", "states", "durable", "own", "state", "")
+        table = _table(f"{found.where}: durable steps", columns)
+        for step in found.steps:
+            table.add_row(*_cells(step, found.where))
+        console.print(table)
+    if not found.runs and not found.steps:
+        console.print(Text(f"{found.where}: no run and no durable step"))
+    for fault in found.faults:
+        console.print(Text(fault, style="red"))
+    for each in found.unread:
+        console.print(Text(f"{each}: not looked at", style="yellow"))
+
+
+def _cells(step: StepReport, where: Path) -> Iterable[str | Text]:
+    numbers = (step.step, step.world, step.num_parameters)
+    sizes = ["" if step.num_bytes is None else format_bytes(step.num_bytes), "", ""]
+    if step.places:
+        sizes[1:] = format_bytes(step.durable_bytes), format_bytes(step.own_bytes)
+    state = f"{step.state}, verified" if step.is_verified else step.state
+    tag = f"{step.tag} (latest)" if step.is_latest else step.tag or ""
+    shown = ("" if number is None else str(number) for number in numbers)
+    return (_name(step.place, where), tag, *shown, *sizes, _state(state), step.why)
+
+
+def _advise(found: Survey, console: Console, removed: list[str]) -> None:
+    for run in found.dead:
+        if str(run.folder) in removed:
+            continue
+        steps = found.steps_of(run.run_id)
+        if run.folder in [each.folder for each in removable(found)]:
+            what = "no durable step: nothing can be resumed. --remove removes it"
+        elif steps:
+            newest = max(step.step or 0 for step in steps)
+            what = f"step {newest} is durable: resume it, or remove it with tiermem fsck {run.folder} --remove"
+        else:
+            what = "its durable steps are not whole"
+        console.print(Text(f"{run.folder}: {run.owner or 'a process'} was killed; {what}", style="yellow"))
+
+
+def _table(title: str, columns: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    right = (*_SPACE, "own", "step", "ranks", "tensors", "states")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
+def _sizes(report: RunReport | PathReport) -> Iterable[str]:
+    """The cells below _SPACE."""
+    found = (report.file_bytes, report.durable_bytes, report.live_bytes, report.free_bytes, report.unclear_bytes)
+    return map(format_bytes, (*found, report.record_bytes))
+
+
+def _state(state: str) -> Text:
+    return Text(state, style=_STYLES.get(state.split(",")[0], "red"))
+
+
+def _name(path: Path, where: Path) -> str:
+    """A path as short as it is clear."""
+    return str(path.relative_to(where)) if path != where and path.is_relative_to(where) else str(path)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+# ---- `tiermem inspect DIR`: the tensors of a durable step like `ls -l`: shape, formats, bytes, and in which files ----
+# they lie
+#
+# One line for each parameter, buffer and tensor of the optimizer; totals of each state at the end. --match takes glob
+# patterns of names. Manifest and parts are validated; states are not read.
+
+_INSPECT = "tiermem inspect"
+
+
+class Row(NamedTuple):
+    """One tensor of the model or the optimizer."""
+
+    name: str
+    aliases: tuple[str, ...]
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    is_trainable: bool
+    num_steps: int
+    states: dict[str, str]  # state -> kind
+    state_bytes: dict[str, int]
+    files: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all states."""
+        return sum(self.state_bytes.values())
+
+
+def inspect_checkpoint(
+    where: Path, console: Console, tag: str | None = None, patterns: Sequence[str] = (), shows_json: bool = False
+) -> int:
+    """Prints the step and returns 0. Blocks; raises ValueError and OSError for what cannot be opened or matches nothing."""
+    from tiermem.checkpoint.opening.source import Source
+
+    with Source.open(where, tag) as source:
+        rows = [row for row in _rows(source) if not patterns or any(fnmatch.fnmatchcase(row.name, p) for p in patterns)]
+        if patterns and not rows:
+            raise ValueError(f"--match: no tensor of {source.place} is named {' or '.join(patterns)}")
+        head = {
+            name: getattr(source.manifest, name) for name in ("step", "tag", "run_id", "commit", "world", "num_shards")
+        }
+        head["place"] = str(source.place)
+        excluded = source.manifest.excluded
+    if shows_json:
+        tensors = [{**row._asdict(), "num_bytes": row.num_bytes} for row in rows]
+        print(
+            json.dumps(
+                {"made_by": _INSPECT, **head, "excluded": excluded, "tensors": tensors, "totals": totals(rows)},
+                indent=2,
+            )
+        )
+        return 0
+    _print_tensors(rows, head, excluded, console)
+    return 0
+
+
+def totals(rows: Sequence[Row]) -> dict[str, int]:
+    """Bytes of each state over all rows."""
+    found: Counter[str] = Counter()
+    for row in rows:
+        found.update(row.state_bytes)
+    return dict(found)
+
+
+def _rows(source: Source) -> list[Row]:
+    return [_row(source, each) for each in source.manifest.parameters]
+
+
+def _row(source: Source, each: Parameter) -> Row:
+    states = source.states(each.name)
+    files = dict.fromkeys(str(file) for state in states for file in source.files(each.name, state))
+    return Row(
+        each.name,
+        each.aliases,
+        each.role,
+        each.shape,
+        each.dtype,
+        each.is_trainable,
+        each.num_steps,
+        {state: source.kind(each.name, state) or "" for state in states},
+        {state: source.bytes_of(each.name, state) for state in states},
+        tuple(files),
+    )
+
+
+def _print_tensors(rows: Sequence[Row], head: dict[str, Any], excluded: Sequence[str], console: Console) -> None:
+    tag = f", tag {head['tag']}" if head["tag"] else ""
+    ranks = f"{head['world']} rank{'s' if head['world'] > 1 else ''}"
+    console.print(Text(f"{head['place']}: step {head['step']}{tag}, saved by {ranks}, run {head['run_id']}"))
+    roots = {file: f"[{number}]" for number, file in enumerate(dict.fromkeys(f for row in rows for f in row.files))}
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "shape", "dtype", "states", "bytes", "steps", "file", "name"):
+        table.add_column(name, justify="right" if name in ("bytes", "steps") else "left", overflow="fold")
+    for row in rows:
+        shape = " x ".join(map(str, row.shape)) or "scalar"
+        states = " ".join(f"{state}:{kind}" for state, kind in row.states.items())
+        name = row.name + (f" = {', '.join(row.aliases)}" if row.aliases else "")
+        cells = (
+            _mode(row),
+            shape,
+            row.dtype,
+            states,
+            f"{row.num_bytes:,}",
+            str(row.num_steps),
+            " ".join(roots[f] for f in row.files),
+        )
+        table.add_row(*map(Text, (*cells, name)))
+    console.print(table)
+    for file, mark in roots.items():
+        console.print(Text(f"{mark} {file}", style="dim"))
+    found = totals(rows)
+    parts = ", ".join(f"{state} {format_bytes(num_bytes)}" for state, num_bytes in found.items())
+    console.print(Text(f"{len(rows)} tensors, {format_bytes(sum(found.values()))}: {parts or 'nothing'}"))
+    if excluded:
+        console.print(Text(f"left out when it was saved, frozen: {', '.join(excluded)}", style="dim"))
+
+
+def _mode(row: Row) -> str:
+    """What it is, in three letters: p parameter, b buffer, o ordinary; t trainable; s stepped."""
+    return row.role[0] + ("t" if row.is_trainable else "-") + ("s" if row.num_steps else "-")
+
+
+# ---- `tiermem import SRC OUT`: another system's checkpoint becomes a tiermem checkpoint ------------------------------
+#
+# DeepSpeed ZeRO-3 folders, torch.distributed.checkpoint folders, torch state dicts, safetensors. Nothing in them is
+# executed. What was written, and what had to stay behind, is said. With the model's config.json, given or beside the
+# weights, `tiermem train --resume` goes on from it as well.
+
+_IMPORT = "tiermem import"
+CONFIG_NAME = "config.json"
+
+
+class ImportOptions(NamedTuple):
+    """What the command was asked for."""
+
+    source: Path
+    out: Path
+    tag: str | None = None
+    new_tag: str | None = None
+    optimizer: Path | None = None
+    config: Path | None = None
+    shows_json: bool = False
+
+
+def import_checkpoint(options: ImportOptions, console: Console) -> int:
+    """Writes OUT/<tag>/ and OUT/latest, and returns 0. Blocks; raises ValueError and OSError, and then nothing is left."""
+    from tiermem.checkpoint.interchange.write import read_foreign, write_checkpoint
+
+    foreign = read_foreign(options.source, options.tag, options.optimizer)
+    shape = _model_config(options)
+    if shape is not None:
+        run = {CLIENT_KEY: options_of_model(options.source.resolve().name, shape)}
+        foreign = dataclasses.replace(foreign, client_state={**foreign.client_state, **run})
+    with transfer_bar(console, "writing", total_bytes(foreign), is_shown=not options.shows_json) as bar:
+        done = write_checkpoint(
+            foreign, options.out, options.new_tag, lambda num_bytes: bar.advance(bar.task_ids[0], num_bytes)
+        )
+    if options.shows_json:
+        shown = {"made_by": _IMPORT, "kind": foreign.kind, **done._asdict(), "folder": str(done.folder)}
+        print(json.dumps(shown, indent=2))
+        return 0
+    has_moments = any(len(p.states) > 1 for p in foreign.parameters)
+    what = "weights and optimizer states" if has_moments else "weights"
+    sizes = f"{done.num_parameters} tensors, {format_bytes(done.num_bytes)}, step {done.step}"
+    console.print(Text(f"{foreign.kind}: {what} of {sizes}  ->  {done.folder}"))
+    for each in done.left_behind:
+        console.print(Text(f"left behind: {each}", style="yellow"))
+    resumed = f", or tiermem train --resume {options.out}" if shape is not None else ""
+    console.print(Text(f'load it with engine.load_checkpoint("{options.out}"){resumed}', style="dim"))
+    return 0
+
+
+def total_bytes(foreign: Foreign) -> int:
+    """Of all states."""
+    return sum(math.prod(p.shape) * state.dtype.itemsize for p in foreign.parameters for state in p.states.values())
+
+
+def transfer_bar(console: Console, what: str, num_bytes: int, is_shown: bool = True) -> Progress:
+    """A bar over so many bytes on a terminal, nothing elsewhere; its one task is progress.task_ids[0]."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    progress = Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal))
+    progress.add_task(what, total=num_bytes)
+    return progress
+
+
+def _model_config(options: ImportOptions) -> dict[str, Any] | None:
+    """The model's config.json: the file or folder given, or what lies beside the weights. Raises ValueError, OSError."""
+    given = options.config if options.config is not None else options.source
+    file = given / CONFIG_NAME if given.is_dir() else given
+    if options.config is None and (file.name != CONFIG_NAME or not file.is_file()):
+        return None
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--config: {file} is no JSON: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        raise ValueError(f"--config: {file} is no model's config.json: model_type is missing")
+    return found
+
+
+# ---- `tiermem export DIR OUT`: a tiermem checkpoint's weights, or all of it, as others open them ---------------------
+#
+#     (default)    Hugging Face safetensors shards with an index, and config.json where it is known
+#     --pytorch    pytorch_model.bin
+#     --dcp        a torch.distributed.checkpoint folder, optimizer states included
+#
+# Streamed: memory does not grow with the model. What is read is verified; a damaged state ends the export and leaves
+# nothing.
+
+_EXPORT = "tiermem export"
+
+
+class ExportOptions(NamedTuple):
+    """What the command was asked for."""
+
+    where: Path
+    out: Path
+    tag: str | None = None
+    dtype: str | None = None
+    is_pytorch: bool = False
+    is_dcp: bool = False
+    max_shard_bytes: int | None = None
+    exclude_frozen: bool = False
+    config: Path | None = None
+    shows_json: bool = False
+
+
+def export_checkpoint(options: ExportOptions, console: Console) -> int:
+    """Writes OUT and returns 0. Blocks; raises ValueError and OSError, and then nothing of ours is left there."""
+    from tiermem.checkpoint.opening.source import Source
+    from tiermem.checkpoint.zero_to_fp32 import dtype_of
+
+    if options.is_pytorch and options.is_dcp:
+        raise ValueError("--pytorch and --dcp are given; choose one")
+    if options.max_shard_bytes is not None and options.max_shard_bytes < 1:
+        raise ValueError(f"--max-shard-size is {options.max_shard_bytes}; give a size of 1 byte or more, such as 5GB")
+    dtype = None if options.dtype is None else dtype_of(options.dtype)
+    with Source.open(options.where, options.tag) as source:
+        files, num_bytes = (_export_dcp if options.is_dcp else _export_weights)(options, source, dtype, console)
+        step, excluded = source.manifest.step, source.manifest.excluded
+    if options.shows_json:
+        shown = {"made_by": _EXPORT, "step": step, "files": files, "num_bytes": num_bytes, "folder": str(options.out)}
+        print(json.dumps(shown, indent=2))
+        return 0
+    console.print(Text(f"step {step}: {format_bytes(num_bytes)} in {len(files)} files  ->  {options.out}"))
+    if excluded:
+        console.print(Text(f"not in the checkpoint, frozen when it was saved: {', '.join(excluded)}", style="yellow"))
+    return 0
+
+
+def _export_weights(options: ExportOptions, source: Source, dtype: Any, console: Console) -> tuple[list[str], int]:
+    from tiermem.checkpoint.interchange.export import export_weights, weights_of
+
+    weights = weights_of(source, dtype, options.exclude_frozen)
+    total = sum(weight.parameter.numel * weight.dtype.itemsize for weight in weights)
+    config = _config_text(options.config, source)
+    with transfer_bar(console, "writing", total, is_shown=not options.shows_json) as bar:
+        shards = export_weights(
+            weights,
+            options.out,
+            options.max_shard_bytes,
+            not options.is_pytorch,
+            config,
+            lambda num_bytes: bar.advance(bar.task_ids[0], num_bytes),
+        )
+    return [shard.name for shard in shards], sum(shard.num_bytes for shard in shards)
+
+
+def _export_dcp(options: ExportOptions, source: Source, dtype: Any, console: Console) -> tuple[list[str], int]:
+    from tiermem.checkpoint.interchange.export import export_dcp
+
+    with transfer_bar(console, "writing", source.num_bytes, is_shown=not options.shows_json) as bar:
+        num_bytes = export_dcp(source, options.out, dtype, lambda done: bar.advance(bar.task_ids[0], done))
+    return sorted(file.name for file in options.out.iterdir()), num_bytes
+
+
+def _config_text(given: Path | None, source: Source) -> str | None:
+    """The model's config.json: the file given, or what the run that saved said of its model."""
+    if given is not None:
+        file = given / CONFIG_NAME if given.is_dir() else given
+        if not file.is_file():
+            raise FileNotFoundError(2, "--config: there is no such file", str(file))
+        return file.read_text("utf-8")
+    said = source.manifest.client_state
+    run = said.get(CLIENT_KEY) if isinstance(said, Mapping) else None
+    shape = run.get("shape") if isinstance(run, Mapping) else None
+    return json.dumps(shape, indent=2) + "\n" if isinstance(shape, dict) and "model_type" in shape else None
