@@ -27,9 +27,9 @@ class Claim(NamedTuple):
     """What the rest of the config has to say for the key to matter."""
 
 
-RUN = "tests/test_keys_on_a_run.py::"
-ENGINE = "tests/test_engine.py::"
-PRECISION = "tests/test_engine_precision.py::"
+RUN = "tests/engine/test_keys_on_a_run.py::"
+ENGINE = "tests/engine/test_engine.py::"
+PRECISION = "tests/engine/test_engine_precision.py::"
 SWITCHES = "tests/config/test_precision_switches.py::"
 OPTIMIZER = "tests/config/test_config_optimizer.py::"
 
@@ -83,7 +83,7 @@ CLAIMS: dict[str, Claim] = {
         4.0, GRADS + "test_ranks_train_as_the_twin_whatever_the_way", {"predivide_factor": 4.0}
     ),
     "managed_gradient_accumulation": Claim(
-        False, "tests/test_accumulation.py::test_not_managed_every_step_is_the_boundary"
+        False, "tests/engine/test_accumulation.py::test_not_managed_every_step_is_the_boundary"
     ),
     # zero_optimization
     ZERO + "contiguous_gradients": Claim(
@@ -126,7 +126,7 @@ CLAIMS: dict[str, Claim] = {
         {"reduce_bucket_numel": 1000}, STAGE_3,
     ),
     ZERO + "stage3_gather_16bit_weights_on_model_save": Claim(
-        True, "tests/test_engine_weights.py::test_partitioned_weights_are_not_saved_unless_asked", {}, STAGE_3
+        True, "tests/engine/test_engine_weights.py::test_partitioned_weights_are_not_saved_unless_asked", {}, STAGE_3
     ),
     ZERO + "stage3_prefetch_bucket_size": Claim(
         0, GATHERS + "test_prefetch_bucket_size_says_how_much_is_gathered_before_forward", {"prefetch_numel": 0}, STAGE_3

@@ -54,7 +54,7 @@ def leaves() -> Iterator[Key]:
                 and key.path not in seen
             ):
                 if section.title.startswith("scheduler.params of"):
-                    continue  # tests/test_schedule.py: every argument of every schedule
+                    continue  # tests/engine/test_schedule.py: every argument of every schedule
                 seen.add(key.path)
                 yield key
 

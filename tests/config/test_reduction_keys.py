@@ -1,6 +1,6 @@
 """Do the keys about gradients between ranks become the policy's fields, and contradict each other where they do?
 
-What each field does is seen on ranks: tests/ranks/test_grads_on_ranks.py, tests/test_accumulation.py.
+What each field does is seen on ranks: tests/ranks/test_grads_on_ranks.py, tests/engine/test_accumulation.py.
 """
 
 from __future__ import annotations
