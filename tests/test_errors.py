@@ -8,6 +8,7 @@ import copy
 import errno
 import importlib
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,9 @@ def test_every_exception_comes_back_as_it_was() -> None:
             assert vars(again) == vars(error)
             for name in ("errno", "strerror", "filename"):
                 assert getattr(again, name, None) == getattr(error, name, None)
+
+
+def test_the_page_of_errors_lists_every_exception() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "errors.md").read_text("utf-8")
+    listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    assert listed == {kind.__name__ for kind in exceptions() if ".tools." not in kind.__module__}
