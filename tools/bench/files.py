@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -36,17 +37,14 @@ class BenchFiles:
         self._paths = tuple(paths)
         self._file_bytes = file_bytes
         self._sustained_bytes = sustained_bytes
-        self._descriptors: list[list[int]] = []
-        self._sustained: list[int] = []
+        self._descriptors: list[list[int]] = []  # of each path: a file for each rank, and last the sustained one
         self._is_direct: list[bool] = []
         try:
             for path in paths:
-                self._is_direct.append(True)
                 self._descriptors.append([])
-                for _ in range(num_ranks):
-                    self._descriptors[-1].append(self._make(path, file_bytes))
-                if sustained_bytes:
-                    self._sustained.append(self._make(path, sustained_bytes))
+                self._is_direct.append(True)
+                for size in (*[file_bytes] * num_ranks, *[sustained_bytes] * bool(sustained_bytes)):
+                    self._make(path, size)
         except BaseException:
             self.close()
             raise
@@ -59,8 +57,7 @@ class BenchFiles:
 
     def name(self, place: int, rank: int, mode: str) -> str:
         """A name by which any process of this user can open a file, while it is open here."""
-        fd = self._sustained[place] if mode == "sustained" else self._descriptors[place][rank]
-        return f"/proc/{os.getpid()}/fd/{fd}"
+        return f"/proc/{os.getpid()}/fd/{self._descriptors[place][-1 if mode == 'sustained' else rank]}"
 
     def descriptor(self, place: int, rank: int = 0) -> int:
         """The open file of a rank on a path."""
@@ -80,24 +77,19 @@ class BenchFiles:
 
     def close(self) -> None:
         """Closes the files, which are gone then."""
-        for fd in [*(fd for several in self._descriptors for fd in several), *self._sustained]:
+        for fd in itertools.chain(*self._descriptors):
             os.close(fd)
         self._descriptors.clear()
-        self._sustained.clear()
 
-    def _make(self, path: Path, num_bytes: int) -> int:
+    def _make(self, path: Path, num_bytes: int) -> None:
         fd, is_direct = open_unnamed(path)
+        self._descriptors[-1].append(fd)
+        self._is_direct[-1] &= is_direct
         try:
             preallocate(fd, 0, num_bytes)
         except OSError as error:
-            os.close(fd)
             reason = f"a file of {format_bytes(num_bytes)} cannot be made: {os.strerror(error.errno or 0)}"
             raise OSError(error.errno, reason, str(path)) from None
-        except BaseException:
-            os.close(fd)
-            raise
-        self._is_direct[-1] &= is_direct
-        return fd
 
 
 def check_room(paths: Sequence[Path], parts: Sequence[tuple[str, int]]) -> None:
