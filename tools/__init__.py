@@ -1,8 +1,8 @@
 """Floor 3: what a person runs. The `tiermem` command, its pictures and its benchmarks.
 
-    cli, cli_checkpoint, bench/cli   the command line
+    options, cli   every command's options, a dataclass each, and the command line that is made of them
     train          `tiermem train`, from options to pictures
-      train_options, train_job       what was asked, and the job it stands for
+      train_options, train_job       the config and the saved step that options stand for, and the job
       launcher, memory_limit         one process under a cap that the kernel holds, its job and its channel
       trainer                        the training loop, inside the capped process
       corpus, presets                text as tokens, shapes of models
@@ -12,7 +12,7 @@
     check, machine `tiermem check`: what this machine offers
     tune, step_mix `tiermem tune`: settings of the queue that suit some disks
     checkpoints    `tiermem fsck`, `inspect`, `import`, `export`
-    words          what every command shares: byte sizes, refusals, files that it may write
+    words          what every command shares: byte sizes, how options are said and checked, files that it may write
     bench/         `tiermem bench`: io, adam, step, ranks, curves, gpu
       peers/       other systems that do the same job
 

@@ -12,24 +12,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from tiermem.tools.machine import cpu_model, memory_bytes, num_cores, read_word, try_engines
 from tiermem.tools.memory_limit import open_limit
+from tiermem.tools.options import CheckOptions
+from tiermem.tools.reports import table
 from tiermem.tools.words import format_bytes
 
 if TYPE_CHECKING:
     from tiermem.config import Problem, ReportRow
 
 
-# ---- `tiermem check --config ds.json`: what becomes of every key of a config, or everything that is wrong with it ----
+# ---- tiermem check --config ds.json ----------------------------------------------------------------------------------
 #
 # The rows are those of the config's own report (docs/keys.md explains the words). Keys that the file leaves out are
 # counted, and listed with --all. Nothing is started and no folder is touched.
 
 EXIT_REFUSED = 2
 _STYLES = {"honoured": "green", "computed": "yellow", "default": "dim"}
+
+
+def check(options: CheckOptions, console: Console) -> int:
+    """The report on this machine, or on a config; returns the exit status. Raises ValueError and OSError."""
+    if options.config is not None:
+        return check_config(options.config, console, options.shows_all)
+    return check_machine(options.paths or [Path()], options.seconds, console)
 
 
 def check_config(file: Path, console: Console, shows_all: bool = False) -> int:
@@ -45,33 +53,30 @@ def check_config(file: Path, console: Console, shows_all: bool = False) -> int:
             return EXIT_REFUSED
     _print_report(file, config.report(), console, shows_all)
     for warning in caught:
-        console.print(Text(f"deprecated: {warning.message}", style="yellow"))
+        console.print(f"deprecated: {warning.message}", style="yellow")
     return 0
 
 
 def _print_problems(file: Path, problems: Sequence[Problem], console: Console) -> None:
-    table = Table(title=f"{file}: refused", title_justify="left", box=None, pad_edge=False)
-    table.add_column("key", style="bold red", overflow="fold")
-    table.add_column("why", overflow="fold")
+    shown = table(f"{file}: refused", "key", "why")
+    shown.columns[0].style = "bold red"
     for problem in problems:
-        table.add_row(Text(problem.path or "the config"), Text(problem.message))
-    console.print(table)
+        shown.add_row(problem.path or "the config", problem.message)
+    console.print(shown)
 
 
 def _print_report(file: Path, rows: Sequence[ReportRow], console: Console, shows_all: bool) -> None:
-    table = Table(title=f"{file}: accepted", title_justify="left", box=None, pad_edge=False)
-    for name in ("key", "value", "here", "note"):
-        table.add_column(name, overflow="fold")
-    shown = [row for row in rows if shows_all or row.is_set]
-    for row in shown:
-        table.add_row(Text(row.key), Text(str(row.value)), Text(row.how, style=_STYLES[row.how]), Text(row.note))
-    console.print(table)
-    left_out = len(rows) - len(shown)
+    shown = table(f"{file}: accepted", "key", "value", "here", "note")
+    told = [row for row in rows if shows_all or row.is_set]
+    for row in told:
+        shown.add_row(row.key, str(row.value), Text(row.how, style=_STYLES[row.how]), row.note)
+    console.print(shown)
+    left_out = len(rows) - len(told)
     if left_out:
-        console.print(Text(f"{left_out} keys are not set and stay at their defaults or are planned (--all lists them)"))
+        console.print(f"{left_out} keys are not set and stay at their defaults or are planned (--all lists them)")
 
 
-# ---- `tiermem check`: what this machine offers, by trying it, and what would mend what is missing --------------------
+# ---- tiermem check ---------------------------------------------------------------------------------------------------
 #
 # Looks at folders and their disks, one after another; a measurement's file is unnamed and gone when it ends. Changes
 # nothing.
@@ -92,18 +97,16 @@ def check_machine(paths: Sequence[Path], seconds: float, console: Console) -> in
     """Prints the report and returns 0. Blocks for the measurements; raises OSError when a folder is not usable."""
     if seconds <= 0:
         raise ValueError(f"--seconds is {seconds}; it must be more than 0")
-    table = Table(title="tiermem check", title_justify="left", box=None, pad_edge=False)
-    table.add_column("", style="bold", no_wrap=True)
-    table.add_column("found", overflow="fold")
-    table.add_column("to mend", style="yellow", overflow="fold")
+    shown = table("tiermem check", "", "found", "to mend")
+    shown.columns[0].style, shown.columns[2].style = "bold", "yellow"
     findings = [finding for path in paths for finding in find_path(path)]
     findings += [*find_system(), *find_engines(), *find_kernels(), *find_gpu()]
     for path in paths:
         with console.status(f"measuring the disk of {path} for {seconds:.0f} s"):
             findings += find_rate(path, seconds)
     for finding in findings:
-        table.add_row(*map(Text, finding))  # Text: brackets are no markup
-    console.print(table)
+        shown.add_row(*finding)
+    console.print(shown)
     return 0
 
 

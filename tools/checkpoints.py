@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
 from rich.text import Text
 
+from tiermem.tools.options import ExportOptions, FsckOptions, ImportOptions, InspectOptions
+from tiermem.tools.reports import table
 from tiermem.tools.train_options import CLIENT_KEY, options_of_model
-from tiermem.tools.words import format_bytes
+from tiermem.tools.words import format_bytes, plain
 
 if TYPE_CHECKING:
     from tiermem.checkpoint.format.manifest import Parameter
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
     from tiermem.checkpoint.survey import PathReport, RunReport, StepReport, Survey
 
 
-# ---- `tiermem fsck DIR`: what is in a store or a folder of checkpoints, which steps are durable, and what killed -----
-# runs left
+# ---- tiermem fsck DIR ------------------------------------------------------------------------------------------------
 #
 #     0    nothing is wrong
 #     1    a run was killed and has left its folder: resume it, or remove it with --remove; or a step's removal was cut short:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 #
 #     durable    named by a durable step; a step's own bytes are those that no other one names
 #     live       written beside it by a run that goes on
-#     free       needed by nobody, or reserved and not written yet; unclear: free, but for a step that cannot be read
+#     free       not needed, or reserved and not written yet; unclear: free, but for a step that cannot be read
 #     records    manifests, parts, the lock, what is not ours
 #
 # --verify reads every byte of every step and compares it with its checksum. --remove removes the folders of killed
@@ -51,35 +51,31 @@ if TYPE_CHECKING:
 
 _FSCK = "tiermem fsck"
 EXIT_DEAD, EXIT_UNREAD, EXIT_DAMAGED = 1, 2, 3
-_SPACE = ("on the disk", "durable", "live", "free", "unclear", "records")
+_SPACE = (">on the disk", ">durable", ">live", ">free", ">unclear", ">records")
 _STYLES = {"whole": "green", "live": "cyan", "kept": "green", "dead": "yellow", "unseen": "yellow"}
 _STYLES |= {"removed": "yellow", "unread": "yellow"}
 
 
-def fsck(
-    where: Path,
-    console: Console,
-    verifies: bool = False,
-    shows_json: bool = False,
-    removes: bool = False,
-    repairs: bool = False,
-) -> int:
+def fsck(options: FsckOptions, console: Console) -> int:
     """Prints what there is and returns the exit status. Blocks. Raises OSError when the folder cannot be looked at."""
     from tiermem.checkpoint.survey import repair, survey
 
-    repaired = repair(survey(where)) if repairs else []
-    if verifies and console.is_terminal and not shows_json:
+    repaired = repair(survey(options.where)) if options.repairs else []
+    if options.verifies and console.is_terminal and not options.shows_json:
         with console.status("verifying checksums") as status:
-            found = survey(where, True, _counter(status))
+            found = survey(options.where, True, _counter(status))
     else:
-        found = survey(where, verifies)
-    removed = [str(run.folder) for run in removable(found) if _remove(run, console, shows_json)] if removes else []
-    if shows_json:
-        shown = {"made_by": _FSCK, **_plain(dataclasses.asdict(found)), "removed": removed, "repaired": repaired}
-        print(json.dumps(shown, indent=2))
+        found = survey(options.where, options.verifies)
+    removed = (
+        [str(run.folder) for run in removable(found) if _remove(run, console, options.shows_json)]
+        if options.removes
+        else []
+    )
+    if options.shows_json:
+        print_json({"made_by": _FSCK, **dataclasses.asdict(found), "removed": removed, "repaired": repaired})
     else:
         for each in repaired:
-            console.print(Text(f"repaired {each}", style="yellow"))
+            console.print(f"repaired {each}", style="yellow")
         _print_survey(found, console)
         _advise(found, console, removed)
     if found.is_damaged:
@@ -88,6 +84,11 @@ def fsck(
         return EXIT_UNREAD
     is_left = len(found.dead) > len(removed) or any(step.state == "removed" for step in found.steps)
     return EXIT_DEAD if is_left else 0
+
+
+def print_json(content: Mapping[str, Any]) -> None:
+    """What a command prints with --json."""
+    print(json.dumps(plain(content), indent=2))
 
 
 def removable(found: Survey) -> list[RunReport]:
@@ -100,7 +101,7 @@ def _remove(run: RunReport, console: Console, is_silent: bool) -> bool:
     from tiermem.swap.run_folder import RunFolder
 
     if not is_silent:
-        console.print(Text(f"removing {run.folder}, left by {run.owner}", style="yellow"))
+        console.print(f"removing {run.folder}, left by {run.owner}", style="yellow")
     RunFolder.claim(run.folder).close(keep=False)
     return not run.folder.exists()
 
@@ -118,29 +119,29 @@ def _counter(status: Any) -> Any:
 
 def _print_survey(found: Survey, console: Console) -> None:
     if found.runs:
-        table = _table(f"{found.where}: runs", ("folder", "state", "process", *_SPACE, "not ours"))
+        shown = table(f"{found.where}: runs", "folder", "state", "process", *_SPACE, "not ours")
         for run in found.runs:
-            table.add_row(
+            shown.add_row(
                 _name(run.folder, found.where), _state(run.state), run.owner, *_sizes(run), ", ".join(run.unknown)
             )
-        console.print(table)
+        console.print(shown)
     if len(found.runs) > 1:
-        table = _table(f"{found.where}: paths", ("path", *_SPACE))
+        shown = table(f"{found.where}: paths", "path", *_SPACE)
         for path in found.paths:
-            table.add_row(str(path.path), *_sizes(path))
-        console.print(table)
+            shown.add_row(str(path.path), *_sizes(path))
+        console.print(shown)
     if found.steps:
-        columns = ("where", "tag", "step", "ranks", "tensors", "states", "durable", "own", "state", "")
-        table = _table(f"{found.where}: durable steps", columns)
+        numbers = (">step", ">ranks", ">tensors", ">states", ">durable", ">own")
+        shown = table(f"{found.where}: durable steps", "where", "tag", *numbers, "state", "")
         for step in found.steps:
-            table.add_row(*_cells(step, found.where))
-        console.print(table)
+            shown.add_row(*_cells(step, found.where))
+        console.print(shown)
     if not found.runs and not found.steps:
-        console.print(Text(f"{found.where}: no run and no durable step"))
+        console.print(f"{found.where}: no run and no durable step")
     for fault in found.faults:
-        console.print(Text(fault, style="red"))
+        console.print(fault, style="red")
     for each in found.unread:
-        console.print(Text(f"{each}: not looked at", style="yellow"))
+        console.print(f"{each}: not looked at", style="yellow")
 
 
 def _cells(step: StepReport, where: Path) -> Iterable[str | Text]:
@@ -166,15 +167,7 @@ def _advise(found: Survey, console: Console, removed: list[str]) -> None:
             what = f"step {newest} is durable: resume it, or remove it with tiermem fsck {run.folder} --remove"
         else:
             what = "its durable steps are not whole"
-        console.print(Text(f"{run.folder}: {run.owner or 'a process'} was killed; {what}", style="yellow"))
-
-
-def _table(title: str, columns: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    right = (*_SPACE, "own", "step", "ranks", "tensors", "states")
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    return table
+        console.print(f"{run.folder}: {run.owner or 'a process'} was killed; {what}", style="yellow")
 
 
 def _sizes(report: RunReport | PathReport) -> Iterable[str]:
@@ -192,17 +185,7 @@ def _name(path: Path, where: Path) -> str:
     return str(path.relative_to(where)) if path != where and path.is_relative_to(where) else str(path)
 
 
-def _plain(value: Any) -> Any:
-    """What JSON has."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
-
-
-# ---- `tiermem inspect DIR`: the tensors of a durable step like `ls -l`: shape, formats, bytes, and in which files ----
-# they lie
+# ---- tiermem inspect DIR ---------------------------------------------------------------------------------------------
 #
 # One line for each parameter, buffer and tensor of the optimizer; totals of each state at the end. --match takes glob
 # patterns of names. Manifest and parts are validated; states are not read.
@@ -230,29 +213,23 @@ class Row(NamedTuple):
         return sum(self.state_bytes.values())
 
 
-def inspect_checkpoint(
-    where: Path, console: Console, tag: str | None = None, patterns: Sequence[str] = (), shows_json: bool = False
-) -> int:
+def inspect_checkpoint(options: InspectOptions, console: Console) -> int:
     """Prints the step and returns 0. Blocks; raises ValueError and OSError for what cannot be opened or matches nothing."""
     from tiermem.checkpoint.opening.source import Source
 
-    with Source.open(where, tag) as source:
-        rows = [row for row in _rows(source) if not patterns or any(fnmatch.fnmatchcase(row.name, p) for p in patterns)]
-        if patterns and not rows:
+    patterns = options.patterns or ("*",)
+    with Source.open(options.where, options.tag) as source:
+        rows = [row for row in _rows(source) if any(fnmatch.fnmatchcase(row.name, each) for each in patterns)]
+        if options.patterns and not rows:
             raise ValueError(f"--match: no tensor of {source.place} is named {' or '.join(patterns)}")
         head = {
             name: getattr(source.manifest, name) for name in ("step", "tag", "run_id", "commit", "world", "num_shards")
         }
         head["place"] = str(source.place)
         excluded = source.manifest.excluded
-    if shows_json:
+    if options.shows_json:
         tensors = [{**row._asdict(), "num_bytes": row.num_bytes} for row in rows]
-        print(
-            json.dumps(
-                {"made_by": _INSPECT, **head, "excluded": excluded, "tensors": tensors, "totals": totals(rows)},
-                indent=2,
-            )
-        )
+        print_json({"made_by": _INSPECT, **head, "excluded": excluded, "tensors": tensors, "totals": totals(rows)})
         return 0
     _print_tensors(rows, head, excluded, console)
     return 0
@@ -290,33 +267,23 @@ def _row(source: Source, each: Parameter) -> Row:
 def _print_tensors(rows: Sequence[Row], head: dict[str, Any], excluded: Sequence[str], console: Console) -> None:
     tag = f", tag {head['tag']}" if head["tag"] else ""
     ranks = f"{head['world']} rank{'s' if head['world'] > 1 else ''}"
-    console.print(Text(f"{head['place']}: step {head['step']}{tag}, saved by {ranks}, run {head['run_id']}"))
+    console.print(f"{head['place']}: step {head['step']}{tag}, saved by {ranks}, run {head['run_id']}")
     roots = {file: f"[{number}]" for number, file in enumerate(dict.fromkeys(f for row in rows for f in row.files))}
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "shape", "dtype", "states", "bytes", "steps", "file", "name"):
-        table.add_column(name, justify="right" if name in ("bytes", "steps") else "left", overflow="fold")
+    shown = table("", "", "shape", "dtype", "states", ">bytes", ">steps", "file", "name")
     for row in rows:
         shape = " x ".join(map(str, row.shape)) or "scalar"
         states = " ".join(f"{state}:{kind}" for state, kind in row.states.items())
         name = row.name + (f" = {', '.join(row.aliases)}" if row.aliases else "")
-        cells = (
-            _mode(row),
-            shape,
-            row.dtype,
-            states,
-            f"{row.num_bytes:,}",
-            str(row.num_steps),
-            " ".join(roots[f] for f in row.files),
-        )
-        table.add_row(*map(Text, (*cells, name)))
-    console.print(table)
+        sizes = (f"{row.num_bytes:,}", str(row.num_steps), " ".join(roots[f] for f in row.files))
+        shown.add_row(_mode(row), shape, row.dtype, states, *sizes, name)
+    console.print(shown)
     for file, mark in roots.items():
-        console.print(Text(f"{mark} {file}", style="dim"))
+        console.print(f"{mark} {file}", style="dim")
     found = totals(rows)
     parts = ", ".join(f"{state} {format_bytes(num_bytes)}" for state, num_bytes in found.items())
-    console.print(Text(f"{len(rows)} tensors, {format_bytes(sum(found.values()))}: {parts or 'nothing'}"))
+    console.print(f"{len(rows)} tensors, {format_bytes(sum(found.values()))}: {parts or 'nothing'}")
     if excluded:
-        console.print(Text(f"left out when it was saved, frozen: {', '.join(excluded)}", style="dim"))
+        console.print(f"left out when it was saved, frozen: {', '.join(excluded)}", style="dim")
 
 
 def _mode(row: Row) -> str:
@@ -324,7 +291,7 @@ def _mode(row: Row) -> str:
     return row.role[0] + ("t" if row.is_trainable else "-") + ("s" if row.num_steps else "-")
 
 
-# ---- `tiermem import SRC OUT`: another system's checkpoint becomes a tiermem checkpoint ------------------------------
+# ---- tiermem import SOURCE OUT ---------------------------------------------------------------------------------------
 #
 # DeepSpeed ZeRO-3 folders, torch.distributed.checkpoint folders, torch state dicts, safetensors. Nothing in them is
 # executed. What was written, and what had to stay behind, is said. With the model's config.json, given or beside the
@@ -332,18 +299,6 @@ def _mode(row: Row) -> str:
 
 _IMPORT = "tiermem import"
 CONFIG_NAME = "config.json"
-
-
-class ImportOptions(NamedTuple):
-    """What the command was asked for."""
-
-    source: Path
-    out: Path
-    tag: str | None = None
-    new_tag: str | None = None
-    optimizer: Path | None = None
-    config: Path | None = None
-    shows_json: bool = False
 
 
 def import_checkpoint(options: ImportOptions, console: Console) -> int:
@@ -360,17 +315,16 @@ def import_checkpoint(options: ImportOptions, console: Console) -> int:
             foreign, options.out, options.new_tag, lambda num_bytes: bar.advance(bar.task_ids[0], num_bytes)
         )
     if options.shows_json:
-        shown = {"made_by": _IMPORT, "kind": foreign.kind, **done._asdict(), "folder": str(done.folder)}
-        print(json.dumps(shown, indent=2))
+        print_json({"made_by": _IMPORT, "kind": foreign.kind, **done._asdict()})
         return 0
     has_moments = any(len(p.states) > 1 for p in foreign.parameters)
     what = "weights and optimizer states" if has_moments else "weights"
     sizes = f"{done.num_parameters} tensors, {format_bytes(done.num_bytes)}, step {done.step}"
-    console.print(Text(f"{foreign.kind}: {what} of {sizes}  ->  {done.folder}"))
+    console.print(f"{foreign.kind}: {what} of {sizes}  ->  {done.folder}")
     for each in done.left_behind:
-        console.print(Text(f"left behind: {each}", style="yellow"))
+        console.print(f"left behind: {each}", style="yellow")
     resumed = f", or tiermem train --resume {options.out}" if shape is not None else ""
-    console.print(Text(f'load it with engine.load_checkpoint("{options.out}"){resumed}', style="dim"))
+    console.print(f'load it with engine.load_checkpoint("{options.out}"){resumed}', style="dim")
     return 0
 
 
@@ -402,7 +356,7 @@ def _model_config(options: ImportOptions) -> dict[str, Any] | None:
     return found
 
 
-# ---- `tiermem export DIR OUT`: a tiermem checkpoint's weights, or all of it, as others open them ---------------------
+# ---- tiermem export DIR OUT ------------------------------------------------------------------------------------------
 #
 #     (default)    Hugging Face safetensors shards with an index, and config.json where it is known
 #     --pytorch    pytorch_model.bin
@@ -414,41 +368,22 @@ def _model_config(options: ImportOptions) -> dict[str, Any] | None:
 _EXPORT = "tiermem export"
 
 
-class ExportOptions(NamedTuple):
-    """What the command was asked for."""
-
-    where: Path
-    out: Path
-    tag: str | None = None
-    dtype: str | None = None
-    is_pytorch: bool = False
-    is_dcp: bool = False
-    max_shard_bytes: int | None = None
-    exclude_frozen: bool = False
-    config: Path | None = None
-    shows_json: bool = False
-
-
 def export_checkpoint(options: ExportOptions, console: Console) -> int:
     """Writes OUT and returns 0. Blocks; raises ValueError and OSError, and then nothing of ours is left there."""
     from tiermem.checkpoint.opening.source import Source
     from tiermem.checkpoint.zero_to_fp32 import dtype_of
 
-    if options.is_pytorch and options.is_dcp:
-        raise ValueError("--pytorch and --dcp are given; choose one")
-    if options.max_shard_bytes is not None and options.max_shard_bytes < 1:
-        raise ValueError(f"--max-shard-size is {options.max_shard_bytes}; give a size of 1 byte or more, such as 5GB")
-    dtype = None if options.dtype is None else dtype_of(options.dtype)
+    given = "fp32" if options.is_fp32 else options.dtype
+    dtype = None if given is None else dtype_of(given)
     with Source.open(options.where, options.tag) as source:
         files, num_bytes = (_export_dcp if options.is_dcp else _export_weights)(options, source, dtype, console)
         step, excluded = source.manifest.step, source.manifest.excluded
     if options.shows_json:
-        shown = {"made_by": _EXPORT, "step": step, "files": files, "num_bytes": num_bytes, "folder": str(options.out)}
-        print(json.dumps(shown, indent=2))
+        print_json({"made_by": _EXPORT, "step": step, "files": files, "num_bytes": num_bytes, "folder": options.out})
         return 0
-    console.print(Text(f"step {step}: {format_bytes(num_bytes)} in {len(files)} files  ->  {options.out}"))
+    console.print(f"step {step}: {format_bytes(num_bytes)} in {len(files)} files  ->  {options.out}")
     if excluded:
-        console.print(Text(f"not in the checkpoint, frozen when it was saved: {', '.join(excluded)}", style="yellow"))
+        console.print(f"not in the checkpoint, frozen when it was saved: {', '.join(excluded)}", style="yellow")
     return 0
 
 

@@ -1,4 +1,9 @@
-"""Corpus: text files as tokens, and the dataset that a loader takes. A byte is a token, 0 to 255."""
+"""Corpus: text files as tokens. A byte is a token, 0 to 255, so that every machine has data and no tokenizer is needed.
+
+Files are taken in the order of their paths and read until a bounded number of bytes is there. The text is cut into windows
+of the sequence's length, and a seed shuffles the windows. The same files and seed give the same batches to the trainer,
+plain PyTorch and DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,10 @@ import random
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch.utils.data import Dataset
-
-# ---- Corpus: text files as tokens. A byte is a token, 0 to 255, so that every machine has data and no tokenizer ------
-# is needed
-#
-# Files are taken in the order of their paths and read until a bounded number of bytes is there; the text is cut into
-# windows of the sequence's length, and a seed shuffles the windows. The same files and seed give the same batches,
-# whoever asks: the trainer, plain PyTorch or DeepSpeed.
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_BYTES = 4 << 20
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
@@ -89,13 +88,14 @@ def _is_text(file: Path) -> bool:
         return b"\0" not in stream.read(1024)
 
 
-# ---- TokenDataset: a corpus as torch sees it, for any loader that takes a map-style dataset --------------------------
-
-Example = dict[str, torch.Tensor]
+Example = dict[str, "torch.Tensor"]
 
 
-class TokenDataset(Dataset[Example]):
-    """{"input_ids", "labels"} of one window each, int64; a Hugging Face model shifts the labels itself."""
+class TokenDataset:
+    """A corpus as any loader of map-style datasets takes it: {"input_ids", "labels"} of one window each, int64.
+
+    A Hugging Face model shifts the labels itself.
+    """
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
@@ -104,11 +104,14 @@ class TokenDataset(Dataset[Example]):
         return len(self._corpus)
 
     def __getitem__(self, index: int) -> Example:
+        import torch  # the launcher, which looks at the data first, does without
+
         tokens = torch.frombuffer(bytearray(self._corpus.window(index)), dtype=torch.uint8).long()
         return {"input_ids": tokens, "labels": tokens}
 
     def batch(self, index: int, size: int, device: torch.device) -> Example:
         """The index-th batch of `size` windows, stacked, on `device`."""
-        examples = [self[index * size + i] for i in range(size)]
-        tokens = torch.stack([example["input_ids"] for example in examples]).to(device)
+        import torch
+
+        tokens = torch.stack([self[index * size + i]["input_ids"] for i in range(size)]).to(device)
         return {"input_ids": tokens, "labels": tokens}

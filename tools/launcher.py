@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import json
 import os
 import selectors
@@ -16,11 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from tiermem.swap import durable
 from tiermem.tools.memory_limit import Charge, MemoryLimit
-from tiermem.tools.words import format_bytes
+from tiermem.tools.words import format_bytes, handling, save_json
 
-# ---- Job: what a trainer process is told, as one JSON file. The same for our trainer and for the peers' --------------
+# ---- the job: what a trainer process is told, as one JSON file; the peers' get the same ------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,7 @@ class Job:
 
     def save(self, file: Path) -> None:
         """Writes it."""
-        with durable.named(file):
-            file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        save_json(file, dataclasses.asdict(self))
 
     @staticmethod
     def load(file: Path) -> Job:
@@ -61,7 +60,7 @@ class Job:
         return Job(**json.loads(file.read_text(encoding="utf-8")))
 
 
-# ---- Channel: what a capped process tells its launcher, one JSON object a line, over an inherited pipe ---------------
+# ---- the channel: one JSON object a line, over an inherited pipe -----------------------------------------------------
 #
 #     {"kind": "phase", "name": "forward of step 3", "time_ns": ...}      before the work begins: names a death
 #     {"kind": "step", "loss": ..., ...}                                   after each step
@@ -121,8 +120,7 @@ class LineReader:
         return [line.decode(errors="replace") for line in complete]
 
 
-# ---- Heap: how the C heap of the trained process treats large blocks, phase by phase (glibc; elsewhere nothing -------
-# changes)
+# ---- the C heap of the trained process (glibc; elsewhere nothing changes) --------------------------------------------
 #
 #     training    blocks of up to 32 MiB are kept and used again: mapped anew each time, activations cost page faults
 #     building    blocks of 256 KiB or more are mapped by themselves and gone when they are freed
@@ -166,7 +164,7 @@ def _set_threshold(num_bytes: int) -> None:
         set_option(_M_TRIM_THRESHOLD, KEEP_BYTES)
 
 
-# ---- Resident memory of a process and its descendants, read from /proc -----------------------------------------------
+# ---- resident memory of a process and its descendants, read from /proc -----------------------------------------------
 #
 # VmRSS is what each holds now, VmHWM the most it ever held. Pages shared by two processes are counted twice: a tree's
 # sum is an upper bound, which is the safe side for a cap.
@@ -244,7 +242,7 @@ def _descendants(root: int) -> list[int]:
     return found
 
 
-# ---- Launcher: one process under a memory cap, watched from outside, from exec to the reason of its end --------------
+# ---- the launcher ----------------------------------------------------------------------------------------------------
 #
 #     launcher (small, not capped)                        child (capped, in a session of its own)
 #       samples the tree's memory          <-- /proc
@@ -371,7 +369,9 @@ def launch(
         stack.enter_context(_ending(child))
         limit.attach(child.pid)
         watch = _Watch(child, limit, observer or Observer(), LineReader(read_fd), patience_s)
-        with _forwarding_interrupts(child) as interrupts:
+        interrupts: list[int] = []
+        forward = functools.partial(_forward, child, interrupts)
+        with handling({signal.SIGINT: forward, signal.SIGTERM: forward}):
             watch.run()
         return watch.outcome(is_interrupted=bool(interrupts))
 
@@ -488,25 +488,14 @@ class _Watch:
             _kill(self._child)
 
 
-@contextlib.contextmanager
-def _forwarding_interrupts(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Within: SIGINT and SIGTERM go to the child as SIGINT, the second kills. Yields the signals seen."""
-    seen: list[int] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-        if len(seen) == 1:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGINT)
-        else:
-            _kill(child)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield seen
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _forward(child: subprocess.Popen[bytes], seen: list[int], number: int, frame: FrameType | None) -> None:
+    """Handles SIGINT and SIGTERM: the first goes to the child as SIGINT, the second kills it."""
+    seen.append(number)
+    if len(seen) > 1:
+        _kill(child)
+    else:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGINT)
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

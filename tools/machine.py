@@ -8,13 +8,12 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import tiermem
 from tiermem.tools.words import format_bytes, parse_bytes
 
-# ---- Machine: the facts that a figure is worth nothing without: kernel, CPU, memory, and of each path what it --------
-# lies on
+# ---- the machine -----------------------------------------------------------------------------------------------------
 #
 # Read from /proc and /sys, without root and without starting a program; what cannot be read is "unknown". A benchmark
 # keeps them in its JSON and says the main ones in the caption of its picture.
@@ -169,7 +168,7 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), text)
 
 
-# ---- Endurance: bytes written to each path, and what they mean for a drive that may be written so much (its TBW) -----
+# ---- endurance: bytes written to a drive that may be written so much (its TBW) ---------------------------------------
 #
 #     written to /mnt/nvme0: 12.3 GB in this run, 1.23 GB per step; a drive of 600 TBW lasts 48,780 such runs, ...
 #
@@ -184,25 +183,15 @@ _DAYS_OF_YEAR = 365.25
 _MANY_DAYS = 1000
 
 
-class PathWrites(Protocol):
-    """What is read of a PathStats: a folder, and the bytes written to it."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def written_bytes(self) -> int: ...
-
-
 class Written(NamedTuple):
-    """PathWrites that came over a channel, or several paths as one."""
+    """The bytes that were written to a folder."""
 
     path: Path
     written_bytes: int
 
 
 def endurance_lines(
-    paths: Sequence[PathWrites],
+    paths: Sequence[Written],
     num_steps: int,
     seconds: float,
     tbw_bytes: int | None = None,

@@ -20,67 +20,18 @@ from rich.console import Console
 
 from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.machine import available_bytes
-from tiermem.tools.presets import ModelShape, preset, read_shape
-from tiermem.tools.run_record import save_json
+from tiermem.tools.options import PlanOptions
+from tiermem.tools.presets import ModelShape, shape_of
 from tiermem.tools.train_options import nvme_folders, precision_of, read_config
-from tiermem.tools.words import check_outputs
 
 if TYPE_CHECKING:
     from tiermem.tools.planned import Speed
     from tiermem.tools.prediction import Maths
 
-MADE_BY = "tiermem plan"
 EXIT_FITS, EXIT_TOO_SMALL = 0, 1
 _PROBE_S = 1.0
 _ASSUMED_DISK = (3.0e9, 2.0e9)  # bytes a second, read and write: a plain NVMe drive
 _ASSUMED_KERNELS = 50e9
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanOptions:
-    """What was asked for on the command line. Raises ValueError for what cannot be."""
-
-    config: Path
-    preset: str | None = None
-    model: Path | None = None
-    ranks: int = 1
-    nodes: int = 1
-    gpu_bytes: int | None = None
-    host_bytes: int | None = None
-    nvme_bytes: int | None = None
-    nvme_rate: str | None = None
-    is_duplex: bool = False
-    rates: Path | None = None
-    flops: float | None = None
-    link_bytes_s: float = 25e9
-    network_bytes_s: float = 10e9
-    near_bytes_s: float | None = None
-    seq: int = 2048
-    is_checkpointing: bool = False
-    json_file: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("ranks", "nodes", "seq"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} is {getattr(self, name)}; it must be at least 1")
-        for name, value in (
-            ("--flops", self.flops),
-            ("--link", self.link_bytes_s),
-            ("--network", self.network_bytes_s),
-            ("--near-network", self.near_bytes_s),
-        ):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}; it must be more than 0")
-        if (self.preset is None) == (self.model is None):
-            said = "both are given" if self.preset else "none is given"
-            raise ValueError(f"a model is named by exactly one of --preset and --model; {said}")
-        if self.gpu_bytes is not None and self.flops is None:
-            raise ValueError(
-                "--gpu-memory plans for GPUs, whose speed cannot be measured here: give --flops, the operations a second "
-                "that one reaches, such as 150T"
-            )
-        if self.nvme_rate is not None and self.rates is not None:
-            raise ValueError("--nvme-rate and --rates both say how fast the disks are; give one of them")
 
 
 class DiskSpeed(NamedTuple):
@@ -94,12 +45,17 @@ class DiskSpeed(NamedTuple):
 
 def plan(options: PlanOptions, console: Console) -> int:
     """Plans, prints, writes `--json`; returns the exit status. Blocks for a few seconds when something is measured."""
-    from tiermem.tools.plan_report import advise, plan_figures, print_plan
+    from tiermem.tools.plan_report import advise, plan_figures, print_paper, print_plan
     from tiermem.tools.planned import Cluster, Scenario, plan_scenario
 
-    if options.json_file is not None:
-        check_outputs([options.json_file], MADE_BY)
-    shape = preset(options.preset) if options.preset is not None else read_shape(_model_file(options.model))
+    if options.shows_paper:
+        print_paper(console)
+        return EXIT_FITS
+    assert options.config is not None
+    model = options.model
+    shape = shape_of(
+        options.preset, model / "config.json" if model is not None and model.is_dir() else model, "--model"
+    )
     config = read_config(options.config, [], 1)
     with console.status("measuring this machine"):
         speed, sources = _speed(options, shape, config)
@@ -107,8 +63,7 @@ def plan(options: PlanOptions, console: Console) -> int:
     planned = plan_scenario(Scenario(shape, config, cluster, speed, options.seq, options.is_checkpointing))
     advice = advise(planned)
     print_plan(planned, advice, sources, console)
-    if options.json_file is not None:
-        save_json(options.json_file, {"made_by": MADE_BY, **plan_figures(planned, advice, sources)})
+    options.save_json(plan_figures(planned, advice, sources))
     return EXIT_TOO_SMALL if planned.problems else EXIT_FITS
 
 
@@ -218,11 +173,3 @@ def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> DiskSpeed:
         f"disk: {read / 1e9:g} GB/s read, {write / 1e9:g} written, assumed: give --nvme-rate, or --rates from `tune`"
     )
     return DiskSpeed(read, write, options.is_duplex, source if folders else "disk: not used")
-
-
-def _model_file(path: Path | None) -> Path:
-    assert path is not None
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise FileNotFoundError(f"--model: there is no file {file}")
-    return file

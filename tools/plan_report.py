@@ -16,9 +16,10 @@ from tiermem.forecast.forecast import PHASES
 from tiermem.forecast.rates import PAPER_BATCH, PAPER_GPUS, PAPER_MODELS, PAPER_SEQ
 from tiermem.policy import Tier
 from tiermem.tools.planned import Planned, Scenario, plan_scenario
+from tiermem.tools.reports import table
 from tiermem.tools.words import format_bytes
 
-# ---- The report of `tiermem plan`: tables for a person, and the same figures as JSON ---------------------------------
+# ---- tables, and the same figures as JSON ----------------------------------------------------------------------------
 
 _TIERS = ("DEVICE", "HOST", "NVME")
 _LANES = {"maths": "computing", "disk": "disk", "disk read": "disk", "disk write": "disk", "kernels": "CPU kernels"}
@@ -37,13 +38,13 @@ def print_plan(planned: Planned, advice: Sequence[Advice], sources: Sequence[str
     console.print(_edge_table(planned))
     console.print(_phase_table(planned))
     for source in sources:
-        console.print(f"  {source}", highlight=False)
+        console.print(f"  {source}")
     frozen_bytes = planned.plan.frozen_disk_bytes
     if frozen_bytes:
         why = planned.plan.why_disk(planned.policy)
-        console.print(f"  {format_bytes(frozen_bytes)} of a rank's NVMe are for checkpoints. {why}", highlight=False)
+        console.print(f"  {format_bytes(frozen_bytes)} of a rank's NVMe are for checkpoints. {why}")
     if planned.choice is not None:
-        console.print(f"  {planned.choice}", highlight=False)
+        console.print(f"  {planned.choice}")
     _print_verdict(planned, advice, console)
 
 
@@ -78,14 +79,18 @@ def print_paper(console: Console) -> None:
         f"memory that large models need, as arXiv 2104.07857 counts it ({PAPER_BATCH} sequences of {PAPER_SEQ} tokens on a "
         f"node of {PAPER_GPUS} GPUs; TB and GB are powers of 2)"
     )
-    table = _table(
-        title, "parameters", "layers", "hidden", "heads", "states TB", "activations TB/node", "checkpoints TB/node",
-        "state work GB/GPU", "activation work GB/GPU",
-    )  # fmt: skip
+    sizes = (
+        ">states TB",
+        ">activations TB/node",
+        ">checkpoints TB/node",
+        ">state work GB/GPU",
+        ">activation work GB/GPU",
+    )
+    shown = table(title, "parameters", ">layers", ">hidden", ">heads", *sizes)
     for model in PAPER_MODELS:
         of_a_node = model.activation_bytes(PAPER_BATCH, PAPER_SEQ), model.checkpoint_bytes(PAPER_BATCH, PAPER_SEQ)
         of_a_gpu = model.state_working_bytes, model.activation_working_bytes(PAPER_BATCH // PAPER_GPUS, PAPER_SEQ)
-        table.add_row(
+        shown.add_row(
             f"{model.num_params / 1e12:.2f} T",
             str(model.num_layers),
             f"{model.hidden // 1024}K",
@@ -93,7 +98,7 @@ def print_paper(console: Console) -> None:
             *(_half_up(num_bytes / (1 << 40)) for num_bytes in (model.state_bytes, *of_a_node)),
             *(_half_up(num_bytes / (1 << 30)) for num_bytes in of_a_gpu),
         )
-    console.print(table)
+    console.print(shown)
 
 
 def _half_up(number: float) -> str:
@@ -101,49 +106,42 @@ def _half_up(number: float) -> str:
     return f"{math.floor(number * 100 + 0.5) / 100:.2f}"
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="left" if number == 0 or name in ("tier", "why", "bound by") else "right")
-    return table
-
-
 def _tier_table(planned: Planned) -> Table:
     cluster = planned.scenario.cluster
-    table = _table("bytes at rest and passing, per rank", "what", "tier", "size", "why")
+    shown = table("bytes at rest and passing, per rank", "what", "tier", ">size", "why")
     limits = {"DEVICE": cluster.gpu_bytes, "HOST": cluster.host_bytes, "NVME": cluster.nvme_bytes}
     for tier in _TIERS:
         lines = [line for line in planned.lines if line.tier == tier and line.num_bytes]
         for line in lines:
-            table.add_row(line.what, tier, format_bytes(line.num_bytes), line.why)
+            shown.add_row(line.what, tier, format_bytes(line.num_bytes), line.why)
         if not lines:
             continue
         total = planned.tier_bytes(tier)
         per_node = "" if tier == "DEVICE" else f"; {format_bytes(total * cluster.ranks_per_node)} per node"
         limit = limits[tier]
         given = f", of {format_bytes(limit)} given" if limit is not None else ""
-        table.add_row(f"= {tier}", tier, format_bytes(total), f"per rank{per_node}{given}", style="bold")
-        table.add_section()
-    return table
+        shown.add_row(f"= {tier}", tier, format_bytes(total), f"per rank{per_node}{given}", style="bold")
+        shown.add_section()
+    return shown
 
 
 def _edge_table(planned: Planned) -> Table:
-    table = _table("bytes per step, per rank", "edge", *PHASES, "together")
+    shown = table("bytes per step, per rank", "edge", *(f">{phase}" for phase in PHASES), ">together")
     for edge, by_phase in planned.forecast.moved_bytes.items():
         sizes = [format_bytes(by_phase.get(phase, 0)) if by_phase.get(phase) else "" for phase in PHASES]
-        table.add_row(edge, *sizes, format_bytes(planned.forecast.edge_bytes(edge)))
-    return table
+        shown.add_row(edge, *sizes, format_bytes(planned.forecast.edge_bytes(edge)))
+    return shown
 
 
 def _phase_table(planned: Planned) -> Table:
     forecast = planned.forecast
-    table = _table("predicted time", "phase", "seconds", "bound by", "busy")
+    shown = table("predicted time", "phase", ">seconds", "bound by", ">busy")
     for phase in PHASES:
         lane = forecast.bound_of(phase)
         busy = forecast.busy_s.get(lane, {}).get(phase, 0.0)
-        table.add_row(phase, f"{forecast.seconds[phase]:.3f}", _LANES.get(lane, lane), f"{busy:.3f} s")
-    table.add_row("together", f"{forecast.total_s:.3f}", "", f"{planned.tokens_per_s:.1f} tokens/s", style="bold")
-    return table
+        shown.add_row(phase, f"{forecast.seconds[phase]:.3f}", _LANES.get(lane, lane), f"{busy:.3f} s")
+    shown.add_row("together", f"{forecast.total_s:.3f}", "", f"{planned.tokens_per_s:.1f} tokens/s", style="bold")
+    return shown
 
 
 def _print_verdict(planned: Planned, advice: Sequence[Advice], console: Console) -> None:
@@ -175,8 +173,7 @@ def _has_limit(planned: Planned) -> bool:
     return any(limit is not None for limit in (cluster.gpu_bytes, cluster.host_bytes, cluster.nvme_bytes))
 
 
-# ---- Advice: what to change in a scenario that does not fit, or that waits for its disks, each change tried by -------
-# planning it
+# ---- advice ----------------------------------------------------------------------------------------------------------
 #
 # Every candidate is one change of the config or of the command; it is planned like the scenario itself, so what is said
 # of it (what it needs, how long a step takes) is arithmetic and not opinion. Those that fit come first, the fastest of

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiermem.tools.run_record import PHASES, Span, lanes_of, read_spans, rows_of, within
+from tiermem.tools.run_record import PHASES, Span, covered, lanes_of, read_spans, rows_of, within
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,6 +37,7 @@ _COLOURS = {
 }
 _GREY = "#888888"
 _MAX_ROWS = 6
+_BAND_GAP = 0.5
 _MAX_READABLE_SPANS = 250
 
 
@@ -51,9 +52,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def draw_run(folder: Path) -> list[Path]:
     """Draws what the run's files allow; returns the PNGs. Raises OSError when run.json is missing."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     spans = read_spans(folder / "events.jsonl")
     drawn = []
@@ -75,7 +73,7 @@ def draw_loss(run: dict[str, Any]) -> Figure | None:
     steps = run["pictures"]["steps"]
     if not steps:
         return None
-    figure, axes = _figure(7.5, 4.2, 1)
+    figure, axes = new_figure(7.5, 4.2)
     ax = axes[0]
     numbers, losses = [s["step"] for s in steps], [s["loss"] for s in steps]
     ax.plot(numbers, losses, color=_COLOURS["forward"], marker="o" if len(steps) <= 50 else "", markersize=4)
@@ -97,7 +95,7 @@ def draw_memory(run: dict[str, Any]) -> Figure | None:
         return None
     origin = samples[0][0]
     on_device = [p for p in (*run["pictures"]["phases"], *run["pictures"]["steps"]) if "device_memory" in p]
-    figure, axes = _figure(10, 8.0, 3, heights=(3, 2, 1)) if on_device else _figure(10, 6.2, 2, heights=(3, 1))
+    figure, axes = new_figure(10, 8.0, (3, 2, 1)) if on_device else new_figure(10, 6.2, (3, 1))
     top, *middle, bottom = axes
     for ax in middle:
         _draw_device_memory(ax, sorted(on_device, key=lambda p: int(p["time_ns"])), origin)
@@ -167,7 +165,7 @@ def draw_timeline(run: dict[str, Any], spans: Sequence[Span]) -> Figure | None:
         stretches.append((middle, min(end, middle + (end - start) * _MAX_READABLE_SPANS // len(tiles) // 2)))
     parts = [lanes_of(within(spans, *stretch)) for stretch in stretches]
     heights = [1.0 + sum(_num_rows(members) for lane, members in part.items() if lane not in PHASES) for part in parts]
-    figure, axes = _figure(13, 1.4 + 0.36 * sum(heights) + 0.8 * len(parts), len(parts), heights, is_shared=False)
+    figure, axes = new_figure(13, 1.4 + 0.36 * sum(heights) + 0.8 * len(parts), heights, is_shared=False)
     for ax, part, stretch in zip(axes, parts, stretches, strict=True):
         _draw_lanes(ax, part, stretch, start)
     axes[0].set_title("the step", fontsize=9, loc="left")
@@ -187,17 +185,29 @@ def _draw_lanes(ax: Axes, lanes: dict[str, list[Span]], stretch: tuple[int, int]
     phases = [span for phase in PHASES for span in lanes.get(phase, [])]
     bands = {"phase": [sorted(phases, key=lambda s: s.start_ns)]}
     bands |= {lane: rows_of(members)[:_MAX_ROWS] for lane, members in lanes.items() if lane not in PHASES}
-    top, ticks = 0.0, []
-    for lane, rows in bands.items():
-        height = max(2, len(rows))
+    seconds = (stretch[1] - stretch[0]) / 1e9
+    stacked = [
+        (_lane_label(lane, lanes.get(lane, []), seconds), rows, max(2.0, len(rows))) for lane, rows in bands.items()
+    ]
+    tops = stack_bands(ax, stacked, stretch, origin)
+    for lane, (_, rows, height), top in zip(bands, stacked, tops, strict=True):
         _draw_band(ax, rows, top, height, origin, is_phase=lane == "phase")
-        ticks.append((top + height / 2, _lane_label(lane, lanes.get(lane, []), (stretch[1] - stretch[0]) / 1e9)))
-        top += height + 0.5
-        ax.axhline(top - 0.25, color="#dddddd", linewidth=0.8)
-    ax.set_ylim(top - 0.25, -0.25)
-    ax.set_yticks([y for y, _ in ticks], [label for _, label in ticks], fontsize=9)
+
+
+def stack_bands(
+    ax: Axes, bands: Sequence[tuple[str, list[list[Span]], float]], stretch: tuple[int, int], origin: int
+) -> list[float]:
+    """Room for bands (label, rows of spans, height) below each other over a stretch of time; returns the top of each."""
+    heights = [height + _BAND_GAP for _, _, height in bands]
+    *tops, end = itertools.accumulate(heights, initial=0.0)
+    for top in (*tops[1:], end):
+        ax.axhline(top - _BAND_GAP / 2, color="#dddddd", linewidth=0.8)
+    ax.set_ylim(end - _BAND_GAP / 2, -_BAND_GAP / 2)
+    middles = [top + height / 2 for top, (_, _, height) in zip(tops, bands, strict=True)]
+    ax.set_yticks(middles, [label for label, _, _ in bands], fontsize=9)
     ax.set_xlim((stretch[0] - origin) / 1e6, (stretch[1] - origin) / 1e6)
     ax.grid(axis="x", alpha=0.25)
+    return tops
 
 
 def _num_rows(members: Sequence[Span]) -> int:
@@ -224,10 +234,7 @@ def _lane_label(lane: str, spans: Sequence[Span], seconds: float) -> str:
     """A lane's name, how long it was busy, and what it moved."""
     if lane == "phase":
         return "phase"
-    busy, last = 0, 0
-    for span in sorted(spans, key=lambda s: s.start_ns):
-        busy += max(0, span.end_ns - max(span.start_ns, last))
-        last = max(last, span.end_ns)
+    busy = covered((span.start_ns, span.end_ns) for span in spans)
     label = f"{lane}\n{busy / 1e9 / seconds:.0%} busy"
     moved = sum(span.num_bytes for span in spans)
     if moved and lane in ("read", "write"):
@@ -260,21 +267,33 @@ def _name_stretches(ax: Axes, run: dict[str, Any], origin: int) -> None:
             ax.text(x, ax.get_ylim()[1] * 0.985, f" {name}", rotation=90, va="top", fontsize=7.5, color="#444444")
 
 
-def _figure(
-    width: float, height: float, num_axes: int, heights: Sequence[float] = (1,), is_shared: bool = True
+def new_figure(
+    width: float, height: float, heights: Sequence[float] = (1,), is_shared: bool = True
 ) -> tuple[Figure, list[Axes]]:
+    """A figure of axes below each other, drawn without a display; they share their x where `is_shared`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(
-        num_axes,
+        len(heights),
         1,
         figsize=(width, height),
         squeeze=False,
-        sharex=is_shared and num_axes > 1,
+        sharex=is_shared and len(heights) > 1,
         layout="constrained",
         gridspec_kw={"height_ratios": heights},
     )
     return figure, [ax for row in axes for ax in row]
+
+
+def save_figure(figure: Figure, file: Path, made_by: str) -> None:
+    """Writes a PNG with a command's mark, and lets the figure go. Raises OSError."""
+    from matplotlib import pyplot
+
+    figure.savefig(file, dpi=130, format="png", metadata={"Software": made_by})
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

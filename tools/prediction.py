@@ -8,12 +8,13 @@ import gc
 import importlib
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from tiermem.tools.launcher import Job
 from tiermem.tools.presets import ModelShape, with_layers
+from tiermem.tools.run_record import covered
 from tiermem.tools.train_job import ELEMENT_BYTES, ModelSizes
 from tiermem.tools.train_options import Config
 
@@ -28,27 +29,24 @@ if TYPE_CHECKING:
     from tiermem.swap.queue import Event
 
 
-# ---- TrainedModel: what the trainer trains, a Hugging Face model of the job's shape, built where its weights are -----
-# to rest
+# ---- the trained model -----------------------------------------------------------------------------------------------
 #
 #     seed -> zero.Init -> AutoModelForCausalLM of a shape -> activation checkpointing, if the job says so
 #
 # transformers is imported when it is first asked for, and typed as Any: it is typed in parts only.
 
 
-def build_model(job: Job, config: Config) -> nn.Module:
-    """The job's model with weights from its seed, built under `zero.Init`: each module goes to its home as it stands."""
+def build_model(shape: ModelShape, seed: int, is_checkpointing: bool, **placed: Any) -> nn.Module:
+    """A model of a shape with weights from a seed, built under `zero.Init(**placed)`: each module goes to its home at once."""
     import torch
 
     import tiermem
 
-    torch.manual_seed(job.seed)
-    with tiermem.zero.Init(config_dict_or_path=config):
-        model: nn.Module = transformers().AutoModelForCausalLM.from_config(hf_config(job.shape))
-    model.train()
-    if job.is_checkpointing:
-        enable_checkpointing(model)
-    return model
+    torch.manual_seed(seed)
+    with tiermem.zero.Init(**placed):
+        model = transformers().AutoModelForCausalLM.from_config(hf_config(shape))
+    _set_training(model, is_checkpointing)
+    return cast("nn.Module", model)
 
 
 def hf_config(shape: dict[str, Any]) -> Any:
@@ -56,10 +54,11 @@ def hf_config(shape: dict[str, Any]) -> Any:
     return transformers().AutoConfig.for_model(**shape)
 
 
-def enable_checkpointing(model: Any) -> None:
-    """Activation checkpointing of a Hugging Face model, by the name its version has for it."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
+def _set_training(model: Any, is_checkpointing: bool) -> None:
+    """Training mode, with activation checkpointing by the name that the model's version of transformers has for it."""
+    model.train()
+    if is_checkpointing:
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
 
 
 def transformers() -> Any:
@@ -67,7 +66,7 @@ def transformers() -> Any:
     return importlib.import_module("transformers")
 
 
-# ---- Plain copies: how long a GPU takes for a model's own maths, from two small copies of it in plain PyTorch --------
+# ---- on a GPU: two small copies of the model in plain PyTorch --------------------------------------------------------
 #
 #     time of a block      = (copy of 3 blocks - copy of 1 block) / 2        at the real width, sequence and batch
 #     time of the rest     = copy of 1 block - a block                       embedding, head and loss
@@ -104,12 +103,13 @@ def _time_copy(
     from tiermem.swap.accelerator import find_device, is_accelerator
 
     device = find_device()
-    wait = torch.accelerator.synchronize if is_accelerator(device) else _nothing
+    wait: Callable[[], object] = (
+        torch.accelerator.synchronize if is_accelerator(device) else lambda: None
+    )  # a CPU's maths is over by then
     model = _noise_model(shape, precision, is_checkpointing, device)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(_drop)
-    tokens = torch.randint(0, int(shape["vocab_size"]), (batch, seq), generator=torch.Generator().manual_seed(0))
-    tokens = tokens.to(device)
+    tokens = _tokens(shape, batch, seq).to(device)
     forward, backward = [], []
     for _ in range(_NUM_TIMED_COPIES + 1):
         start = time.monotonic()
@@ -126,36 +126,29 @@ def _time_copy(
     return numel, statistics.median(forward[1:]), statistics.median(backward[1:])
 
 
-def _noise_model(shape: ModelShape, precision: str, is_checkpointing: bool, device: torch.device) -> Any:
-    """A model of the shape with small random weights, in the precision."""
+def _tokens(shape: ModelShape, batch: int, seq: int) -> torch.Tensor:
     import torch
 
-    from tiermem.precision import DTYPES
+    return torch.randint(0, int(shape["vocab_size"]), (batch, seq), generator=torch.Generator().manual_seed(0))
 
-    transformers = importlib.import_module("transformers")
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape))
-    model = model.to(DTYPES[precision]).to_empty(device=device)
+
+def _noise_model(shape: ModelShape, precision: str, is_checkpointing: bool, device: torch.device) -> Any:
+    """A model of the shape with small random weights, in the precision."""
+    from tiermem.tools.planned import meta_model
+
+    model = meta_model(shape, precision).to_empty(device=device)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensor.data.normal_(std=0.02)
-    model.train()
-    if is_checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable()
+    _set_training(model, is_checkpointing)
     return model
-
-
-def _nothing() -> None:
-    """Maths on a CPU is over when it returns."""
 
 
 def _drop(param: torch.Tensor) -> None:
     param.grad = None
 
 
-# ---- Calibrate: how long this machine takes for a model's own maths, from a few of its blocks trained for a ----------
-# moment by the library
+# ---- on a CPU: a few blocks of the model, trained for a moment by the library ----------------------------------------
 #
 # The copy has the real width, sequence and batch, embedding, head and loss, but few blocks. It is built and sharded as
 # the run will be, its blocks coming from the disk into two buffers and its gradients leaving for their home, so that
@@ -211,8 +204,7 @@ def measure_maths(
 
     Raises ValueError for a model whose number of layers cannot be changed, OSError when a folder is missing or too full.
     """
-    import torch
-
+    from tiermem.precision import DTYPES
     from tiermem.swap.accelerator import find_device, is_accelerator
 
     if is_accelerator(find_device()):
@@ -221,8 +213,9 @@ def measure_maths(
     import tiermem
 
     policy = _policy(precision, folders)
-    model = _sharded_model(with_layers(shape, _num_layers(shape)), precision, policy, is_checkpointing)
-    tokens = torch.randint(0, int(shape["vocab_size"]), (batch, seq), generator=torch.Generator().manual_seed(0))
+    few = with_layers(shape, _num_layers(shape))
+    model = build_model(few, 0, is_checkpointing, policy=policy, dtype=DTYPES[precision])
+    tokens = _tokens(shape, batch, seq)
     passes: list[tuple[Span, Span]] = []
     with tiermem.shard(model, policy) as shards:
         for _ in range(_NUM_WARM_UP + _NUM_TIMED):
@@ -259,12 +252,7 @@ def measure_kernels(num_params: int = MOST_KERNEL_NUMEL) -> float:
     param = torch.nn.Parameter(torch.zeros(num_params, dtype=torch.bfloat16))
     optim = tiermem.AdamW([param], lr=1e-3)
     param.grad = torch.full_like(param, 1e-3)
-    times = []
-    for _ in range(_NUM_WARM_UP + _NUM_TIMED):
-        start = time.monotonic()
-        optim.step()
-        times.append(time.monotonic() - start)
-    return num_params * _KERNEL_BYTES / statistics.median(times[_NUM_WARM_UP:])
+    return num_params * _KERNEL_BYTES / _median_s(optim.step)
 
 
 def measure_sums() -> float:
@@ -274,18 +262,22 @@ def measure_sums() -> float:
     from tiermem.swap.checksum import crc32c
     from tiermem.swap.native import Workers
 
-    memory = torch.ones(_SUMMED_BYTES, dtype=torch.uint8)
-    pieces = list(memory.split(1 << 20))
+    pieces = list(torch.ones(_SUMMED_BYTES, dtype=torch.uint8).split(1 << 20))
     workers = Workers(torch.get_num_threads())
-    times = []
     try:
-        for _ in range(_NUM_WARM_UP + _NUM_TIMED):
-            start = time.monotonic()
-            crc32c(pieces, workers)
-            times.append(time.monotonic() - start)
+        return _SUMMED_BYTES / _median_s(lambda: crc32c(pieces, workers))
     finally:
         workers.close()
-    return _SUMMED_BYTES / statistics.median(times[_NUM_WARM_UP:])
+
+
+def _median_s(work: Callable[[], object]) -> float:
+    """The median seconds of a few calls, the first left out."""
+    times = []
+    for _ in range(_NUM_WARM_UP + _NUM_TIMED):
+        start = time.monotonic()
+        work()
+        times.append(time.monotonic() - start)
+    return statistics.median(times[_NUM_WARM_UP:])
 
 
 def maths_of(
@@ -338,16 +330,16 @@ class _Parts:
         if not blocks:
             raise ValueError("the model runs no list of blocks that could be timed: it is not predicted")
         block_spans = [_span(event) for event in blocks]
-        block_ns = _covered([*block_spans, *aside]) - _covered(aside)
+        block_ns = covered([*block_spans, *aside]) - covered(aside)
         window = min(s for s, _ in block_spans), max(e for _, e in block_spans)
         in_window = [_span(event) for event in units] + aside
-        gaps_ns = (window[1] - window[0]) - _covered(_clipped(in_window, window))
+        gaps_ns = (window[1] - window[0]) - covered(_clipped(in_window, window))
         return _Parts(
             block_ns=block_ns,
-            rest_ns=phase[1] - phase[0] - _covered(_clipped([*aside, *block_spans], phase)),
+            rest_ns=phase[1] - phase[0] - covered(_clipped([*aside, *block_spans], phase)),
             use_ns=gaps_ns / max(1, len(blocks) - 1),
             num_uses=len(units),
-            reduce_ns=_covered([*map(_span, reduced), *waits]) - _covered(waits),
+            reduce_ns=covered([*map(_span, reduced), *waits]) - covered(waits),
             reduced_bytes=2 * sum(event.num_bytes for event in reduced),
         )
 
@@ -379,23 +371,6 @@ def _policy(precision: str, folders: Sequence[Path]) -> OffloadPolicy:
     )
 
 
-def _sharded_model(shape: ModelShape, precision: str, policy: OffloadPolicy, is_checkpointing: bool) -> Any:
-    """A model of the shape with random weights, each module at home as it stands."""
-    import torch
-
-    import tiermem
-    from tiermem.precision import DTYPES
-
-    transformers = importlib.import_module("transformers")
-    torch.manual_seed(0)
-    with tiermem.zero.Init(policy=policy, dtype=DTYPES[precision]):
-        model = transformers.AutoModelForCausalLM.from_config(hf_config(shape))
-    model.train()
-    if is_checkpointing:
-        enable_checkpointing(model)
-    return model
-
-
 def _in_lists(model: nn.Module) -> tuple[str, ...]:
     from torch import nn
 
@@ -419,17 +394,7 @@ def _clipped(spans: Iterable[Span], bounds: Span) -> list[Span]:
     return [(max(s, bounds[0]), min(e, bounds[1])) for s, e in spans if s < bounds[1] and e > bounds[0]]
 
 
-def _covered(spans: Iterable[Span]) -> float:
-    """How much of time some spans cover together."""
-    covered, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        covered += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return covered
-
-
-# ---- Chosen: what a budget leaves open in a run, settled by predicted time before the model is built, as keys of -----
-# its config
+# ---- choosing what a budget leaves open ------------------------------------------------------------------------------
 #
 #     measured rates -> forecast/forecast.py, on the model without memory -> config, and a line that says what and why
 #   policy field      grads          tile_numel      tile_buffers                    unit_buffers               host_param_numel
@@ -490,8 +455,7 @@ def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
     return dict(found)
 
 
-# ---- Prediction: what a training is expected to take, said before its first step; reports.py holds it against --------
-# what it took
+# ---- predicting ------------------------------------------------------------------------------------------------------
 #
 #     maths     a small copy of the model, trained for a moment in the trainer's own process before the model is built
 #               (prediction.py), where the cap leaves room for it

@@ -65,6 +65,16 @@ def read_shape(file: Path) -> ModelShape:
     return {**shape, "use_cache": False}
 
 
+def shape_of(name: str | None, file: Path | None, option: str) -> ModelShape:
+    """A preset, or the config.json that `option` named. Raises ValueError, FileNotFoundError."""
+    if name is not None:
+        return preset(name)
+    assert file is not None
+    if not file.is_file():
+        raise FileNotFoundError(f"{option}: there is no file {file}")
+    return read_shape(file)
+
+
 def check_shape(shape: ModelShape) -> None:
     """Raises ValueError for a shape that no causal language model over bytes has."""
     kind = shape.get("model_type")

@@ -17,7 +17,7 @@ from tiermem.tools.launcher import Message, Observer, Sample
 from tiermem.tools.run_record import describe_device, median_after_warm_up, planned_bytes
 from tiermem.tools.words import format_bytes
 
-# ---- Progress: what a person sees while a run goes on. A live panel on a terminal, plain lines elsewhere -------------
+# ---- progress: a live panel on a terminal, plain lines elsewhere -----------------------------------------------------
 #
 # Loss, tokens per second, memory against the cap and on the accelerator, GB/s against the disk's measured ceiling,
 # seconds waited and for what.
@@ -144,7 +144,7 @@ def _seconds_of(step: Message) -> float:
     return max(1e-9, float(step["forward_s"] + step["backward_s"] + step["step_s"]))
 
 
-# ---- Tables for a person: where every byte will live, what a run took, and runs side by side -------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 _WIDTH = 150  # of tables that go to a file
 
@@ -152,70 +152,75 @@ Summary = Mapping[str, Any]
 
 
 def open_console() -> Console:
-    """A console on stdout, wide where there is no terminal to be wide as; brackets in texts are no markup."""
-    return Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=_WIDTH)
+    """A console on stdout, wide where there is no terminal to be wide as; it prints texts as they are, brackets too."""
+    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def table(title: str, *columns: str, **how: Any) -> Table:
+    """A table without borders, its title above it on the left. A column whose name begins with ">" is aligned right."""
+    made = Table(title=title, title_justify="left", caption_justify="left", box=None, pad_edge=False, **how)
+    for name in columns:
+        made.add_column(name.removeprefix(">"), justify="right" if name[:1] == ">" else "left", overflow="fold")
+    return made
 
 
 def plan_table(ready: Message) -> Table:
     """The plan (what rests and passes where) and, under a cap, the arithmetic that led to its budget."""
-    table = Table(title="where each byte lives", title_justify="left", box=None, pad_edge=False)
-    for name, justify in (("what", "left"), ("tier", "left"), ("size", "right"), ("why", "left")):
-        table.add_column(name, justify=justify, style="dim" if name == "why" else "")  # type: ignore[arg-type]
+    shown = table("where each byte lives", "what", "tier", ">size", "why")
+    shown.columns[-1].style = "dim"
     for what, tier, num_bytes, why in ready.get("plan", []):
-        table.add_row(what, tier, format_bytes(num_bytes), why)
+        shown.add_row(what, tier, format_bytes(num_bytes), why)
     if "device_memory" in ready:
         card = ready["device_memory"]
         on = f"of {format_bytes(card['total_bytes'])} of {card['device']}, {format_bytes(card['free_bytes'])} free now"
-        table.add_row("= DEVICE", "DEVICE", format_bytes(planned_bytes(ready.get("plan", []))), on, style="bold")
+        shown.add_row("= DEVICE", "DEVICE", format_bytes(planned_bytes(ready.get("plan", []))), on, style="bold")
     if ready.get("budget"):
-        table.add_section()
+        shown.add_section()
         for name, num_bytes, why in ready["budget"]:
-            table.add_row(name, "cap", format_bytes(num_bytes), why)
-    return table
+            shown.add_row(name, "cap", format_bytes(num_bytes), why)
+    return shown
 
 
 def result_table(run: Summary) -> Table:
     """What a run took: our figures beside the kernel's."""
-    table = Table(title=f"{run['name']}: {run['outcome']}", title_justify="left", box=None, pad_edge=False)
-    for name, justify in (("", "left"), ("measured", "right"), ("kernel", "right"), ("", "left")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    shown = table(f"{run['name']}: {run['outcome']}", "", ">measured", ">kernel", "")
     losses = run["losses"]
     if losses:
-        table.add_row("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}", "", f"{len(losses)} steps")
+        shown.add_row("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}", "", f"{len(losses)} steps")
         times = " / ".join(_seconds(median_after_warm_up(run[key])) for key in ("forward_s", "backward_s", "step_s"))
-        table.add_row("forward / backward / step", times, "", "medians, the first step left out")
-        table.add_row("tokens per second", f"{run['tokens_per_s']:.1f}", "", "")
+        shown.add_row("forward / backward / step", times, "", "medians, the first step left out")
+        shown.add_row("tokens per second", f"{run['tokens_per_s']:.1f}", "", "")
     if run["num_params"]:
-        table.add_row("parameters", f"{run['num_params']:,}", "", f"{format_bytes(run['state_bytes'])} of states")
+        shown.add_row("parameters", f"{run['num_params']:,}", "", f"{format_bytes(run['state_bytes'])} of states")
     for what in ("read", "written"):
         ours, kernel = run.get(f"nvme_{what}_bytes"), run.get(f"kernel_{what}_bytes")
         if ours or kernel:
-            table.add_row(f"NVMe bytes {what}", _size(ours), _size(kernel), _difference(ours, kernel))
-    table.add_row("host memory carved", _size(run.get("host_peak_bytes")), "", "peak of the store's arena")
-    _add_device_rows(table, run.get("device_memory"))
-    table.add_row("resident", "", _size(run["peak_rss_bytes"]), "peak over the process tree (VmHWM)")
+            shown.add_row(f"NVMe bytes {what}", _size(ours), _size(kernel), _difference(ours, kernel))
+    shown.add_row("host memory carved", _size(run.get("host_peak_bytes")), "", "peak of the store's arena")
+    _add_device_rows(shown, run.get("device_memory"))
+    shown.add_row("resident", "", _size(run["peak_rss_bytes"]), "peak over the process tree (VmHWM)")
     if run["cgroup_peak_bytes"] is not None:
         anonymous = run["cgroup_anonymous_peak_bytes"]
         note = f"with page cache; without {_size(anonymous)} at the largest sample"
-        table.add_row("cgroup", "", _size(run["cgroup_peak_bytes"]), note)
+        shown.add_row("cgroup", "", _size(run["cgroup_peak_bytes"]), note)
     if run["memory_limit_bytes"]:
-        table.add_row("cap", _size(run["memory_limit_bytes"]), "", run["limit_kind"])
+        shown.add_row("cap", _size(run["memory_limit_bytes"]), "", run["limit_kind"])
     if run.get("engine") not in (None, "none yet"):
-        table.add_row("engine", run["engine"], "", run["engine_why"])
-    return table
+        shown.add_row("engine", run["engine"], "", run["engine_why"])
+    return shown
 
 
-def _add_device_rows(table: Table, card: Mapping[str, Any] | None) -> None:
+def _add_device_rows(shown: Table, card: Mapping[str, Any] | None) -> None:
     """The accelerator's memory: tensors beside the plan, and what torch has reserved beside the card."""
     if card is None:
         return
     tensors = (
         f"peak; {_size(card['allocated_bytes'])} at the end, {_size(card['plan_bytes'])} of them planned to rest there"
     )
-    table.add_row(f"memory of {card['device']}", _size(card["peak_allocated_bytes"]), "", tensors)
+    shown.add_row(f"memory of {card['device']}", _size(card["peak_allocated_bytes"]), "", tensors)
     of_card = f"of {_size(card['total_bytes'])}, {_size(card['free_bytes'])} free"
     reserved = f"peak; {_size(card['reserved_bytes'])} at the end, {of_card}"
-    table.add_row("reserved there by torch", _size(card["peak_reserved_bytes"]), "", reserved)
+    shown.add_row("reserved there by torch", _size(card["peak_reserved_bytes"]), "", reserved)
 
 
 def predicted_table(run: Summary) -> Table | None:
@@ -223,14 +228,12 @@ def predicted_table(run: Summary) -> Table | None:
     said = run.get("predicted")
     if not said or "not_made" in said or not run["losses"]:
         return None
-    table = Table(title="predicted before the first step, and real", title_justify="left", box=None, pad_edge=False)
-    for name in ("", "predicted", "real", "predicted / real"):
-        table.add_column(name, justify="left" if not name else "right")
+    shown = table("predicted before the first step, and real", "", ">predicted", ">real", ">predicted / real")
     real = {key: median_after_warm_up(run[f"{key}_s"]) for key in ("forward", "backward", "step")}
     for key, seconds in real.items():
-        table.add_row(key, _seconds(said[f"{key}_s"]), _seconds(seconds), _ratio(said[f"{key}_s"], seconds))
+        shown.add_row(key, _seconds(said[f"{key}_s"]), _seconds(seconds), _ratio(said[f"{key}_s"], seconds))
     together = sum(said[f"{key}_s"] for key in real), sum(seconds or 0.0 for seconds in real.values())
-    table.add_row("together", _seconds(together[0]), _seconds(together[1]), _ratio(*together))
+    shown.add_row("together", _seconds(together[0]), _seconds(together[1]), _ratio(*together))
     for what, predicted, measured in (
         ("NVMe bytes read a step", said["nvme_read_bytes"], run["nvme_read_bytes_a_step"]),
         ("NVMe bytes written a step", said["nvme_written_bytes"], run["nvme_written_bytes_a_step"]),
@@ -240,28 +243,23 @@ def predicted_table(run: Summary) -> Table | None:
         ("accelerator's memory at the peak", said.get("device_bytes"), _device_peak(run)),
     ):
         if predicted or measured:
-            table.add_row(what, _size(predicted), _size(measured), _ratio(predicted, measured))
-    return table
+            shown.add_row(what, _size(predicted), _size(measured), _ratio(predicted, measured))
+    return shown
 
 
 def peers_table(runs: Sequence[Summary]) -> Table:
     """The same training by different means, side by side."""
-    table = Table(
-        title="side by side (same model, data, seed, threads, cap)", title_justify="left", box=None, pad_edge=False
-    )
     has_device = any(_device_peak(run) is not None for run in runs)
-    on_device = ("peak GPU",) * has_device
-    columns = ("run", "loss", "forward s", "backward s", "step s", "tokens/s", "peak RSS", *on_device, "outcome")
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("run", "outcome") else "right", overflow="fold")
+    figures = (">loss", ">forward s", ">backward s", ">step s", ">tokens/s", ">peak RSS", *(">peak GPU",) * has_device)
+    shown = table("side by side (same model, data, seed, threads, cap)", "run", *figures, "outcome")
     for run in runs:
         losses = run["losses"]
         loss = f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else "-"
         times = [_seconds(median_after_warm_up(run[key])) for key in ("forward_s", "backward_s", "step_s")]
         speed = f"{run['tokens_per_s']:.1f}" if run["tokens_per_s"] else "-"
         peaks = [_size(run["peak_rss_bytes"]), *[_size(_device_peak(run))] * has_device]
-        table.add_row(run["name"], loss, *times, speed, *peaks, run["outcome"])
-    return table
+        shown.add_row(run["name"], loss, *times, speed, *peaks, run["outcome"])
+    return shown
 
 
 def _device_peak(run: Summary) -> int | None:

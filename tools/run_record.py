@@ -6,24 +6,89 @@ import datetime
 import gc
 import itertools
 import json
-import os
 import platform
 import re
 import statistics
+import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tiermem.swap import durable
-from tiermem.tools.bench.files import IoCounts, disagreements
 from tiermem.tools.launcher import Job, Message, Observer, Outcome, Sample
+from tiermem.tools.machine import cpu_model, memory_bytes, num_cores
 from tiermem.tools.words import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
+    from tiermem.swap.store import TensorStore
 
-# ---- Timeline: a run's events as lanes, and within a lane as rows of events that do not overlap ----------------------
+
+# ---- counts of bytes: the store's beside the kernel's (/proc/self/io) ------------------------------------------------
+#
+# The kernel counts all block I/O of the process: beside the store's also pages of program code that come in late, or
+# come back after the cap pushed them out. That is why reads are allowed SLACK_BYTES on top.
+
+TOLERANCE = 0.02
+_ARRIVAL_S = 0.2
+
+
+class IoCounts(NamedTuple):
+    """Bytes read and written."""
+
+    read_bytes: int
+    written_bytes: int
+
+    def since(self, before: IoCounts) -> IoCounts:
+        """What was added after `before`."""
+        return IoCounts(self.read_bytes - before.read_bytes, self.written_bytes - before.written_bytes)
+
+
+SLACK = IoCounts(32 << 20, 1 << 20)
+
+
+def kernel_counts() -> IoCounts:
+    """Block I/O of this process so far, all threads."""
+    with open("/proc/self/io", encoding="ascii") as table:
+        counts = dict(line.split(": ") for line in table.read().splitlines())
+    return IoCounts(int(counts["read_bytes"]), int(counts["write_bytes"]))
+
+
+def store_counts(store: TensorStore) -> IoCounts:
+    """Bytes that the store has moved so far."""
+    stats = store.stats()
+    return IoCounts(stats.nvme_read_bytes, stats.nvme_written_bytes)
+
+
+def written_by_path(store: TensorStore) -> dict[str, int]:
+    """Bytes written to each path since the store was made."""
+    return {str(each.path): each.written_bytes for each in store.stats().paths}
+
+
+def counts_at_rest(store: TensorStore) -> IoCounts:
+    """Counts with nothing under way: writes are waited for, reads ahead of a step that never comes arrive by themselves."""
+    store.settle()
+    before, counts = IoCounts(-1, -1), store_counts(store)
+    while counts != before:
+        time.sleep(_ARRIVAL_S)
+        before, counts = counts, store_counts(store)
+    return counts
+
+
+def disagreements(
+    ours: IoCounts, kernel: IoCounts, who: str = "the store", tolerance: float = TOLERANCE, slack: IoCounts = SLACK
+) -> list[str]:
+    """A sentence with both numbers for each count that the kernel has otherwise; it may have `slack` bytes more."""
+    return [
+        f"bytes {what}: {who} counts {mine} ({format_bytes(mine)}), the kernel {theirs} ({format_bytes(theirs)}); they may "
+        f"differ by {tolerance:.0%}"
+        for what, mine, theirs, more in zip(("read", "written"), ours, kernel, slack, strict=True)
+        if not mine * (1 - tolerance) <= theirs <= mine * (1 + tolerance) + more
+    ]
+
+
+# ---- timeline: events as lanes, and a lane as rows of events that do not overlap -------------------------------------
 #
 # Transfers under way at once share a lane; a picture or a trace viewer needs them side by side. Rows are filled first
 # fit in order of start: a lane has as many rows as transfers were ever under way together.
@@ -80,7 +145,22 @@ def within(spans: Iterable[Span], start_ns: int, end_ns: int) -> list[Span]:
     ]
 
 
-# ---- A run's events as a Chrome trace: trace.json opens in Perfetto (ui.perfetto.dev) or chrome://tracing ------------
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How much of time some spans (start, end) cover together."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def busy_fraction(spans: Iterable[Span], start_ns: int, end_ns: int) -> float:
+    """The part of a stretch of time in which at least one of the spans goes on."""
+    inside = within(spans, start_ns, end_ns)
+    return covered((span.start_ns, span.end_ns) for span in inside) / max(1, end_ns - start_ns)
+
+
+# ---- trace.json: opens in Perfetto (ui.perfetto.dev) or chrome://tracing ---------------------------------------------
 #
 # Each lane's rows become threads of one process, so that transfers under way together lie side by side. Source: "Trace
 # Event Format", complete events ("X"), microseconds.
@@ -123,7 +203,7 @@ def _about(kind: str, thread: int, **arguments: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": thread, "args": arguments}
 
 
-# ---- DeviceMemory: what a run takes of its accelerator's memory, as figures and as words -----------------------------
+# ---- the accelerator's memory ----------------------------------------------------------------------------------------
 #
 #     allocated   bytes of tensors                     reserved   what torch has from the driver for them, its cache included
 #     free        what could still be allocated        total      the whole card
@@ -221,7 +301,7 @@ def _remedy(job: Job, is_made: bool) -> str:
     return f"give {', '.join(smaller[:-1])}{' or ' * (len(smaller) > 1)}{smaller[-1]}"
 
 
-# ---- RunRecord: everything a run told, kept small, and saved as runs/<id>/run.json for pictures and comparisons ------
+# ---- the record: runs/<id>/run.json ----------------------------------------------------------------------------------
 #
 # It hears the launcher (memory samples) and the channel (phases, steps, counts) and keeps bounded lists of both. Floats
 # are written so that they read back to the bit: two runs are equal when their `losses` are.
@@ -268,18 +348,17 @@ class RunRecord(Observer):
         self.outcome: Outcome | None = None
 
     def on_message(self, message: Message) -> None:
-        kind = message["kind"]
-        if kind == "phase":
-            if len(self.phases) < _MAX_PHASES:
+        match message["kind"]:
+            case "phase" if len(self.phases) < _MAX_PHASES:
                 self.phases.append(message)
-        elif kind == "step":
-            self.steps.append(message)
-        elif kind == "ready":
-            self.ready = message
-        elif kind == "done":
-            self.done = message
-        elif kind == "error":
-            self.error = message
+            case "step":
+                self.steps.append(message)
+            case "ready":
+                self.ready = message
+            case "done":
+                self.done = message
+            case "error":
+                self.error = message
 
     def on_sample(self, sample: Sample) -> None:
         self.series.add(sample)
@@ -310,29 +389,21 @@ class RunRecord(Observer):
         last = self.steps[-1] if self.steps else {}
         figures: dict[str, Any] = {
             "losses": self.losses,
-            "forward_s": [step["forward_s"] for step in self.steps],
-            "backward_s": [step["backward_s"] for step in self.steps],
-            "step_s": [step["step_s"] for step in self.steps],
+            **{key: [step[key] for step in self.steps] for key in ("forward_s", "backward_s", "step_s")},
             "grad_norms": [step.get("grad_norm") for step in self.steps],
             "tokens_per_s": self.tokens_per_s(),
             "training_s": self._training_s(),
-            "num_params": ready.get("num_params"),
-            "state_bytes": ready.get("state_bytes"),
+            **{
+                key: ready.get(key) for key in ("num_params", "state_bytes", "threads", "device", "predicted", "choice")
+            },
             "nvme_read_bytes": self._moved("read"),
             "nvme_written_bytes": self._moved("written"),
-            "kernel_read_bytes": done.get("kernel_read_bytes"),
-            "kernel_written_bytes": done.get("kernel_written_bytes"),
+            **{key: done.get(key) for key in ("kernel_read_bytes", "kernel_written_bytes", "host_peak_bytes")},
             "paths": [dict(zip(_PATH_KEYS, each, strict=True)) for each in done.get("paths", [])],
-            "host_peak_bytes": done.get("host_peak_bytes"),
             "device_memory": self._device_memory(),
-            "engine": last.get("engine"),
-            "engine_why": last.get("engine_why"),
-            "threads": ready.get("threads"),
-            "device": ready.get("device"),
+            **{key: last.get(key) for key in ("engine", "engine_why")},
             "versions": ready.get("versions", {}),
             "disk": ready.get("ceiling"),
-            "predicted": ready.get("predicted"),
-            "choice": ready.get("choice"),
             "nvme_read_bytes_a_step": self._moved_a_step("read"),
             "nvme_written_bytes_a_step": self._moved_a_step("written"),
             "nvme_peak_bytes": max((step.get("nvme_bytes", 0) for step in self.steps), default=None),
@@ -401,36 +472,20 @@ def median_after_warm_up(values: Sequence[float]) -> float | None:
 
 def machine() -> dict[str, Any]:
     """This machine in a few words: processor, cores, memory, kernel."""
-    processor = next((value for key, value in _colon_table("/proc/cpuinfo") if key == "model name"), platform.machine())
-    memory = next((value for key, value in _colon_table("/proc/meminfo") if key == "MemTotal"), "0")
     return {
-        "processor": processor,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": int(memory.split()[0]) * 1024,
+        "processor": cpu_model(),
+        "cores": num_cores(),
+        "memory_bytes": memory_bytes(),
         "kernel": platform.release(),
     }
 
 
-def stamp(command: Sequence[str]) -> dict[str, Any]:
+def stamp() -> dict[str, Any]:
     """What identifies a run: when, where, how."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"date": now, "machine": machine(), "command": list(command)}
-
-
-def save_json(file: Path, content: dict[str, Any]) -> None:
-    """Writes JSON under a temporary name first, so that a reader never sees a part."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    with durable.named(file):
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(file)
+    return {"date": now, "machine": machine(), "command": ["tiermem", *sys.argv[1:]]}
 
 
 def _larger(a: Sample, b: Sample) -> Sample:
     charges = [c for c in (a.charged_bytes, b.charged_bytes) if c is not None]
     return Sample(b.time_ns, max(a.resident_bytes, b.resident_bytes), max(charges, default=None))
-
-
-def _colon_table(file: str) -> list[tuple[str, str]]:
-    with open(file, encoding="utf-8") as lines:
-        pairs = (line.partition(":") for line in lines)
-        return [(key.strip(), value.strip()) for key, _, value in pairs]

@@ -16,16 +16,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import errno
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from tiermem.swap.direct import open_unnamed, preallocate
 from tiermem.swap.passes import Passes
 from tiermem.swap.queue import IoSettings
-from tiermem.tools.words import format_bytes
+from tiermem.tools.bench.files import BenchFiles, check_room
 
 STEP_BYTES, FETCH_BYTES = 26, 4
 _MIXED_PART = 0.7  # of a turn's time; the rest reads
@@ -63,14 +60,15 @@ class StepMix:
     """
 
     def __init__(self, paths: Sequence[Path], file_bytes: int, io: IoSettings, seconds: float) -> None:
-        check_room(paths, file_bytes)
+        check_room(paths, [("a file to measure on (--size)", file_bytes)])
         self._closing = contextlib.ExitStack()
         self._file_bytes: list[int] = []
-        self.is_direct: list[bool] = []
         self._first = Turn((0.0,) * len(paths), (0.0,) * len(paths))
         self._latest: dict[IoSettings, Turn] = {}  # says how many bytes settings move in the time of a turn
         try:
-            self._fds = [self._open(path, file_bytes) for path in paths]
+            files = self._closing.enter_context(BenchFiles(paths, 1, file_bytes))
+            self._fds = [files.descriptor(place) for place in range(len(paths))]
+            self.is_direct = [files.is_direct([place]) for place in range(len(paths))]
             self._pool = self._closing.enter_context(concurrent.futures.ThreadPoolExecutor(len(paths)))
             self._file_bytes = self._on_all(lambda i: _write_once(self._fds[i], file_bytes, io, seconds))
             self._first = self.turn(io, 0.0)
@@ -117,16 +115,6 @@ class StepMix:
         """Ends what is under way; the files are gone with their descriptors."""
         self._closing.close()
 
-    def _open(self, path: Path, file_bytes: int) -> int:
-        fd, is_direct = open_unnamed(path)
-        self._closing.callback(os.close, fd)
-        self.is_direct.append(is_direct)
-        try:
-            preallocate(fd, 0, file_bytes)
-        except OSError as error:
-            raise OSError(error.errno, f"no room for a file of {format_bytes(file_bytes)}", str(path)) from None
-        return fd
-
     def _on_all(self, work: Callable[[int], R]) -> list[R]:
         """On every path at once; waits for all before the first error is raised."""
         futures = [self._pool.submit(work, i) for i in range(len(self._fds))]
@@ -138,18 +126,6 @@ class StepMix:
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
-
-
-def check_room(paths: Sequence[Path], file_bytes: int) -> None:
-    """Raises OSError (ENOSPC) with the arithmetic when the files do not fit; paths may share a file system."""
-    devices = [path.stat().st_dev for path in paths]
-    for path, device in zip(paths, devices, strict=True):
-        stats = os.statvfs(path)
-        needed, free = devices.count(device) * file_bytes, stats.f_bavail * stats.f_frsize
-        if needed > free:
-            files = f"{devices.count(device)} files of {format_bytes(file_bytes)}"
-            said = f"{files} = {format_bytes(needed)} are needed, {format_bytes(free)} are free: give a smaller --size"
-            raise OSError(errno.ENOSPC, said, str(path))
 
 
 def _write_once(fd: int, file_bytes: int, io: IoSettings, seconds: float) -> int:

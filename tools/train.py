@@ -24,19 +24,17 @@ from tiermem.tools.bench.peers.runs import Peer, list_peers
 from tiermem.tools.launcher import CHANNEL_FD, CHILD_ENVIRONMENT, Job, Message, Observer, Sample, launch
 from tiermem.tools.machine import lines_of_run
 from tiermem.tools.memory_limit import open_limit
+from tiermem.tools.options import TrainOptions
 from tiermem.tools.reports import Progress, peers_table, plan_table, predicted_table, result_table
-from tiermem.tools.run_record import RunRecord, read_spans, save_json, stamp, write_trace
+from tiermem.tools.run_record import RunRecord, read_spans, stamp, write_trace
 from tiermem.tools.train_job import make_job
-from tiermem.tools.train_options import Resumed, TrainOptions, find_resumed, with_saved
+from tiermem.tools.train_options import Resumed, find_resumed, with_saved
+from tiermem.tools.words import save_json
 
 EXIT_FAILED, EXIT_USER, EXIT_COUNTS, EXIT_INTERRUPTED, EXIT_KILLED = 1, 2, 3, 130, 137
 
 
 _PEER_PATIENCE_S = 300.0  # a peer that hangs, or thrashes below its cap, is a result too
-
-
-class UserError(Exception):
-    """What the user must change; the message is one line."""
 
 
 def train(options: TrainOptions, console: Console) -> int:
@@ -45,7 +43,7 @@ def train(options: TrainOptions, console: Console) -> int:
     0 finished · 1 failed · 3 our counts and the kernel's differ · 130 stopped by Ctrl-C · 137 killed at the cap.
 
     Raises:
-        UserError, ValueError, OSError: options that cannot be met.
+        ValueError, OSError: options that cannot be met.
     """
     resumed = find_resumed(options.resume) if options.resume is not None else None
     if resumed is not None:
@@ -56,9 +54,9 @@ def train(options: TrainOptions, console: Console) -> int:
     job = make_job(options, name, folder, resumed)
     peers = list_peers(job, options.peer_python) if options.has_peers else []
     folder.mkdir(parents=True)
-    console.print(f"run {folder}", highlight=False, markup=False)
+    console.print(f"run {folder}")
     if resumed is not None:
-        console.print(f"going on from step {resumed.step} of {resumed.place}", highlight=False, markup=False)
+        console.print(f"going on from step {resumed.step} of {resumed.place}")
     command = [sys.executable, "-m", "tiermem.tools.trainer", str(folder / "job.json"), "--channel", CHANNEL_FD]
     run = _run_one(job, command, f"tiermem {name}", folder, options, console)
     _report(run, folder, options, console)
@@ -91,7 +89,7 @@ class _Listener(Observer):
         if message["kind"] == "ready" and message.get("plan"):
             self._console.print(plan_table(message))
             if message.get("choice"):
-                self._console.print(message["choice"], highlight=False, markup=False)
+                self._console.print(message["choice"])
 
     def on_sample(self, sample: Sample) -> None:
         self._record.on_sample(sample)
@@ -102,7 +100,7 @@ class _Listener(Observer):
             self._stream = open(self._log, "w", encoding="utf-8")  # noqa: SIM115  (closed by close)
         print(line, file=self._stream, flush=True)
         if self._is_debug:
-            self._console.print(line, highlight=False, markup=False)
+            self._console.print(line)
 
     def close(self) -> None:
         if self._stream is not None:
@@ -122,7 +120,7 @@ def _run_one(
     job.save(folder / "job.json")
     record = RunRecord()
     with open_limit(job.memory_limit_bytes) as limit:
-        console.print(f"memory limit: {limit.why}", highlight=False, markup=False)
+        console.print(f"memory limit: {limit.why}")
         with Progress(console, title, job.steps, limit.limit_bytes, limit.kind) as progress:
             listener = _Listener(record, progress, folder / "output.log", console, options.is_debug)
             try:
@@ -132,8 +130,8 @@ def _run_one(
     _clean_up(record, job, console)
     if record.error and record.outcome.exit_code == EXIT_USER and not record.steps:
         _forget(folder)
-        raise UserError(record.error["trace"] if options.is_debug else record.error["message"])
-    run = {"name": title, **stamp(options.command), **record.summary(), "pictures": record.pictures()}
+        raise ValueError(record.error["trace"] if options.is_debug else record.error["message"])
+    run = {"name": title, **stamp(), **record.summary(), "pictures": record.pictures()}
     save_json(folder / "run.json", run)
     return run
 
@@ -144,7 +142,7 @@ def _clean_up(record: RunRecord, job: Job, console: Console) -> None:
         return
     for path in job.nvme_paths:
         for name in remove_dead_runs(Path(path), record.outcome.pid):
-            console.print(f"removed {name}, which the killed trainer left in {path}", highlight=False, markup=False)
+            console.print(f"removed {name}, which the killed trainer left in {path}")
 
 
 def _run_peer(peer: Peer, job: Job, folder: Path, options: TrainOptions, console: Console) -> list[dict[str, Any]]:
@@ -155,7 +153,7 @@ def _run_peer(peer: Peer, job: Job, folder: Path, options: TrainOptions, console
     try:
         peer.prepare(job, home, console)
         for setting in peer.settings:
-            console.print(f"{peer.name} with {setting.describe()}", highlight=False, markup=False)
+            console.print(f"{peer.name} with {setting.describe()}")
             place = home / setting.name
             place.mkdir()
             command = peer.command(job, setting, place)
@@ -168,7 +166,7 @@ def _run_peer(peer: Peer, job: Job, folder: Path, options: TrainOptions, console
         peer.clean(home)
     if len(runs) > 1:
         best = min(runs, key=_rank)
-        console.print(f"{peer.name}: best of {len(runs)} settings is {best['name']}", highlight=False, markup=False)
+        console.print(f"{peer.name}: best of {len(runs)} settings is {best['name']}")
         return [best]
     return runs
 
@@ -183,8 +181,6 @@ def _tell_peer(run: dict[str, Any], console: Console) -> None:
     reason = f": {run['error']['type']}: {run['error']['message'].splitlines()[0]}" if run["error"] else ""
     console.print(
         f"{run['name']}: {speed}peak {run['peak_rss_bytes'] / 2**20:.0f} MiB, {run['outcome']}{reason}",
-        highlight=False,
-        markup=False,
     )
 
 
@@ -195,9 +191,9 @@ def _report(run: dict[str, Any], folder: Path, options: TrainOptions, console: C
         console.print(predicted)
     elif run.get("predicted"):
         why = run["predicted"].get("not_made", "the run ended before its first step did")
-        console.print(f"no prediction to compare: {why}", highlight=False, markup=False)
+        console.print(f"no prediction to compare: {why}")
     for line in lines_of_run(run, options.tbw_bytes):
-        console.print(line, highlight=False, markup=False)
+        console.print(line)
     spans = read_spans(folder / "events.jsonl")
     if spans:
         write_trace(folder / "trace.json", spans)
@@ -205,14 +201,14 @@ def _report(run: dict[str, Any], folder: Path, options: TrainOptions, console: C
     drawn = subprocess.run(draw, capture_output=True, text=True, check=False)
     if drawn.returncode:
         lines = drawn.stderr.strip().splitlines() or ["unknown reason"]
-        console.print(f"no pictures: {lines[-1]}", highlight=False, markup=False)
+        console.print(f"no pictures: {lines[-1]}")
         if options.is_debug:
-            console.print(drawn.stderr, highlight=False, markup=False)
+            console.print(drawn.stderr)
     files = [line for line in drawn.stdout.splitlines() if line]
     if spans:
         files.append(f"{folder / 'trace.json'} (opens in ui.perfetto.dev)")
     for file in files:
-        console.print(f"  {file}", highlight=False, markup=False)
+        console.print(f"  {file}")
 
 
 def _status(run: dict[str, Any], console: Console) -> int:

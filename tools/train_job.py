@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tiermem.config.load import with_tuned
 from tiermem.swap.direct import probe_path
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.launcher import Job
-from tiermem.tools.machine import memory_bytes, num_cores
-from tiermem.tools.presets import ModelShape, check_shape, preset, read_shape, with_layers
+from tiermem.tools.machine import memory_bytes
+from tiermem.tools.options import TrainOptions
+from tiermem.tools.presets import ModelShape, check_shape, read_shape, shape_of, with_layers
 from tiermem.tools.train_options import (
     CHECKPOINTS,
     DEFAULT_LR,
@@ -21,7 +20,7 @@ from tiermem.tools.train_options import (
     DEFAULT_SEQ,
     DEFAULT_STEPS,
     Resumed,
-    TrainOptions,
+    decided_by_config,
     make_config,
     nvme_folders,
     options_to_save,
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from tiermem.precision import Precision
 
 
-# ---- Budget: how much host memory the store may carve under a cap, by arithmetic, before anything is built -----------
+# ---- the budget: host memory that the store may carve under a cap ----------------------------------------------------
 #
 #     cap  =  interpreter and libraries    measured, after the imports
 #          +  activations                  a formula per token and layer, from what autograd saves for a Llama
@@ -213,14 +212,11 @@ def _key(shape: Mapping[str, Any], *names: str) -> int:
     raise ValueError(f"the model's config has no {names[0]}: --memory needs it to tell activations by arithmetic")
 
 
-# ---- TrainJob: the job that `tiermem train`'s options stand for, and everything about them that can be wrong ---------
-# before it starts
+# ---- the job ---------------------------------------------------------------------------------------------------------
 #
 #     options  ->  shape, config, folders, data  ->  Job
 #
 # What goes on from a saved step takes from there what is not given (train_options.py).
-
-_LEAST_MEMORY_BYTES = 32 << 20
 
 
 def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | None = None) -> Job:
@@ -230,7 +226,6 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
     """
     shape, checkpoint = _shape(options, resumed)
     check_shape(shape)
-    _check_sizes(options)
     if options.save is not None:
         probe_path(_existing(options.save.absolute()))
     batch, seq = options.batch or 1, options.seq or DEFAULT_SEQ
@@ -270,40 +265,37 @@ def _config(
     options: TrainOptions, resumed: Resumed | None, folder: Path, batch: int
 ) -> tuple[dict[str, Any], list[Path], dict[str, Any] | None]:
     """The config, the folders that states rest in, and the config again if it was given and not made here."""
-    tuned = with_tuned({}, options.tuned) if options.tuned is not None else {}
+    tuned = _with_tuned({}, options.tuned)
     if options.deepspeed_config is not None:
-        given = read_config(options.deepspeed_config, _decided_by_config(options), batch)
+        given = read_config(options.deepspeed_config, decided_by_config(options), batch)
     elif resumed is not None and resumed.config is not None:
-        decided = _decided_by_config(options)
+        decided = decided_by_config(options)
         if decided:
             raise ValueError(f"{', '.join(decided)}: {resumed.place} was saved with a config, which decides this")
         given = resumed.config
     else:
-        made, nvme = _made_config(options, tuned, folder, batch)
-        return with_tuned(made, tuned), nvme, None
-    config = with_tuned(given, tuned)
+        made, nvme = _made_config(options, tuned, folder)
+        return _with_tuned(made, tuned), nvme, None
+    config = _with_tuned(given, tuned)
     return config, [Path(path) for path in nvme_folders(config)], config
 
 
-def _made_config(
-    options: TrainOptions, tuned: dict[str, Any], folder: Path, batch: int
-) -> tuple[dict[str, Any], list[Path]]:
-    offload = options.offload or "nvme"
-    nvme = (_nvme_beside(options, tuned) or [folder]) if offload == "nvme" else list(options.nvme)
-    if options.nvme and offload != "nvme":
-        raise ValueError(f"--nvme names folders, but with --offload {offload} nothing rests there: use --offload nvme")
-    made = make_config(
-        offload,
-        options.precision or "bf16",
-        options.lr if options.lr is not None else DEFAULT_LR,
-        batch,
-        nvme,
-        options.resident_bytes,
-        options.states,
-        options.durability,
-        options.keep,
-    )
-    return made, nvme
+def _with_tuned(config: dict[str, Any], tuned: Path | Mapping[str, Any] | None) -> dict[str, Any]:
+    if not tuned:
+        return config
+    from tiermem.config.load import with_tuned  # imports torch, which the launcher does without
+
+    return with_tuned(config, tuned)
+
+
+def _made_config(options: TrainOptions, tuned: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[Path]]:
+    is_on_nvme = (options.offload or "nvme") == "nvme"
+    if options.nvme and not is_on_nvme:
+        raise ValueError(
+            f"--nvme names folders, but with --offload {options.offload} nothing rests there: use --offload nvme"
+        )
+    nvme = (_nvme_beside(options, tuned) or [folder]) if is_on_nvme else []
+    return make_config(options, nvme), nvme
 
 
 def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, Path | None]:
@@ -320,35 +312,8 @@ def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, 
         if options.layers is not None:
             raise ValueError("--layers changes the shape, but --model brings weights of its own shape")
         return read_shape(options.model / "config.json"), options.model
-    shape = preset(options.preset) if options.preset is not None else read_shape(_file(options.config))
+    shape = shape_of(options.preset, options.config, "--config")
     return (with_layers(shape, options.layers) if options.layers is not None else shape), None
-
-
-def _file(path: Path | None) -> Path:
-    assert path is not None
-    if not path.is_file():
-        raise FileNotFoundError(f"--config: there is no file {path}")
-    return path
-
-
-def _check_sizes(options: TrainOptions) -> None:
-    for name in ("steps", "seq", "batch", "layers", "threads", "save_every", "keep"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-    if options.lr is not None and not 0 <= options.lr < math.inf:
-        raise ValueError(f"--lr is {options.lr}; it must be a number of 0 or more")
-    if options.seed is not None and not 0 <= options.seed < 1 << 63:
-        raise ValueError(f"--seed is {options.seed}; allowed are whole numbers of 0 to {(1 << 63) - 1}")
-    if options.threads is not None and options.threads > num_cores():
-        raise ValueError(f"--threads is {options.threads}; allowed are 1 to {num_cores()}, the cores of this process")
-    if options.memory_bytes is not None and options.memory_bytes < _LEAST_MEMORY_BYTES:
-        raise ValueError(
-            f"--memory is {options.memory_bytes} bytes, which Python alone exceeds: give {_LEAST_MEMORY_BYTES >> 20}MiB or "
-            "more, with the unit"
-        )
-    if options.peer_python is not None and not options.has_peers:
-        raise ValueError("--peer-python names an interpreter for --peers, which is not given")
 
 
 def _check_room(shape: ModelShape, nvme: list[Path]) -> None:
@@ -371,21 +336,6 @@ def _check_room(shape: ModelShape, nvme: list[Path]) -> None:
 def _existing(path: Path) -> Path:
     """The folder itself, or the one above it that is there."""
     return next(each for each in (path, *path.parents) if each.is_dir())
-
-
-def _decided_by_config(options: TrainOptions) -> list[str]:
-    values = {
-        "--offload": options.offload,
-        "--nvme": list(options.nvme) or None,
-        "--lr": options.lr,
-        "--precision": options.precision,
-        "--batch": options.batch,
-        "--resident": options.resident_bytes,
-        "--states": options.states,
-        "--durability": options.durability,
-        "--keep": options.keep,
-    }
-    return [name for name, value in values.items() if value is not None]
 
 
 def _nvme_beside(options: TrainOptions, tuned: dict[str, Any]) -> list[Path]:

@@ -1,4 +1,4 @@
-"""TrainOptions: what `tiermem train` was asked for, as a config, and what `--resume` adds to it."""
+"""What `tiermem train` was asked for as a config, and what `--resume` adds to it."""
 
 from __future__ import annotations
 
@@ -9,91 +9,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# ---- TrainOptions: what `tiermem train` was asked for, before anything is looked at ----------------------------------
+from tiermem.tools.options import TrainOptions
+from tiermem.tools.words import options_of
 
-DEFAULT_STEPS, DEFAULT_SEQ, DEFAULT_SEED = 10, 128, 0
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainOptions:
-    """What was asked for on the command line; None where nothing was given."""
-
-    preset: str | None = None
-    config: Path | None = None
-    model: Path | None = None
-    data: Sequence[Path] = ()
-    offload: str | None = None
-    nvme: Sequence[Path] = ()
-    memory_bytes: int | None = None
-    deepspeed_config: Path | None = None
-    tuned: Path | None = None
-    tbw_bytes: int | None = None
-    steps: int | None = None
-    seq: int | None = None
-    batch: int | None = None
-    seed: int | None = None
-    lr: float | None = None
-    precision: str | None = None
-    states: str | None = None
-    is_checkpointing: bool = False
-    layers: int | None = None
-    resident_bytes: int | None = None
-    threads: int | None = None
-    resume: Path | None = None
-    save: Path | None = None
-    save_every: int | None = None
-    durability: str | None = None
-    keep: int | None = None
-    json_file: Path | None = None
-    runs: Path = Path("runs")
-    has_peers: bool = False
-    peer_python: Path | None = None
-    is_debug: bool = False
-    command: Sequence[str] = ()
-
-
-# ---- The DeepSpeed-style config that `tiermem train`'s options stand for, or the one a user brings -------------------
+# ---- the config ------------------------------------------------------------------------------------------------------
 #
 # Options and a config file are two ways to say one thing: what the file decides cannot be given as an option as well.
 
 Config = dict[str, Any]
 
-PRECISIONS = ("bf16", "fp32", "fp16")
-OFFLOADS = ("none", "cpu", "nvme")
-STATES = ("exact", "compact", "bf16", "tiny")  # the presets of tiermem/precision.py, which imports torch
-DURABILITIES = ("checkpoint", "step", "none")
+DEFAULT_STEPS, DEFAULT_SEQ, DEFAULT_SEED = 10, 128, 0
 CLIPPING = 1.0
 DEFAULT_LR = 1e-4
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def make_config(
-    offload: str,
-    precision: str,
-    lr: float,
-    batch: int,
-    nvme_paths: Sequence[Path],
-    resident_bytes: int | None = None,
-    states: str | None = None,
-    durability: str | None = None,
-    keep: int | None = None,
-) -> Config:
-    """AdamW with clipping; parameters and optimizer states at home on `offload`. Raises ValueError."""
-    if offload not in OFFLOADS:
-        raise ValueError(f"--offload is {offload!r}; allowed are {', '.join(OFFLOADS)}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"--precision is {precision!r}; allowed are {', '.join(PRECISIONS)}")
-    if states is not None and states not in STATES:
-        raise ValueError(f"--states is {states!r}; allowed are {', '.join(STATES)}")
-    if durability is not None and durability not in DURABILITIES:
-        raise ValueError(f"--durability is {durability!r}; allowed are {', '.join(DURABILITIES)}")
-    if resident_bytes and offload != "nvme":
+def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Config:
+    """AdamW with clipping; parameters and optimizer states at home on `offload`, on NVMe at `nvme_paths`. Raises ValueError."""
+    offload, precision = options.offload or "nvme", options.precision or "bf16"
+    if options.resident_bytes and offload != "nvme":
         raise ValueError(f"--resident keeps a part of what rests on NVMe in memory; with --offload {offload} all is")
     target: Config = {"device": offload}
     if offload == "nvme":
         target["nvme_path"] = [str(path) for path in nvme_paths]
+    lr = DEFAULT_LR if options.lr is None else options.lr
     config: Config = {
-        "train_micro_batch_size_per_gpu": batch,
+        "train_micro_batch_size_per_gpu": options.batch or 1,
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.0}},
         "gradient_clipping": CLIPPING,
@@ -101,9 +42,15 @@ def make_config(
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}
-    own = {"resident_bytes": resident_bytes, "precision": states, "durability": durability, "keep": keep}
-    own = {key: value for key, value in own.items() if value is not None}
+    own = {name: getattr(options, name) for name in ("resident_bytes", "durability", "keep")}
+    own = {key: value for key, value in {**own, "precision": options.states}.items() if value is not None}
     return {**config, "tiermem": own} if own else config
+
+
+def decided_by_config(options: TrainOptions) -> list[str]:
+    """The options given that a config decides."""
+    given = [field for field in _DECIDED_BY_CONFIG if getattr(options, field) not in (None, ())]
+    return [options_of(options)[field].name for field in given]
 
 
 def read_config(file: Path, given_options: Sequence[str], batch: int) -> Config:
@@ -161,8 +108,7 @@ def _folders(paths: object) -> list[str]:
     return [each for each in found if isinstance(each, str)]
 
 
-# ---- Resumed: where `tiermem train --resume DIR` goes on from, and what it takes from there that is not said ---------
-# again
+# ---- resuming --------------------------------------------------------------------------------------------------------
 #
 #     DIR          what `--save` was given, one of its tags, a run's folder (runs/<id>) or a store's: its newest durable step
 #     options      of the run that saved it: data, sizes, precision, learning rate, homes ...; what is given again wins

@@ -24,7 +24,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from tiermem.tools.bench.files import IoCounts, counts_at_rest, kernel_counts, store_counts, written_by_path
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, own_resident
 from tiermem.tools.prediction import (
@@ -38,14 +37,20 @@ from tiermem.tools.prediction import (
     transformers,
 )
 from tiermem.tools.run_record import (
+    IoCounts,
     OutOfDeviceMemory,
+    counts_at_rest,
     device_fields,
     explain_out_of_memory,
     forget_peak,
+    kernel_counts,
     out_of_memory_in,
+    store_counts,
+    written_by_path,
 )
 from tiermem.tools.train_job import Budget, plan_budget, state_bytes
 from tiermem.tools.train_options import CLIENT_KEY, Config, precision_of, with_host_bytes
+from tiermem.tools.words import handling
 
 if TYPE_CHECKING:
     import torch
@@ -63,9 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("job", type=Path)
     parser.add_argument("--channel", type=int)
     given = parser.parse_args(arguments)
-    channel = Channel(given.channel)
+    channel, stop = Channel(given.channel), Stop()
     try:
-        with _stopping_on_interrupt() as stop:
+        with handling({signal.SIGINT: stop.on_interrupt}):
             Trainer(Job.load(given.job), channel, stop).run()
     except KeyboardInterrupt:
         channel.send("interrupted")
@@ -77,12 +82,21 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+_STATS = ("nvme_read_bytes", "nvme_written_bytes", "nvme_bytes", "host_bytes", "engine", "engine_why")
+
+
 class Stop:
     """Whether Ctrl-C was pressed since training began."""
 
     def __init__(self) -> None:
         self.is_asked = False
         self.may_unwind = True  # nothing has been trained yet: an interrupt may end it anywhere
+
+    def on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Handles SIGINT."""
+        self.is_asked = True
+        if self.may_unwind:
+            raise KeyboardInterrupt
 
 
 class Trainer:
@@ -111,7 +125,7 @@ class Trainer:
         forget_peak()
         with self._explaining_out_of_memory(), large_blocks_mapped():
             self._channel.phase("building the model")
-            model = build_model(job, config)
+            model = build_model(job.shape, job.seed, job.is_checkpointing, config_dict_or_path=config)
             self._channel.phase("initialize")
             engine = self._initialize(model, config)
         num_params = sum(p.numel() for p in model.parameters())
@@ -292,16 +306,9 @@ class Trainer:
             start_ns=started,
             end_ns=time.monotonic_ns(),
             loss=loss,
-            forward_s=seconds["forward"],
-            backward_s=seconds["backward"],
-            step_s=seconds["step"],
+            **{f"{phase}_s": each for phase, each in seconds.items()},
             tokens=tokens,
-            nvme_read_bytes=stats.nvme_read_bytes,
-            nvme_written_bytes=stats.nvme_written_bytes,
-            nvme_bytes=stats.nvme_bytes,
-            host_bytes=stats.host_bytes,
-            engine=stats.engine,
-            engine_why=stats.engine_why,
+            **{key: getattr(stats, key) for key in _STATS},
             waits=_waits_since(engine, started),
             grad_norm=float(engine.get_global_grad_norm()),
             lr=engine.get_lr()[0],
@@ -321,10 +328,8 @@ class Trainer:
         engine.close()
         self._channel.send(
             "done",
-            nvme_read_bytes=moved.read_bytes,
-            nvme_written_bytes=moved.written_bytes,
-            kernel_read_bytes=moved_by_kernel.read_bytes,
-            kernel_written_bytes=moved_by_kernel.written_bytes,
+            **{f"nvme_{key}": each for key, each in moved._asdict().items()},
+            **{f"kernel_{key}": each for key, each in moved_by_kernel._asdict().items()},
             paths=[[path, total - written.get(path, 0), total] for path, total in since_made.items()],
             host_peak_bytes=host_peak_bytes,
             is_every_step_durable=engine.shards.policy.durability == "step",
@@ -390,22 +395,6 @@ def _versions() -> dict[str, str]:
         "transformers": transformers().__version__,
         "python": platform.python_version(),
     }
-
-
-@contextlib.contextmanager
-def _stopping_on_interrupt() -> Iterator[Stop]:
-    stop = Stop()
-
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        stop.is_asked = True
-        if stop.may_unwind:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,18 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from rich.console import Console
-from rich.table import Table
 
 from tiermem.swap.direct import probe_path
-from tiermem.swap.native import ENGINES, Queue
+from tiermem.swap.native import Queue
 from tiermem.swap.paths import NvmePath
 from tiermem.swap.queue import IoSettings
-from tiermem.tools.machine import machine_facts
-from tiermem.tools.run_record import save_json
+from tiermem.tools.machine import machine_facts, try_engines
+from tiermem.tools.options import TuneOptions
+from tiermem.tools.reports import table
 from tiermem.tools.step_mix import Refused, StepMix, Turn
-from tiermem.tools.words import check_outputs, format_bytes
+from tiermem.tools.words import check_outputs, format_bytes, save_json
 
-# ---- Halving: the best of many candidates in a given time. All are tried a little, the worse half goes, the rest -----
-# is tried more
+# ---- halving: the worse half of the candidates goes after each round, the rest is tried more -------------------------
 #
 #     round 1    64 candidates, a turn each      -> 32 stay
 #     round 2    32 candidates, some turns each  -> 16 stay
@@ -117,7 +116,7 @@ def _play(
         sweep_s = clock() - began
 
 
-# ---- IoGrid: the settings of the queue that are worth trying: engines that run here x block sizes x depths -----------
+# ---- the grid: settings of the queue that are worth trying -----------------------------------------------------------
 #
 # What is in flight, block size x depth, is kept between 2 and 64 MiB: less starves a disk, more feeds none faster and
 # takes memory from the training. For the threads engine the depth is its number of threads: each serves one block at a
@@ -132,16 +131,11 @@ _LEAST_WINDOW_BYTES, _MOST_WINDOW_BYTES = 2 << 20, 64 << 20
 def engines_that_run(asked: Sequence[str]) -> list[str]:
     """The engines to try: those named, or for "auto" all that run here. Raises OSError for a named one that does not."""
     found = []
-    for name in ENGINES:
-        if name == "auto" or not {name, "auto"} & set(asked):
-            continue
-        try:
-            Queue(name).close()
-        except OSError:
-            if name in asked:
-                raise
-            continue
-        found.append(name)
+    for name, (can_run, why) in try_engines().items():
+        if not can_run and name in asked:
+            raise OSError(f"--engine: {name} cannot run here: {why}")
+        if can_run and name != "auto" and {name, "auto"} & set(asked):
+            found.append(name)
     return found
 
 
@@ -173,7 +167,7 @@ def describe(io: IoSettings) -> str:
     return f"{io.engine}, {format_bytes(io.block_bytes)} x {io.depth}{threads}"
 
 
-# ---- Tuned file: what `tiermem tune` writes, and how it knows its own ------------------------------------------------
+# ---- the file --------------------------------------------------------------------------------------------------------
 #
 #     {
 #         "aio": {"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events"},
@@ -211,7 +205,7 @@ def section_of(io: IoSettings, paths: Sequence[NvmePath], measured: dict[str, An
 
 
 def check_out(file: Path) -> None:
-    """Sees that the file can be written: that it is not there, or is what this command wrote and nobody has added to.
+    """Sees that the file can be written: it is missing, or holds what this command wrote and nothing else.
 
     Raises FileExistsError, FileNotFoundError or PermissionError.
     """
@@ -230,8 +224,7 @@ def _is_ours(file: Path) -> bool:
     return bool(is_marked and set(content) == {"aio", "tiermem"} and set(own) == _OWN_KEYS)
 
 
-# ---- `tiermem tune`: the settings of the queue that suit some paths, found in under a minute and written as a --------
-# config section
+# ---- the command -----------------------------------------------------------------------------------------------------
 #
 #     prepare   an unnamed file on each path, written once                                            a tenth of the time
 #     search    engine x block size x depth, by successive halving (tune.py, step_mix.py)          most of it
@@ -243,37 +236,10 @@ def _is_ours(file: Path) -> bool:
 # `overlap_events`, which only cost, and sizes of tiles and units, which follow from the memory at hand. The file's form
 # and use: tune.py.
 
-_LEAST_FILE_BYTES = 8 << 20
 _PREPARE_PART, _SEARCH_PART, _VERIFY_PART = 0.1, 0.6, 0.25
 _LEAST_PAIRS, _MOST_PAIRS = 5, 20
 _LEAST_GAIN, _MOST_CHANCE = 1.01, 0.05
 _NUM_SHOWN = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class TuneOptions:
-    """What was asked for. Raises ValueError for what cannot be."""
-
-    paths: Sequence[Path]
-    out: Path
-    seconds: float = 50.0
-    size_bytes: int = 1 << 30
-    engines: Sequence[str] = ("auto",)
-
-    def __post_init__(self) -> None:
-        if not self.paths:
-            raise ValueError("--path is missing: name a folder on each disk")
-        resolved = [path.resolve() for path in self.paths]
-        if len(set(resolved)) < len(resolved):
-            raise ValueError(f"--path names a folder twice: {', '.join(map(str, self.paths))}")
-        if not 0 < self.seconds < math.inf:
-            raise ValueError(f"--seconds is {self.seconds}; it must be more than 0")
-        if self.size_bytes < _LEAST_FILE_BYTES:
-            least = format_bytes(_LEAST_FILE_BYTES)
-            raise ValueError(f"--size is {format_bytes(self.size_bytes)}; it must be at least {least}")
-        unknown = [name for name in self.engines if name not in ENGINES]
-        if unknown or not self.engines:
-            raise ValueError(f"--engine is {', '.join(self.engines) or 'empty'}; allowed are {', '.join(ENGINES)}")
 
 
 class Verdict(NamedTuple):
@@ -427,20 +393,18 @@ def _median(turns: Sequence[Turn]) -> Turn:
 
 
 def _print(found: Found, out: Path, paths: Sequence[dict[str, Any]], console: Console) -> None:
-    table = Table(title=f"{len(found.standings)} settings tried", title_justify="left", box=None, pad_edge=False)
-    table.add_column("settings", no_wrap=True)
-    for name in ("disk ns per parameter", "read+write GB/s", "read GB/s"):
-        table.add_column(name, justify="right")
+    columns = ("settings", ">disk ns per parameter", ">read+write GB/s", ">read GB/s")
+    shown = table(f"{len(found.standings)} settings tried", *columns)
     for standing in found.standings[:_NUM_SHOWN]:
-        table.add_row(describe(standing.candidate), f"{standing.cost:.3f}", "", "")
-    table.add_section()
+        shown.add_row(describe(standing.candidate), f"{standing.cost:.3f}", "", "")
+    shown.add_section()
     for name, turn in (
         ("the winner, verified", found.verdict.tuned),
         ("the defaults, verified", found.verdict.default),
     ):
         mixed, read = f"{sum(turn.mixed_gbps):.2f}", f"{sum(turn.read_gbps):.2f}"
-        table.add_row(name, f"{turn.cost_ns:.3f}", mixed, read)
-    console.print(table)
+        shown.add_row(name, f"{turn.cost_ns:.3f}", mixed, read)
+    console.print(shown)
     console.print(_sentence(found))
     if len(paths) > 1:
         console.print("weights: " + ", ".join(f"{each['path']} {each['weight']:g}" for each in paths))

@@ -1,22 +1,27 @@
-"""What every command shares: byte sizes, refusals, stopping by signal, and the files it may write."""
+"""What every command shares: byte sizes, exit statuses, stopping by signal, the files it may write, how options are said."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import importlib.util
 import json
+import math
 import os
 import re
 import signal
-import sys
 import threading
-import traceback
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar, NamedTuple
 
-import typer
+from tiermem.swap import durable
 
-# ---- Byte sizes as people write them: "1250MiB", "2GiB", "1G", "4096" ------------------------------------------------
+# ---- sizes as people write them --------------------------------------------------------------------------------------
 #
 # KB, MB, GB, TB are powers of 1000; KiB, MiB, GiB, TiB and the bare letters K, M, G, T are powers of 1024.
 
@@ -29,21 +34,20 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 def parse_bytes(text: str) -> int:
     """Reads a size. Raises ValueError that says what is allowed."""
-    match = _PATTERN.fullmatch(text)
-    unit = match.group(2).lower() if match else None
-    if match is None or unit not in _UNITS:
-        raise ValueError(f"{text!r} is not a size; write bytes, or for example 1250MiB, 2GiB, 1.5G or 500MB")
-    return int(float(match.group(1)) * _UNITS[unit]) if "." in match.group(1) else int(match.group(1)) * _UNITS[unit]
+    return _read(text, _UNITS, "is not a size; write bytes, or for example 1250MiB, 2GiB, 1.5G or 500MB")
 
 
 def parse_count(text: str) -> int:
     """Reads a number of things: "256M", "1.3b", "4096"; K, M and B are powers of 1000. Raises ValueError."""
-    match = _PATTERN.fullmatch(text)
     powers = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
-    unit = match.group(2).lower() if match else None
-    if match is None or unit not in powers:
-        raise ValueError(f"{text!r} is not a number of parameters; write for example 256M, 1.3B or 4096")
-    return int(float(match.group(1)) * powers[unit])
+    return _read(text, powers, "is not a number of parameters; write for example 256M, 1.3B or 4096")
+
+
+def _read(text: str, units: Mapping[str, int], wrong: str) -> int:
+    match = _PATTERN.fullmatch(text)
+    if match is None or match[2].lower() not in units:
+        raise ValueError(f"{text!r} {wrong}")
+    return int((float if "." in match[1] else int)(match[1]) * units[match[2].lower()])
 
 
 def parse_flops(text: str) -> float:
@@ -58,6 +62,18 @@ def parse_flops(text: str) -> float:
         ) from None
 
 
+def parse_list(option: str, text: str, parse: Callable[[str], Any] = str) -> tuple[Any, ...]:
+    """Reads "256KiB,1MiB" with a parser for each part; each is kept once. Raises ValueError naming the option."""
+    found = []
+    for part in filter(None, (word.strip() for word in text.split(","))):
+        try:
+            found.append(parse(part))
+        except ValueError:
+            kind = "a size, such as 1MiB" if parse is parse_bytes else "a whole number"
+            raise ValueError(f"{option}: {part!r} is not {kind}") from None
+    return tuple(dict.fromkeys(found))
+
+
 def format_bytes(num_bytes: float) -> str:
     """A size for people: MiB up to 10 GiB, so that figures of one run compare; "1250.0 MiB", "19.53 GiB"."""
     if abs(num_bytes) < 10 << 10:
@@ -69,64 +85,50 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes / (1 << 30):.2f} GiB"
 
 
-# ---- Refusal: how every command tells the user what to change: one line on stderr, and an exit status ----------------
+# ---- exit statuses ---------------------------------------------------------------------------------------------------
 #
 # 0 done    1 the command's own verdict    2 the user must change something    130 stopped by Ctrl-C
 
 EXIT_USER, EXIT_INTERRUPTED = 2, 130
 
 
-@contextlib.contextmanager
-def refusing(
-    command: str,
-    is_debug: bool,
-    stopped: str | None = None,
-    errors: tuple[type[Exception], ...] = (ValueError, OSError),
-) -> Iterator[None]:
-    """Turns what a command's user must change into one line and EXIT_USER, and Ctrl-C into `stopped`, where that is given."""
-    try:
-        yield
-    except errors as error:
-        raise typer.Exit(refuse(command, error, is_debug)) from None
-    except KeyboardInterrupt:
-        if stopped is None:
-            raise
-        print(f"tiermem {command}: {stopped}", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+# ---- stopping: SIGTERM unwinds as Ctrl-C does, so that a command removes what it has made ----------------------------
 
 
-def refuse(command: str, error: Exception, is_debug: bool) -> int:
-    """One line for the user, and the traceback when asked for."""
-    if is_debug:
-        traceback.print_exception(error)
-    message = str(error) or type(error).__name__
-    if isinstance(error, OSError) and error.filename is not None:
-        message = f"{error.filename}: {error.strerror or error}"
-    print(f"tiermem {command}: {' '.join(message.split())}", file=sys.stderr)
-    return EXIT_USER
-
-
-# ---- Stopping: SIGTERM unwinds as Ctrl-C does, so that what a command has made is removed on either way out ----------
+Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 
 @contextlib.contextmanager
-def stopped_by_sigterm() -> Iterator[None]:
-    """Within: SIGTERM raises KeyboardInterrupt. Elsewhere than in the main thread nothing changes."""
+def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
+    """Within: signals are handled as said, afterwards as before. Elsewhere than in the main thread nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stopped_by_sigterm() -> contextlib.AbstractContextManager[None]:
+    """Within: SIGTERM raises KeyboardInterrupt."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return handling({signal.SIGTERM: stop})
 
 
-# ---- Outputs: the files that a command was asked to write, and the mark by which it knows its own --------------------
+def message_of(error: Exception) -> str:
+    """What an error says, with the file that it is about."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror or error}"
+    return str(error) or type(error).__name__
+
+
+# ---- outputs and their marks -----------------------------------------------------------------------------------------
 #
 # A file that exists is overwritten only when the same command made it. The mark differs with the kind of file:
 #
@@ -154,6 +156,24 @@ def check_outputs(paths: Iterable[Path | None], made_by: str) -> None:
             raise FileExistsError(
                 errno.EEXIST, f"not made by {made_by!r}, so it is not overwritten: move it, or name another", str(path)
             )
+
+
+def save_json(file: Path, content: Any, allows_nan: bool = True) -> None:
+    """Writes JSON under a temporary name first, so that a reader never sees a part. Raises OSError, ValueError for a NaN."""
+    text = json.dumps(plain(content), indent=1, allow_nan=allows_nan)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    with durable.named(file):
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(file)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: paths become texts, inside lists and tables too."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def csv_mark(made_by: str) -> str:
@@ -184,3 +204,150 @@ def _is_made_by(path: Path, made_by: str) -> bool:
     if path.suffix == ".csv":
         return header.splitlines()[:1] == [csv_mark(made_by).encode()]
     return header.startswith(b"\x89PNG") and b"tEXtSoftware\0" + made_by.encode() in header
+
+
+Check = Callable[[str, Any], object]
+
+
+# ---- options: the fields of a command's dataclass --------------------------------------------------------------------
+
+
+class Option(NamedTuple):
+    """How the command line says a field."""
+
+    name: str
+    """Such as "--size"; empty for an argument, which has a place and no name."""
+    help: str
+    given: Any
+    """The default as a person would write it; ... where the option is required."""
+    parse: Callable[[Any], Any] | None
+    check: Check | None
+    metavar: str | None
+    shows_default: bool
+
+
+def option(
+    given: Any,
+    help: str,
+    name: str | None = None,
+    parse: Callable[[Any], Any] | None = None,
+    check: Check | None = None,
+    metavar: str | None = None,
+    shows_default: bool = True,
+) -> Any:
+    """A field of a command's dataclass. `name` defaults to the field's own; `check` raises for a value that is not None."""
+    told = {"option": (name, help, given, parse, check, metavar, shows_default)}
+    if given is ...:
+        return dataclasses.field(metadata=told)
+    return dataclasses.field(default=parse(given) if parse and given is not None else given, metadata=told)
+
+
+def options_of(kind: Any) -> dict[str, Option]:
+    """The options of a dataclass, by the name of the field."""
+    told = ((field.name, field.metadata.get("option")) for field in dataclasses.fields(kind))
+    return {
+        field: Option(f"--{field.replace('_', '-')}" if said[0] is None else said[0], *said[1:])
+        for field, said in told
+        if said is not None
+    }
+
+
+def several(given: Any, help: str, name: str, parse: Callable[[str], Any] = str, check: Check | None = None) -> Any:
+    """A field that is an option with values between commas, at least one."""
+    return option(given, help, name, partial(parse_list, name, parse=parse), check or each_of)
+
+
+class Options:
+    """The base of every command's dataclass: looks at the values as their fields say, then at the files to be written."""
+
+    MADE_BY: ClassVar[str] = ""
+    """The mark in the command's own files, which it may overwrite; empty: it writes none that are marked."""
+
+    def __post_init__(self) -> None:
+        for field, said in options_of(self).items():
+            value = getattr(self, field)
+            if said.check is not None and value is not None:
+                said.check(said.name, value)
+        if getattr(self, "plot_file", None) is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib: pip install 'tiermem[plots]'")
+        if self.MADE_BY:
+            outputs = [getattr(self, name, None) for name in ("json_file", "csv_file", "plot_file")]
+            check_outputs(outputs, self.MADE_BY)
+
+    def report(self, machine: Mapping[str, Any], since_s: float, **figures: Any) -> dict[str, Any]:
+        """Figures with what was asked for, on which machine, and how long it took since a moment of time.monotonic()."""
+        given = {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {"machine": machine, "options": given, "seconds": time.monotonic() - since_s, **figures}
+
+    def save_json(self, figures: Mapping[str, Any], allows_nan: bool = True) -> None:
+        """Writes figures with the command's mark to --json, where it was given. Raises OSError, ValueError for a NaN."""
+        file: Path | None = getattr(self, "json_file", None)
+        if file is not None:
+            save_json(file, {"made_by": self.MADE_BY, **figures}, allows_nan)
+
+
+# ---- checks of a field's value ---------------------------------------------------------------------------------------
+
+
+def at_least(least: float) -> Check:
+    def check(name: str, value: Any) -> None:
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+    return check
+
+
+def above_zero(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value}; it must be more than 0")
+
+
+def from_to(least: int, most: int | Callable[[], int], what: str = "") -> Check:
+    """A number, or numbers, in a range."""
+
+    def check(name: str, value: Any) -> None:
+        top = most() if callable(most) else most
+        for each in each_of(name, value):
+            if not least <= each <= top:
+                raise ValueError(f"{name} is {each}; allowed are {least} to {top}{what}")
+
+    return check
+
+
+def one_of(*allowed: str) -> Check:
+    def check(name: str, value: Any) -> None:
+        for each in each_of(name, value):
+            if each not in allowed:
+                raise ValueError(f"{name} is {each!r}; allowed are {', '.join(allowed)}")
+
+    return check
+
+
+def ends_in(suffix: str) -> Check:
+    def check(name: str, value: Path) -> None:
+        if value.suffix != suffix:
+            raise ValueError(f"{name}: {value} must end in {suffix}")
+
+    return check
+
+
+def program(name: str, value: Path) -> None:
+    if not (value.is_file() and os.access(value, os.X_OK)):
+        hint = "; `make yardsticks` builds it" if name == "--yardstick" else ""
+        raise FileNotFoundError(errno.ENOENT, f"{name}: no such program{hint}", str(value))
+
+
+def folders(name: str, value: Sequence[Path]) -> None:
+    for path in each_of(name, value):
+        if not path.is_dir():
+            raise FileNotFoundError(errno.ENOENT, f"no such folder: make it first, or correct {name}", str(path))
+    if len({path.resolve() for path in value}) < len(value):
+        raise ValueError(f"{name} names a folder twice: {', '.join(map(str, value))}")
+
+
+def each_of(name: str, value: Any) -> Sequence[Any]:
+    if isinstance(value, (list, tuple)):
+        if not value:
+            raise ValueError(f"{name} is empty; give at least one")
+        return value
+    return [value]

@@ -14,8 +14,9 @@ from rich.console import Console
 
 pytest.importorskip("_tiermem_native")
 
-from tiermem.tools.bench.adam import MADE_BY, ROWS, AdamBenchOptions, AdamRow, bench_adam, row_of
+from tiermem.tools.bench.adam import ROWS, AdamRow, bench_adam, row_of
 from tiermem.tools.cli import EXIT_USER, main
+from tiermem.tools.options import AdamBenchOptions
 from tiermem.zero.topology import fair_threads
 
 NUMEL = 4096
@@ -101,7 +102,7 @@ def test_every_row_is_measured_and_written(tmp_path: Path) -> None:
     file = tmp_path / "adam.json"
     assert bench_adam(AdamBenchOptions(NUMEL, loops=2, json_file=file), quiet()) == 0
     report = json.loads(file.read_text())
-    assert report["made_by"] == MADE_BY
+    assert report["made_by"] == "tiermem bench adam"
     assert report["machine"]["num_cores"] >= 1
     assert [row["name"] for row in report["rows"]] == [row.name for row in ROWS]
     for row in report["rows"]:
@@ -121,9 +122,8 @@ def test_every_row_is_measured_and_written(tmp_path: Path) -> None:
 def test_yardstick_and_peer_take_turns_with_us(make_program: MakeProgram, tmp_path: Path) -> None:
     yardstick, peer = make_program("yardstick", YARDSTICK), make_program("peer", PEER)
     file = tmp_path / "adam.json"
-    options = AdamBenchOptions(
-        NUMEL + 5, 3, None, ["8bit", "bf16, nearest", "whole step: bf16"], file, yardstick, peer_python=peer
-    )
+    parts = ("8bit", "bf16, nearest", "whole step: bf16")
+    options = AdamBenchOptions(NUMEL + 5, 3, rows=parts, json_file=file, yardstick=yardstick, peer_python=peer)
     assert bench_adam(options, quiet()) == 0
     threads = fair_threads()
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}

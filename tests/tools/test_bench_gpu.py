@@ -71,7 +71,7 @@ def test_a_machine_without_an_accelerator_is_told_so(capsys: pytest.CaptureFixtu
     assert gpu.main([]) == gpu.EXIT_USER
     assert "no accelerator: torch" in capsys.readouterr().err
     assert gpu.main(["--part", "copies,music"]) == gpu.EXIT_USER
-    assert "there is no music; allowed are environment, registration" in capsys.readouterr().err
+    assert "--part is 'music'; allowed are environment, registration" in capsys.readouterr().err
 
 
 def test_a_part_that_fails_is_told_and_the_others_go_on(

@@ -20,11 +20,11 @@ from rich.console import Console
 pytest.importorskip("matplotlib")
 
 from tiermem.tools.bench import step as module
-from tiermem.tools.bench.files import IoCounts
-from tiermem.tools.bench.step import StepBenchOptions, bench_step
+from tiermem.tools.bench.step import bench_step, cases_of
 from tiermem.tools.bench.stepped_model import SETTINGS, Pipelining, Roofline, SteppedModel, StepRun, ceiling, draw_tiles
 from tiermem.tools.cli import main
-from tiermem.tools.run_record import Span
+from tiermem.tools.options import StepBenchOptions
+from tiermem.tools.run_record import IoCounts, Span
 
 NUM_PARAMS = 3 << 20  # three tiles
 KEYS = {
@@ -119,7 +119,7 @@ def test_models_with_and_without_checksums_are_compared(bench: Bench) -> None:
     assert [(row["preset"], row["verify"]) for row in figures["rows"]] == [("exact", "always"), ("exact", "resume")]
     assert "what unverified states are worth" in figures["printed"] and "never" in figures["printed"]
     with pytest.raises(ValueError, match="allowed are always, sample, resume"):
-        StepBenchOptions([Path()], verify="never")
+        cases_of(StepBenchOptions([Path()], verify="never"))
 
 
 @pytest.mark.parametrize(("precision", "read", "written"), [("fp32", 8 + 4 + 4, 8 + 4), ("bf16", 12 + 2, 12 + 2)])
@@ -189,7 +189,7 @@ def test_counts_that_differ_from_the_kernels_are_said(bench: Bench, monkeypatch:
     said = [note for note in bench()["notes"] if note.startswith("bytes")]
     assert len(said) == 1
     assert said[0].startswith(
-        f"bytes read in a step: {16 * NUM_PARAMS} (48.0 MiB) by the queue, 0 (0 B) by /proc/self/io"
+        f"bytes read: in a step the queue counts {16 * NUM_PARAMS} (48.0 MiB), the kernel 0 (0 B)"
     )
 
 
@@ -351,7 +351,7 @@ def test_idle_is_what_no_transfer_covers() -> None:
         ({"preset": "exact,small"}, "preset is 'small'; allowed are exact, compact, bf16, tiny"),
         ({"preset": ""}, "--preset is ''; write precisions"),
         ({"loops": 0}, "--loops is 0; it must be at least 1"),
-        ({"num_params": 5}, "--params is 5; give at least 4096"),
+        ({"num_params": 5}, "--params is 5; it must be at least 4096"),
         ({"resident": ""}, "--resident is ''; write sizes or percentages"),
         ({"resident": "0,,1"}, "--resident is '0,,1'; write sizes or percentages"),
         ({"resident": "101%"}, "'101%' is no percentage of the states"),
@@ -359,7 +359,7 @@ def test_idle_is_what_no_transfer_covers() -> None:
         ({"resident": "half%"}, "'half%' is no percentage of the states"),
         ({"resident": "half"}, "'half' is not a size"),
         ({"compares": True, "pipelines": False}, "leave --no-pipeline out"),
-        ({"yardstick": Path("nowhere")}, "--yardstick: there is no program nowhere; `make yardsticks` builds it"),
+        ({"yardstick": Path("nowhere")}, "--yardstick: no such program; `make yardsticks` builds it: 'nowhere'"),
         ({"engine": "dma"}, "engine is 'dma'"),
         ({"json_file": Path("/nowhere/a.json")}, "make it first, or correct a.json"),
         ({"num_params": 10**13}, "of memory are needed"),
@@ -457,6 +457,6 @@ def test_when_it_is_stopped_nothing_is_left(
 
 def test_options_are_values() -> None:
     options = StepBenchOptions([Path()])
-    cases = dataclasses.replace(options, preset="exact,compact", resident="0,50%").cases()
+    cases = cases_of(dataclasses.replace(options, preset="exact,compact", resident="0,50%"))
     sizes = [("exact", 0), ("exact", 256_000_000 * 6), ("compact", 0), ("compact", 256_000_000 * 3)]
     assert cases == [(preset, resident_bytes, "always") for preset, resident_bytes in sizes]

@@ -13,6 +13,7 @@ from tiermem.config import load_config
 from tiermem.forecast import Rates
 from tiermem.forecast.rates import Compute
 from tiermem.policy import Tier
+from tiermem.tools.options import TrainOptions
 from tiermem.tools.prediction import choose_config, with_choice
 from tiermem.tools.presets import preset
 from tiermem.tools.train_options import make_config, with_host_bytes
@@ -24,7 +25,7 @@ FAST_MATHS = Compute(1e-12, 2e-12)
 
 
 def config(host_bytes: int | None = None) -> dict[str, Any]:
-    made = make_config("nvme", "bf16", 1e-3, 1, [Path("/tmp")]) | {"gradient_accumulation_steps": 4}
+    made = make_config(TrainOptions(lr=1e-3), [Path("/tmp")]) | {"gradient_accumulation_steps": 4}
     return made if host_bytes is None else with_host_bytes(made, host_bytes)
 
 

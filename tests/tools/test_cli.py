@@ -16,10 +16,10 @@ import pytest
 from rich.console import Console
 
 from tiermem.swap.run_folder import RunFolder, RunName
-from tiermem.tools.checkpoints import ExportOptions, export_checkpoint
+from tiermem.tools.checkpoints import export_checkpoint
 from tiermem.tools.cli import spread_lists
+from tiermem.tools.options import ExportOptions, TrainOptions
 from tiermem.tools.train_job import make_job
-from tiermem.tools.train_options import TrainOptions
 
 
 def tiermem(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

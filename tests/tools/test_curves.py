@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from tiermem.precision import PRESETS
-from tiermem.tools.bench.curves import CurvesOptions, bench_curves, rows_of, train_curve
+from tiermem.tools.bench.curves import bench_curves, rows_of, train_curve
 from tiermem.tools.corpus import Corpus
-from tiermem.tools.train_options import STATES
+from tiermem.tools.options import STATES, CurvesOptions
 
 
 @pytest.fixture(scope="module", autouse=True)

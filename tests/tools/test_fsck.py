@@ -23,6 +23,7 @@ from tiermem.checkpoint.format.fields import seal
 from tiermem.checkpoint.format.finding import read_pointer
 from tiermem.swap import native
 from tiermem.tools.checkpoints import EXIT_DAMAGED, EXIT_DEAD, EXIT_UNREAD, fsck, inspect_checkpoint
+from tiermem.tools.options import FsckOptions, InspectOptions
 
 SCRIPT = Path(__file__).parent / "leaves_a_run.py"
 
@@ -62,7 +63,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             console = Console(markup=False, width=400, file=io.StringIO())
-            status = fsck(folder, console, removes=True)  # live runs stay
+            status = fsck(FsckOptions(folder, removes=True), console)  # live runs stay
             said = console.file.getvalue()  # type: ignore[attr-defined]
         finally:
             process.send_signal(signal.SIGKILL)
@@ -86,7 +87,7 @@ def left(template: Left, tmp_path: Path) -> Iterator[Left]:
 def look(where: Path, capsys: pytest.CaptureFixture[str], **options: bool) -> Found:
     """fsck's exit status and what it prints; it must not wait for a FIFO's other end."""
     capsys.readouterr()
-    status = fsck(where, Console(markup=False, width=400), **options)
+    status = fsck(FsckOptions(where, **options), Console(markup=False, width=400))
     return Found(status, capsys.readouterr().out)
 
 
@@ -271,7 +272,7 @@ def test_inspect_lists_every_tensor(tmp_path: Path, capsys: pytest.CaptureFixtur
     }
     write(tmp_path, states, world=2, step=7)
     console = Console(markup=False, width=400)
-    assert inspect_checkpoint(tmp_path, console) == 0
+    assert inspect_checkpoint(InspectOptions(tmp_path), console) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "step 7" in lines[0]
     assert "2 ranks" in lines[0]
@@ -280,12 +281,12 @@ def test_inspect_lists_every_tensor(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "weight:bf16 master:fp32 exp_avg:fp32" in row
     assert "150" in row
     assert lines[-1].startswith("2 tensors, 154 B: weight 34 B, master 60 B, exp_avg 60 B")
-    assert inspect_checkpoint(tmp_path, console, patterns=["b*"], shows_json=True) == 0
+    assert inspect_checkpoint(InspectOptions(tmp_path, patterns=["b*"], shows_json=True), console) == 0
     found = json.loads(capsys.readouterr().out)
     assert [tensor["name"] for tensor in found["tensors"]] == ["b"]
     assert found["totals"] == {"weight": 4}
     with pytest.raises(ValueError, match=r"no tensor of .* is named c"):
-        inspect_checkpoint(tmp_path, console, patterns=["c"])
+        inspect_checkpoint(InspectOptions(tmp_path, patterns=["c"]), console)
 
 
 PLACES = ["tiermem-*/manifest-*", "tiermem-*/part-*", "tiermem-*/segment.bin", "global_step2/tiermem.json", "latest"]

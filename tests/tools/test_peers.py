@@ -13,6 +13,7 @@ from tiermem.tools.bench.peers.runs import Peer, _save_tokens, deepspeed_setting
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.launcher import Job, launch
 from tiermem.tools.memory_limit import open_limit
+from tiermem.tools.options import TrainOptions
 from tiermem.tools.presets import preset
 from tiermem.tools.run_record import RunRecord
 from tiermem.tools.train_options import make_config
@@ -31,7 +32,7 @@ def job(folder: Path, **changes: object) -> Job:
         "name": "tiny",
         "shape": preset("151m") | TINY | {"num_key_value_heads": 4},
         "checkpoint": None,
-        "config": make_config("nvme", "bf16", 1e-3, 2, [folder], 0),
+        "config": make_config(TrainOptions(lr=1e-3, batch=2, resident_bytes=0), [folder]),
         "data": [],
         "steps": 3,
         "seq": 16,

@@ -19,7 +19,8 @@ import tiermem
 from tiermem.forecast import Rates
 from tiermem.forecast.steps import HOST_TO_DEVICE, HOST_TO_NVME, NVME_TO_HOST, RANK_TO_NEAR, RANK_TO_RANK
 from tiermem.tools.cli import EXIT_USER, main
-from tiermem.tools.plan import EXIT_FITS, EXIT_TOO_SMALL, PlanOptions, parse_rates, plan, tuned_speed
+from tiermem.tools.options import PlanOptions
+from tiermem.tools.plan import EXIT_FITS, EXIT_TOO_SMALL, parse_rates, plan, tuned_speed
 from tiermem.tools.plan_report import advise, tiling_hint
 from tiermem.tools.planned import Cluster, Planned, Scenario, Speed, meta_model, plan_scenario
 from tiermem.tools.presets import preset

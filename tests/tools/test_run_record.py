@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tiermem.tools.launcher import Outcome, Sample
 from tiermem.tools.memory_limit import Charge
-from tiermem.tools.run_record import RunRecord, Series, median_after_warm_up, save_json
+from tiermem.tools.run_record import RunRecord, Series, median_after_warm_up
+from tiermem.tools.words import save_json
 
 
 def step(number: int, loss: float, seconds: float = 1.0) -> dict[str, object]:

@@ -74,7 +74,7 @@ def test_a_witness_stands_after_the_settings_it_judges_in_every_loop() -> None:
     sweep(settings, 2, Bounds(64 * MIB), FakeFiles(), ranks, [witness], told.append)
     asked = [(4, 0), (8, 0), (12, 1), (16, 1)]  # after how many passes, in which loop
     assert witness.asked == [(passes, "read", 64 * MIB, loop) for passes, loop in asked]
-    assert len(told) == count_passes(settings, 2, 1)
+    assert len(told) == count_passes(settings, 2, [witness])
 
 
 def test_an_engine_that_cannot_run_is_tried_once_and_the_others_go_on() -> None:

@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 from sweep_values import MIB, outcome, setting
 
-from tiermem.tools.bench.files import IoCounts
 from tiermem.tools.bench.io_ranks import Outcome
 from tiermem.tools.bench.io_report import (
     CSV_COLUMNS,
@@ -23,10 +22,10 @@ from tiermem.tools.bench.io_report import (
     print_rows,
     row_of,
     save_csv,
-    save_json,
 )
 from tiermem.tools.bench.sweep import Measured
-from tiermem.tools.words import check_outputs
+from tiermem.tools.run_record import IoCounts
+from tiermem.tools.words import check_outputs, save_json
 
 GB = 10**9
 
@@ -172,7 +171,7 @@ def test_the_table_shows_a_column_only_where_something_stands_in_it() -> None:
 
 def test_files_carry_our_mark_and_the_rows(tmp_path: Path) -> None:
     rows = [row("read", [outcome(read=GB)], path="a,b"), row("write", [outcome(written=GB)])]
-    save_json(tmp_path / "x.json", "tiermem bench io", {"rows": rows})
+    save_json(tmp_path / "x.json", {"made_by": "tiermem bench io", "rows": rows})
     save_csv(tmp_path / "x.csv", "tiermem bench io", rows)
     check_outputs([tmp_path / "x.json", tmp_path / "x.csv"], "tiermem bench io")
     assert json.loads((tmp_path / "x.json").read_text())["rows"] == rows
@@ -187,7 +186,7 @@ def test_files_carry_our_mark_and_the_rows(tmp_path: Path) -> None:
 
 def test_a_figure_that_is_no_number_cannot_reach_the_json(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        save_json(tmp_path / "x.json", "tiermem bench io", {"rows": [{"p50_us": float("nan")}]})
+        save_json(tmp_path / "x.json", {"rows": [{"p50_us": float("nan")}]}, allows_nan=False)
 
 
 def test_blocks_of_a_mebibyte_are_said_so() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tiermem.tools.options import TrainOptions
 from tiermem.tools.train_options import (
     make_config,
     nvme_folders,
@@ -18,7 +19,7 @@ from tiermem.tools.train_options import (
 
 
 def test_options_become_a_config() -> None:
-    config = make_config("nvme", "bf16", 1e-3, 2, [Path("/a"), Path("/b")], 1024)
+    config = make_config(TrainOptions(lr=1e-3, batch=2, resident_bytes=1024), [Path("/a"), Path("/b")])
     target = {"device": "nvme", "nvme_path": ["/a", "/b"]}
     assert config == {
         "train_micro_batch_size_per_gpu": 2,
@@ -33,14 +34,14 @@ def test_options_become_a_config() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_the_precision_of_a_config_is_read_back(precision: str) -> None:
-    assert precision_of(make_config("cpu", precision, 1e-3, 1, [], 0)) == precision
+    assert precision_of(make_config(TrainOptions(offload="cpu", precision=precision))) == precision
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
 def test_the_library_accepts_every_config(offload: str, tmp_path: Path) -> None:
     from tiermem.config import load_config
 
-    config = make_config(offload, "bf16", 1e-3, 1, [tmp_path], 4096 if offload == "nvme" else 0)
+    config = make_config(TrainOptions(offload=offload, resident_bytes=4096 if offload == "nvme" else 0), [tmp_path])
     assert load_config(with_host_bytes(config, 1 << 30)).policy().host_bytes == 1 << 30
 
 
@@ -49,14 +50,14 @@ def test_states_become_a_precision(states: str) -> None:
     from tiermem.config import load_config
     from tiermem.precision import Precision
 
-    config = make_config("cpu", "bf16", 1e-3, 1, [], states=states)
+    config = make_config(TrainOptions(offload="cpu", states=states))
     assert config["tiermem"] == {"precision": states}
     assert load_config(config).policy().precision == Precision.preset(states)
 
 
 def test_unknown_states_are_refused() -> None:
     with pytest.raises(ValueError, match="--states is 'compac'; allowed are exact, compact, bf16, tiny"):
-        make_config("cpu", "bf16", 1e-3, 1, [], states="compac")
+        make_config(TrainOptions(offload="cpu", states="compac"))
 
 
 def test_a_budget_in_the_file_stands() -> None:
@@ -94,7 +95,7 @@ def test_a_config_without_offload_has_no_folders(config: dict[str, object]) -> N
 )
 def test_a_wrong_option_names_what_is_allowed(offload: str, precision: str, resident: int, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        make_config(offload, precision, 1e-3, 1, [], resident)
+        make_config(TrainOptions(offload=offload, precision=precision, resident_bytes=resident))
 
 
 def test_two_sources_for_one_thing_are_refused(tmp_path: Path) -> None:

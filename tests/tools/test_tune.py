@@ -21,14 +21,15 @@ from tiermem.config.load import with_tuned
 from tiermem.swap.native import Queue
 from tiermem.swap.paths import NvmePath
 from tiermem.swap.queue import IoSettings
+from tiermem.tools.bench.files import check_room
 from tiermem.tools.cli import main
+from tiermem.tools.options import TuneOptions
 from tiermem.tools.reports import open_console
-from tiermem.tools.step_mix import Refused, StepMix, Turn, check_room
+from tiermem.tools.step_mix import Refused, StepMix, Turn
 from tiermem.tools.tune import (
     BLOCKS,
     DEPTHS,
     MADE_BY,
-    TuneOptions,
     Verdict,
     candidates_of,
     check_out,
@@ -154,6 +155,7 @@ def test_engines_that_cannot_run_are_left_out_unless_named(monkeypatch: pytest.M
             raise OSError(errno.EPERM, "not here")
         return Queue("threads")
 
+    monkeypatch.setattr("tiermem.swap.native.Queue", open_queue)
     monkeypatch.setattr("tiermem.tools.tune.Queue", open_queue)
     assert engines_that_run(["auto"]) == ["aio", "threads"]
     assert engines_that_run(["threads"]) == ["threads"]
@@ -247,9 +249,10 @@ def test_too_little_room_is_refused_with_the_arithmetic(tmp_path: Path, monkeypa
     (tmp_path / "b").mkdir()
     stats = os.statvfs_result((4096, 4096, 0, 0, 5120, 0, 0, 0, 0, 255))  # 20 MiB free
     monkeypatch.setattr("os.statvfs", lambda path: stats)
-    check_room([tmp_path], 16 * MIB)
-    with pytest.raises(OSError, match=r"2 files of 16\.0 MiB = 32\.0 MiB are needed, 20\.0 MiB are free") as caught:
-        check_room([tmp_path, tmp_path / "b"], 16 * MIB)
+    file = ("a file to measure on (--size)", 16 * MIB)
+    check_room([tmp_path], [file])
+    with pytest.raises(OSError, match=r"32\.0 MiB are needed, 20\.0 MiB are free: .* x 2 paths") as caught:
+        check_room([tmp_path, tmp_path / "b"], [file])
     assert caught.value.errno == errno.ENOSPC
 
 
@@ -265,7 +268,7 @@ def run(*arguments: str) -> object:
     [
         (["--path", "nowhere"], "nowhere: no such folder"),
         (["--path", ".", "."], "--path names a folder twice"),
-        (["--path", ".", "--engine", "uring,disk"], "--engine is uring, disk; allowed are auto, uring, aio, threads"),
+        (["--path", ".", "--engine", "uring,disk"], "--engine is 'disk'; allowed are auto, uring, aio, threads"),
         (["--path", ".", "--out", "no/tiermem.json"], "no: no such folder"),
         (["--path", ".", "--size", "1MiB"], "--size is 1.0 MiB; it must be at least 8.0 MiB"),
         (["--path", ".", "--size", "much"], "'much' is not a size"),

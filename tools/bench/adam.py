@@ -1,37 +1,46 @@
-"""`tiermem bench adam`: how fast AdamW steps in every precision, beside the memory's own speed and beside peers."""
+"""`tiermem bench adam`: how fast AdamW steps in every precision, beside the memory's own speed and beside peers.
+
+    for every row:  prepare all contestants  ->  loops x (ours, torch, peer, yardstick in turn)  ->  medians
+
+Figures are ns per parameter, GB/s by the bytes that must move, and the share of the yardstick's rate over the same arrays:
+the median of the loops' own ratios, since memory is not equally fast from one second to the next. A loop counts the fastest
+of five passes. A whole step goes from bf16 gradients with a loss scale and clipping to bf16 parameters; peers' whole steps
+are written with their parts.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import json
 import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from tiermem.swap.native import Map, Workers, optimizer_step, store_gradient
 from tiermem.swap.parts import Dither, Moment, Quantised, StepParts, StepRule, num_scales
+from tiermem.tools.bench.peers.runs import peer_variables
 from tiermem.tools.bench.witnesses import LineProgram
-from tiermem.tools.machine import available_bytes, caption, machine_facts, num_cores
-from tiermem.tools.words import check_outputs, format_bytes, stopped_by_sigterm
+from tiermem.tools.machine import available_bytes, caption, machine_facts
+from tiermem.tools.options import AdamBenchOptions
+from tiermem.tools.reports import table
+from tiermem.tools.words import format_bytes, stopped_by_sigterm
+from tiermem.zero.topology import fair_cores, fair_threads
 
-# ---- AdamRow: one precision in which AdamW is timed, and the bytes that a step of it must move -----------------------
+# ---- rows: the precisions in which AdamW is timed, and the bytes that a step must move -------------------------------
 #
 #     weight    what the model sees            bf16, fp32
 #     master    fp32, split (the 16 bits that the bf16 weight lacks), or none: the weight is the master
 #     moments   fp32, bf16, 8bit               grads   fp32, bf16               rounding   of what is stored below fp32
 #
-# A row is the kernel alone; a *whole* step reads the gradients once more before, for their norm, and has the loss scale
-# and clipping in it. Bytes are those of each array, read or written once: nothing that a cache could save.
+# A row is the kernel alone. A *whole* step reads the gradients once more for their norm, and applies loss scale and
+# clipping. Each array counts once for a read and once for a write: no cache could save that.
 
 _BYTES = {"fp32": 4, "bf16": 2, "split": 2, "8bit": 1}
 _SCALES_PER_CODE = 1 / 64
@@ -106,41 +115,15 @@ ROWS = (
 """Every row, in the order in which they are told."""
 
 
-# ---- Contestants of `tiermem bench adam`: whoever does a row's work, or moves its bytes, behind one face -------------
-#
-#     Ours        the native kernel                                  Torch       fused AdamW on the same arrays
-#   Streams     tests/native/bare_stream: the bytes alone          Peer        DeepSpeedCPUAdam, in an interpreter that has it
-#
-# `prepare(row, numel)` makes what a row needs and says whether the contestant has it at all; `seconds()` is the fastest
-# of PASSES passes, as many as the yardstick makes. Arrays lie in huge pages, an odd number of pages apart.
+# ---- Contestants: what does a row's work, or moves its bytes ---------------------------------------------------------
 
 PASSES = 5
 _PAGE_BYTES = 4096
 _SCALE, _MAX_NORM = 1024.0, 1.0
-_REST_S = (
-    0.02  # torch's threads look for more work for some milliseconds after the last; nobody shall be timed beside them
-)
+_REST_S = 0.02  # torch's threads look for more work for some milliseconds after the last; no other is timed beside them
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _PEER_SCRIPT = Path(__file__).parent / "peers" / "peer_adam.py"
 _LR, _DECAY, _BETAS, _EPS = 1e-4, 0.01, (0.9, 0.999), 1e-8
-
-
-class Contestant(Protocol):
-    """Who is timed."""
-
-    name: str
-
-    def prepare(self, row: AdamRow, numel: int) -> bool:
-        """Makes ready for a row; False: it has none such."""
-
-    def seconds(self) -> float:
-        """The fastest of PASSES passes over the row prepared last."""
-
-    def release(self) -> None:
-        """Lets go of the last row's arrays."""
-
-    def close(self) -> None:
-        """Ends it."""
 
 
 class Arrays:
@@ -164,16 +147,44 @@ class Arrays:
         self._map.close()
 
 
-class Ours:
+class Contestant:
+    """Steps of one row in this process, and the arrays that they step."""
+
+    name = ""
+
+    def __init__(self) -> None:
+        self._arrays: Arrays | None = None
+        self._step: Callable[[], object] = lambda: None
+
+    def prepare(self, row: AdamRow, numel: int) -> bool:
+        """Makes ready for a row; False: the contestant cannot do it."""
+        raise NotImplementedError
+
+    def seconds(self) -> float:
+        """The fastest of PASSES passes over the row prepared last."""
+        return fastest(self._step)
+
+    def release(self) -> None:
+        """Lets go of the last row's arrays."""
+        self._step = lambda: None
+        if self._arrays is not None:
+            self._arrays.close()
+            self._arrays = None
+
+    def close(self) -> None:
+        """Ends it."""
+        self.release()
+
+
+class Ours(Contestant):
     """The native kernel, and for a whole step the norm before it."""
 
     name = "tiermem"
 
     def __init__(self, threads: int, cores: tuple[int, ...]) -> None:
+        super().__init__()
         self._workers = Workers(threads, cores)
         self.parts: StepParts | None = None
-        self._row: AdamRow | None = None
-        self._arrays: Arrays | None = None
 
     def prepare(self, row: AdamRow, numel: int) -> bool:
         sizes = [stream.num_bytes * numel for stream in row.streams]
@@ -192,28 +203,23 @@ class Ours:
                 moments.append(Quantised(codes, scales))
             else:
                 moments.append(arrays.take(numel, _DTYPES[row.moments]))
-        self.parts, self._row = StepParts(weight, master, grad, moments), row
+        parts = self.parts = StepParts(weight, master, grad, moments)
+        self._step = lambda: self._step_once(row, parts)
         self._step()
         return True
 
-    def seconds(self) -> float:
-        return fastest(self._step)
-
-    def close(self) -> None:
-        self.release()
-        self._workers.close()
-
     def release(self) -> None:
         self.parts = None
-        if self._arrays is not None:
-            self._arrays.close()
-            self._arrays = None
+        super().release()
 
-    def _step(self) -> None:
-        assert self.parts is not None and self._row is not None
+    def close(self) -> None:
+        super().close()
+        self._workers.close()
+
+    def _step_once(self, row: AdamRow, parts: StepParts) -> None:
         factor = 1.0
-        if self._row.is_whole:
-            norm = math.sqrt(sum(store_gradient(self._workers, None, self.parts.grad))) / _SCALE
+        if row.is_whole:
+            norm = math.sqrt(sum(store_gradient(self._workers, None, parts.grad))) / _SCALE
             factor = min(1.0, _MAX_NORM / (norm + 1e-6)) / _SCALE
         rule = StepRule(
             "adamw",
@@ -224,11 +230,11 @@ class Ours:
             beta2=_BETAS[1],
             eps=_EPS,
         )
-        dither = Dither(1, 1, 0) if self._row.is_rounded and self._row.rounding == "stochastic" else None
-        optimizer_step(self._workers, rule, self.parts, dither)
+        dither = Dither(1, 1, 0) if row.is_rounded and row.rounding == "stochastic" else None
+        optimizer_step(self._workers, rule, parts, dither)
 
 
-class Torch:
+class Torch(Contestant):
     """torch's fused AdamW, on our arrays where all of them have one dtype; a whole step written with it has fp32 ones of
     its own for the gradient.
     """
@@ -236,12 +242,11 @@ class Torch:
     name = "torch"
 
     def __init__(self, threads: int, ours: Ours) -> None:
+        super().__init__()
         self._threads_before = torch.get_num_threads()
         if threads != self._threads_before:
             torch.set_num_threads(threads)
         self._ours = ours
-        self._arrays: Arrays | None = None
-        self._step: Callable[[], object] = lambda: None
 
     def prepare(self, row: AdamRow, numel: int) -> bool:
         parts = self._ours.parts
@@ -263,30 +268,39 @@ class Torch:
         self._step()
         return True
 
-    def seconds(self) -> float:
-        return fastest(self._step)
-
     def close(self) -> None:
-        self.release()
+        super().close()
         if torch.get_num_threads() != self._threads_before:
             torch.set_num_threads(self._threads_before)
 
+
+class Asked(Contestant):
+    """A program that is asked line by line (witnesses.py)."""
+
+    def __init__(self, program: LineProgram, threads: int, verb: str) -> None:
+        super().__init__()
+        self._program = program
+        self._threads = threads
+        self._verb = verb
+        self._factor = 1.0
+
+    def seconds(self) -> float:
+        return self._program.ask_numbers(f"{self._verb} {PASSES}", 1, "seconds")[0] * self._factor
+
     def release(self) -> None:
-        self._step = lambda: None
-        if self._arrays is not None:
-            self._arrays.close()
-            self._arrays = None
+        self._program.ask("release")
+
+    def close(self) -> None:
+        self._program.close()
 
 
-class Streams:
-    """The yardstick: the same arrays, read and written in the fastest way that was found, and nothing else."""
+class Streams(Asked):
+    """The yardstick, tests/native/bare_stream: the same arrays, read and written in the fastest way found, and nothing else."""
 
     name = "yardstick"
 
     def __init__(self, program: Path, threads: int) -> None:
-        self._program = LineProgram([str(program)], str(program))
-        self._threads = threads
-        self._factor = 1.0
+        super().__init__(LineProgram([str(program)], str(program)), threads, "pass")
 
     def prepare(self, row: AdamRow, numel: int) -> bool:
         line = f"prepare {numel} {self._threads} {' '.join(map(str, row.streams))}"
@@ -294,46 +308,23 @@ class Streams:
         self._factor = row.bytes_per_param / row.stream_bytes  # scales of 8-bit moments are no whole byte
         return True
 
-    def seconds(self) -> float:
-        return self._program.ask_numbers(f"pass {PASSES}", 1, "seconds")[0] * self._factor
 
-    def release(self) -> None:
-        self._program.ask("release")
-
-    def close(self) -> None:
-        self._program.close()
-
-
-class Peer:
-    """DeepSpeedCPUAdam behind peer_adam.py; its operator compiles before the first answer."""
+class Peer(Asked):
+    """DeepSpeedCPUAdam behind peer_adam.py; its operator compiles before the first answer, with -O3 without a GPU."""
 
     name = "deepspeed"
 
     def __init__(self, python: Path, threads: int) -> None:
-        bin_folder = python.absolute().parent
-        environment = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
-        environment["OMP_NUM_THREADS"] = str(threads)
-        if not Path("/dev/nvidiactl").exists():
-            environment.setdefault("DS_ACCELERATOR", "cpu")  # whose builder compiles with -O3
         command = [str(python.absolute()), "-I", str(_PEER_SCRIPT)]
-        self._program = LineProgram(command, "DeepSpeedCPUAdam", environment)
-        self._threads = threads
+        environment = {**os.environ, **peer_variables(python), "OMP_NUM_THREADS": str(threads)}
+        program = LineProgram(command, "DeepSpeedCPUAdam", environment)
+        super().__init__(program, threads, "step")
 
     def prepare(self, row: AdamRow, numel: int) -> bool:
         kind = _peer_kind(row)
-        if kind is None:
-            return False
-        self._program.ask_numbers(f"prepare {kind} {numel} {self._threads}", 1, "bytes")
-        return True
-
-    def seconds(self) -> float:
-        return self._program.ask_numbers(f"step {PASSES}", 1, "seconds")[0]
-
-    def release(self) -> None:
-        self._program.ask("release")
-
-    def close(self) -> None:
-        self._program.close()
+        if kind is not None:
+            self._program.ask_numbers(f"prepare {kind} {numel} {self._threads}", 1, "bytes")
+        return kind is not None
 
 
 def fastest(step: Callable[[], object]) -> float:
@@ -371,87 +362,39 @@ def _padded(num_bytes: int) -> int:
     return ((-(-num_bytes // _PAGE_BYTES) + 3) | 1) * _PAGE_BYTES
 
 
-# ---- `tiermem bench adam`: how fast AdamW steps in every precision, beside the memory's own speed and beside ---------
-# peers
-#
-#     for every row (adam.py):  prepare everybody  ->  loops x (ours, torch, peer, yardstick in turn)  ->  medians
-#
-# ns per parameter, GB/s by the bytes that must move, and the share of the yardstick's rate over the same arrays in the
-# same run: medians of the loops' own ratios, since memory is not equally fast from one second to the next. Each loop
-# counts a contestant's fastest pass of five. A whole step goes from bf16 gradients with a loss scale and clipping to
-# bf16 parameters; the peers' are written with their parts.
+# ---- the command -----------------------------------------------------------------------------------------------------
 
-MADE_BY = "tiermem bench adam"
 _UNIT = 1024  # the yardstick takes multiples of it
 _MEMORY_FRACTION = 0.8
 _MOST_HELD_BYTES = {"ours": 18, "torch": 4, "yardstick": 18, "peer": 20}  # per parameter, in their largest row
 
 
-@dataclasses.dataclass(frozen=True)
-class AdamBenchOptions:
-    """What was asked for on the command line. Raises ValueError for what cannot be measured."""
-
-    num_params: int = 128_000_000
-    loops: int = 9
-    threads: int | None = None
-    rows: Sequence[str] = ()
-    """Parts of names: rows that hold one of them. None given: all."""
-    json_file: Path | None = None
-    yardstick: Path | None = None
-    peer_python: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_params < _UNIT:
-            raise ValueError(f"--params is {self.num_params}; it must be at least {_UNIT}")
-        if self.loops < 1:
-            raise ValueError(f"--loops is {self.loops}; it must be at least 1")
-        if self.threads is not None and not 1 <= self.threads <= num_cores():
-            raise ValueError(f"--threads is {self.threads}; allowed are 1 to {num_cores()}, the cores")
-        if not self.chosen_rows:
-            names = "; ".join(row.name for row in ROWS)
-            raise ValueError(f"--row {', '.join(self.rows)} is part of no row's name; they are: {names}")
-
-    @property
-    def numel(self) -> int:
-        """Parameters to step: a multiple of what the yardstick takes."""
-        return self.num_params // _UNIT * _UNIT
-
-    @property
-    def chosen_rows(self) -> list[AdamRow]:
-        """The rows to measure."""
-        return [row for row in ROWS if not self.rows or any(part in row.name for part in self.rows)]
-
-
 def bench_adam(options: AdamBenchOptions, console: Console) -> int:
     """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError and OSError."""
-    check_everything(options)
+    chosen, numel = chosen_rows(options), options.num_params // _UNIT * _UNIT
+    _check_memory(options, numel)
     start = time.monotonic()
     with stopped_by_sigterm():
-        rows = measure(options, console)
+        rows = measure(options, chosen, numel, console)
     facts = machine_facts()
-    _print_rows(rows, options, caption(facts), console)
-    if options.json_file is not None:
-        report = {
-            "made_by": MADE_BY,
-            "machine": facts,
-            "options": {key: _plain(value) for key, value in dataclasses.asdict(options).items()},
-            "seconds": time.monotonic() - start,
-            "rows": rows,
-        }
-        options.json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    title = f"AdamW over {numel:,} parameters, {rows[0]['threads']} threads, medians of {options.loops} loops"
+    _print_rows(rows, title, caption(facts), console)
+    options.save_json(options.report(facts, start, rows=rows))
     return 0
 
 
-def check_everything(options: AdamBenchOptions) -> None:
-    """Refuses what would fail later: outputs that are not ours, missing programs, too little memory."""
-    if options.json_file is not None and options.json_file.suffix != ".json":
-        raise ValueError(f"--json: {options.json_file} must end in .json")
-    check_outputs([options.json_file], MADE_BY)
-    for option, program in (("--yardstick", options.yardstick), ("--peer-python", options.peer_python)):
-        if program is not None and not (program.is_file() and os.access(program, os.X_OK)):
-            raise FileNotFoundError(errno.ENOENT, f"{option}: no such program", str(program))
+def chosen_rows(options: AdamBenchOptions) -> list[AdamRow]:
+    """The rows to measure. Raises ValueError when there is none."""
+    rows = [row for row in ROWS if not options.rows or any(part in row.name for part in options.rows)]
+    if not rows:
+        names = "; ".join(row.name for row in ROWS)
+        raise ValueError(f"--row {', '.join(options.rows)} is part of no row's name; they are: {names}")
+    return rows
+
+
+def _check_memory(options: AdamBenchOptions, numel: int) -> None:
     present = {"ours": True, "torch": True, "yardstick": options.yardstick, "peer": options.peer_python}
-    needed = options.numel * sum(held for who, held in _MOST_HELD_BYTES.items() if present[who])
+    needed = numel * sum(held for who, held in _MOST_HELD_BYTES.items() if present[who])
     if needed > _MEMORY_FRACTION * available_bytes():
         raise ValueError(
             f"--params {options.num_params} takes up to {format_bytes(needed)} at once, {format_bytes(available_bytes())} of "
@@ -459,10 +402,8 @@ def check_everything(options: AdamBenchOptions) -> None:
         )
 
 
-def measure(options: AdamBenchOptions, console: Console) -> list[dict[str, Any]]:
-    """Every chosen row."""
-    from tiermem.zero.topology import fair_cores, fair_threads
-
+def measure(options: AdamBenchOptions, chosen: Sequence[AdamRow], numel: int, console: Console) -> list[dict[str, Any]]:
+    """Every chosen row: in each loop the contestants take turns. Blocks; raises OSError."""
     threads = options.threads or fair_threads()
     with contextlib.ExitStack() as closing:
         ours = Ours(threads, fair_cores())
@@ -474,21 +415,21 @@ def measure(options: AdamBenchOptions, console: Console) -> list[dict[str, Any]]
         for contestant in contestants:
             closing.callback(contestant.close)
         rows = []
-        for row in options.chosen_rows:
+        for row in chosen:
             with console.status(f"measuring {row.name}"):
                 for contestant in contestants:
                     contestant.release()
-                present = [each for each in contestants if each.prepare(row, options.numel)]
+                present = [each for each in contestants if each.prepare(row, numel)]
                 seconds: dict[str, list[float]] = {each.name: [] for each in present}
                 for _ in range(options.loops):
                     for each in present:
                         seconds[each.name].append(each.seconds())
-            rows.append(row_of(row, options.numel, seconds, threads))
+            rows.append(row_of(row, numel, seconds, threads))
         return rows
 
 
 def row_of(row: AdamRow, numel: int, seconds: dict[str, list[float]], threads: int) -> dict[str, Any]:
-    """A row of the report from everybody's seconds per loop: medians, and of what compares two, of the loops' ratios."""
+    """A row of the report from the seconds of each loop: medians, and the medians of the loops' ratios."""
     medians = {name: statistics.median(series) for name, series in seconds.items()}
     ratios = {
         name: statistics.median(their / our for their, our in zip(series, seconds["tiermem"], strict=True))
@@ -516,26 +457,16 @@ def row_of(row: AdamRow, numel: int, seconds: dict[str, list[float]], threads: i
     }
 
 
-def _print_rows(rows: Sequence[dict[str, Any]], options: AdamBenchOptions, facts: str, console: Console) -> None:
-    title = f"AdamW over {options.numel:,} parameters, {rows[0]['threads']} threads, medians of {options.loops} loops"
-    table = Table(title=title, title_justify="left", caption=facts, caption_justify="left", box=None, pad_edge=False)
-    names = ("weight + master / moments", "bytes", "ns", "GB/s", "of the stream", "torch ns", "DeepSpeed ns")
-    for name in names:
-        table.add_column(name, justify="left" if name == names[0] else "right")
+def _print_rows(rows: Sequence[dict[str, Any]], title: str, facts: str, console: Console) -> None:
+    columns = ("weight + master / moments", ">bytes", ">ns", ">GB/s", ">of the stream", ">torch ns", ">DeepSpeed ns")
+    shown = table(title, *columns, caption=facts)
     for row in rows:
         share = "-" if row["stream_fraction"] is None else f"{row['stream_fraction']:.1%}"
         told = [_peer(row["peers"].get(name)) for name in ("torch", "deepspeed")]
         figures = (f"{row['bytes_per_param']:.4g}", f"{row['ns_per_param']:.4f}", f"{row['gbps']:.1f}", share, *told)
-        table.add_row(row["name"], *figures)
-    console.print(table)
+        shown.add_row(row["name"], *figures)
+    console.print(shown)
 
 
 def _peer(figures: dict[str, float] | None) -> str:
     return "-" if figures is None else f"{figures['ns_per_param']:.4f} ({figures['speedup']:.2f}x)"
-
-
-def _plain(value: Any) -> Any:
-    """As JSON takes it."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    return str(value) if isinstance(value, Path) else value

@@ -3,20 +3,17 @@
     the demo's data, byte by byte --> a Llama of 0.9 M parameters in bf16 --> 300 steps of AdamW, warmed up, cosine to nothing
                                   --> under each preset, for each seed    --> table, JSON, picture
 
-Weights, data and their order are the same for every preset and others for every seed, so curves of one seed differ by what
-the states lose, and by chance: training is chaotic, and a change of one bit moves the final loss by some tenths of a per
-cent. That is why there are several seeds, and why the standard error of what they say stands beside it. The final loss is
-the mean of the last tenth of the steps. How fast a step is nobody asks here.
+Weights, data and their order are the same for every preset and differ between seeds. Curves of one seed differ by what the
+states lose, and by chance: a change of one bit moves the final loss by some tenths of a per cent. Several seeds and their
+standard error show how much is chance. The final loss is the mean of the last tenth of the steps. Speed is not measured here.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
+import importlib
 import itertools
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,16 +25,16 @@ import tiermem
 from tiermem.precision import PRESETS
 from tiermem.tools.corpus import Corpus, TokenDataset
 from tiermem.tools.machine import caption, machine_facts
+from tiermem.tools.options import CurvesOptions
+from tiermem.tools.plots import new_figure, save_figure
 from tiermem.tools.presets import ModelShape
-from tiermem.tools.run_record import save_json
-from tiermem.tools.words import check_outputs
+from tiermem.tools.reports import table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import nn
 
 
-MADE_BY = "tiermem bench curves"
 SHAPE: ModelShape = {
     "model_type": "llama",
     "vocab_size": 256,
@@ -53,35 +50,8 @@ _SMOOTHED = 15  # steps of the moving mean in the picture
 _COLOURS = {"exact": "#4c78a8", "compact": "#54a24b", "tiny": "#f58518", "bf16": "#e45756"}
 
 
-@dataclasses.dataclass(frozen=True)
-class CurvesOptions:
-    """What was asked for. Raises ValueError for what cannot be drawn."""
-
-    steps: int = 300
-    presets: Sequence[str] = ("exact", "compact", "tiny", "bf16")
-    data: Sequence[Path] = ()
-    seed: int = 0
-    repeats: int = 3
-    """Seeds, from `seed` on."""
-    json_file: Path | None = None
-    plot_file: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.plot_file is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install 'tiermem[plots]'")
-        if self.steps < 1:
-            raise ValueError(f"--steps is {self.steps}; it must be at least 1")
-        if self.repeats < 1:
-            raise ValueError(f"--repeats is {self.repeats}; it must be at least 1")
-        unknown = [name for name in self.presets if name not in PRESETS]
-        if unknown or not self.presets or len(set(self.presets)) < len(self.presets):
-            given = ",".join(self.presets)
-            raise ValueError(f"--presets is {given!r}; allowed are some of {', '.join(PRESETS)}, each once")
-
-
 def bench_curves(options: CurvesOptions, console: Console) -> int:
     """Trains under every preset, reports, and returns the exit status. Raises ValueError and OSError for the options."""
-    check_outputs([options.json_file, options.plot_file], MADE_BY)
     seeds = range(options.seed, options.seed + options.repeats)
     corpora = {seed: Corpus(options.data, _SEQ, seed) for seed in seeds}
     losses: dict[str, list[list[float]]] = {name: [] for name in options.presets}
@@ -92,7 +62,6 @@ def bench_curves(options: CurvesOptions, console: Console) -> int:
             curve = train_curve(name, corpora[seed], options.steps, seed, lambda: progress.advance(task))
             losses[name].append(curve)
     figures = {
-        "made_by": MADE_BY,
         "machine": machine_facts(),
         "model": SHAPE,
         "tokens_per_step": _BATCH * _SEQ,
@@ -102,10 +71,9 @@ def bench_curves(options: CurvesOptions, console: Console) -> int:
         "rows": rows_of(losses),
     }
     console.print(_table(figures))
-    if options.json_file is not None:
-        save_json(options.json_file, figures)
+    options.save_json(figures)
     if options.plot_file is not None:
-        draw_curves(figures).savefig(options.plot_file, dpi=130, metadata={"Software": MADE_BY})
+        save_figure(draw_curves(figures), options.plot_file, options.MADE_BY)
     return 0
 
 
@@ -151,14 +119,7 @@ def rows_of(losses: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
 
 def draw_curves(figures: dict[str, Any]) -> Figure:
     """Losses over steps, and below them how far each is from the first; moving means."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(9, 6.4), sharex=True, layout="constrained", gridspec_kw={"height_ratios": (2, 1)}
-    )
+    figure, (top, bottom) = new_figure(9, 6.4, heights=(2, 1))
     first = _smoothed(figures["rows"][0]["losses"])
     for row in figures["rows"]:
         curve, colour = _smoothed(row["losses"]), _COLOURS[row["preset"]]
@@ -218,12 +179,9 @@ def _apart(row: dict[str, Any]) -> str:
 
 def _table(figures: dict[str, Any]) -> Table:
     title = f"{figures['steps']} steps of {figures['tokens_per_step']} tokens, means over {len(figures['seeds'])} seeds"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("states", "master", "moments", "rounding"):
-        table.add_column(name)
-    for name in ("first loss", "final loss", "against the first row"):
-        table.add_column(name, justify="right")
+    numbers = (">first loss", ">final loss", ">against the first row")
+    shown = table(title, "states", "master", "moments", "rounding", *numbers)
     for row in figures["rows"]:
         parts = [row[name] for name in ("preset", "master", "moments", "rounding")]
-        table.add_row(*parts, f"{row['losses'][0]:.4f}", f"{row['final_loss']:.4f}", _apart(row))
-    return table
+        shown.add_row(*parts, f"{row['losses'][0]:.4f}", f"{row['final_loss']:.4f}", _apart(row))
+    return shown

@@ -1,28 +1,24 @@
-"""Files of a benchmark, the rate of a folder's disk, and our counts of bytes beside the kernel's."""
+"""Files of a benchmark, and the rate of a folder's disk."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tiermem.swap.direct import open_unnamed, preallocate
 from tiermem.swap.passes import Passes
 from tiermem.swap.queue import IoSettings
 from tiermem.tools.words import format_bytes
 
-if TYPE_CHECKING:
-    from tiermem.swap.store import TensorStore
-
-
-# ---- BenchFiles: the files that a benchmark reads and overwrites: one on each path for each rank, preallocated, ------
-# without a name
+# ---- files: one on each path for each rank, preallocated, without a name ---------------------------------------------
 #
-# Nothing can be left behind, however the benchmark ends: the files live as long as somebody holds them open. Other
-# processes (ranks, fio, a bare loop) open them as /proc/<pid>/fd/<n>, with a position and flags of their own.
+# Nothing can be left behind, however the benchmark ends: a file lives as long as a process holds it open. Other processes
+# (ranks, fio, a bare loop) open it as /proc/<pid>/fd/<n>, with a position and flags of their own.
 
 
 class BenchFiles:
@@ -41,17 +37,14 @@ class BenchFiles:
         self._paths = tuple(paths)
         self._file_bytes = file_bytes
         self._sustained_bytes = sustained_bytes
-        self._descriptors: list[list[int]] = []
-        self._sustained: list[int] = []
+        self._descriptors: list[list[int]] = []  # of each path: a file for each rank, and last the sustained one
         self._is_direct: list[bool] = []
         try:
             for path in paths:
-                self._is_direct.append(True)
                 self._descriptors.append([])
-                for _ in range(num_ranks):
-                    self._descriptors[-1].append(self._make(path, file_bytes))
-                if sustained_bytes:
-                    self._sustained.append(self._make(path, sustained_bytes))
+                self._is_direct.append(True)
+                for size in (*[file_bytes] * num_ranks, *[sustained_bytes] * bool(sustained_bytes)):
+                    self._make(path, size)
         except BaseException:
             self.close()
             raise
@@ -64,8 +57,11 @@ class BenchFiles:
 
     def name(self, place: int, rank: int, mode: str) -> str:
         """A name by which any process of this user can open a file, while it is open here."""
-        fd = self._sustained[place] if mode == "sustained" else self._descriptors[place][rank]
-        return f"/proc/{os.getpid()}/fd/{fd}"
+        return f"/proc/{os.getpid()}/fd/{self._descriptors[place][-1 if mode == 'sustained' else rank]}"
+
+    def descriptor(self, place: int, rank: int = 0) -> int:
+        """The open file of a rank on a path."""
+        return self._descriptors[place][rank]
 
     def folder(self, place: int) -> str:
         """The path that a file lies on."""
@@ -81,24 +77,19 @@ class BenchFiles:
 
     def close(self) -> None:
         """Closes the files, which are gone then."""
-        for fd in [*(fd for several in self._descriptors for fd in several), *self._sustained]:
+        for fd in itertools.chain(*self._descriptors):
             os.close(fd)
         self._descriptors.clear()
-        self._sustained.clear()
 
-    def _make(self, path: Path, num_bytes: int) -> int:
+    def _make(self, path: Path, num_bytes: int) -> None:
         fd, is_direct = open_unnamed(path)
+        self._descriptors[-1].append(fd)
+        self._is_direct[-1] &= is_direct
         try:
             preallocate(fd, 0, num_bytes)
         except OSError as error:
-            os.close(fd)
             reason = f"a file of {format_bytes(num_bytes)} cannot be made: {os.strerror(error.errno or 0)}"
             raise OSError(error.errno, reason, str(path)) from None
-        except BaseException:
-            os.close(fd)
-            raise
-        self._is_direct[-1] &= is_direct
-        return fd
 
 
 def check_room(paths: Sequence[Path], parts: Sequence[tuple[str, int]]) -> None:
@@ -122,12 +113,10 @@ def check_room(paths: Sequence[Path], parts: Sequence[tuple[str, int]]) -> None:
         raise OSError(errno.ENOSPC, reason, ", ".join(map(str, on_one)))
 
 
-# ---- DiskRate: how fast a folder's disk reads and writes through the queue, measured now: the ceiling that a run -----
-# is held to
+# ---- the rate of a folder's disk -------------------------------------------------------------------------------------
 #
-# The file is unnamed, so nothing is left behind whatever happens. It is written once before the clock starts, since
-# first writes to preallocated blocks are slower. A disk that others use, or a host that caches it, makes the figure
-# move from run to run: compare within one.
+# The ceiling that a run is held to. The file is written once before the clock starts, since first writes to preallocated
+# blocks are slower. A disk that others use, or a host that caches it, moves the figure from run to run: compare within one.
 
 BLOCK_BYTES = 1 << 20
 DEPTH = 32
@@ -145,16 +134,12 @@ class DiskRate(NamedTuple):
 
 def measure_disk(folder: Path, seconds: float, file_bytes: int = 256 << 20) -> DiskRate:
     """Reads and writes `file_bytes` in `folder` again and again for about `seconds`. Blocks; raises OSError."""
-    fd, is_direct = open_unnamed(folder)
-    try:
-        preallocate(fd, 0, file_bytes)
-        with Passes(fd, file_bytes, IoSettings(block_bytes=BLOCK_BYTES, depth=DEPTH)) as passes:
-            passes.run("write")
-            write = _rate(passes, "write", seconds / 2)
-            read = _rate(passes, "read", seconds / 2)
-            return DiskRate(read, write, passes.queue.engine, passes.queue.why, is_direct)
-    finally:
-        os.close(fd)
+    io = IoSettings(block_bytes=BLOCK_BYTES, depth=DEPTH)
+    with BenchFiles([folder], 1, file_bytes) as files, Passes(files.descriptor(0), file_bytes, io) as passes:
+        passes.run("write")
+        write = _rate(passes, "write", seconds / 2)
+        read = _rate(passes, "read", seconds / 2)
+        return DiskRate(read, write, passes.queue.engine, passes.queue.why, files.is_direct([0]))
 
 
 def measure_disks(folders: Sequence[Path], seconds: float, file_bytes: int = 256 << 20) -> DiskRate:
@@ -188,69 +173,3 @@ def _rate(passes: Passes, mode: str, seconds: float) -> float:
         done = passes.run(mode)
         moved += done.read_bytes + done.written_bytes
     return moved / (time.monotonic() - start)
-
-
-# ---- Our counts beside the kernel's: bytes moved to and from disk, as the store says and as /proc/self/io says -------
-#
-# The kernel counts all block I/O of the process: beside the store's also pages of program code that come in late, or
-# come back after the cap pushed them out. That is why reads are allowed SLACK_BYTES on top.
-
-TOLERANCE = 0.02
-SLACK_BYTES = 32 << 20
-_ARRIVAL_S = 0.2
-
-
-class IoCounts(NamedTuple):
-    """Bytes read and written."""
-
-    read_bytes: int
-    written_bytes: int
-
-    def since(self, before: IoCounts) -> IoCounts:
-        """What was added after `before`."""
-        return IoCounts(self.read_bytes - before.read_bytes, self.written_bytes - before.written_bytes)
-
-
-def kernel_counts() -> IoCounts:
-    """Block I/O of this process so far, all threads."""
-    with open("/proc/self/io", encoding="ascii") as table:
-        counts = dict(line.split(": ") for line in table.read().splitlines())
-    return IoCounts(int(counts["read_bytes"]), int(counts["write_bytes"]))
-
-
-def store_counts(store: TensorStore) -> IoCounts:
-    """Bytes that the store has moved so far."""
-    stats = store.stats()
-    return IoCounts(stats.nvme_read_bytes, stats.nvme_written_bytes)
-
-
-def written_by_path(store: TensorStore) -> dict[str, int]:
-    """Bytes written to each path since the store was made."""
-    return {str(each.path): each.written_bytes for each in store.stats().paths}
-
-
-def counts_at_rest(store: TensorStore) -> IoCounts:
-    """Counts with nothing under way: writes are waited for, reads ahead of a step that never comes arrive by themselves."""
-    store.settle()
-    before, counts = IoCounts(-1, -1), store_counts(store)
-    while counts != before:
-        time.sleep(_ARRIVAL_S)
-        before, counts = counts, store_counts(store)
-    return counts
-
-
-def disagreements(ours: IoCounts, kernel: IoCounts) -> list[str]:
-    """A sentence with both numbers for each count that differs by more than 2 %."""
-    found = []
-    for what, mine, theirs, slack in (
-        ("read", ours.read_bytes, kernel.read_bytes, SLACK_BYTES),
-        ("written", ours.written_bytes, kernel.written_bytes, 1 << 20),
-    ):
-        too_few = theirs < mine * (1 - TOLERANCE)
-        too_many = theirs > mine * (1 + TOLERANCE) + slack
-        if too_few or too_many:
-            found.append(
-                f"bytes {what}: the store counts {mine} ({format_bytes(mine)}), the kernel {theirs} "
-                f"({format_bytes(theirs)}); they may differ by {TOLERANCE:.0%}"
-            )
-    return found

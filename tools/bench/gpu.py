@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
+import itertools
 import mmap
 import shutil
 import statistics
@@ -21,14 +21,24 @@ from xml.etree import ElementTree
 
 import torch
 
+from tiermem.swap import accelerator
 from tiermem.swap.accelerator import PageLock, new_stream, on
 from tiermem.swap.arena import HUGE_BYTES, Arena
+from tiermem.swap.native import choose_isa
 from tiermem.swap.ranges import round_up
+from tiermem.tools.bench.small_training import MOST_APART, PLACES, Sizes, compare, train_in
 from tiermem.tools.machine import available_bytes, caption, machine_facts, read_word
-from tiermem.tools.words import check_outputs, format_bytes, parse_bytes, stopped_by_sigterm
+from tiermem.tools.words import (
+    check_outputs,
+    format_bytes,
+    one_of,
+    parse_bytes,
+    parse_list,
+    save_json,
+    stopped_by_sigterm,
+)
 
-# ---- LinkRates: what host memory costs to register with an accelerator's driver, and how fast copies over the --------
-# link are
+# ---- the link: what registering host memory costs, and how fast copies are -------------------------------------------
 #
 #     registration   fresh memory (its pages come with the registration) and touched memory, in huge pages where there are any
 #     copies         pinned memory, as the arena carves it, and pageable memory; to the device, to the host, both at once
@@ -151,8 +161,7 @@ def _time_copies(copies: Sequence[tuple[torch.Stream, torch.Tensor, torch.Tensor
     return time.monotonic() - start
 
 
-# ---- `tiermem bench gpu`, `make gpu`: what to run first on a machine with an accelerator. One JSON file, one ---------
-# table
+# ---- the command -----------------------------------------------------------------------------------------------------
 #
 #     environment    the device, its driver and link, torch, the machine
 #     registration   seconds of pinning host memory                            gpu.py
@@ -192,14 +201,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def bench_gpu(given: argparse.Namespace) -> int:
     """Measures every part asked for. Raises ValueError without an accelerator, OSError for files that cannot be written."""
-    import torch
-
-    from tiermem.swap.accelerator import find_device, is_accelerator
-
     check_outputs([given.json], MADE_BY)
-    parts = _parts(given.part)
-    device = find_device()
-    if not is_accelerator(device):
+    parts = parse_list("--part", given.part)
+    one_of(*PARTS)("--part", parts)
+    device = accelerator.find_device()
+    if not accelerator.is_accelerator(device):
         raise ValueError(
             f"no accelerator: torch {torch.__version__} finds none on this machine. See whether the driver is loaded, torch is "
             "built for the device, and CUDA_VISIBLE_DEVICES does not hide it"
@@ -222,19 +228,15 @@ def bench_gpu(given: argparse.Namespace) -> int:
     status = EXIT_FAILED if _faults(report) else 0
     print_report(report)
     if given.json is not None:
-        given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        save_json(given.json, report)
         print(f"  {given.json}")
     return status
 
 
 def find_environment(device: Any) -> dict[str, Any]:
     """The device and what it hangs on, as far as torch, /proc, /sys and nvidia-smi tell."""
-    import torch
-
-    from tiermem.swap.accelerator import facts_of, free_and_total
-
-    facts = facts_of(device)
-    free, total = free_and_total(device)
+    facts = accelerator.facts_of(device)
+    free, total = accelerator.free_and_total(device)
     runtimes = {key: getattr(torch.version, key, None) for key in ("cuda", "hip", "xpu")}
     return {
         "device": str(device),
@@ -247,7 +249,7 @@ def find_environment(device: Any) -> dict[str, Any]:
         "driver": _driver(),
         "link": _link(facts),
         "huge_pages": read_word("/sys/kernel/mm/transparent_hugepage/enabled"),
-        "native_kernels": _isa(),
+        "native_kernels": str(choose_isa()),
         "num_threads": torch.get_num_threads(),
     }
 
@@ -262,9 +264,10 @@ def run_tests(paths: Sequence[Path]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "tests.xml"
         words = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={file}", *map(str, paths)]
-        command = [sys.executable, *words]
         try:
-            done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_TESTS_TIMEOUT_S)
+            done = subprocess.run(
+                [sys.executable, *words], cwd=_ROOT, capture_output=True, text=True, timeout=_TESTS_TIMEOUT_S
+            )
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"pytest -m gpu did not end in {_TESTS_TIMEOUT_S} s") from None
         if not file.exists():
@@ -303,14 +306,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parts(text: str) -> list[str]:
-    asked = [part.strip() for part in text.split(",")]
-    unknown = [part for part in asked if part not in PARTS]
-    if unknown:
-        raise ValueError(f"--part: there is no {', '.join(unknown)}; allowed are {', '.join(PARTS)}")
-    return asked
-
-
 @contextlib.contextmanager
 def _noting_failure(failures: dict[str, str], part: str) -> Iterator[None]:
     """Inside, an error is kept with its traceback, and what comes after goes on."""
@@ -322,7 +317,6 @@ def _noting_failure(failures: dict[str, str], part: str) -> Iterator[None]:
 
 
 def _registration_rows(device: Any, sizes: Sequence[int]) -> list[dict[str, Any]]:
-
     most = available_bytes() // 2
     rows = measure_registration(device, [size for size in sizes if size <= most])
     left_out = [{"num_bytes": size, "left_out": f"{format_bytes(2 * most)} are free"} for size in sizes if size > most]
@@ -330,7 +324,6 @@ def _registration_rows(device: Any, sizes: Sequence[int]) -> list[dict[str, Any]
 
 
 def _copies(device: Any, most: int, least_s: float) -> list[dict[str, Any]]:
-
     sizes = [size for size in _COPY_SIZES if size <= most]
     if not sizes:
         raise ValueError(f"--most is {most} bytes; the smallest copy is {format_bytes(_COPY_SIZES[0])}")
@@ -338,8 +331,6 @@ def _copies(device: Any, most: int, least_s: float) -> list[dict[str, Any]]:
 
 
 def _training(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from tiermem.tools.bench.small_training import PLACES, Sizes, compare, train_in
-
     sizes = Sizes(given.width, given.blocks, given.samples, given.steps)
     runs: dict[str, Any] = {}
     failures: dict[str, str] = {}
@@ -398,12 +389,6 @@ def _nvidia_smi(asked: str) -> str:
     return ""
 
 
-def _isa() -> str:
-    from tiermem.swap.native import choose_isa
-
-    return str(choose_isa())
-
-
 def _faults(report: dict[str, Any]) -> list[str]:
     """What makes the exit status 1, each in a few words."""
     faults = [f"{part} failed" for part in report["failures"]]
@@ -413,14 +398,9 @@ def _faults(report: dict[str, Any]) -> list[str]:
     faults += [f"training in {place!r} failed" for place in training.get("failures", {})]
     if not training.get("is_equal_to_the_bit", True):
         faults.append("losses of places that compute alike differ")
-    faults += [f"losses in {place!r} are {part:.2%} apart" for place, part in _too_far(training).items()]
+    apart = training.get("apart", {}).items()
+    faults += [f"losses in {place!r} are {part:.2%} apart" for place, part in apart if not part <= MOST_APART]
     return faults
-
-
-def _too_far(training: dict[str, Any]) -> dict[str, float]:
-    from tiermem.tools.bench.small_training import MOST_APART
-
-    return {place: part for place, part in training.get("apart", {}).items() if not part <= MOST_APART}
 
 
 def _rows(report: dict[str, Any]) -> Iterator[Row]:
@@ -457,12 +437,10 @@ def _registration_figure(row: dict[str, Any]) -> str:
 
 
 def _copy_rows(copies: Sequence[dict[str, Any]]) -> Iterator[Row]:
-    by_size: dict[int, list[dict[str, Any]]] = {}
-    for rate in copies:
-        by_size.setdefault(rate["num_bytes"], []).append(rate)
-    for size, rates in by_size.items():
+    for size, of_size in itertools.groupby(copies, key=lambda rate: rate["num_bytes"]):
+        rates = list(of_size)
         said = []
-        for direction in dict.fromkeys(rate["direction"] for rate in rates):
+        for direction in DIRECTIONS:
             pair = [f"{rate['bytes_s'] / 1e9:.2f}" for rate in rates if rate["direction"] == direction]
             said.append(f"{direction} {' / '.join(pair)}")
         is_pinned = any(rate["is_pinned"] for rate in rates)
@@ -488,11 +466,8 @@ def _training_rows(training: dict[str, Any]) -> Iterator[Row]:
         if "peak_allocated_bytes" in run:
             device = format_bytes(run["peak_allocated_bytes"])
             memory += f", device {device} ({format_bytes(run['peak_reserved_bytes'])} reserved)"
-        yield (
-            "training",
-            f"{place} on {run['device']}",
-            f"{times} ms forward / backward / step, {losses}, peak {memory}",
-        )
+        figure = f"{times} ms forward / backward / step, {losses}, peak {memory}"
+        yield "training", f"{place} on {run['device']}", figure
     for place, words in training.get("failures", {}).items():
         yield "training", f"{place} failed", words.strip().splitlines()[-1][:200]
     if "is_equal_to_the_bit" in training:

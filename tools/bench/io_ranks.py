@@ -27,17 +27,13 @@ from tiermem.swap.move import Move
 from tiermem.swap.native import READ, WRITE, Counters, Queue
 from tiermem.swap.passes import Pass, Passes, Quota, memory_bytes
 from tiermem.swap.queue import IoSettings, Queues
+from tiermem.swap.run_folder import remove_dead_runs
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
-from tiermem.tools.bench.files import kernel_counts
+from tiermem.tools.run_record import kernel_counts
+from tiermem.tools.words import handling, message_of
 
-# ---- What passes between a benchmark and the processes that do the measuring: a Job one way, an Outcome the other ----
-#
-# Values only, and light to import: the process that shows progress needs no torch.
-
-SEQUENTIAL = ("read", "write", "mixed")
-MODES = (*SEQUENTIAL, "random", "tensors", "sustained")
-ENGINES = ("auto", "uring", "aio", "threads")
+# ---- what passes between the benchmark and its processes -------------------------------------------------------------
 
 
 class Job(NamedTuple):
@@ -90,10 +86,10 @@ class Failed(NamedTuple):
     is_prepared: bool  # it broke while it ran
 
 
-# ---- TensorPass: tensors of 4 MiB through the TensorStore, in random order: what floor 1 makes of the disk's rate ----
+# ---- tensors of 4 MiB through the TensorStore, in random order -------------------------------------------------------
 #
 #     put      each tensor is copied into the store's memory and written                   beside a sequential write
-#     fetch    each is fetched, looked at by nobody, released                              beside a sequential read
+#     fetch    each is fetched and released                                                beside a sequential read
 #     change   each is fetched and released as changed, so that it is written back         beside a mixed pass
 #
 # The order is drawn anew for each. The store's budget holds as many tensors as keep its queue full, and a few more.
@@ -185,7 +181,7 @@ class TensorPass:
         return self.num_bytes / (time.monotonic() - start) / 1e9
 
 
-# ---- Ranks: the processes that measure, started once and told Jobs; all that take part begin at one moment -----------
+# ---- the processes, as the benchmark sees them -----------------------------------------------------------------------
 #
 # A rank that dies, or a benchmark that is interrupted, leaves none behind and no store's folder.
 
@@ -209,7 +205,7 @@ class Ranks:
         self._folders = folders
         self._ranks: list[_Rank] = []
         try:
-            with _deaf_to_interrupts():
+            with handling({signal.SIGINT: signal.SIG_IGN}):  # Ctrl-C does not reach them, not even while Python starts
                 for number in range(num_ranks):
                     self._ranks.append(_start(number))
         except BaseException:
@@ -261,8 +257,6 @@ class Ranks:
         self._ranks.clear()
 
     def _remove_left(self, pid: int | None) -> None:
-        from tiermem.swap.run_folder import remove_dead_runs
-
         for folder in self._folders:
             if pid is not None:
                 remove_dead_runs(folder, pid)
@@ -276,15 +270,10 @@ class _Rank(NamedTuple):
 def _start(number: int) -> _Rank:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), name=f"rank {number}", daemon=True)
+    process = context.Process(target=serve, args=(theirs,), name=f"rank {number}", daemon=True)
     process.start()
     theirs.close()
     return _Rank(process, ours)
-
-
-def _serve(connection: Connection) -> None:
-
-    serve(connection)
 
 
 def _hear(rank: _Rank) -> Any:
@@ -295,20 +284,7 @@ def _hear(rank: _Rank) -> Any:
         raise OSError(f"{rank.process.name} ended with status {rank.process.exitcode}") from None
 
 
-@contextlib.contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Within: processes are started that Ctrl-C does not reach, not even while Python starts in them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-# ---- A rank of a benchmark: a process that obeys Jobs, so that nothing but the measuring is in what is measured ------
+# ---- a process, from within ------------------------------------------------------------------------------------------
 #
 #     benchmark  -- Job -->      rank    opens the files, the queues and their memory
 #                <-- ready --            (or why it cannot)
@@ -353,7 +329,7 @@ def _obey(connection: Connection, job: Job) -> None:
     except ConnectionError:  # the benchmark has ended
         raise
     except (OSError, ValueError, MemoryError) as error:
-        connection.send(Failed(_words(error), getattr(error, "errno", None), is_prepared))
+        connection.send(Failed(message_of(error), getattr(error, "errno", None), is_prepared))
     finally:
         if signal.getsignal(signal.SIGTERM) is _unwind:  # nothing is open: the process may end where it stands
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -492,9 +468,3 @@ class _Gauge:
             counters += queue.counters_by_path() if isinstance(queue, Queues) else [queue.counters()]
         counts = [queue.latencies(kind).astype(np.int64) for queue in self._queues for kind in (READ, WRITE)]
         return np.sum(counts, axis=0, dtype=np.int64), counters
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror or error}"
-    return str(error) or type(error).__name__

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from tiermem.swap import durable
-from tiermem.tools.bench.files import IoCounts
+from tiermem.swap.native import latency_quantiles
 from tiermem.tools.bench.io_ranks import Outcome
 from tiermem.tools.bench.sweep import Measured
-from tiermem.tools.words import csv_mark, format_bytes
+from tiermem.tools.plots import save_figure
+from tiermem.tools.reports import table
+from tiermem.tools.run_record import IoCounts, disagreements
+from tiermem.tools.words import csv_mark
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# ---- Knee: where a series of rates drops for good, as a drive does when its fast cache is full -----------------------
+# ---- the knee: where a series of rates drops for good, as a drive does when its fast cache is full -------------------
 #
 # The series is cut in two where two levels fit it best (least squares). It is a knee when the second level is at least
 # a fifth lower, and two points or more, three quarters of those behind the cut, lie that low; anything less is noise.
@@ -59,11 +62,18 @@ def _scatter(rates: Sequence[float]) -> float:
     return sum((rate - mean) ** 2 for rate in rates)
 
 
-# ---- Rows: what came of each setting of a sweep, as the benchmark's JSON and CSV have it, and the best of each -------
-# mode
+# ---- rows: the results of a sweep, as JSON and CSV have them ---------------------------------------------------------
+
+Row = dict[str, Any]
 
 
-def row_of(measured: Measured, quantiles: Callable[[list[int]], list[float]]) -> dict[str, Any]:
+def _quantiles(counts: list[int]) -> list[float | None]:
+    """p50 and p99 in microseconds."""
+    found = latency_quantiles(np.array(counts, dtype=np.uint64), (0.5, 0.99))
+    return [None if math.isnan(value) else value for value in found]
+
+
+def row_of(measured: Measured, quantiles: Callable[[list[int]], Sequence[float | None]] = _quantiles) -> Row:
     """The row as JSON takes it; `quantiles` gives p50 and p99 in microseconds of counts per bucket."""
     row, rates = _empty_row(measured), measured.gbps()
     if not rates:
@@ -140,18 +150,11 @@ def byte_counts(measured: Sequence[Measured]) -> tuple[IoCounts, IoCounts]:
 
 def _empty_row(measured: Measured) -> dict[str, Any]:
     """Every key, and what is known without a measurement."""
-    setting = measured.setting
+    known = measured.setting._asdict()
+    del known["places"]
     return {
-        "mode": setting.mode,
-        "engine": setting.engine,
-        "block_bytes": setting.block_bytes,
-        "depth": setting.depth,
-        "ranks": setting.ranks,
-        "path": setting.path,
-        **dict.fromkeys(("gbps_median", "gbps_min", "gbps_max", "p50_us", "p99_us", "cpu_s_per_gb", "idle_fraction")),
-        **dict.fromkeys(("first_gbps", "fio_gbps", "yardstick_gbps", "fraction", "peer_gbps", "peer_fraction")),
-        "user_us_per_block": None,
-        "engine_used": None,
+        **dict.fromkeys(CSV_COLUMNS),
+        **known,
         "is_direct": measured.is_direct,
         "error": measured.error,
     }
@@ -192,8 +195,7 @@ def _sustained(outcome: Outcome, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# ---- Heat map: one picture of a disk: block size by depth for each mode and engine, GB/s in the cells, the best ------
-# one framed
+# ---- the picture -----------------------------------------------------------------------------------------------------
 #
 # Settings of one mode share a scale of colours. A sustained write is a line instead: GB/s over GB written. The caption
 # says which machine, file system and mount it was, and when. Drawn from rows alone, so that it can be drawn again from
@@ -203,8 +205,6 @@ _MOST_COLUMNS = 4
 _PANEL_INCHES = (3.6, 2.7)
 _COLOURS = "viridis"
 _CAPTION_WIDTH = 150
-
-Row = dict[str, Any]
 
 
 class Panel(NamedTuple):
@@ -243,8 +243,7 @@ def draw_heatmap(rows: Sequence[Row], caption: str, file: Path, made_by: str) ->
                 _draw_map(ax, line[number], _scale(rows, line[number].mode))
     figure.suptitle("GB/s by block size and blocks in flight", fontsize=11)
     figure.supxlabel(folded, fontsize=7, color="#555555")
-    figure.savefig(file, dpi=130, format="png", metadata={"Software": made_by})
-    pyplot.close(figure)
+    save_figure(figure, file, made_by)
 
 
 def panels_of(rows: Sequence[Row]) -> list[Panel]:
@@ -277,7 +276,6 @@ def _scale(rows: Sequence[Row], mode: str) -> tuple[float, float]:
 
 
 def _draw_map(ax: Axes, panel: Panel, scale: tuple[float, float]) -> None:
-    import numpy as np
     from matplotlib.patches import Rectangle
 
     blocks = sorted({row["block_bytes"] for row in panel.rows})
@@ -324,7 +322,7 @@ def _fold(text: str, width: int) -> str:
     return "\n".join(part for line in text.splitlines() for part in textwrap.wrap(line, width))
 
 
-# ---- What a benchmark of a disk tells: a table for a person, JSON and CSV for a program ------------------------------
+# ---- table, CSV and notes --------------------------------------------------------------------------------------------
 #
 # The notes say what a reader must know before believing a figure: caches that warm, engines that cannot run, files that
 # are not direct, bytes that the kernel counts otherwise, yardsticks that were slower than what they judge.
@@ -336,7 +334,7 @@ CSV_COLUMNS = (
 )
 _MOST_FRACTION = 1.02
 _COLD_FRACTION = 0.8
-_TOLERANCE, _SLACK_BYTES = 0.01, 1 << 20
+_TOLERANCE, _SLACK = 0.01, IoCounts(1 << 20, 1 << 20)
 
 
 def notes_of(rows: Sequence[Row], ours: IoCounts, kernel: IoCounts) -> list[str]:
@@ -350,7 +348,7 @@ def notes_of(rows: Sequence[Row], ours: IoCounts, kernel: IoCounts) -> list[str]
                 f"an error of the yardstick: {_name(row)} is {row['fraction']:.3f} of its rate; above {_MOST_FRACTION} "
                 "it was not the fastest loop, or the disk moved between the two"
             )
-    notes += _cold_notes(rows) + _count_notes(ours, kernel)
+    notes += _cold_notes(rows) + disagreements(ours, kernel, "the queues", _TOLERANCE, _SLACK)
     for path in dict.fromkeys(row["path"] for row in rows if not row["is_direct"]):
         notes.append(
             f"{path}: buffered, O_DIRECT is refused: the page cache is dropped before each pass and still helps"
@@ -367,18 +365,19 @@ def notes_of(rows: Sequence[Row], ours: IoCounts, kernel: IoCounts) -> list[str]
 def print_rows(rows: Sequence[Row], best: dict[str, Row], notes: Sequence[str], caption: str, console: Console) -> None:
     """The table, the best of each mode in bold, and the notes."""
     shown = [column for column in _COLUMNS if _is_shown(column, rows)]
-    table = Table(title="tiermem bench io", title_justify="left", box=None, pad_edge=False)
-    for title, _, _ in shown:
-        is_word = title in ("mode", "engine", "path")
-        table.add_column(title, justify="left" if is_word else "right", overflow="fold", no_wrap=title != "path")
+    printed = table(
+        "tiermem bench io", *(("" if title in ("mode", "engine", "path") else ">") + title for title, _, _ in shown)
+    )
+    for column in printed.columns:
+        column.no_wrap = column.header != "path"
     last = None
     for row in rows:
         if last not in (None, row["mode"]):
-            table.add_section()
+            printed.add_section()
         last = row["mode"]
         style = "bold green" if best.get(row["mode"]) is row else "dim" if row["error"] else ""
-        table.add_row(*(Text(cell(row)) for _, cell, _ in shown), style=style)
-    console.print(table)
+        printed.add_row(*(Text(cell(row)) for _, cell, _ in shown), style=style)
+    console.print(printed)
     console.print(caption, style="dim")
     for row in rows:
         shares = [f"{what} {row[f'{what}_share']:.0%}" for what in ("put", "fetch", "change") if f"{what}_share" in row]
@@ -386,12 +385,6 @@ def print_rows(rows: Sequence[Row], best: dict[str, Row], notes: Sequence[str], 
             console.print(f"{_name(row)}: of the sequential rate {', '.join(shares)}")
     for note in notes:
         console.print(f"note: {note}", style="yellow")
-
-
-def save_json(file: Path, made_by: str, report: dict[str, Any]) -> None:
-    """Writes {"made_by", ...}. Raises OSError."""
-    with durable.named(file):
-        file.write_text(json.dumps({"made_by": made_by, **report}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def save_csv(file: Path, made_by: str, rows: Sequence[Row]) -> None:
@@ -404,7 +397,7 @@ def save_csv(file: Path, made_by: str, rows: Sequence[Row]) -> None:
 
 
 def _cold_notes(rows: Sequence[Row]) -> list[str]:
-    """Rows whose first pass was slow: whoever answered the later ones had the bytes in memory."""
+    """Rows whose first pass was slow: a cache answered the later ones."""
     found = []
     for row in rows:
         rates = row.get("loops_gbps", [])
@@ -415,20 +408,6 @@ def _cold_notes(rows: Sequence[Row]) -> list[str]:
             found.append(
                 f"{_name(row)}: the first pass reached {row['first_gbps']:.2f} GB/s, later ones {later:.2f}: "
                 "the host's or the device's cache warms"
-            )
-    return found
-
-
-def _count_notes(ours: IoCounts, kernel: IoCounts) -> list[str]:
-    found = []
-    for what, mine, theirs in (
-        ("read", ours.read_bytes, kernel.read_bytes),
-        ("written", ours.written_bytes, kernel.written_bytes),
-    ):
-        if abs(theirs - mine) > _TOLERANCE * mine + _SLACK_BYTES:
-            found.append(
-                f"bytes {what}: the queues count {mine} ({format_bytes(mine)}), the kernel {theirs} "
-                f"({format_bytes(theirs)}); they may differ by {_TOLERANCE:.0%}"
             )
     return found
 

@@ -3,72 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import itertools
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
-from torch import nn
+from torch import multiprocessing, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import start_processes
 
 import tiermem
 from tiermem import OffloadPolicy
+from tiermem.tools.bench.small_training import Block, Tower
 from tiermem.tools.machine import caption, machine_facts
-from tiermem.tools.words import check_outputs, stopped_by_sigterm
+from tiermem.tools.options import RanksBenchOptions
+from tiermem.tools.reports import table
+from tiermem.tools.words import stopped_by_sigterm
 from tiermem.zero.joining import hold_no_group
 
-# ---- What each rank of `tiermem bench ranks` runs: the same model sharded twice, by tiermem and by FSDP2, stepped ----
-# in turn
+# ---- what each rank runs ---------------------------------------------------------------------------------------------
 #
-#     steps      forward, backward and optimizer of a tower of blocks; each loop is one step of ours, then one of theirs
-#     overhead   forward and backward of units that compute next to nothing: seconds of this thread's CPU beyond the same
-#                modules unsharded, per unit and pass, each loop one pass of the plain modules, of ours and of theirs
-#                python   over a group whose collectives return at once and move nothing: what the Python around a unit costs
+#     steps      forward, backward and optimizer of a tower of blocks; a loop is one step of ours, then one of FSDP2's
+#     overhead   forward and backward of units that compute next to nothing: CPU seconds of this thread beyond the same
+#                modules unsharded, per unit and pass; a loop is one pass of the plain modules, of ours and of FSDP2's
+#                  python   over a group whose collectives return at once and move nothing: the Python around a unit
 #                  gloo     the same with gloo's calls
-#
-# A script for torch.multiprocessing: `run_rank` is called in every process. Imports torch.
 
 _TIMEOUT = timedelta(seconds=120)
 _EMPTY_NUMEL = 8
 _PHASES = ("forward", "backward", "step")
-
-
-class Job(NamedTuple):
-    """What is measured."""
-
-    store_file: str
-    num_ranks: int
-    loops: int
-    num_blocks: int
-    width: int
-    num_samples: int
-    num_empty: int
-
-
-class Block(nn.Module):
-    """Four matrices of a transformer's shape, without attention."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        moved: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-        return x + moved
 
 
 class Empty(nn.Module):
@@ -82,30 +54,17 @@ class Empty(nn.Module):
         return x + self.weight
 
 
-class Tower(nn.Module):
-    """Modules one after the other."""
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(modules)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def run_rank(rank: int, job: Job, answers: Any) -> None:
+def run_rank(rank: int, options: RanksBenchOptions, store_file: str, answers: Any) -> None:
     """Measures on one rank; rank 0 puts the answer, a dict of lists of seconds, into the queue."""
-    torch.set_num_threads(max(1, torch.get_num_threads() // job.num_ranks))
+    torch.set_num_threads(max(1, torch.get_num_threads() // options.num_ranks))
     hold_no_group()
-    store = torch._C._distributed_c10d.FileStore(job.store_file, job.num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks, timeout=_TIMEOUT)
+    store = torch._C._distributed_c10d.FileStore(store_file, options.num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.num_ranks, timeout=_TIMEOUT)
     group, idle = dist.group.WORLD, _idle_group()
     assert group is not None
-    steps, overhead = _steps(job, group), {"gloo": _overhead(job, group)}
+    steps, overhead = _steps(options, group), {"gloo": _overhead(options, group)}
     if idle is not None:
-        overhead["python"] = _overhead(job, idle)
+        overhead["python"] = _overhead(options, idle)
     if rank == 0:
         answers.put({"steps": steps, "overhead": overhead})
     dist.barrier()
@@ -121,15 +80,15 @@ def _idle_group() -> dist.ProcessGroup | None:
     return None
 
 
-def _steps(job: Job, group: dist.ProcessGroup) -> dict[str, list[dict[str, float]]]:
+def _steps(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str, list[dict[str, float]]]:
     """Of each contestant, the seconds of every step's phases."""
-    ours, theirs = _tower(job), _tower(job)
+    ours, theirs = _tower(options), _tower(options)
     shards = tiermem.shard(ours, OffloadPolicy(stage=3, persistence_numel=0), group=group)
     _fully_shard(theirs, group)
     optims = {"tiermem": tiermem.AdamW(ours.parameters()), "fsdp2": torch.optim.AdamW(theirs.parameters(), fused=True)}
-    x = torch.randn(job.num_samples, job.width)
+    x = torch.randn(options.num_samples, options.width)
     found: dict[str, list[dict[str, float]]] = {"tiermem": [], "fsdp2": []}
-    for loop in range(job.loops + 2):
+    for loop in range(options.loops + 2):
         for name, model in (("tiermem", ours), ("fsdp2", theirs)):
             dist.barrier()
             seconds = _step(model, optims[name], x)
@@ -152,20 +111,20 @@ def _step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> di
     return phases | {"whole": marks[-1] - marks[0]}
 
 
-def _overhead(job: Job, group: dist.ProcessGroup) -> dict[str, list[dict[str, float]]]:
+def _overhead(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str, list[dict[str, float]]]:
     """Of each contestant, CPU seconds of this thread per unit in forward and in backward, beyond the plain modules'."""
-    plain, ours, theirs = (Tower([Empty() for _ in range(job.num_empty)]) for _ in range(3))
+    plain, ours, theirs = (Tower([Empty() for _ in range(options.num_empty)]) for _ in range(3))
     shards = tiermem.shard(ours, OffloadPolicy(stage=3, persistence_numel=0), group=group)
     _fully_shard(theirs, group)
     x = torch.randn(2, _EMPTY_NUMEL)
     found: dict[str, list[dict[str, float]]] = {"tiermem": [], "fsdp2": []}
-    for loop in range(job.loops + 2):
+    for loop in range(options.loops + 2):
         bare = _pass(plain, x, time.thread_time)
         for name, model in (("tiermem", ours), ("fsdp2", theirs)):
             dist.barrier()
             seconds = _pass(model, x, time.thread_time)
             if loop >= 2:
-                found[name].append({phase: (seconds[phase] - bare[phase]) / job.num_empty for phase in bare})
+                found[name].append({phase: (seconds[phase] - bare[phase]) / options.num_empty for phase in bare})
             for param in model.parameters():
                 param.grad = None
     shards.close()
@@ -180,9 +139,9 @@ def _pass(model: nn.Module, x: torch.Tensor, clock: Callable[[], float]) -> dict
     return {"forward": middle - start, "backward": clock() - middle}
 
 
-def _tower(job: Job) -> Tower:
+def _tower(options: RanksBenchOptions) -> Tower:
     torch.manual_seed(0)
-    return Tower([Block(job.width) for _ in range(job.num_blocks)])
+    return Tower([Block(options.width, nn.functional.gelu) for _ in range(options.num_blocks)])
 
 
 def _fully_shard(model: Tower, group: dist.ProcessGroup) -> None:
@@ -192,14 +151,11 @@ def _fully_shard(model: Tower, group: dist.ProcessGroup) -> None:
     fully_shard(model, mesh=mesh)
 
 
-# ---- `tiermem bench ranks`: a training step on several ranks with everything in memory, beside FSDP2's, and what -----
-# Python costs
+# ---- the command -----------------------------------------------------------------------------------------------------
 #
-# Both shard the same model over the same gloo processes and step in turn in the same run, so that what disturbs one
-# disturbs the other; medians are compared (ranks.py is what the ranks run). What the Python around a unit costs is
-# measured with the collectives taken out, since those are the backend's; beside it stands the same with gloo's.
+# Both systems shard the same model over the same gloo processes and step in turn, so that a disturbance meets both;
+# medians are compared.
 
-MADE_BY = "tiermem bench ranks"
 _COLUMNS = ("forward", "backward", "step", "whole")
 _PASSES = ("forward", "backward")
 _WAYS = {"python": "Python", "gloo": "with gloo"}
@@ -208,67 +164,23 @@ _MOST_US = 150
 _PATIENCE_S = 1800.0
 
 
-@dataclasses.dataclass(frozen=True)
-class RanksBenchOptions:
-    """What was asked for on the command line. Raises ValueError for what cannot be measured."""
-
-    num_ranks: int = 2
-    loops: int = 15
-    num_blocks: int = 8
-    width: int = 512
-    num_samples: int = 512
-    """Rows of each rank's batch."""
-    num_empty: int = 64
-    """Units that compute next to nothing, for the overhead."""
-    json_file: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_ranks < 2:
-            raise ValueError(f"--ranks is {self.num_ranks}; it must be at least 2")
-        for name in ("loops", "num_blocks", "width", "num_samples", "num_empty"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.json_file is not None and self.json_file.suffix != ".json":
-            raise ValueError(f"--json: {self.json_file} must end in .json")
-
-
 def bench_ranks(options: RanksBenchOptions, console: Console) -> int:
     """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError, OSError, RuntimeError."""
-    check_outputs([options.json_file], MADE_BY)
     start = time.monotonic()
     with stopped_by_sigterm(), console.status(f"stepping on {options.num_ranks} ranks"):
         measured = measure(options)
-    report = {
-        "made_by": MADE_BY,
-        "machine": machine_facts(),
-        "options": {key: str(v) if isinstance(v, Path) else v for key, v in dataclasses.asdict(options).items()},
-        "seconds": time.monotonic() - start,
-        **summary(measured),
-        "loops": measured,
-    }
+    report = options.report(machine_facts(), start, **summary(measured), loops=measured)
     print_report(report, console)
-    if options.json_file is not None:
-        options.json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    options.save_json(report)
     return 0
 
 
 def measure(options: RanksBenchOptions) -> dict[str, Any]:
     """Seconds of every loop, as rank 0 saw them. Blocks; raises RuntimeError when a rank fails."""
-    from torch import multiprocessing
-    from torch.multiprocessing.spawn import start_processes
-
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(
-            str(Path(folder) / "store"),
-            options.num_ranks,
-            options.loops,
-            options.num_blocks,
-            options.width,
-            options.num_samples,
-            options.num_empty,
-        )
         answers = multiprocessing.get_context("spawn").SimpleQueue()
-        ranks = start_processes(run_rank, (job, answers), options.num_ranks, join=False)
+        given = (options, str(Path(folder) / "store"), answers)
+        ranks = start_processes(run_rank, given, options.num_ranks, join=False)
         assert ranks is not None
         deadline = time.monotonic() + _PATIENCE_S
         while answers.empty():  # joining raises what a rank raised
@@ -310,25 +222,21 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     model = f"{options['num_blocks']} blocks of width {options['width']}"
     title = f"{options['num_ranks']} ranks, {model}: medians of {options['loops']} loops in turn"
     facts = caption(report["machine"])
-    table = Table(title=title, title_justify="left", caption=facts, caption_justify="left", box=None, pad_edge=False)
-    for name in ("", *(f"{phase} ms" for phase in _COLUMNS)):
-        table.add_column(name, justify="right" if name else "left")
+    shown = table(title, "", *(f">{phase} ms" for phase in _COLUMNS), caption=facts)
     for who, seconds in report["step_s"].items():
-        table.add_row(who, *(f"{seconds[phase] * 1e3:.2f}" for phase in _COLUMNS))
-    console.print(table)
+        shown.add_row(who, *(f"{seconds[phase] * 1e3:.2f}" for phase in _COLUMNS))
+    console.print(shown)
     console.print(f"a step of ours takes {report['ratio']:.3f} of FSDP2's (median of ratios, loop by loop)")
     _print_overhead(report["overhead_us_per_unit_and_pass"], options["num_empty"], console)
 
 
 def _print_overhead(overhead: dict[str, Any], num_units: int, console: Console) -> None:
     title = f"CPU microseconds per unit and pass, of {num_units} units, beyond the plain modules'"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     ways = [way for way in _WAYS if way in overhead]
-    for name in ("", *(f"{_WAYS[way]}, {each}" for way in ways for each in _PASSES)):
-        table.add_column(name, justify="right" if name else "left")
+    shown = table(title, "", *(f">{_WAYS[way]}, {each}" for way in ways for each in _PASSES))
     for who in overhead["gloo"]:
-        table.add_row(who, *(f"{overhead[way][who][each]:.0f}" for way in ways for each in _PASSES))
-    console.print(table)
+        shown.add_row(who, *(f"{overhead[way][who][each]:.0f}" for way in ways for each in _PASSES))
+    console.print(shown)
     if "python" in overhead:
         ours = overhead["python"]["tiermem"]
         is_met = all(ours[each] <= _MOST_US for each in _PASSES)

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,33 +51,32 @@ class Sizes:
 
 
 class Block(nn.Module):
-    """A feed-forward block with a residual."""
+    """Two matrices of a transformer's feed-forward shape, with a residual: 8 x width^2 parameters."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, activation: Callable[[torch.Tensor], torch.Tensor] = torch.relu) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self._activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """One block."""
-        y: torch.Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        y: torch.Tensor = self.down(self._activation(self.up(self.norm(x))))
         return x + y
 
 
-class Stack(nn.Module):
-    """Blocks and a head."""
+class Tower(nn.Module):
+    """Modules one after the other."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(sizes.width) for _ in range(sizes.blocks))
-        self.head = nn.Linear(sizes.width, _NUM_CLASSES)
+        self.layers = nn.ModuleList(modules)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits."""
+        """What the last module makes of it."""
         for layer in self.layers:
             x = layer(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return x
 
 
 def train_in(place: str, sizes: Sizes, folder: Path) -> dict[str, Any]:
@@ -85,7 +84,8 @@ def train_in(place: str, sizes: Sizes, folder: Path) -> dict[str, Any]:
     params, optim = PLACES[place]
     paths = [folder] if Tier.NVME in (params, optim) else []
     torch.manual_seed(0)
-    model = Stack(sizes).bfloat16()
+    blocks = [Block(sizes.width) for _ in range(sizes.blocks)]
+    model = Tower([*blocks, nn.Linear(sizes.width, _NUM_CLASSES)]).bfloat16()
     policy = OffloadPolicy(
         params=params, optim=optim, paths=paths, persistence_numel=8 * sizes.width
     )  # matrices come and go

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import itertools
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
 
 from tiermem.precision import Precision
-from tiermem.swap.queue import IoSettings
 from tiermem.swap.sums import Verify
-from tiermem.tools.bench.files import IoCounts, check_room
+from tiermem.tools.bench.files import check_room
 from tiermem.tools.bench.stepped_model import (
     DTYPES,
-    LEAST_PARAMS,
     MOST_FRACTION,
     SETTINGS,
     BareSetting,
+    Case,
     Pipelining,
     Roofline,
     SteppedModel,
@@ -35,10 +31,12 @@ from tiermem.tools.bench.stepped_model import (
     state_bytes_of,
 )
 from tiermem.tools.machine import Written, available_bytes, caption, endurance_lines, machine_facts
-from tiermem.tools.words import check_outputs, format_bytes, parse_bytes, stopped_by_sigterm
+from tiermem.tools.options import StepBenchOptions
+from tiermem.tools.reports import table
+from tiermem.tools.run_record import IoCounts, disagreements
+from tiermem.tools.words import format_bytes, parse_bytes, stopped_by_sigterm
 
-# ---- What `tiermem bench step` says: tables of a model's figures, of the pipeline switched on and off, of the --------
-# models beside
+# ---- tables ----------------------------------------------------------------------------------------------------------
 #
 # each other.
 
@@ -68,51 +66,45 @@ def _main_table(figures: Figures) -> Table:
         f"optimizer step, {figures['num_params'] / 1e6:.1f} M parameters in {figures['precision']}, states "
         f"{figures['preset']} on NVMe{resident}"
     )
-    table = _table(title, "figure", "value")
-    table.add_row("step, median (min to max)", _spread(figures["step_s"]))
+    shown = table(title, "figure", ">value")
+    shown.add_row("step, median (min to max)", _spread(figures["step_s"]))
     per_param = figures["state_bytes"] / figures["num_params"]
-    table.add_row("states", f"{figures['state_bytes'] / 1e9:.3f} GB, {per_param:.2f} bytes per parameter")
-    table.add_row("read", f"{figures['read_bytes'] / 1e9:.3f} GB at {figures['read_gbps']:.2f} GB/s")
-    table.add_row("written", f"{figures['written_bytes'] / 1e9:.3f} GB at {figures['written_gbps']:.2f} GB/s")
+    shown.add_row("states", f"{figures['state_bytes'] / 1e9:.3f} GB, {per_param:.2f} bytes per parameter")
+    shown.add_row("read", f"{figures['read_bytes'] / 1e9:.3f} GB at {figures['read_gbps']:.2f} GB/s")
+    shown.add_row("written", f"{figures['written_bytes'] / 1e9:.3f} GB at {figures['written_gbps']:.2f} GB/s")
     if len(figures["paths"]) > 1:
         for part in figures["paths"]:
             said = f"{part['read_bytes'] / 1e9:.3f} GB read, {part['written_bytes'] / 1e9:.3f} GB written"
-            table.add_row(f"  {part['path']}", said)
-    table.add_row("computing / waiting", f"{figures['compute_s']:.3f} s / {figures['wait_s']:.3f} s")
-    table.add_row("disk idle", f"{figures['disk_idle_fraction']:.1%} of the step")
+            shown.add_row(f"  {part['path']}", said)
+    shown.add_row("computing / waiting", f"{figures['compute_s']:.3f} s / {figures['wait_s']:.3f} s")
+    shown.add_row("disk idle", f"{figures['disk_idle_fraction']:.1%} of the step")
     for each in figures["rooflines"]:
-        table.add_row(f"the same bytes, {each['by']}", _spread(each["seconds"]))
-    table.add_row("memory traffic of Adam", f"{figures['memory_s']:.3f} s at {figures['memory_gbps']:.1f} GB/s")
-    table.add_row(f"roofline ({figures['roofline_by']})", f"{figures['roofline_s']:.3f} s")
-    table.add_row("fraction reached", f"{figures['roofline_fraction']:.3f}")
-    return table
+        shown.add_row(f"the same bytes, {each['by']}", _spread(each["seconds"]))
+    shown.add_row("memory traffic of Adam", f"{figures['memory_s']:.3f} s at {figures['memory_gbps']:.1f} GB/s")
+    shown.add_row(f"roofline ({figures['roofline_by']})", f"{figures['roofline_s']:.3f} s")
+    shown.add_row("fraction reached", f"{figures['roofline_fraction']:.3f}")
+    return shown
 
 
 def _compare_table(rows: Sequence[Figures]) -> Table:
-    table = _table(
-        "what the pipeline is worth, steps in turn", "pipeline", "step, median (min to max)", "against both on"
-    )
+    columns = ("pipeline", ">step, median (min to max)", ">against both on")
+    shown = table("what the pipeline is worth, steps in turn", *columns)
     for row in rows:
-        table.add_row(row["name"], _spread(row["step_s"]), f"{row['slower']:.2f} x")
-    return table
+        shown.add_row(row["name"], _spread(row["step_s"]), f"{row['slower']:.2f} x")
+    return shown
 
 
 def _models_table(rows: Sequence[Figures]) -> Table:
     """Time and bytes beside each other: what is smaller, or rests in memory, is neither read nor written."""
     columns = (
-        "resident",
-        "verified",
-        "step, median (min to max)",
-        "faster",
-        "time saved",
-        "bytes saved",
-        "fraction of its roofline",
+        *("states", ">resident", ">verified", ">step, median (min to max)", ">faster", ">time saved", ">bytes saved"),
+        ">fraction of its roofline",
     )
     worth = " and ".join(name for key, name in _DIFFERENCES.items() if len({row[key] for row in rows}) > 1)
-    table = _table(f"what {worth or 'nothing'} are worth, steps in turn", "states", *columns)
+    shown = table(f"what {worth or 'nothing'} are worth, steps in turn", *columns)
     first = rows[0]
     for row in rows:
-        table.add_row(
+        shown.add_row(
             row["preset"],
             f"{row['resident_fraction']:.1%}",
             "never" if row["verify"] == "resume" else row["verify"],
@@ -122,15 +114,7 @@ def _models_table(rows: Sequence[Figures]) -> Table:
             f"{1 - _moved(row) / max(1, _moved(first)):.1%}",
             f"{row['roofline_fraction']:.3f}",
         )
-    return table
-
-
-def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(first)
-    for column in others:
-        table.add_column(column, justify="right")
-    return table
+    return shown
 
 
 def _moved(row: Figures) -> int:
@@ -141,7 +125,7 @@ def _spread(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f})"
 
 
-# ---- bench step: optimizer steps over states on NVMe, held to what the disk can do -----------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 #
 #     for each loop:   a step of each model | the yardstick | a step with the pipeline off | the yardstick | ...
 #
@@ -150,81 +134,31 @@ def _spread(seconds: Sequence[float]) -> str:
 # paths: a disk that others use drifts, so what is compared is taken in turns, and medians are reported. Bytes are those
 # of the queues' completions, checked against the kernel's.
 
-MADE_BY = "tiermem bench step"
 _COUNT_TOLERANCE = 0.01
 _MEMORY_FRACTION = 0.8
 _ALL_WAYS = tuple(Pipelining(*way) for way in itertools.product((True, False), repeat=2))
 
 
-class Case(NamedTuple):
-    """What makes a model."""
+def cases_of(options: StepBenchOptions) -> list[Case]:
+    """One for each model. Raises ValueError."""
+    presets = _words("--preset", options.preset, "precisions with commas between, such as exact,compact")
+    for preset in presets:
+        Precision.preset(preset)  # raises for one that does not exist
+    sizes = _words("--resident", options.resident, "sizes or percentages with commas between, such as 0,25%,50%")
+    ways = [
+        _verify(word) for word in _words("--verify", options.verify, "always, sample or resume, with commas between")
+    ]
+    return [
+        Case(preset, _resident_bytes(size, state_bytes_of(options.num_params, options.precision, preset)), way)
+        for preset in presets
+        for size in sizes
+        for way in ways
+    ]
 
-    preset: str
-    resident_bytes: int  # of the states, in memory
-    verify: Verify
 
-
-@dataclasses.dataclass(frozen=True)
-class StepBenchOptions:
-    """What is measured. Raises ValueError or OSError for what cannot be, before anything is."""
-
-    paths: Sequence[Path]
-    num_params: int = 256_000_000
-    precision: str = "bf16"
-    """Of parameters and gradients."""
-    preset: str = "exact"
-    """Names of precisions of the states, separated by commas."""
-    loops: int = 5
-    resident: str = "0"
-    """Sizes or percentages of the states, separated by commas."""
-    verify: str = "always"
-    """Which reads are compared with checksums, as in `OffloadPolicy.verify`; several, separated by commas."""
-    compares: bool = False
-    pipelines: bool = True
-    only_states: bool = False
-    """Parameters and gradients rest in memory."""
-    yardstick: Path | None = None
-    engine: str = "auto"
-    tbw_bytes: int | None = None
-    json_file: Path | None = None
-    plot_file: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.precision not in DTYPES:
-            raise ValueError(f"--precision is {self.precision!r}; allowed are {', '.join(sorted(DTYPES))}")
-        if self.loops < 1:
-            raise ValueError(f"--loops is {self.loops}; it must be at least 1")
-        if self.num_params < LEAST_PARAMS:
-            raise ValueError(f"--params is {self.num_params}; give at least {LEAST_PARAMS}")
-        if self.compares and not self.pipelines:
-            raise ValueError("--compare switches the pipeline on and off; leave --no-pipeline out")
-        if self.yardstick is not None and not self.yardstick.is_file():
-            raise ValueError(f"--yardstick: there is no program {self.yardstick}; `make yardsticks` builds it")
-        if self.plot_file is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install 'tiermem[plots]'")
-        IoSettings(self.engine)  # raises for an engine that does not exist
-        self.cases()
-        check_outputs([self.json_file, self.plot_file], MADE_BY)
-
-    def cases(self) -> list[Case]:
-        """One for each model. Raises ValueError."""
-        presets = _words("--preset", self.preset, "precisions with commas between, such as exact,compact")
-        for preset in presets:
-            Precision.preset(preset)  # raises for one that does not exist
-        sizes = _words("--resident", self.resident, "sizes or percentages with commas between, such as 0,25%,50%")
-        ways = [
-            _verify(word) for word in _words("--verify", self.verify, "always, sample or resume, with commas between")
-        ]
-        residents = {preset: [_resident_bytes(size, self.state_bytes(preset)) for size in sizes] for preset in presets}
-        return [Case(p, resident, way) for p in presets for resident in residents[p] for way in ways]
-
-    def state_bytes(self, preset: str) -> int:
-        """Bytes of optimizer states, about."""
-        return state_bytes_of(self.num_params, self.precision, preset)
-
-    def ways(self) -> tuple[Pipelining, ...]:
-        """How the pipeline is switched, what is reported first."""
-        return _ALL_WAYS if self.compares else (Pipelining(self.pipelines, self.pipelines),)
+def _ways(options: StepBenchOptions) -> tuple[Pipelining, ...]:
+    """How the pipeline is switched, what is reported first."""
+    return _ALL_WAYS if options.compares else (Pipelining(options.pipelines, options.pipelines),)
 
 
 @dataclasses.dataclass
@@ -242,38 +176,25 @@ def bench_step(options: StepBenchOptions, console: Console) -> int:
 
     Raises OSError and ValueError; returns the exit status.
     """
-    _check_room(options)
+    cases = cases_of(options)
+    _check_room(options, cases)
     facts = machine_facts(options.paths)
+    first = _ways(options)[0]
     with stopped_by_sigterm(), contextlib.ExitStack() as open_models:
         with console.status("building the models and making their first steps"):
-            models = [open_models.enter_context(_build(options, case)) for case in options.cases()]
-            series = [_warm_up(model, options.ways()) for model in models]
+            models = [open_models.enter_context(SteppedModel(options, case, first)) for case in cases]
+            series = [_warm_up(model, _ways(options)) for model in models]
         _measure(options, series, console)
         rate = memory_rate()
         rows = [_figures_of(each, options, rate) for each in series]
-    figures = {"made_by": MADE_BY, "machine": facts, **rows[0], "rows": rows, "compare": _comparison(series[0])}
+    figures = {"machine": facts, **rows[0], "rows": rows, "compare": _comparison(series[0])}
     figures["endurance"] = _endurance(series[0], options)
     print_figures(figures, console)
-    if options.json_file is not None:
-        options.json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    options.save_json(figures)
     if options.plot_file is not None:
-        last = series[0].steps[options.ways()[0]][-1]
-        draw_tiles(last, series[0].model.tile_names, figures, caption(facts), options.plot_file, MADE_BY)
+        last = series[0].steps[first][-1]
+        draw_tiles(last, series[0].model.tile_names, figures, caption(facts), options.plot_file, options.MADE_BY)
     return 0
-
-
-def _build(options: StepBenchOptions, case: Case) -> SteppedModel:
-    return SteppedModel(
-        options.paths,
-        options.num_params,
-        options.precision,
-        case.preset,
-        case.resident_bytes,
-        options.only_states,
-        IoSettings(options.engine),
-        options.ways()[0],
-        case.verify,
-    )
 
 
 def _warm_up(model: SteppedModel, ways: Sequence[Pipelining]) -> _Series:
@@ -286,7 +207,7 @@ def _measure(options: StepBenchOptions, series: Sequence[_Series], console: Cons
     loads = [each.load for each in series]
     with Roofline(options.paths, loads, options.yardstick, options.engine) as roofline:
         for loop in range(options.loops):
-            for way, setting in itertools.zip_longest(options.ways(), SETTINGS):
+            for way, setting in itertools.zip_longest(_ways(options), SETTINGS):
                 for number, each in enumerate(series):
                     with console.status(f"loop {loop + 1} of {options.loops}, model {number + 1} of {len(series)}"):
                         if way is not None:
@@ -297,7 +218,7 @@ def _measure(options: StepBenchOptions, series: Sequence[_Series], console: Cons
 
 def _figures_of(series: _Series, options: StepBenchOptions, memory_bytes_s: float) -> dict[str, Any]:
     """The figures of one model with the pipeline as asked."""
-    model, steps = series.model, series.steps[options.ways()[0]]
+    model, steps = series.model, series.steps[_ways(options)[0]]
     step_s = statistics.median(step.seconds for step in steps)
     moved = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.total for step in steps), strict=True)))
     kernel = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.kernel for step in steps), strict=True)))
@@ -306,8 +227,8 @@ def _figures_of(series: _Series, options: StepBenchOptions, memory_bytes_s: floa
     figures: dict[str, Any] = {
         "num_params": model.num_params,
         "precision": options.precision,
-        "preset": model.preset,
-        "verify": model.verify,
+        "preset": model.case.preset,
+        "verify": model.case.verify,
         "state_bytes": model.state_bytes,
         "resident_bytes": model.resident_bytes,
         "resident_fraction": model.resident_bytes / model.state_bytes,
@@ -348,12 +269,7 @@ def _notes(figures: dict[str, Any], moved: IoCounts, kernel: IoCounts, expected:
     if moved != expected:
         due = f"{expected.read_bytes} and {expected.written_bytes} are due"
         yield f"the queue counts {moved.read_bytes} bytes read and {moved.written_bytes} written; {due}"
-    for what, ours, theirs in zip(("read", "written"), moved, kernel, strict=True):
-        if abs(theirs - ours) > _COUNT_TOLERANCE * max(ours, 1):
-            yield (
-                f"bytes {what} in a step: {ours} ({format_bytes(ours)}) by the queue, {theirs} ({format_bytes(theirs)}) by "
-                f"/proc/self/io; they should differ by at most {_COUNT_TOLERANCE:.0%}"
-            )
+    yield from disagreements(moved, kernel, "in a step the queue", _COUNT_TOLERANCE, IoCounts(0, 0))
 
 
 def _comparison(series: _Series) -> list[dict[str, Any]]:
@@ -385,14 +301,11 @@ def _endurance(series: _Series, options: StepBenchOptions) -> list[str]:
     return endurance_lines(written, len(steps), sum(step.seconds for step in steps), options.tbw_bytes)
 
 
-def _check_room(options: StepBenchOptions) -> None:
+def _check_room(options: StepBenchOptions, cases: Sequence[Case]) -> None:
     """Sees that memory and paths hold all models at once. Raises ValueError or OSError with the arithmetic."""
-    for path in options.paths:
-        if not path.is_dir():
-            raise FileNotFoundError(2, "no such folder: make it first, or correct --path", str(path))
     size, itemsize = options.num_params, DTYPES[options.precision].itemsize
     others = 2 * size * itemsize
-    sizes = [(options.state_bytes(case.preset), case.resident_bytes) for case in options.cases()]
+    sizes = [(state_bytes_of(size, options.precision, case.preset), case.resident_bytes) for case in cases]
     needed = size * itemsize + sum(min(resident, states) + others * options.only_states for states, resident in sizes)
     if needed > _MEMORY_FRACTION * available_bytes():
         raise ValueError(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,16 +24,18 @@ from tiermem.precision import Precision
 from tiermem.swap.passes import Passes
 from tiermem.swap.ranges import round_up
 from tiermem.swap.sums import Verify
-from tiermem.tools.bench.files import BenchFiles, IoCounts, kernel_counts
+from tiermem.tools.bench.files import BenchFiles
 from tiermem.tools.bench.witnesses import BareLoop
-from tiermem.tools.run_record import Span, rows_of, within
+from tiermem.tools.options import StepBenchOptions
+from tiermem.tools.plots import new_figure, save_figure, stack_bands
+from tiermem.tools.run_record import IoCounts, Span, busy_fraction, kernel_counts, rows_of, within
 from tiermem.zero.state_layout import StateLayout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# ---- SteppedModel: parameters, gradients and optimizer states on NVMe and nothing else, stepped again and again ------
+# ---- the model -------------------------------------------------------------------------------------------------------
 #
 # The model is blocks of parameters without a forward. Gradients are given once and stay: every step reads, computes and
 # writes the same bytes, which `expected` says by arithmetic, per element of a tile:
@@ -47,10 +48,17 @@ if TYPE_CHECKING:
 #     gradients           4       4        4      2       2        2      2      read, the same
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-LEAST_PARAMS = 4096
 _MOST_BLOCK_NUMEL = 1 << 24
 _BLOCK_PARAMS = 4  # tensors in a block
 _NUM_MOMENTS = 2  # AdamW's
+
+
+class Case(NamedTuple):
+    """What makes a model different from the others."""
+
+    preset: str  # of the states, as in `tiermem.precision.PRESETS`
+    resident_bytes: int  # of the states, kept in memory
+    verify: Verify  # which reads are compared with checksums; "resume": none, and no sums are taken
 
 
 class Pipelining(NamedTuple):
@@ -93,63 +101,37 @@ class StepRun:
 
     def idle_fraction(self) -> float:
         """The part of the step in which no tile was on its way, in or out."""
-        last, busy = self.start_ns, 0
-        for span in sorted((s for s in self.spans if s.lane in ("read", "write")), key=lambda s: s.start_ns):
-            busy += max(0, min(span.end_ns, self.end_ns) - max(span.start_ns, last))
-            last = max(last, span.end_ns)
-        return 1.0 - busy / max(1, self.end_ns - self.start_ns)
+        moved = [span for span in self.spans if span.lane in ("read", "write")]
+        return 1.0 - busy_fraction(moved, self.start_ns, self.end_ns)
 
 
 class SteppedModel:
     """A sharded model with its optimizer and gradients; its first step has been made. A context manager.
 
-    Args:
-        paths: folders on NVMe.
-        num_params: about so many; `num_params` of the object says how many.
-        precision: of parameters and gradients, "fp32" or "bf16".
-        preset: of the states, as in `tiermem.precision.PRESETS`.
-        resident_bytes: of the states, kept in memory.
-        only_states: parameters and gradients rest in memory.
-        io: of the queues.
-        verify: which reads are compared with the checksums of what was written; "resume": none, and no sums are taken.
-
     Raises OSError when a path has too little room or fails. Leaves nothing on the paths when it is closed.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        num_params: int,
-        precision: str,
-        preset: str,
-        resident_bytes: int,
-        only_states: bool,
-        io: IoSettings,
-        pipelining: Pipelining,
-        verify: Verify = "always",
-    ) -> None:
-        others = Tier.HOST if only_states else Tier.NVME
+    def __init__(self, options: StepBenchOptions, case: Case, pipelining: Pipelining) -> None:
+        others = Tier.HOST if options.only_states else Tier.NVME
         policy = OffloadPolicy(
             params=others,
             optim=Tier.NVME,
             grads=others,
-            precision=Precision.preset(preset),
+            precision=Precision.preset(case.preset),
             num_moments=_NUM_MOMENTS,
-            paths=tuple(paths),
-            resident_bytes=resident_bytes,
+            paths=tuple(options.paths),
+            resident_bytes=case.resident_bytes,
             pipeline_read=pipelining.reads_ahead,
             pipeline_write=pipelining.writes_behind,
             persistence_numel=0,
             prefetch_numel=0,  # no forward comes: what is read for it would be counted
-            io=io,
+            io=IoSettings(options.engine),
             durability="none",  # nothing is saved
-            verify=verify,
+            verify=case.verify,
         )
-        model = _Blocks(num_params, DTYPES[precision])
+        model = _Blocks(options.num_params, DTYPES[options.precision])
         self.num_params = sum(p.numel() for p in model.parameters())
-        self.preset = preset
-        self.verify = verify
-        self.pipelining = pipelining
+        self.case = case
         self._shards = shard(model, policy)
         try:
             self._optimizer = AdamW(model.parameters(), lr=1e-4)
@@ -165,7 +147,7 @@ class SteppedModel:
         self.memory_bytes = sum(_memory_bytes(tile) for tile in tiles)
         streamed = self.state_bytes - self.resident_bytes
         self.expected = IoCounts(streamed, streamed)
-        if not only_states:
+        if not options.only_states:
             params, grads = sum(tile.slice_bytes for tile in tiles), sum(tile.grad_bytes for tile in tiles)
             reads_params = any(tile.layout.reads_weight for tile in tiles)
             self.expected = IoCounts(streamed + params * reads_params + grads, streamed + params)
@@ -240,8 +222,7 @@ class _Block(nn.Module):
         )
 
 
-# ---- Roofline: the shortest time in which this machine could make a step: its bytes moved at once, or its memory -----
-# traffic
+# ---- the roofline: the shortest time in which this machine could make the step ---------------------------------------
 #
 #   disk     a bare loop (tests/native/bare_loop, built by `make yardsticks`) reads and writes as many bytes on each path, all
 #              at the same time, in files that lie beside the store. Several settings take turns between the steps; the
@@ -323,23 +304,12 @@ class Roofline:
 
     def _move(self, place: int, moved: IoCounts, setting: BareSetting) -> float:
         if self._loops:
-            return self._bare(self._loops[place], moved, setting)
-        io = IoSettings(self._engine, setting.block_bytes, 2 * setting.depth)
-        with self._passes(place, io) as passes:
-            both = min(moved)
-            seconds = passes.run("mixed", both).seconds if both else 0.0
-            if moved.read_bytes > both:
-                seconds += passes.run("read", moved.read_bytes - both).seconds
-            if moved.written_bytes > both:
-                seconds += passes.run("write", moved.written_bytes - both).seconds
-            return seconds
-
-    def _bare(self, loop: BareLoop, moved: IoCounts, setting: BareSetting) -> float:
-        if moved.read_bytes and moved.written_bytes:
-            return loop.run("mixed", *setting, *moved).seconds
-        if moved.read_bytes:
-            return loop.run("read", *setting, moved.read_bytes).seconds
-        return loop.run("write", *setting, moved.written_bytes).seconds
+            mode = "mixed" if all(moved) else "read" if moved.read_bytes else "write"
+            return self._loops[place].run(mode, *setting, *(each for each in moved if each)).seconds
+        both = min(moved)
+        parts = {"mixed": both, "read": moved.read_bytes - both, "write": moved.written_bytes - both}
+        with self._passes(place, IoSettings(self._engine, setting.block_bytes, 2 * setting.depth)) as passes:
+            return sum(passes.run(mode, num_bytes).seconds for mode, num_bytes in parts.items() if num_bytes)
 
     def _write_once(self) -> None:
         """First writes to preallocated blocks are slower: not what a step does."""
@@ -347,17 +317,8 @@ class Roofline:
             with self._passes(place, IoSettings(self._engine)) as passes:
                 passes.run("write")
 
-    @contextlib.contextmanager
-    def _passes(self, place: int, io: IoSettings) -> Iterator[Passes]:
-        fd = os.open(self._files.name(place, 0, "mixed"), os.O_RDWR | self._direct_flag(place))
-        try:
-            with Passes(fd, self._file_bytes, io) as passes:
-                yield passes
-        finally:
-            os.close(fd)
-
-    def _direct_flag(self, place: int) -> int:
-        return os.O_DIRECT if self._files.is_direct([place]) else 0
+    def _passes(self, place: int, io: IoSettings) -> Passes:
+        return Passes(self._files.descriptor(place), self._file_bytes, io)
 
 
 class Ceiling(NamedTuple):
@@ -387,8 +348,7 @@ def memory_rate() -> float:
     return 3 * a.nbytes / min(seconds)
 
 
-# ---- Tile timeline: one optimizer step as a picture: when each tile was read, computed and written, and how busy -----
-# the disk was
+# ---- the picture of one step -----------------------------------------------------------------------------------------
 #
 #     GB/s      bytes on their way, in and out, over time
 #     read      a bar per tile, from its first block to its last; bars of tiles that were on their way together lie below
@@ -416,22 +376,10 @@ def draw_tiles(
         figures: of the benchmark, for the title.
         caption: machine and date.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     spans = [span for span in step.spans if span.lane in _LANES]
     order = {name: number for number, name in enumerate(tile_names)}
     stretches = _stretches(step, spans)
-    heights = [height for _ in stretches for height in (1.0, 2.6)]
-    figure, axes = pyplot.subplots(
-        len(heights),
-        1,
-        figsize=(13, 1.2 + 4.2 * len(stretches)),
-        layout="constrained",
-        gridspec_kw={"height_ratios": heights},
-    )
+    figure, axes = new_figure(13, 1.2 + 4.2 * len(stretches), (1.0, 2.6) * len(stretches), is_shared=False)
     for number, stretch in enumerate(stretches):
         rates, lanes = axes[2 * number], axes[2 * number + 1]
         part = within(spans, *stretch)
@@ -440,8 +388,7 @@ def draw_tiles(
         rates.set_title("a part of it, magnified" if number else "the whole step", fontsize=9, loc="left")
     axes[-1].set_xlabel(f"time since the step began (ms)\n\n{caption}", fontsize=8, color=_GREY)
     figure.suptitle(_title(step, figures), fontsize=12)
-    figure.savefig(file, dpi=130, format="png", metadata={"Software": made_by})
-    pyplot.close(figure)
+    save_figure(figure, file, made_by)
 
 
 def _title(step: StepRun, figures: Mapping[str, Any]) -> str:
@@ -496,35 +443,22 @@ def _draw_lanes(
     colours = matplotlib.colormaps[_COLOURS]
     numbers = [order[name] for span in spans if (name := span.name.removeprefix(_PREFIX)) in order] or [0]
     scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(min(numbers), max(numbers)), colours)
-    top, ticks = 0.0, []
+    bands = []
     for lane in _LANES:
         members = sorted((span for span in spans if span.lane == lane), key=lambda span: span.start_ns)
         rows = rows_of(members) or [[]]
-        height = {"compute": 2.0}.get(lane, max(2.0, float(len(rows))))
+        height = 2.0 if lane == "compute" else max(2.0, len(rows))
+        bands.append((f"{lane}\n{busy_fraction(members, *stretch):.0%} busy", rows, height))
+    for top, (_, rows, height) in zip(stack_bands(ax, bands, stretch, step.start_ns), bands, strict=True):
+        each = height / len(rows)
         for number, row in enumerate(rows):
-            y, each = top + number * height / len(rows), height / len(rows)
             bars = [((s.start_ns - step.start_ns) / 1e6, (s.end_ns - s.start_ns) / 1e6) for s in row]
             shades = scale.to_rgba(np.array([order.get(s.name.removeprefix(_PREFIX), 0) for s in row], dtype=float))
-            ax.broken_barh(bars, (y + 0.06 * each, 0.88 * each), facecolors=shades, edgecolor="white", linewidth=0.2)
-        ticks.append((top + height / 2, f"{lane}\n{_busy(members, stretch):.0%} busy"))
-        top += height + 0.6
-        ax.axhline(top - 0.3, color="#dddddd", linewidth=0.8)
-    ax.set_ylim(top - 0.3, -0.3)
-    ax.set_yticks([y for y, _ in ticks], [label for _, label in ticks], fontsize=9)
-    ax.set_xlim((stretch[0] - step.start_ns) / 1e6, (stretch[1] - step.start_ns) / 1e6)
-    ax.grid(axis="x", alpha=0.25)
+            place = (top + (number + 0.06) * each, 0.88 * each)
+            ax.broken_barh(bars, place, facecolors=shades, edgecolor="white", linewidth=0.2)
     bar = ax.figure.colorbar(scale, ax=ax, pad=0.01, aspect=18)
     bar.set_label("tile", fontsize=8)
     bar.ax.tick_params(labelsize=7)
-
-
-def _busy(spans: Sequence[Span], stretch: tuple[int, int]) -> float:
-    """The part of a stretch in which at least one of the spans, in order of start, goes on."""
-    busy, last = 0, stretch[0]
-    for span in spans:
-        busy += max(0, span.end_ns - max(span.start_ns, last))
-        last = max(last, span.end_ns)
-    return busy / max(1, stretch[1] - stretch[0])
 
 
 def _gigabytes(spans: Sequence[Span], lane: str) -> str:

@@ -2,19 +2,21 @@
 
     for each mode:  loop 1: A B C w(A) ...   loop 2: A B C w(A) ...        A, B, C settings; w a witness of the same file
 
-A disk drifts, and so does a host that others use: settings of one mode are compared only because they were measured turn and
-turn about, and it is medians that are compared. Witnesses (fio, a bare loop, a peer) stand in the same loops, after the
-settings with their block and depth.
+The rate of a disk drifts, and so does that of a host that others use. Settings of one mode are comparable because they take
+turns, and their medians are compared. Witnesses (fio, a bare loop, a peer) are measured in the same loops, after the settings
+with their block and depth.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from tiermem.tools.bench.io_ranks import SEQUENTIAL, CannotRun, Job, Outcome, Ranks
+from tiermem.tools.bench.files import BenchFiles
+from tiermem.tools.bench.io_ranks import CannotRun, Job, Outcome, Ranks
+from tiermem.tools.options import SEQUENTIAL
 
 _RANDOM_BLOCKS = 2048  # of a pass, for each block in flight
 _MOST_RANDOM_DEPTH = 32
@@ -60,21 +62,12 @@ class Bounds(NamedTuple):
 
 
 class Witness(Protocol):
-    """Somebody else's measurement of the same pattern on the same file."""
+    """Another program's measurement of the same pattern on the same file."""
 
     name: str
 
     def measure(self, setting: Setting, num_bytes: int, loop: int) -> None:
         """Measures once where it can; what it cannot it leaves out, and says so in its notes."""
-
-
-class Files(Protocol):
-    """The files of each path and rank, and the path's folder."""
-
-    def name(self, place: int, rank: int, mode: str) -> str: ...
-    def folder(self, place: int) -> str: ...
-    def file_bytes(self, mode: str) -> int: ...
-    def is_direct(self, places: Sequence[int]) -> bool: ...
 
 
 @dataclasses.dataclass
@@ -124,7 +117,7 @@ def sweep(
     settings: Sequence[Setting],
     loops: int,
     bounds: Bounds,
-    files: Files,
+    files: BenchFiles,
     ranks: Ranks,
     witnesses: Sequence[Witness] = (),
     progress: Callable[[str], None] = lambda _: None,
@@ -133,32 +126,35 @@ def sweep(
 
     A setting whose engine cannot run gets its reason and is not tried again.
     """
-    measured = [Measured(setting, files.is_direct(setting.places)) for setting in settings]
-    for _, of_mode in itertools.groupby(measured, key=lambda m: m.setting.mode):
-        rows = list(of_mode)
-        for loop in range(1 if rows[0].setting.mode == "sustained" else loops):
-            for _, group in itertools.groupby(rows, key=_place_of):
-                together = list(group)
-                for each in together:
-                    progress(each.setting.describe())
-                    _measure(each, bounds, files, ranks, loop)
-                judged = next((m.setting for m in together if is_witnessed(m.setting)), None)
-                if judged is None:
-                    continue
-                for witness in witnesses:
-                    progress(f"{witness.name}, {judged.describe()}")
-                    witness.measure(judged, bounds.bytes_of(judged), loop)
-    return measured
+    measured = {setting: Measured(setting, files.is_direct(setting.places)) for setting in settings}
+    for setting, witness, loop in _turns(settings, loops, witnesses):
+        if witness is None:
+            progress(setting.describe())
+            _measure(measured[setting], bounds, files, ranks, loop)
+        else:
+            progress(f"{witness.name}, {setting.describe()}")
+            witness.measure(setting, bounds.bytes_of(setting), loop)
+    return list(measured.values())
 
 
-def count_passes(settings: Sequence[Setting], loops: int, num_witnesses: int) -> int:
+def count_passes(settings: Sequence[Setting], loops: int, witnesses: Sequence[Witness]) -> int:
     """How often `progress` will be called."""
-    total = 0
-    for _, group in itertools.groupby(settings, key=lambda s: (s.mode, s.path, s.block_bytes, s.depth)):
-        together = list(group)
-        passes = len(together) + (num_witnesses if any(map(is_witnessed, together)) else 0)
-        total += passes * (1 if together[0].mode == "sustained" else loops)
-    return total
+    return sum(1 for _ in _turns(settings, loops, witnesses))
+
+
+def _turns(
+    settings: Sequence[Setting], loops: int, witnesses: Sequence[Witness]
+) -> Iterator[tuple[Setting, Witness | None, int]]:
+    """Whose turn it is: a setting's own, or a witness's of it, and in which loop."""
+    for mode, of_mode in itertools.groupby(settings, key=lambda each: each.mode):
+        rows = list(of_mode)
+        for loop in range(1 if mode == "sustained" else loops):
+            for _, group in itertools.groupby(rows, key=lambda each: (each.path, each.block_bytes, each.depth)):
+                together = list(group)
+                yield from ((setting, None, loop) for setting in together)
+                judged = next(filter(is_witnessed, together), None)
+                if judged is not None:
+                    yield from ((judged, witness, loop) for witness in witnesses)
 
 
 def is_witnessed(setting: Setting) -> bool:
@@ -166,7 +162,7 @@ def is_witnessed(setting: Setting) -> bool:
     return setting.ranks == 1 and len(setting.places) == 1 and setting.mode in (*SEQUENTIAL, "random")
 
 
-def jobs_of(setting: Setting, bounds: Bounds, files: Files, seed: int = 0) -> list[Job]:
+def jobs_of(setting: Setting, bounds: Bounds, files: BenchFiles, seed: int = 0) -> list[Job]:
     """The job of each rank."""
     return [
         Job(
@@ -188,18 +184,13 @@ def jobs_of(setting: Setting, bounds: Bounds, files: Files, seed: int = 0) -> li
     ]
 
 
-def _measure(measured: Measured, bounds: Bounds, files: Files, ranks: Ranks, loop: int) -> None:
+def _measure(measured: Measured, bounds: Bounds, files: BenchFiles, ranks: Ranks, loop: int) -> None:
     if measured.error is not None:
         return
     try:
         measured.outcomes.append(ranks.run(jobs_of(measured.setting, bounds, files, loop)))
     except CannotRun as refusal:
         measured.error = str(refusal)
-
-
-def _place_of(measured: Measured) -> tuple[str, int, int]:
-    setting = measured.setting
-    return setting.path, setting.block_bytes, setting.depth
 
 
 def _rate(outcomes: Sequence[Outcome]) -> float:

@@ -14,15 +14,15 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from tiermem.tools.bench.files import BenchFiles
+from tiermem.tools.bench.peers.runs import peer_variables
 from tiermem.tools.bench.sweep import Setting
 
-# ---- LineProgram: a program in a process of its own that is asked a line and answers one, so that benchmarks take ----
-# turns with it
+# ---- programs that are asked a line and answer one -------------------------------------------------------------------
 #
 #     us -> a command                     it -> one line, which begins with "error" when it refuses
 #     us -> quit
 #
-# What it says on stderr is kept and told when it ends where it should have answered.
+# stderr is kept, and its last line is told when the program ends without an answer.
 
 _STOP_S = 10.0
 Program = TypeVar("Program", bound="LineProgram")
@@ -115,16 +115,13 @@ class LineProgram:
         return said[-1] if said else "it said nothing"
 
 
-# ---- BareLoop: a yardstick in a process of its own, driven line by line, so that its passes stand between those ------
-# it judges
+# ---- the bare loop ---------------------------------------------------------------------------------------------------
 #
 #     us   -> read 1048576 32 2147483648      it -> 0.512345 0.010000 0.120000       seconds, user CPU, system CPU
-#     us   -> quit
 #
 # Commands are `read BLOCK DEPTH BYTES`, `write BLOCK DEPTH BYTES`, `mixed BLOCK DEPTH READ_BYTES WRITE_BYTES` (both at
-# once, DEPTH each way) and `random BLOCK DEPTH BYTES SEED`; what it cannot do it answers with a line `error ...` and
-# ends. The program is tests/native/bare_loop (`make yardsticks`), or any other that speaks so: peer_aio.py does. It
-# opens the file itself, and overwrites what the file held.
+# once, DEPTH each way) and `random BLOCK DEPTH BYTES SEED`. The program is tests/native/bare_loop (`make yardsticks`) or
+# another that speaks so, such as peer_aio.py. It opens the file itself, and overwrites what the file held.
 
 
 class BareRun(NamedTuple):
@@ -159,11 +156,10 @@ class BareLoop(LineProgram):
         return BareRun(*self.ask_numbers(line, len(BareRun._fields), "seconds, user_s and system_s"))
 
 
-# ---- fio's figure for the same file, block, depth and pattern: somebody else's benchmark as a witness of ours --------
+# ---- fio -------------------------------------------------------------------------------------------------------------
 #
-# Its two asynchronous engines run in turn, io_uring with registered buffers and files; what counts is the better one.
-# It gets a file that exists, never makes one, and is bounded by the bytes that ours moves. Its memory is its own:
-# `depth` blocks, used again and again.
+# Its two asynchronous engines run in turn, io_uring with registered buffers and files; the better one counts. fio gets a
+# file that exists, and moves as many bytes as our own pass. Its memory is `depth` blocks, used again and again.
 
 ENGINES = {"io_uring": ("--fixedbufs=1", "--registerfiles=1"), "libaio": ()}
 _PATTERNS = {"read": "read", "write": "write", "mixed": "rw", "random": "randread"}
@@ -236,10 +232,10 @@ def _first_words(said: str) -> str:
     return lines[0] if lines else "it said nothing"
 
 
-# ---- Witnesses: fio, a bare loop and a peer, measured in the same loops and on the same files as our own settings ----
+# ---- witnesses -------------------------------------------------------------------------------------------------------
 #
-# Each gives a rate per (mode, block, depth, path), the median of its loops. A witness that fails says why once and is
-# left out from then on: what it has to say is beside ours, never in its way.
+# fio, a bare loop and a peer are measured in the same loops and on the same files as our own settings. Each gives a rate
+# per (mode, block, depth, path), the median of its loops. A witness that fails says why once and is left out after that.
 
 _PEER_SCRIPT = Path(__file__).parent / "peers" / "peer_aio.py"
 
@@ -382,9 +378,7 @@ def bare_witness(program: Path, files: BenchFiles, sync: bool) -> LoopWitness:
 def peer_witness(python: Path, files: BenchFiles, sync: bool) -> LoopWitness:
     """DeepSpeed's aio_handle, in the interpreter that has it; its operator compiles before the first answer."""
     command = [str(python.absolute()), "-I", str(_PEER_SCRIPT)]
-    environment = {**os.environ, "PATH": f"{python.absolute().parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
-    if not Path("/dev/nvidiactl").exists():
-        environment.setdefault("DS_ACCELERATOR", "cpu")
+    environment = {**os.environ, **peer_variables(python)}
     return LoopWitness("aio_handle", command, files, ("read", "write"), sync, environment)
 
 

@@ -10,7 +10,7 @@ KIND     fp32     DeepSpeedCPUAdam on fp32 parameters, gradients and moments
          whole    from bf16 gradients, with scale and clipping, to bf16 parameters, written with its parts: norm by torch,
                   cast to fp32, unscale and clip, DeepSpeedCPUAdam on fp32 masters, cast to bf16
 
-Arrays lie in huge pages, an odd number of pages apart, as those of everybody else in the comparison. The operator compiles at
+Arrays lie in huge pages, an odd number of pages apart, as those of the other contestants. The operator compiles at
 first use, before the first command is answered: DS_ACCELERATOR=cpu builds it with -O3.
 """
 

@@ -57,18 +57,19 @@ class Peer:
             folder.mkdir(parents=True)
         if self.name != "deepspeed":
             return
-        console.print("deepspeed: building its extensions, not measured", highlight=False, markup=False)
+        console.print("deepspeed: building its extensions, not measured")
         command = [str(self.python), "-I", str(_SCRIPTS / "peer_deepspeed.py")]
-        built = subprocess.run(command, capture_output=True, text=True, env=self._environment(), check=False)
+        environment = {**os.environ, **peer_variables(self.python, self.name)}
+        built = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         (home / "extensions.log").write_text(built.stdout + built.stderr, encoding="utf-8")
         if built.returncode:
             last = (built.stderr.strip() or built.stdout.strip() or "no output").splitlines()[-1]
-            console.print(f"deepspeed: its extensions did not build: {last}", highlight=False, markup=False)
+            console.print(f"deepspeed: its extensions did not build: {last}")
 
     def command(self, job: Job, setting: Setting, place: Path) -> list[str]:
         """The command line of one run, whose job is `place`/job.json."""
         script = [str(_SCRIPTS / "peer_main.py"), self.name, str(place / "job.json"), str(place.parent / "tokens.npy")]
-        assigned = [f"{key}={value}" for key, value in self._added().items()]
+        assigned = [f"{key}={value}" for key, value in peer_variables(self.python, self.name).items()]
         values = ["--setting", json.dumps(setting.values)]
         return ["/usr/bin/env", *assigned, str(self.python), "-I", *script, *values, "--channel", CHANNEL_FD]
 
@@ -78,15 +79,13 @@ class Peer:
         for folder in self.swap_folders:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _environment(self) -> dict[str, str]:
-        return {**os.environ, **self._added()}
 
-    def _added(self) -> dict[str, str]:
-        """Its interpreter's tools are found first (ninja), and a machine without a GPU is said to be one."""
-        added = {"PATH": f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
-        if self.name == "deepspeed" and not Path("/dev/nvidiactl").exists():
-            added["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
-        return added
+def peer_variables(python: Path, name: str = "deepspeed") -> dict[str, str]:
+    """What is added to a peer's environment: its interpreter's tools come first (ninja), no GPU means DS_ACCELERATOR=cpu."""
+    added = {"PATH": f"{python.absolute().parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+    if name == "deepspeed" and not Path("/dev/nvidiactl").exists():
+        added["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
+    return added
 
 
 def list_peers(job: Job, peer_python: Path | None) -> list[Peer]:

@@ -1,0 +1,400 @@
+"""The options of every command: a dataclass for each, whose docstring is its help and whose fields the command works with.
+
+    preset: str | None = option(None, "a Llama of that size")                    --preset TEXT
+    size_bytes: int = option("2GiB", "of the file", "--size", parse_bytes)       --size TEXT [default: 2GiB], 2147483648 for us
+
+cli.py makes typer's parameters and `--help` of the fields. A value is checked when the dataclass is made, so that a caller in
+Python hears of the same mistakes: ValueError or OSError, one line, before anything is measured. Imports nothing heavy.
+"""
+
+# ruff: noqa: RUF009   (option is dataclasses.field)
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiermem.tools.machine import num_cores, parse_tbw
+from tiermem.tools.words import (
+    Options,
+    above_zero,
+    at_least,
+    ends_in,
+    folders,
+    format_bytes,
+    from_to,
+    one_of,
+    option,
+    parse_bytes,
+    parse_count,
+    parse_flops,
+    program,
+    several,
+)
+
+OFFLOADS = ("none", "cpu", "nvme")
+PRECISIONS = ("bf16", "fp32", "fp16")
+STATES = ("exact", "compact", "bf16", "tiny")  # the presets of tiermem/precision.py, which imports torch
+DURABILITIES = ("checkpoint", "step", "none")
+ENGINES = ("auto", "uring", "aio", "threads")
+SEQUENTIAL = ("read", "write", "mixed")
+MODES = (*SEQUENTIAL, "random", "tensors", "sustained")
+
+_LEAST_MEMORY_BYTES = 32 << 20
+_LEAST_TUNED_BYTES = 8 << 20
+_LEAST_STEPPED, _LEAST_ADAM = 4096, 1024  # parameters
+_PAGE_BYTES = 4096
+
+POSITIVE, CORES = at_least(1), from_to(1, num_cores, ", the cores of this process")
+ENGINE = one_of(*ENGINES)
+
+# ---- the commands ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions(Options):
+    """Train a model under a memory cap, with its states on any tier."""
+
+    preset: str | None = option(None, "151m, 419m, 1.3b, 3b or 7b: a Llama of that size")
+    config: Path | None = option(None, "a Hugging Face config.json")
+    model: Path | None = option(None, "a local checkpoint: config.json and safetensors")
+    data: Sequence[Path] = option((), "text files or folders [default: Python's own sources and documentation]")
+    offload: str | None = option(None, "home of all states: none, cpu or nvme [default: nvme]", check=one_of(*OFFLOADS))
+    nvme: Sequence[Path] = option((), "folders on NVMe disks [default: the run's folder]")
+    memory_bytes: int | None = option(None, "hard limit of host memory, such as 1250MiB", "--memory", parse_bytes)
+    deepspeed_config: Path | None = option(None, "a DeepSpeed-style JSON config")
+    tuned: Path | None = option(None, "what `tiermem tune` wrote: queue, engine, paths")
+    tbw_bytes: int | None = option(None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw)
+    steps: int | None = option(None, "optimizer steps, with those before a resume [default: 10]", check=POSITIVE)
+    seq: int | None = option(None, "tokens of a sequence [default: 128]", check=POSITIVE)
+    batch: int | None = option(None, "sequences of a micro-batch [default: 1]", check=POSITIVE)
+    seed: int | None = option(None, "of weights and of the order of data [default: 0]", check=from_to(0, (1 << 63) - 1))
+    lr: float | None = option(None, "learning rate of AdamW [default: 0.0001]")
+    precision: str | None = option(None, "bf16, fp32 or fp16 [default: bf16]", check=one_of(*PRECISIONS))
+    states: str | None = option(
+        None, "precision of masters and moments: exact, compact, bf16 or tiny [default: exact]", check=one_of(*STATES)
+    )
+    is_checkpointing: bool = option(False, "recompute activations in backward", "--checkpointing")
+    layers: int | None = option(None, "another number of layers", check=POSITIVE)
+    resident_bytes: int | None = option(
+        None,
+        "optimizer states kept in memory, such as 200MiB [default: what the cap leaves]",
+        "--resident",
+        parse_bytes,
+    )
+    threads: int | None = option(None, "of the maths [default: what torch takes]", check=CORES)
+    resume: Path | None = option(None, "go on from what --save wrote, or from a run; what is not given is as it was")
+    save: Path | None = option(None, "folder of checkpoints [default, with --save-every: in the run's folder]")
+    save_every: int | None = option(None, "steps between two checkpoints [default: one at the end]", check=POSITIVE)
+    durability: str | None = option(
+        None,
+        "checkpoint, step (each is durable) or none (half the disk) [default: checkpoint]",
+        check=one_of(*DURABILITIES),
+    )
+    keep: int | None = option(None, "checkpoints that stay where states rest [default: 1]", check=POSITIVE)
+    json_file: Path | None = option(None, "write the figures here", "--json")
+    runs: Path = option(Path("runs"), "folder that keeps a folder per run")
+    has_peers: bool = option(False, "also train with plain PyTorch, and DeepSpeed", "--peers")
+    peer_python: Path | None = option(None, "an interpreter that has DeepSpeed")
+    is_debug: bool = option(False, "show tracebacks and what the trainer prints", "--debug")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lr is not None and not 0 <= self.lr < math.inf:
+            raise ValueError(f"--lr is {self.lr}; it must be a number of 0 or more")
+        if self.memory_bytes is not None and self.memory_bytes < _LEAST_MEMORY_BYTES:
+            raise ValueError(
+                f"--memory is {self.memory_bytes} bytes, which Python alone exceeds: give {_LEAST_MEMORY_BYTES >> 20}MiB or "
+                "more, with the unit"
+            )
+        if self.peer_python is not None and not self.has_peers:
+            raise ValueError("--peer-python names an interpreter for --peers, which is not given")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions(Options):
+    """Say what a training would take of every tier and how long a step would last, without the machine for it."""
+
+    MADE_BY = "tiermem plan"
+
+    config: Path | None = option(None, "a DeepSpeed-style JSON config")
+    preset: str | None = option(None, "151m, 419m, 1.3b, 3b or 7b: a Llama of that size")
+    model: Path | None = option(None, "a Hugging Face config.json, or the folder it lies in")
+    shows_paper: bool = option(False, "show the ZeRO-Infinity paper's table of memory, and plan nothing", "--paper")
+    ranks: int = option(1, "ranks (GPUs) on each node", check=POSITIVE)
+    nodes: int = option(1, "nodes", check=POSITIVE)
+    gpu_bytes: int | None = option(
+        None, "of each rank's GPU, such as 80GiB [default: the maths runs on the CPU]", "--gpu-memory", parse_bytes
+    )
+    host_bytes: int | None = option(
+        None, "of each node, such as 512GiB [default: no limit]", "--host-memory", parse_bytes
+    )
+    nvme_bytes: int | None = option(None, "of each node, such as 7TB [default: no limit]", "--nvme-size", parse_bytes)
+    nvme_rate: str | None = option(None, "GB/s read and written by a node's disks, such as 3.6,7.0 [default: measured]")
+    is_duplex: bool = option(False, "the disks read and write at full speed at once", "--duplex")
+    rates: Path | None = option(None, "what `tiermem tune` wrote: its measured rates")
+    flops: float | None = option(
+        None,
+        "operations a second that a rank reaches, such as 150T [default: measured here]",
+        parse=parse_flops,
+        check=above_zero,
+    )
+    link_bytes_s: float = option(
+        "25GB", "bytes a second between memory and GPU, each way", "--link", parse_bytes, above_zero
+    )
+    network_bytes_s: float = option(
+        "10GB", "bytes a second that a rank sends to others", "--network", parse_bytes, above_zero
+    )
+    near_bytes_s: float | None = option(
+        None,
+        "bytes a second that it sends within its node; as --network when left out",
+        "--near-network",
+        parse_bytes,
+        above_zero,
+    )
+    seq: int = option(2048, "tokens of a sequence", check=POSITIVE)
+    is_checkpointing: bool = option(False, "recompute activations in backward", "--checkpointing")
+    json_file: Path | None = option(None, "write the figures here", "--json")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shows_paper:
+            return
+        if self.config is None:
+            raise ValueError("--config is missing: give the config to plan for, or --paper for the paper's table alone")
+        if (self.preset is None) == (self.model is None):
+            said = "both are given" if self.preset else "none is given"
+            raise ValueError(f"a model is named by exactly one of --preset and --model; {said}")
+        if self.gpu_bytes is not None and self.flops is None:
+            raise ValueError(
+                "--gpu-memory plans for GPUs, whose speed cannot be measured here: give --flops, the operations a second "
+                "that one reaches, such as 150T"
+            )
+        if self.nvme_rate is not None and self.rates is not None:
+            raise ValueError("--nvme-rate and --rates both say how fast the disks are; give one of them")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckOptions(Options):
+    """Say what this machine offers: engines, direct I/O, limits, kernels, GPU, disk. Or what becomes of a config's keys."""
+
+    paths: Sequence[Path] = option((), "folders whose disks are measured [default: this]", "--path")
+    seconds: float = option(5.0, "of each disk measurement", check=above_zero)
+    config: Path | None = option(None, "a DeepSpeed-style JSON config: look at its keys instead")
+    shows_all: bool = option(False, "with --config: keys that are not set, too", "--all")
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneOptions(Options):
+    """Find the block size, depth, engine and path weights that suit these disks, and write them as a config section.
+
+    Use it with `tiermem train --tuned tiermem.json`, or in Python with
+    tiermem.initialize(model=model, config=tiermem.with_tuned("ds.json", "tiermem.json")).
+    DeepSpeed reads its "aio" section as it stands.
+    """
+
+    paths: Sequence[Path] = option(..., "a folder on each NVMe disk", "--path", check=folders)
+    out: Path = option(Path("tiermem.json"), "the config section to write")
+    seconds: float = option(50.0, "for all of it, about", check=above_zero)
+    size_bytes: int = option("1GiB", "of the file to measure on, in each folder", "--size", parse_bytes)
+    engines: Sequence[str] = several(
+        "auto", "those to try: auto (all that run), or some of uring,aio,threads", "--engine", check=ENGINE
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size_bytes < _LEAST_TUNED_BYTES:
+            least = format_bytes(_LEAST_TUNED_BYTES)
+            raise ValueError(f"--size is {format_bytes(self.size_bytes)}; it must be at least {least}")
+
+
+@dataclasses.dataclass(frozen=True)
+class IoBenchOptions(Options):
+    """Measure a folder's disk: GB/s, latencies and CPU time of every engine, block size, depth and pattern."""
+
+    MADE_BY = "tiermem bench io"
+
+    paths: Sequence[Path] = option(..., "folders on the disks: each alone, then all at once", "--path", check=folders)
+    size_bytes: int = option("2GiB", "of the file in each folder, for each rank", "--size", parse_bytes)
+    blocks: Sequence[int] = several("256KiB,1MiB,4MiB", "block sizes", "--block", parse_bytes)
+    depths: Sequence[int] = several("1,8,32", "blocks in flight", "--depth", int, from_to(1, 4096))
+    engines: Sequence[str] = several("auto", "some of auto,uring,aio,threads", "--engine", check=ENGINE)
+    modes: Sequence[str] = several(
+        "read,write,mixed,random", "some of read,write,mixed,random,tensors,sustained", "--mode", check=one_of(*MODES)
+    )
+    ranks: Sequence[int] = several("1", "processes at once, such as 1,4", "--ranks", int, from_to(1, 1024))
+    loops: int = option(5, "passes of each setting, turn and turn about", check=POSITIVE)
+    random_block_bytes: int = option("4KiB", "block size of random", "--random-block", parse_bytes)
+    sync: bool = option(False, "end each writing pass with a sync", "--fsync")
+    threads: int = option(0, "of the threads engine [default: it chooses]", check=from_to(0, 1024), shows_default=False)
+    sustained_bytes: int = option("64GiB", "that sustained writes", "--bytes", parse_bytes)
+    sustained_s: float | None = option(None, "after which sustained stops", "--seconds", check=above_zero)
+    json_file: Path | None = option(None, "write machine, rows and best here", "--json", check=ends_in(".json"))
+    csv_file: Path | None = option(None, "write the rows here", "--csv", check=ends_in(".csv"))
+    plot_file: Path | None = option(None, "draw heat maps, as a PNG", "--plot", check=ends_in(".png"))
+    has_fio: bool = option(False, "fio on the same file, when it is installed", "--fio")
+    yardstick: Path | None = option(None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program)
+    peer_python: Path | None = option(None, "an interpreter that has DeepSpeed: its aio_handle", check=program)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        used = [*self.blocks, *([self.random_block_bytes] if "random" in self.modes else [])]
+        for size in (self.size_bytes, *used):
+            if size < _PAGE_BYTES or size % _PAGE_BYTES:
+                raise ValueError(f"a size or block of {size} bytes is given; allowed are multiples of {_PAGE_BYTES}")
+        if max(used) > self.size_bytes:
+            raise ValueError(f"--block {format_bytes(max(used))} is larger than --size {format_bytes(self.size_bytes)}")
+        if "sustained" in self.modes and self.sustained_bytes < max(self.blocks):
+            raise ValueError(f"--bytes {self.sustained_bytes} is less than a block of {max(self.blocks)} bytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamBenchOptions(Options):
+    """Time AdamW in every precision, beside the memory's own speed, torch's fused AdamW and DeepSpeedCPUAdam."""
+
+    MADE_BY = "tiermem bench adam"
+
+    num_params: int = option("128M", "parameters to step, such as 128M", "--params", parse_count, at_least(_LEAST_ADAM))
+    loops: int = option(9, "of each row, everybody in turn", check=POSITIVE)
+    threads: int | None = option(None, "of everybody's maths [default: the cores]", check=CORES)
+    rows: Sequence[str] = option((), "part of the names of rows to measure [default: all]", "--row")
+    yardstick: Path | None = option(None, "build/yardsticks/bare_stream, from `make yardsticks`", check=program)
+    peer_python: Path | None = option(None, "an interpreter that has DeepSpeed: its CPU Adam", check=program)
+    json_file: Path | None = option(None, "write machine and rows here", "--json", check=ends_in(".json"))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBenchOptions(Options):
+    """Time optimizer steps over states on NVMe, beside the disk's roofline for the same bytes."""
+
+    MADE_BY = "tiermem bench step"
+
+    paths: Sequence[Path] = option(
+        ..., "folders on the NVMe disks: the states are dealt over them", "--path", check=folders
+    )
+    num_params: int = option(
+        "256M", "parameters to step, such as 256M", "--params", parse_count, at_least(_LEAST_STEPPED)
+    )
+    precision: str = option("bf16", "of parameters and gradients: fp32 or bf16", check=one_of("bf16", "fp32"))
+    preset: str = option("exact", "of states: exact, compact, bf16, tiny; several with commas are compared")
+    loops: int = option(5, "steps to time", check=POSITIVE)
+    resident: str = option("0", "states kept in memory; several such as 0,25%,1GiB are compared")
+    only_states: bool = option(False, "keep parameters and gradients in memory", "--only-states")
+    verify: str = option("always", "checksums: always, sample, resume (none); several with commas are compared")
+    compares: bool = option(False, "also with either half of the pipeline off", "--compare")
+    pipelines: bool = option(False, "read, compute and write in turn", "--no-pipeline", operator.not_)
+    yardstick: Path | None = option(None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program)
+    engine: str = option("auto", "auto, uring, aio or threads", check=ENGINE)
+    tbw_bytes: int | None = option(None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw)
+    json_file: Path | None = option(None, "write the figures here", "--json")
+    plot_file: Path | None = option(None, "draw a step tile by tile, as a PNG", "--plot")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compares and not self.pipelines:
+            raise ValueError("--compare switches the pipeline on and off; leave --no-pipeline out")
+
+
+@dataclasses.dataclass(frozen=True)
+class RanksBenchOptions(Options):
+    """Time a step on several ranks with everything in memory beside FSDP2's, and the Python around a unit."""
+
+    MADE_BY = "tiermem bench ranks"
+
+    num_ranks: int = option(2, "processes, gloo between them", "--ranks", check=at_least(2))
+    loops: int = option(15, "steps of each, in turn", check=POSITIVE)
+    num_blocks: int = option(8, "of the model", "--blocks", check=POSITIVE)
+    width: int = option(512, "of a block; it holds 8 x width^2 parameters", check=POSITIVE)
+    num_samples: int = option(512, "rows of each rank's batch", "--samples", check=POSITIVE)
+    num_empty: int = option(64, "units that compute next to nothing, for the overhead", "--empty", check=POSITIVE)
+    json_file: Path | None = option(None, "write machine and figures here", "--json", check=ends_in(".json"))
+
+
+@dataclasses.dataclass(frozen=True)
+class CurvesOptions(Options):
+    """Train a small model with its states in several precisions and compare the losses."""
+
+    MADE_BY = "tiermem bench curves"
+
+    steps: int = option(300, "optimizer steps under each preset", check=POSITIVE)
+    presets: Sequence[str] = option(
+        "exact,compact,tiny,bf16", "of states, to be compared with the first", parse=lambda text: tuple(text.split(","))
+    )
+    data: Sequence[Path] = option((), "text files or folders [default: Python's own sources and documentation]")
+    seed: int = option(0, "of weights, data and rounding: the first")
+    repeats: int = option(3, "seeds whose means are compared", check=POSITIVE)
+    json_file: Path | None = option(None, "write the losses here", "--json")
+    plot_file: Path | None = option(None, "draw the losses, as a PNG", "--plot")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.presets or not set(self.presets) <= set(STATES) or len(set(self.presets)) < len(self.presets):
+            given = ",".join(self.presets)
+            raise ValueError(f"--presets is {given!r}; allowed are some of {', '.join(STATES)}, each once")
+
+
+@dataclasses.dataclass(frozen=True)
+class FsckOptions(Options):
+    """Say what is in a store: runs live or dead, which steps are durable and whole, space, what is not ours.
+
+    Exit status: 0 nothing is wrong, 1 a killed run has left its folder or a removal was cut short, 2 not all could be
+    looked at, 3 something durable is broken or damaged.
+    """
+
+    where: Path = option(..., "a store's path, a run's folder, a folder of checkpoints", "", metavar="DIR")
+    verifies: bool = option(False, "read everything and compare checksums", "--verify")
+    removes: bool = option(False, "remove what killed runs left; only files that runs make", "--remove")
+    repairs: bool = option(False, "end removals and saves that were cut short, restore a lost `latest`", "--repair")
+    shows_json: bool = option(False, "print the findings as JSON", "--json")
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectOptions(Options):
+    """List a durable step's tensors like `ls -l`: shapes, states and their formats, bytes, files."""
+
+    where: Path = option(..., "a folder of checkpoints, a tag's, or a run's folder", "", metavar="DIR")
+    tag: str | None = option(None, "which of the folder's [default: its latest]")
+    patterns: Sequence[str] = option((), "only names that a pattern matches, such as '*.weight'", "--match")
+    shows_json: bool = option(False, "print the rows as JSON", "--json")
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportOptions(Options):
+    """Make a tiermem checkpoint of another system's: weights, masters, moments, steps, loss scale."""
+
+    source: Path = option(..., "a DeepSpeed ZeRO-3 or DCP folder, a torch file, safetensors", "")
+    out: Path = option(..., "the folder of checkpoints to write into", "")
+    tag: str | None = option(None, "which of a DeepSpeed folder's [default: its latest]")
+    new_tag: str | None = option(None, "of what is written [default: global_step<N>]")
+    optimizer: Path | None = option(None, "a file with a torch optimizer's state dict")
+    config: Path | None = option(None, "the model's config.json, for train --resume [default: beside the weights]")
+    shows_json: bool = option(False, "print the figures as JSON", "--json")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportOptions(Options):
+    """Write a checkpoint's weights as Hugging Face or torch files, or all of it for torch.distributed.checkpoint."""
+
+    where: Path = option(..., "a folder of checkpoints, a tag's, or a run's folder", "", metavar="DIR")
+    out: Path = option(..., "the folder to write into", "")
+    tag: str | None = option(None, "which of the folder's [default: its latest]")
+    dtype: str | None = option(None, "of floats: fp32, bf16 or fp16 [default: as stored]")
+    is_fp32: bool = option(False, "the fp32 masters", "--fp32")
+    is_pytorch: bool = option(False, "pytorch_model.bin instead of safetensors", "--pytorch")
+    is_dcp: bool = option(False, "a torch.distributed.checkpoint folder, optimizer states included", "--dcp")
+    max_shard_bytes: int | None = option("5GB", "of a file", "--max-shard-size", parse_bytes)
+    exclude_frozen: bool = option(False, "leave frozen parameters out", "--exclude-frozen")
+    config: Path | None = option(None, "the model's config.json, to lie beside the weights")
+    shows_json: bool = option(False, "print the figures as JSON", "--json")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.is_fp32 and self.dtype is not None:
+            raise ValueError("--fp32 and --dtype are given; --fp32 is --dtype fp32")
+        if self.is_pytorch and self.is_dcp:
+            raise ValueError("--pytorch and --dcp are given; choose one")
+        if self.max_shard_bytes is not None and self.max_shard_bytes < 1:
+            raise ValueError(f"--max-shard-size is {self.max_shard_bytes}; give a size of 1 byte or more, such as 5GB")
