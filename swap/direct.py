@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.swap.errors import remedy
+from tiermem.swap.ranges import ALIGNMENT
 
 # ---- Direct: whether a file is read and written past the page cache, and at which alignment --------------------------
 #
@@ -25,7 +26,6 @@ from tiermem.swap.errors import remedy
 
 _CHUNK_BYTES = 1 << 20
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
-ALIGNMENT = 4096  # of offsets, lengths and memory; what every file system with O_DIRECT accepts here
 
 
 def open_direct(file: Path, flags: int) -> tuple[int, str]:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiermem.swap import durable
-from tiermem.swap.direct import ALIGNMENT, give_back, probe_path, take_room
+from tiermem.swap.direct import give_back, probe_path, take_room
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths, deal_shares
-from tiermem.swap.ranges import FreeRanges, round_up
+from tiermem.swap.ranges import ALIGNMENT, FreeRanges, round_up
 from tiermem.swap.run_folder import SEGMENT, RunFolder, RunName, report_dead_runs
 
 # ---- Segment: one path's preallocated file, and the ranges of it that are held ---------------------------------------

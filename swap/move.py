@@ -20,7 +20,7 @@ from typing import Any
 
 from tiermem.swap.errors import DamagedEntry
 from tiermem.swap.native import NORMAL, READ, URGENT, Answer
-from tiermem.swap.queue import Queues, Recorder, Transfers
+from tiermem.swap.queue import Queues, Transfers
 
 _GLANCE_S = 1e-3  # for which one move is waited for while others may end
 
@@ -37,7 +37,7 @@ def wait_for_any(groups: Sequence[Sequence[Move]]) -> int:
             if all(move.is_done() for move in group):
                 if start_ns:
                     end_ns = max(start_ns, *(move._answered_ns for move in group))
-                    group[-1]._recorder.add("wait", group[-1].name, start_ns, end_ns)
+                    group[-1]._queue.recorder.add("wait", group[-1].name, start_ns, end_ns)
                 return index
         start_ns = start_ns or time.monotonic_ns()
         for move in groups[0]:
@@ -48,11 +48,11 @@ class Move:
     """Transfers that end together. Safe to look at and to wait for from several threads.
 
     Args:
-        queue: where they are submitted; must outlive the move.
+        queue: where they are submitted; must outlive the move. Its recorder receives the transfer's times and the time spent
+            waiting.
         ops: the transfers, on one path or several; their memory is inside `owns`. None: nothing has to move.
         owns: what must stay alive until the end (slots, tensors).
         name: for events and errors.
-        recorder: receives the transfer's times and the time spent waiting.
         priority: urgent, normal or background.
         after: a move that must end first.
         on_end: called once, when the bytes have arrived or not (True: arrived), before anybody's `wait` returns.
@@ -66,7 +66,6 @@ class Move:
         ops: Transfers,
         owns: Any,
         name: str,
-        recorder: Recorder,
         priority: int = NORMAL,
         after: Move | None = None,
         on_end: Callable[[bool], None] | None = None,
@@ -77,7 +76,6 @@ class Move:
         self._ops: Transfers = ops
         self._lane = "read" if not ops or ops[0].kind == READ else "write"
         self._owns = owns
-        self._recorder = recorder
         self._priority = priority
         self._after = after  # until this is submitted
         self._on_end = on_end
@@ -102,6 +100,14 @@ class Move:
         if self._failure is not None:
             raise self._failure()
         return self._result
+
+    def outcome(self) -> OSError | None:
+        """Blocks as `wait` and returns its error instead of raising it; None also when the move was cancelled."""
+        try:
+            self.wait()
+        except OSError as error:
+            return None if self.was_cancelled else error
+        return None
 
     def is_done(self) -> bool:
         """Whether `wait` would return (or raise) at once; False while another thread waits. Never blocks for the disk.
@@ -128,6 +134,11 @@ class Move:
     def was_cancelled(self) -> bool:
         """Whether they have not arrived because somebody called `cancel`."""
         return self._was_cancelled
+
+    @property
+    def is_write(self) -> bool:
+        """Whether the bytes go to the files."""
+        return self._lane == "write"
 
     def promote(self) -> None:
         """Asks for these bytes before prefetches and write-backs."""
@@ -170,7 +181,7 @@ class Move:
         if not self._is_done:
             start_ns = time.monotonic_ns()
             self._ask(timeout_s=None)
-            self._recorder.add("wait", self.name, start_ns, self._answered_ns)
+            self._queue.recorder.add("wait", self.name, start_ns, self._answered_ns)
 
     def _glance(self, timeout_s: float | None) -> None:
         """Waits for at most that long (None: to the end) and records nothing."""
@@ -224,7 +235,7 @@ class Move:
     def _finish(self, answer: Answer) -> None:
         self._answered_ns = time.monotonic_ns()
         if answer.started_ns:
-            self._recorder.add(self._lane, self.name, answer.started_ns, answer.finished_ns, answer.num_bytes)
+            self._queue.recorder.add(self._lane, self.name, answer.started_ns, answer.finished_ns, answer.num_bytes)
         error = self._queue.error_of(answer) or (self._check() if self._check is not None else None)
         if error is not None:
             self._failure = functools.partial(copy.copy, error)

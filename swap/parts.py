@@ -127,6 +127,20 @@ def check_split(master: torch.Tensor, weight: torch.Tensor | None, numel: int, d
     _check_tensor("weight", weight, numel, STORED, device)
 
 
+def check_part(part: Moment, weight: torch.Tensor | None, device: torch.device | None = CPU) -> int:
+    """Returns the number of elements of a moment, or of a split master beside its weight; raises ValueError.
+
+    device: where it must lie; None: where it does.
+    """
+    stored = part.codes if isinstance(part, Quantised) else part
+    numel, device = stored.numel(), device or stored.device
+    if stored.dtype in SPLIT:
+        check_split(stored, weight, numel, device)
+    else:
+        check_moment("part", part, numel, device)
+    return numel
+
+
 def _check_master(parts: StepParts, numel: int, start_master: bool, device: torch.device) -> None:
     if parts.master is None:
         if parts.weight is None:

@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tiermem.swap.direct import ALIGNMENT, open_unnamed, preallocate
-from tiermem.swap.native import NORMAL, READ, SYNC, WRITE, Map, Op, Queue
+from tiermem.swap.direct import open_unnamed, preallocate
+from tiermem.swap.native import NORMAL, READ, SYNC, WRITE, IoSettings, Map, Op, Queue
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.queue import IoSettings
-from tiermem.swap.ranges import round_up
+from tiermem.swap.ranges import ALIGNMENT, round_up
 
 # ---- Passes: the bytes of one file moved through a queue in one pattern, and how long that took ----------------------
 #
@@ -92,16 +91,7 @@ class Passes:
             self._memory.commit(0, self._memory.num_bytes)
             self._fill()
             region = (self._memory.address, self._memory.num_bytes)
-            self.queue = Queue(
-                io.engine,
-                io.depth,
-                io.block_bytes,
-                io.threads,
-                regions=[region],
-                files=[fd],
-                single_submit=io.single_submit,
-                overlap_events=io.overlap_events,
-            )
+            self.queue = Queue(io, files={fd: f"descriptor {fd}"}, regions=[region])
         except BaseException:
             self._memory.close()
             raise

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from tiermem.swap.direct import ALIGNMENT
-from tiermem.swap.ranges import round_up
+from tiermem.swap.ranges import ALIGNMENT, round_up
 
 # ---- NvmePath: a folder that bytes may rest in, how much of it may be taken, and its share of what is dealt over -----
 # several

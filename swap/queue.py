@@ -15,43 +15,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tiermem.swap.direct import ALIGNMENT
-from tiermem.swap.native import NORMAL, URGENT, Answer, Counters, Fault, Op, Queue, TransferError
-
-# ---- IoSettings: how a queue moves blocks. A value; what each engine makes of it is in native/tiermem.h --------------
-
-_MAX_BLOCK_BYTES = 1 << 30  # below what one system call transfers
-
-
-@dataclasses.dataclass(frozen=True)
-class IoSettings:
-    """How the queue of each path moves blocks. Raises ValueError for what no engine takes."""
-
-    engine: str = "auto"
-    """"auto", "uring", "aio" or "threads"."""
-    block_bytes: int = 1 << 20
-    """Transfers are split into blocks of this size."""
-    depth: int = 32
-    """Blocks in flight, on each path."""
-    threads: int = 0
-    """Of the threads engine; 0 lets it choose."""
-    single_submit: bool = False
-    """Hand each block to the kernel by itself, instead of all that are ready at once."""
-    overlap_events: bool = True
-    """Hand over new blocks while earlier ones are in flight; False: only when all of those have ended."""
-
-    def __post_init__(self) -> None:
-        if self.engine not in ("auto", "uring", "aio", "threads"):
-            raise ValueError(f"engine is {self.engine!r}; allowed are auto, uring, aio and threads")
-        if not ALIGNMENT <= self.block_bytes <= _MAX_BLOCK_BYTES or self.block_bytes % ALIGNMENT:
-            raise ValueError(
-                f"block_bytes is {self.block_bytes}; allowed are multiples of {ALIGNMENT} up to {_MAX_BLOCK_BYTES}"
-            )
-        if not 1 <= self.depth <= 4096:
-            raise ValueError(f"depth is {self.depth}; allowed are 1 to 4096 blocks in flight")
-        if not 0 <= self.threads <= 1024:
-            raise ValueError(f"threads is {self.threads}; allowed are 0 (the engine chooses) to 1024")
-
+from tiermem.swap.native import (
+    NORMAL,
+    URGENT,
+    Answer,
+    Counters,
+    Fault,
+    IoSettings,
+    Op,
+    Queue,
+    TransferError,
+    error_of,
+)
 
 # ---- Recorder: what happened when, for pictures and reports ----------------------------------------------------------
 #
@@ -160,6 +135,7 @@ class Queues:
         io: engine, block size and depth, of each queue.
         regions: (address, bytes) of memory to register with the kernel where it allows, with each queue.
         faults: lies for tests, told by each queue.
+        recorder: receives what the moves through these queues took; None: a new one.
 
     Raises OSError, naming the path, when a queue cannot be opened; none is left open then.
     """
@@ -170,7 +146,9 @@ class Queues:
         io: IoSettings,
         regions: Sequence[tuple[int, int]] = (),
         faults: Sequence[Fault] = (),
+        recorder: Recorder | None = None,
     ) -> None:
+        self.recorder = recorder or Recorder()
         self._files = dict(files)
         self._queues: dict[int, Queue] = {}  # by descriptor, in the order of the paths
         self._tags = itertools.count(1)  # its next() is one step, whichever thread asks
@@ -241,10 +219,7 @@ class Queues:
 
     def error_of(self, answer: Answer) -> TransferError | None:
         """The error that the answer holds, if any."""
-        if not answer.error:
-            return None
-        path = self._files.get(answer.fd, f"descriptor {answer.fd}")
-        return TransferError(answer.error, answer.kind, path, answer.offset, answer.length)
+        return error_of(answer, self._files)
 
     def promote(self, tag: int) -> None:
         """Moves what the kernel has not yet got before prefetches and write-backs, on every path."""
@@ -282,17 +257,7 @@ class Queues:
 
     def _open(self, fd: int, io: IoSettings, regions: Sequence[tuple[int, int]], faults: Sequence[Fault]) -> Queue:
         try:
-            return Queue(
-                io.engine,
-                io.depth,
-                io.block_bytes,
-                io.threads,
-                regions,
-                faults=faults,
-                files=[fd],
-                single_submit=io.single_submit,
-                overlap_events=io.overlap_events,
-            )
+            return Queue(io, files={fd: self._files[fd]}, regions=regions, faults=faults)
         except OSError as error:
             raise OSError(error.errno, error.strerror or str(error), self._files[fd]) from None
 

@@ -13,6 +13,9 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
 
+ALIGNMENT = 4096
+"""Of offsets, lengths and memory: what every file system with O_DIRECT accepts here."""
+
 
 def spread(first: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
     """Row i as often as counts[i] says, and with it first[i], first[i] + 1, ..."""

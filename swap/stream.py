@@ -15,10 +15,10 @@ import torch
 
 from tiermem.swap import durable
 from tiermem.swap.arena import Arena
-from tiermem.swap.direct import ALIGNMENT, open_direct, take_room
+from tiermem.swap.direct import open_direct, take_room
 from tiermem.swap.move import Move
 from tiermem.swap.native import READ, WRITE, Op, Queue
-from tiermem.swap.ranges import FreeRanges, round_up
+from tiermem.swap.ranges import ALIGNMENT, FreeRanges, round_up
 from tiermem.swap.store import TensorStore
 
 # ---- Bounce: a few small aligned buffers for bytes that lie in ordinary memory, or at odd offsets --------------------
@@ -179,7 +179,7 @@ class FileReader:
             arena = Arena(_READ_PIECE_BYTES * _NUM_PIECES)
             opened.callback(arena.close)
             self._pieces = [arena.take(_READ_PIECE_BYTES, "a read buffer").tensor for _ in range(_NUM_PIECES)]
-            self._queue = Queue(depth=32, path_of=lambda fd: str(self.path), files=[self._file.fd])
+            self._queue = Queue(files={self._file.fd: str(self.path)})
             opened.callback(self._queue.close)
             self._closing = opened.pop_all()
 
@@ -295,7 +295,7 @@ class FileWriter:
             arena = Arena(_WRITE_PIECE_BYTES * _NUM_PIECES)
             closing.callback(arena.close)
             self._pieces = [arena.take(_WRITE_PIECE_BYTES, "a write buffer").tensor for _ in range(_NUM_PIECES)]
-            self._queue = Queue(depth=32, path_of=lambda fd: str(self.path), files=[self._fd])
+            self._queue = Queue(files={self._fd: str(self.path)})
             closing.callback(self._queue.close)
             opened.pop_all()
         self._closing = closing
@@ -430,7 +430,7 @@ class ReadAhead:
             free.add(0, area.numel())
         self._files: collections.OrderedDict[Path, _OpenFile] = collections.OrderedDict()
         self._names: dict[int, str] = {}
-        self._queue = Queue(depth=32, path_of=lambda fd: self._names.get(fd, f"descriptor {fd}"))
+        self._queue = Queue(files=self._names)
 
     def start(self, ranges: Sequence[FileRange]) -> Reading | None:
         """Starts reading; None when the memory has no room for all of it beside what is not released yet.

@@ -21,8 +21,8 @@ from tiermem.swap.parts import (
     StepParts,
     StepRule,
     check_moment,
+    check_part,
     check_parts,
-    check_split,
     num_scales,
 )
 
@@ -48,7 +48,7 @@ def widen_in_torch(stored: Moment, weight: torch.Tensor | None = None, is_positi
 
     Does not wait for the device. Scale bytes of 1 to 47, which are never written, may be read as other numbers.
     """
-    _check_part(stored, weight)
+    check_part(stored, weight, device=None)
     if isinstance(stored, Quantised):
         return _decode(stored, is_positive)
     if stored.dtype not in SPLIT:
@@ -71,9 +71,9 @@ def narrow_in_torch(
     A split master writes its bf16 weight too, and keeps every pattern. words: random ones, by which parts below fp32 that are
     not split are rounded stochastically instead. Does not wait for the device.
     """
-    numel, device = _check_part(stored, weight)
+    numel = check_part(stored, weight, device=None)
     values = values.to(torch.float32)
-    check_moment("values", values, numel, device)
+    check_moment("values", values, numel, (stored.codes if isinstance(stored, Quantised) else stored).device)
     if isinstance(stored, Quantised):
         _encode(values, stored, is_positive, words)
     elif stored.dtype in SPLIT:
@@ -119,15 +119,6 @@ def _mix(x: int) -> int:
 def _signed(x: int) -> int:
     """The lower 32 bits as an int32 number."""
     return (x & 0xFFFFFFFF) - ((x & 0x80000000) << 1)
-
-
-def _check_part(stored: Moment, weight: torch.Tensor | None) -> tuple[int, torch.device]:
-    held = stored.codes if isinstance(stored, Quantised) else stored
-    if held.dtype in SPLIT:
-        check_split(held, weight, held.numel(), held.device)
-    else:
-        check_moment("part", stored, held.numel(), held.device)
-    return held.numel(), held.device
 
 
 # ---- bf16 and fp16, stochastically ------------------------------------------------------------------------------------

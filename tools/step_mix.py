@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from tiermem.swap.direct import open_unnamed, preallocate
+from tiermem.swap.native import IoSettings
 from tiermem.swap.passes import Passes
-from tiermem.swap.queue import IoSettings
 from tiermem.tools.words import format_bytes
 
 STEP_BYTES, FETCH_BYTES = 26, 4

@@ -16,9 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tiermem.swap.direct import probe_path
-from tiermem.swap.native import ENGINES, Queue
+from tiermem.swap.native import ENGINES, IoSettings, Queue
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.queue import IoSettings
 from tiermem.tools.machine import machine_facts
 from tiermem.tools.run_record import save_json
 from tiermem.tools.step_mix import Refused, StepMix, Turn
@@ -136,7 +135,7 @@ def engines_that_run(asked: Sequence[str]) -> list[str]:
         if name == "auto" or not {name, "auto"} & set(asked):
             continue
         try:
-            Queue(name).close()
+            Queue(IoSettings(name)).close()
         except OSError:
             if name in asked:
                 raise
@@ -147,7 +146,7 @@ def engines_that_run(asked: Sequence[str]) -> list[str]:
 
 def default_of(engines: Sequence[str]) -> IoSettings:
     """The settings without tuning, on the engine they would take, or on the first that was asked for."""
-    queue = Queue("auto")
+    queue = Queue(IoSettings("auto"))
     queue.close()
     return IoSettings() if queue.engine in engines else IoSettings(engine=engines[0])
 

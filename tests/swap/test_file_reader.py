@@ -54,7 +54,7 @@ def test_any_range_of_any_file_is_read(tmp_path: Path, pattern: Pattern, data: s
     path = tmp_path / "file"
     path.write_bytes(bytes(pattern(num_bytes).numpy()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader_module, "_PIECE_BYTES", 8192)  # many pieces for few bytes
+        patch.setattr(reader_module, "_READ_PIECE_BYTES", 8192)  # many pieces for few bytes
         with FileReader(path) as reader:
             for _ in range(3):
                 start = data.draw(st.integers(0, num_bytes))

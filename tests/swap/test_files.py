@@ -19,9 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiermem.swap import run_folder
-from tiermem.swap.direct import ALIGNMENT, file_system_of, probe_path
+from tiermem.swap.direct import file_system_of, probe_path
 from tiermem.swap.files import Extent, Files
-from tiermem.swap.queue import IoSettings
+from tiermem.swap.native import IoSettings
+from tiermem.swap.ranges import ALIGNMENT
 from tiermem.swap.run_folder import remove_dead_runs
 
 MIB = 1 << 20

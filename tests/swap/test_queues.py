@@ -15,9 +15,9 @@ import torch
 from tiermem.swap import queue as queues_module
 from tiermem.swap.arena import Arena
 from tiermem.swap.move import Move
-from tiermem.swap.native import READ, WRITE, Answer, Fault, Op, TransferError
+from tiermem.swap.native import READ, WRITE, Answer, Fault, IoSettings, Op, TransferError
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.queue import Blocks, IoSettings, Queues, Recorder
+from tiermem.swap.queue import Blocks, Queues, Recorder
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 
@@ -31,10 +31,10 @@ class FakeQueue:
     refuses: dict[int, int]  # descriptor: errno of its submissions
     fails_to_open: int
 
-    def __init__(self, *settings: object, files: list[int], **options: object) -> None:
-        if files[0] == self.fails_to_open:
+    def __init__(self, *settings: object, files: dict[int, str], **options: object) -> None:
+        (self.fd,) = files
+        if self.fd == self.fails_to_open:
             raise OSError(errno.ENOMEM, "no ring")
-        self.fd, self.log = files[0], []
         self.answers: dict[int, Answer] = {}
         self.opened[self.fd] = self
         self.log: list[tuple[Any, ...]] = []
@@ -239,13 +239,16 @@ def files(tmp_path: Path) -> Iterator[dict[int, str]]:
 
 def test_move_over_two_paths_brings_the_bytes_of_both(files: dict[int, str], engine: str) -> None:
     arena, recorder = Arena(1 << 20), Recorder()
-    queues = Queues(files, IoSettings(engine, block_bytes=4096, depth=4), [arena.region] if arena.region[1] else ())
+    queues = Queues(
+        files,
+        IoSettings(engine, block_bytes=4096, depth=4),
+        [arena.region] if arena.region[1] else (),
+        recorder=recorder,
+    )
     buffer = arena.take(524288).tensor
     first, second = files
     half = buffer.data_ptr() + 262144
-    move = Move(
-        queues, [Op(READ, second, half, 262144, 0), Op(READ, first, half - 262144, 262144, 0)], buffer, "x", recorder
-    )
+    move = Move(queues, [Op(READ, second, half, 262144, 0), Op(READ, first, half - 262144, 262144, 0)], buffer, "x")
     assert torch.equal(move.wait()[:262144], torch.ones(262144, dtype=torch.uint8))
     assert torch.equal(buffer[262144:], torch.full((262144,), 2, dtype=torch.uint8))
     (event,) = (event for event in recorder.events if event.lane == "read")
@@ -264,7 +267,7 @@ def test_settings_reach_every_queue(files: dict[int, str]) -> None:
     arena = Arena(1 << 20)
     buffer = arena.take(262144).tensor
     for fd in files:
-        Move(queues, [Op(READ, fd, buffer.data_ptr(), 262144, 0)], buffer, "x", Recorder()).wait()
+        Move(queues, [Op(READ, fd, buffer.data_ptr(), 262144, 0)], buffer, "x").wait()
     assert all(counters.kernel_entries >= counters.blocks == 64 for counters in queues.counters_by_path())
     queues.close()
     arena.close()

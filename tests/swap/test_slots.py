@@ -69,7 +69,8 @@ def test_slots_are_those_of_a_map_byte_by_byte(
                 model.current[byte] = slot
                 model.lost[byte].discard(slot)
         elif what == "lose":
-            slots.lose(slots.current(start, stop))
+            for part in slots.current(start, stop):
+                slots.lose(part)
             for byte in range(start, stop):
                 model.lost[byte].add(model.current[byte])
         elif what == "freeze":

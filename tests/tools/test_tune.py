@@ -18,9 +18,8 @@ pytest.importorskip("_tiermem_native")
 
 from tiermem.config import load_config
 from tiermem.config.load import with_tuned
-from tiermem.swap.native import Queue
+from tiermem.swap.native import IoSettings, Queue
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.queue import IoSettings
 from tiermem.tools.cli import main
 from tiermem.tools.reports import open_console
 from tiermem.tools.step_mix import Refused, StepMix, Turn, check_room
@@ -152,7 +151,7 @@ def test_engines_that_cannot_run_are_left_out_unless_named(monkeypatch: pytest.M
     def open_queue(name: str) -> Queue:
         if name == "uring":
             raise OSError(errno.EPERM, "not here")
-        return Queue("threads")
+        return Queue(IoSettings("threads"))
 
     monkeypatch.setattr("tiermem.tools.tune.Queue", open_queue)
     assert engines_that_run(["auto"]) == ["aio", "threads"]

@@ -14,9 +14,8 @@ import torch
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES, Precision
 from tiermem.swap.checksum import Pieces
-from tiermem.swap.direct import ALIGNMENT
 from tiermem.swap.parts import Moment, Quantised, num_scales
-from tiermem.swap.ranges import Numbers, round_up
+from tiermem.swap.ranges import ALIGNMENT, Numbers, round_up
 from tiermem.zero.quantised import BLOCK, byte_ranges
 from tiermem.zero.unit import Shard, Unit
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tiermem.swap.direct import open_unnamed, preallocate
+from tiermem.swap.native import IoSettings
 from tiermem.swap.passes import Passes
-from tiermem.swap.queue import IoSettings
 from tiermem.tools.words import format_bytes
 
 if TYPE_CHECKING:

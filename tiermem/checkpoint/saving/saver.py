@@ -82,7 +82,7 @@ def holds(freeze: Freeze, place: Place) -> bool:
         return False
     files = [str(file) for file in freeze.files()]
     for frozen in freeze.ranges(place.entry, place.offset, place.num_bytes):
-        start, stop = frozen.file_offset, frozen.file_offset + frozen.num_bytes
+        start, stop = frozen.offset, frozen.offset + frozen.num_bytes
         if any(
             each.file == files[frozen.path_index] and each.offset < stop and start < each.offset + each.num_bytes
             for each in place.ranges
