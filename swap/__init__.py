@@ -17,10 +17,9 @@ Files in order: each imports only files before it.
     files         one preallocated segment per path, extents dealt over them
     queue         one native queue per path behind one face; counts, records
     passes        one file's bytes moved in one pattern and timed; weights of paths
-    checksum      CRC-32C, and which pieces of an entry have one
+    checksum      CRC-32C of entries: taken when they are written, compared when they are read
     move          bytes on their way, as a value
     entry         one named tensor, its state machine, its extents and what a freeze holds of them
-    sums          checksums taken when entries are written, compared when they are read
     resources     a store's memory, files and queues, and its moves in flight
     store         TensorStore: put, fetch, release; byte ranges; freezes
     pipeline      read | compute | write, tile by tile

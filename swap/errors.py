@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
+
+from tiermem.swap.ranges import FileRange
 
 # ---- CorruptionError: bytes that came back from a file are not those that were written there -------------------------
 #
@@ -35,33 +37,32 @@ class CorruptionError(OSError):
         return _again, (type(self), (self.errno, self.strerror, self.filename), self.__dict__)
 
 
+class Place(NamedTuple):
+    """Bytes of a store's entry, and the ranges of files that hold them, in order."""
+
+    entry: str
+    offset: int
+    num_bytes: int
+    ranges: tuple[FileRange, ...]
+
+
 class DamagedEntry(CorruptionError):
-    """Bytes of a store's entry.
+    """Bytes of a store's entry; its first range of a file is named.
 
     Attributes:
         entry, entry_offset: which tensor of the store, and where in it.
         piece: what its owner calls it; None when nobody said.
     """
 
-    def __init__(
-        self,
-        filename: str,
-        offset: int,
-        length: int,
-        entry: str,
-        entry_offset: int,
-        piece: object,
-        written: int,
-        seen: int,
-        advice: str,
-    ) -> None:
+    def __init__(self, place: Place, piece: object, written: int, seen: int, advice: str) -> None:
+        first, length = place.ranges[0], place.num_bytes
         what = "" if piece is None else f"{piece}: "
         what += (
-            f"{length} bytes at offset {offset} are not those that were written (CRC-32C {seen:#010x}, written "
-            f"{written:#010x}; bytes {entry_offset} to {entry_offset + length} of {entry!r}). {advice}"
+            f"{length} bytes at offset {first.offset} are not those that were written (CRC-32C {seen:#010x}, written "
+            f"{written:#010x}; bytes {place.offset} to {place.offset + length} of {place.entry!r}). {advice}"
         )
-        super().__init__(what, filename, offset, length, written, seen)
-        self.entry, self.entry_offset = entry, entry_offset
+        super().__init__(what, str(first.path), first.offset, length, written, seen)
+        self.entry, self.entry_offset = place.entry, place.offset
         self.piece = piece
 
 

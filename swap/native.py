@@ -308,6 +308,12 @@ class Queue:
         if error is not None:
             raise error
 
+    def finish(self, tag: int) -> None:
+        """Blocks until a tag is answered; raises TransferError when the answer holds an error."""
+        answer = self.wait(tag)
+        assert answer is not None  # no time-out was given
+        self.raise_for(answer)
+
     def promote(self, tag: int, priority: int = URGENT) -> None:
         """Moves what the kernel has not yet got to a higher priority."""
         check(lib.tm_queue_promote(self._open_queue(), tag, priority), f"promoting tag {tag}")
@@ -475,11 +481,7 @@ def _set_part(slot: Any, part: Moment | None, is_positive: bool = False) -> None
 
 
 def store_gradient(
-    workers: Workers,
-    dst: torch.Tensor | None,
-    src: torch.Tensor,
-    first_element: int = 0,
-    accumulate: bool = False,
+    workers: Workers, dst: torch.Tensor | None, src: torch.Tensor, first_element: int = 0, accumulate: bool = False
 ) -> list[float]:
     """Copies or adds `src` into `dst` (None: only measures) and returns the sum of squares of each norm block.
 
@@ -491,14 +493,15 @@ def store_gradient(
         return []
     num_blocks = (first_element + src.numel() - 1) // NORM_BLOCK - first_element // NORM_BLOCK + 1
     sums = ffi.new("double[]", num_blocks)
+    kind = _DTYPES[None if dst is None else dst.dtype]
     code = lib.tm_gradient_store(
         workers.handle,
         src.numel(),
         _pointer(dst),
-        _DTYPES[None if dst is None else dst.dtype],
+        kind,
         _pointer(src),
         _DTYPES[src.dtype],
-        int(accumulate),
+        accumulate,
         first_element,
         sums,
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import errno
+import functools
+import itertools
 import logging
 import os
 import threading
@@ -16,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tiermem.swap.direct import open_unnamed, preallocate
-from tiermem.swap.native import NORMAL, READ, SYNC, WRITE, IoSettings, Map, Op, Queue
+from tiermem.swap.native import READ, SYNC, WRITE, IoSettings, Map, Op, Queue
 from tiermem.swap.paths import NvmePath
+from tiermem.swap.queue import InFlight
 from tiermem.swap.ranges import ALIGNMENT, round_up
 
 # ---- Passes: the bytes of one file moved through a queue in one pattern, and how long that took ----------------------
@@ -119,7 +121,7 @@ class Passes:
         else:
             moved = self._run_in_order(quota, mode != "write", mode != "read")
         if sync:
-            self._finish(self.queue.submit([Op(SYNC, self._fd, 0, 0, 0)]))
+            self.queue.finish(self.queue.submit([Op(SYNC, self._fd, 0, 0, 0)]))
         return Pass(time.monotonic() - start, moved * (mode != "write"), moved * (mode in ("write", "mixed")))
 
     def close(self) -> None:
@@ -136,25 +138,20 @@ class Passes:
         places = self._num_pieces // 2 if reads and writes else self._num_pieces
         stride = 2 if reads and writes else 1
         far = self._file_bytes // 2 // self._block_bytes * self._block_bytes if reads else 0
-        under_way: collections.deque[int] = collections.deque()
-        done = number = 0
-        while True:
-            offset = done % self._file_bytes
-            length = quota.take(min(self._piece_bytes, self._file_bytes - offset))
-            if not length:
-                break
-            if len(under_way) == places:
-                self._finish(under_way.popleft())
-            place = self._memory.address + number % places * stride * self._piece_bytes
-            ops = [Op(READ, self._fd, place, length, offset)] if reads else []
-            if writes:
-                place += (stride - 1) * self._piece_bytes
-                ops += self._write_at((offset + far) % self._file_bytes, place, length)
-            under_way.append(self.queue.submit(ops))
-            done += length
-            number += 1
-        for tag in under_way:
-            self._finish(tag)
+        done = 0
+        with InFlight(places) as in_flight:
+            for number in itertools.count():
+                offset = done % self._file_bytes
+                length = quota.take(min(self._piece_bytes, self._file_bytes - offset))
+                if not length:
+                    break
+                place = self._memory.address + number % places * stride * self._piece_bytes
+                ops = [Op(READ, self._fd, place, length, offset)] if reads else []
+                if writes:
+                    place += (stride - 1) * self._piece_bytes
+                    ops += self._write_at((offset + far) % self._file_bytes, place, length)
+                in_flight.add(functools.partial(self.queue.finish, self.queue.submit(ops)))
+                done += length
         return done
 
     def _write_at(self, offset: int, place: int, length: int) -> list[Op]:
@@ -171,25 +168,19 @@ class Passes:
         batch = max(1, min(num_places // _RANDOM_BATCHES, max(self._depth, 256)))
         generator, file_blocks = np.random.default_rng(seed), self._file_bytes // self._block_bytes
         places = self._memory.address + np.arange(num_places, dtype=np.int64) * self._block_bytes
-        under_way: collections.deque[int] = collections.deque()
-        done = number = 0
-        while num_blocks := quota.take(batch * self._block_bytes) // self._block_bytes:
-            if len(under_way) == _RANDOM_BATCHES:
-                self._finish(under_way.popleft())
-            offsets = generator.integers(0, file_blocks, num_blocks, dtype=np.int64) * self._block_bytes
-            start = number % _RANDOM_BATCHES * batch
-            addresses = places[start : start + num_blocks]
-            under_way.append(self.queue.submit_blocks(READ, self._fd, addresses, offsets, self._block_bytes, NORMAL))
-            done += num_blocks * self._block_bytes
-            number += 1
-        for tag in under_way:
-            self._finish(tag)
+        done = 0
+        with InFlight(_RANDOM_BATCHES) as in_flight:
+            for number in itertools.count():
+                num_blocks = quota.take(batch * self._block_bytes) // self._block_bytes
+                if not num_blocks:
+                    break
+                offsets = generator.integers(0, file_blocks, num_blocks, dtype=np.int64) * self._block_bytes
+                start = number % _RANDOM_BATCHES * batch
+                addresses = places[start : start + num_blocks]
+                tag = self.queue.submit_blocks(READ, self._fd, addresses, offsets, self._block_bytes)
+                in_flight.add(functools.partial(self.queue.finish, tag))
+                done += num_blocks * self._block_bytes
         return done
-
-    def _finish(self, tag: int) -> None:
-        answer = self.queue.wait(tag)
-        assert answer is not None
-        self.queue.raise_for(answer)
 
 
 def memory_bytes(io: IoSettings) -> int:

@@ -8,8 +8,9 @@ import dataclasses
 import errno
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -125,6 +126,54 @@ class Blocks(NamedTuple):
 
 
 Transfers = Sequence[Op] | Sequence[Blocks]
+
+
+class InFlight:
+    """The pieces of a stream that are in flight, at most `count`; they end in the order in which they were started.
+
+    A piece is the call that waits for its transfer and then does what is due with the bytes. A context manager: leaving it ends
+    all pieces. After an error their own errors are dropped; they end all the same, before their buffers are used again.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._pieces: collections.deque[Callable[[], object]] = collections.deque()
+
+    def __enter__(self) -> InFlight:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.abandon()
+
+    def add(self, piece: Callable[[], object]) -> None:
+        """Keeps a piece that has been started, and ends the oldest if there is no buffer for another one. Raises OSError."""
+        self._pieces.append(piece)
+        if len(self._pieces) == self._count:
+            self._end_oldest()
+
+    def finish(self) -> None:
+        """Ends every piece. Raises the first OSError."""
+        try:
+            while self._pieces:
+                self._end_oldest()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Ends every piece. Never raises OSError."""
+        while self._pieces:
+            with contextlib.suppress(OSError):
+                self._pieces[0]()
+            self._pieces.popleft()
+
+    def _end_oldest(self) -> None:
+        self._pieces[0]()
+        self._pieces.popleft()
 
 
 class Queues:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,14 @@ def spread(first: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
     row = np.repeat(np.arange(len(counts)), counts)
     before = np.cumsum(counts) - counts
     return row, first[row] + np.arange(len(row)) - before[row]
+
+
+class FileRange(NamedTuple):
+    """Bytes of a file."""
+
+    path: Path
+    offset: int
+    num_bytes: int
 
 
 # ---- FreeRanges: which bytes of a line of bytes nobody holds ---------------------------------------------------------

@@ -45,6 +45,7 @@ import torch
 from tiermem.swap import durable
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.arena import BudgetError, Slot
+from tiermem.swap.checksum import Range, Sums, Written
 from tiermem.swap.entry import Entry, EntryState, Freeze, NvmeHome, changing
 from tiermem.swap.move import Move, wait_for_any
 from tiermem.swap.native import BACKGROUND, NORMAL, WRITE, Fault, IoSettings, Op, check_process
@@ -52,7 +53,6 @@ from tiermem.swap.paths import AnyPath
 from tiermem.swap.queue import PathStats, Queues, Recorder, StoreStats
 from tiermem.swap.resources import Resources, UnderWay
 from tiermem.swap.run_folder import RunName
-from tiermem.swap.sums import Range, Sums, Written
 from tiermem.swap.tier import Tier
 
 __all__ = ["PathStats", "StoreStats", "TensorStore"]

@@ -15,12 +15,11 @@ import torch
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.saving.copies import lay_out
 from tiermem.checkpoint.saving.pieces import Resting, Stretch, checksums, cuts, joined_rows, rows_of
-from tiermem.swap.checksum import Pieces, crc32c
+from tiermem.swap.checksum import Pieces, Sums, crc32c
 from tiermem.swap.entry import Freeze, Stored
 from tiermem.swap.files import Extent
 from tiermem.swap.native import Workers
 from tiermem.swap.queue import Recorder
-from tiermem.swap.sums import Sums
 
 MIB, BLOCK = 1 << 20, 4096
 

@@ -12,7 +12,8 @@ import torch
 
 from tiermem.swap import stream as read_ahead_module
 from tiermem.swap.arena import Arena
-from tiermem.swap.stream import FileRange, ReadAhead
+from tiermem.swap.ranges import FileRange
+from tiermem.swap.stream import ReadAhead
 
 Pattern = Callable[..., torch.Tensor]
 AREA = 1 << 16

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tiermem.precision import Precision
+from tiermem.swap.checksum import Verify
 from tiermem.swap.native import IoSettings
-from tiermem.swap.sums import Verify
 from tiermem.tools.bench.files import IoCounts, check_room
 from tiermem.tools.bench.stepped_model import (
     DTYPES,
