@@ -45,26 +45,25 @@ def open_direct(file: Path, flags: int) -> tuple[int, str]:
 
 
 def open_unnamed(folder: Path) -> tuple[int, bool]:
-    """An open file without a name in `folder`, and whether it is direct. Raises OSError; the caller closes it.
+    """An open file without a name in `folder`, and whether it is direct. Raises OSError; the caller closes it."""
+    fd, why = _open_unnamed(folder)
+    return fd, not why
 
-    Where the file system has no O_TMPFILE its name is removed at once: nothing is left behind whatever happens.
-    """
-    flags = os.O_RDWR
-    for direct in (os.O_DIRECT, 0):
-        try:
-            fd = os.open(folder, flags | os.O_TMPFILE | direct, 0o600)
-        except OSError:
-            name = folder / f".tiermem-unnamed-{os.getpid()}-{secrets.token_hex(4)}"
-            try:
-                fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | direct, 0o600)
-            except OSError:
-                name.unlink(missing_ok=True)  # some file systems make the file before they refuse O_DIRECT
-                if not direct:
-                    raise
-                continue
+
+def _open_unnamed(folder: Path) -> tuple[int, str]:
+    """As `open_direct`. Where the file system has no O_TMPFILE, the file has a name while it is opened."""
+    name = None
+    try:
+        fd = os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
+    except OSError:
+        name = folder / f".tiermem-unnamed-{os.getpid()}-{secrets.token_hex(4)}"
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        return open_direct(name or Path(f"/proc/self/fd/{fd}"), os.O_RDWR)
+    finally:
+        os.close(fd)
+        if name is not None:
             name.unlink()
-        return fd, bool(direct) and not _settle(fd)
-    raise AssertionError("the second try returns or raises")
 
 
 def preallocate(fd: int, start: int, num_bytes: int) -> None:
@@ -179,39 +178,14 @@ def probe_path(path: Path) -> PathFacts:
     """Looks at a folder: it must exist and be writable. Raises OSError that names it and says what to do."""
     if not path.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder: make it first, or correct nvme_path", str(path))
-    why = _tried(path)
-    stats = os.statvfs(path)
-    free_bytes = stats.f_bavail * stats.f_frsize
-    return PathFacts(path, free_bytes, file_system_of(path), not why, why, path.stat().st_dev)
-
-
-def _tried(path: Path) -> str:
-    """Why a file there is used buffered; empty: it takes direct transfers. Raises OSError."""
     try:
-        unnamed = os.open(path, os.O_RDWR | os.O_TMPFILE, 0o600)  # nothing is left by a process that is killed here
-    except OSError:  # no such files on this file system, or no writing at all
-        return _tried_by_name(path)
-    try:
-        fd, why = open_direct(Path(f"/proc/self/fd/{unnamed}"), os.O_RDWR)
-        os.close(fd)
-        return why
-    finally:
-        os.close(unnamed)
-
-
-def _tried_by_name(path: Path) -> str:
-    name = path / f".tiermem-probe-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fd, why = _open_unnamed(path)
     except OSError as error:
         raise OSError(error.errno, f"cannot write here: {os.strerror(error.errno or 0)}", str(path)) from None
     os.close(fd)
-    try:
-        fd, why = open_direct(name, os.O_RDWR)
-        os.close(fd)
-        return why
-    finally:
-        name.unlink()
+    stats = os.statvfs(path)
+    free_bytes = stats.f_bavail * stats.f_frsize
+    return PathFacts(path, free_bytes, file_system_of(path), not why, why, path.stat().st_dev)
 
 
 def file_system_of(path: Path) -> str:

@@ -10,7 +10,7 @@ import errno
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -28,9 +28,12 @@ from tiermem.swap.tier import Tier
 class SlotPart(NamedTuple):
     """Bytes [start, stop) of an entry, in one slot."""
 
-    slot: int
     start: int
     stop: int
+    slot: int
+
+
+P = TypeVar("P", "SlotPart", "_Piece")
 
 
 class NoSlotError(RuntimeError):
@@ -66,11 +69,11 @@ class Slots:
 
     def current(self, start: int, stop: int) -> list[SlotPart]:
         """Where bytes [start, stop) are read, in order."""
-        return _joined(SlotPart(piece.current, piece.start, piece.stop) for piece in self._within(start, stop))
+        return _joined(SlotPart(*piece[:3]) for piece in self._within(start, stop))
 
     def targets(self, start: int, stop: int) -> list[SlotPart]:
         """Where a write of bytes [start, stop) goes; nothing changes yet. Raises NoSlotError."""
-        return _joined(SlotPart(self._target(piece), piece.start, piece.stop) for piece in self._within(start, stop))
+        return _joined(SlotPart(piece.start, piece.stop, self._target(piece)) for piece in self._within(start, stop))
 
     def write(self, start: int, stop: int) -> None:
         """The write to `targets` is under way: its slots are current."""
@@ -91,7 +94,7 @@ class Slots:
     def lost(self, freeze: int) -> list[SlotPart]:
         """The lost bytes among those that a freeze holds."""
         return _joined(
-            SlotPart(slot, piece.start, piece.stop)
+            SlotPart(piece.start, piece.stop, slot)
             for piece in self._pieces
             if piece.lost
             for number, slot in sorted(piece.holds)
@@ -104,11 +107,11 @@ class Slots:
             _Piece(start, stop, current, holds | {(freeze, current)}, lost)
             for start, stop, current, holds, lost in self._pieces
         ]
-        return _joined(SlotPart(piece.current, piece.start, piece.stop) for piece in self._pieces)
+        return _joined(SlotPart(*piece[:3]) for piece in self._pieces)
 
     def thaw(self, freeze: int) -> None:
         """Lets go of what a freeze holds; of one that holds nothing here, nothing."""
-        self._pieces = _coalesced(
+        self._pieces = _joined(
             _Piece(start, stop, current, frozenset([hold for hold in holds if hold[0] != freeze]), lost)
             for start, stop, current, holds, lost in self._pieces
         )
@@ -154,7 +157,7 @@ class Slots:
         first, last = max(0, first - 1), min(len(self._pieces), last + 1)  # with the neighbours, which may be equal now
         left = [piece for piece in self._pieces[first:last] if piece.stop <= changed[0].start]
         right = [piece for piece in self._pieces[first:last] if piece.start >= changed[-1].stop]
-        self._pieces[first:last] = _coalesced([*left, *changed, *right])
+        self._pieces[first:last] = _joined([*left, *changed, *right])
 
 
 class _Piece(NamedTuple):
@@ -167,25 +170,14 @@ class _Piece(NamedTuple):
     lost: frozenset[int]  # slots whose last write failed
 
 
-def _coalesced(pieces: Iterable[_Piece]) -> list[_Piece]:
+def _joined(pieces: Iterable[P]) -> list[P]:
     """Neighbours in the same situation become one."""
-    found: list[_Piece] = []
+    found: list[P] = []
     for piece in pieces:
-        if found and found[-1][2:] == piece[2:]:
+        if found and found[-1].stop == piece.start and found[-1][2:] == piece[2:]:
             found[-1] = found[-1]._replace(stop=piece.stop)
         else:
             found.append(piece)
-    return found
-
-
-def _joined(parts: Iterable[SlotPart]) -> list[SlotPart]:
-    """Parts that lie one behind the other in one slot become one."""
-    found: list[SlotPart] = []
-    for part in parts:
-        if found and (found[-1].slot, found[-1].stop) == (part.slot, part.start):
-            found[-1] = found[-1]._replace(stop=part.stop)
-        else:
-            found.append(part)
     return found
 
 
@@ -298,15 +290,17 @@ class NvmeHome:
             extent = self.extents[slot]
             if extent is None:
                 self.extents[slot] = extent = self._files.allocate(self.num_bytes, near=self.first.path_index)
-            self._files.check_whole(extent)
+            self._files.segment_of(extent).check_whole()
         return targets
 
     def ops(self, kind: int, parts: Iterable[SlotPart], address: int) -> list[Op]:
         """One transfer for each part, between the files and memory in which the entry's byte 0 would lie at `address`."""
         ops = []
-        for slot, start, stop in parts:
+        for start, stop, slot in parts:
             extent = self._extent(slot)
-            ops.append(Op(kind, self._files.fd(extent), address + start, stop - start, extent.offset + start))
+            ops.append(
+                Op(kind, self._files.segment_of(extent).fd, address + start, stop - start, extent.offset + start)
+            )
         return ops
 
     def blocks(self, offsets: Numbers, block_bytes: int, address: int) -> list[Blocks]:
@@ -331,7 +325,7 @@ class NvmeHome:
     def freeze(self, number: int) -> list[Stored]:
         """Holds what is current for a freeze."""
         found = []
-        for slot, start, stop in self.slots.freeze(number):
+        for start, stop, slot in self.slots.freeze(number):
             extent = self._extent(slot)
             found.append(Stored(start, extent._replace(offset=extent.offset + start, num_bytes=stop - start)))
         return found
@@ -525,7 +519,7 @@ class Entry:
         """Raises OSError when what a freeze holds of it is not what was last written, because that write failed."""
         if self.leaving is not None and self.leaving.has_failed:
             self.leaving.wait()
-        for _, start, stop in self.nvme.slots.lost(freeze) if self.nvme is not None else ():
+        for start, stop, _ in self.nvme.slots.lost(freeze) if self.nvme is not None else ():
             raise OSError(
                 errno.EIO,
                 f"bytes {start} to {stop} of {self.name!r} are lost: the last write of them failed. Write them again, or drop "

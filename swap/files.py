@@ -288,17 +288,13 @@ class Files:
         for segment, weight in zip(self.segments, weights, strict=True):
             segment.weight = weight
 
+    def segment_of(self, extent: Extent) -> Segment:
+        """The segment that an extent lies in."""
+        return self.segments[extent.path_index]
+
     def free(self, extent: Extent) -> None:
         """Returns an extent to its path."""
-        self.segments[extent.path_index].free(extent.offset, extent.num_bytes)
-
-    def fd(self, extent: Extent) -> int:
-        """The descriptor that an extent is read and written through."""
-        return self.segments[extent.path_index].fd
-
-    def check_whole(self, extent: Extent) -> None:
-        """Raises OSError (ENODATA) when somebody has truncated the file that an extent lies in."""
-        self.segments[extent.path_index].check_whole()
+        self.segment_of(extent).free(extent.offset, extent.num_bytes)
 
     def sync(self) -> None:
         """Blocks until what was written is on the disk, on every path. Raises OSError that names the file."""

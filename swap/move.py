@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -83,14 +82,13 @@ class Move:
         self._tag: int | None = None
         self._is_done = False
         self._answered_ns = 0  # when its end was looked at: what is done with the bytes then is not waiting
-        self._failure: Callable[[], OSError] | None = None  # makes the error anew: a kept one would keep its frames
-        self._was_cancelled = False
+        self._failure: OSError | None = None  # `wait` raises a copy: one that was raised would keep its frames
         self._result: Any = owns
         self._lock = threading.Lock()  # held by the one thread that asks the queue; taken before a store's lock
         if not ops:
             self._end()
         elif after is None or (after.is_done() and not after.has_failed):
-            self._submit()
+            self._tag, self._after = queue.submit(ops, priority), None
 
     def wait(self) -> Any:
         """Blocks until the bytes have arrived and returns what the move owns. Raises OSError; safe to call again."""
@@ -98,7 +96,7 @@ class Move:
             with self._lock:
                 self._wait()
         if self._failure is not None:
-            raise self._failure()
+            raise copy.copy(self._failure)
         return self._result
 
     def outcome(self) -> OSError | None:
@@ -133,7 +131,7 @@ class Move:
     @property
     def was_cancelled(self) -> bool:
         """Whether they have not arrived because somebody called `cancel`."""
-        return self._was_cancelled
+        return self._failure is not None and self._failure.errno == errno.ECANCELED
 
     @property
     def is_write(self) -> bool:
@@ -166,7 +164,7 @@ class Move:
             if self._is_done:
                 return
             if self._tag is None:
-                self._fail(errno.ECANCELED, f"{self.name!r} was cancelled before it started")
+                self._end(OSError(errno.ECANCELED, f"{self.name!r} was cancelled before it started"))
                 return
             self._drop()
             self._ask(timeout_s=None)
@@ -203,19 +201,14 @@ class Move:
         if not after.is_done():
             return False
         if after.has_failed:
-            self._failure, self._was_cancelled = after._failure, after._was_cancelled
-            self._end()
+            self._end(after._failure)
             return False
         try:
-            self._submit()
+            self._tag, self._after = self._queue.submit(self._ops, self._priority), None
         except OSError as error:
-            self._fail(error.errno or errno.EIO, f"{self.name!r} could not be started: {error.strerror}")
+            self._end(OSError(error.errno or errno.EIO, f"{self.name!r} could not be started: {error.strerror}"))
             return False
         return True
-
-    def _submit(self) -> None:
-        self._tag = self._queue.submit(self._ops, self._priority)
-        self._after = None
 
     def _drop(self) -> None:
         if self._tag is not None:
@@ -227,7 +220,7 @@ class Move:
         try:
             answer = self._queue.wait(self._tag, timeout_s)
         except OSError as error:
-            self._fail(error.errno or errno.EIO, f"{self.name!r} was under way: {error.strerror}")
+            self._end(OSError(error.errno or errno.EIO, f"{self.name!r} was under way: {error.strerror}"))
             return
         if answer is not None:
             self._finish(answer)
@@ -236,21 +229,13 @@ class Move:
         self._answered_ns = time.monotonic_ns()
         if answer.started_ns:
             self._queue.recorder.add(self._lane, self.name, answer.started_ns, answer.finished_ns, answer.num_bytes)
-        error = self._queue.error_of(answer) or (self._check() if self._check is not None else None)
-        if error is not None:
-            self._failure = functools.partial(copy.copy, error)
-            self._was_cancelled = error.errno == errno.ECANCELED
-        self._end()
+        self._end(self._queue.error_of(answer) or (self._check() if self._check is not None else None))
 
-    def _fail(self, code: int, what: str) -> None:
-        self._failure = functools.partial(OSError, code, what)
-        self._was_cancelled = code == errno.ECANCELED
-        self._end()
-
-    def _end(self) -> None:
+    def _end(self, failure: OSError | None = None) -> None:
+        self._failure = failure
         self._answered_ns = self._answered_ns or time.monotonic_ns()
         self._ops, self._owns, self._after, self._check = (), None, None, None
         on_end, self._on_end = self._on_end, None
         if on_end:
-            on_end(self._failure is None)
+            on_end(failure is None)
         self._is_done = True

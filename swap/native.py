@@ -36,7 +36,7 @@ from tiermem.swap.parts import (
     check_part,
     check_parts,
 )
-from tiermem.swap.ranges import ALIGNMENT, Numbers
+from tiermem.swap.ranges import ALIGNMENT, ByteRange, Numbers
 
 _MAX_BLOCK_BYTES = 1 << 30  # below what one system call transfers
 ENGINES = {"auto": lib.TM_ENGINE_AUTO, "uring": lib.TM_ENGINE_URING, "aio": lib.TM_ENGINE_AIO}
@@ -215,7 +215,7 @@ class Queue:
         io: engine, block size and depth.
         files: descriptors and their files' names, for errors. Those that it holds now are registered with the kernel where that
             allows, and stay open until the queue is closed.
-        regions: (address, bytes) of memory to register with the kernel where it allows.
+        regions: memory to register with the kernel where it allows.
         faults: lies for tests.
 
     Raises:
@@ -226,7 +226,7 @@ class Queue:
         self,
         io: IoSettings = _USUAL,
         files: Mapping[int, str] = MappingProxyType({}),
-        regions: Sequence[tuple[int, int]] = (),
+        regions: Sequence[ByteRange] = (),
         faults: Sequence[Fault] = (),
     ) -> None:
         self._files = files

@@ -20,7 +20,7 @@ from tiermem.swap.direct import open_unnamed, preallocate
 from tiermem.swap.native import READ, SYNC, WRITE, IoSettings, Map, Op, Queue
 from tiermem.swap.paths import NvmePath
 from tiermem.swap.queue import InFlight
-from tiermem.swap.ranges import ALIGNMENT, round_up
+from tiermem.swap.ranges import ALIGNMENT, ByteRange, round_up
 
 # ---- Passes: the bytes of one file moved through a queue in one pattern, and how long that took ----------------------
 #
@@ -92,7 +92,7 @@ class Passes:
         try:
             self._memory.commit(0, self._memory.num_bytes)
             self._fill()
-            region = (self._memory.address, self._memory.num_bytes)
+            region = ByteRange(self._memory.address, self._memory.num_bytes)
             self.queue = Queue(io, files={fd: f"descriptor {fd}"}, regions=[region])
         except BaseException:
             self._memory.close()

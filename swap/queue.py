@@ -8,9 +8,8 @@ import dataclasses
 import errno
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +27,7 @@ from tiermem.swap.native import (
     TransferError,
     error_of,
 )
+from tiermem.swap.ranges import ByteRange
 
 # ---- Recorder: what happened when, for pictures and reports ----------------------------------------------------------
 #
@@ -142,9 +142,7 @@ class InFlight:
     def __enter__(self) -> InFlight:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.finish()
         else:
@@ -182,7 +180,7 @@ class Queues:
     Args:
         files: every open file's descriptor and name; they stay open until the queues are closed.
         io: engine, block size and depth, of each queue.
-        regions: (address, bytes) of memory to register with the kernel where it allows, with each queue.
+        regions: memory to register with the kernel where it allows, with each queue.
         faults: lies for tests, told by each queue.
         recorder: receives what the moves through these queues took; None: a new one.
 
@@ -193,7 +191,7 @@ class Queues:
         self,
         files: Mapping[int, str],
         io: IoSettings,
-        regions: Sequence[tuple[int, int]] = (),
+        regions: Sequence[ByteRange] = (),
         faults: Sequence[Fault] = (),
         recorder: Recorder | None = None,
     ) -> None:
@@ -212,8 +210,7 @@ class Queues:
     @property
     def engine(self) -> str:
         """The engines in use."""
-        engines: list[str] = [queue.engine for queue in self._queues.values()]
-        return ", ".join(dict.fromkeys(engines))
+        return ", ".join(dict.fromkeys(queue.engine for queue in self._queues.values()))
 
     @property
     def why(self) -> str:
@@ -229,13 +226,17 @@ class Queues:
         When a later path's queue refuses its part, what the earlier ones have got is ended first.
         """
         parts: list[_Part] = []
+        ops: dict[int, list[Op]] = {}  # by descriptor, in their order
         try:
-            for blocks in (each for each in transfers if isinstance(each, Blocks)):
-                queue = self._queue_of(blocks.fd)
-                parts.append(_Part(queue, queue.submit_blocks(*blocks, priority)))
-            for fd, ops in _by_file(each for each in transfers if isinstance(each, Op)).items():
+            for each in transfers:
+                if isinstance(each, Op):
+                    ops.setdefault(each.fd, []).append(each)
+                else:
+                    queue = self._queue_of(each.fd)
+                    parts.append(_Part(queue, queue.submit_blocks(*each, priority)))
+            for fd, own in ops.items():
                 queue = self._queue_of(fd)
-                parts.append(_Part(queue, queue.submit(ops, priority)))
+                parts.append(_Part(queue, queue.submit(own, priority)))
         except BaseException:
             for part in parts:
                 part.drop()
@@ -304,7 +305,7 @@ class Queues:
                 closing.callback(lambda queue: errors.append(queue.close()), queue)
         return sum(errors)
 
-    def _open(self, fd: int, io: IoSettings, regions: Sequence[tuple[int, int]], faults: Sequence[Fault]) -> Queue:
+    def _open(self, fd: int, io: IoSettings, regions: Sequence[ByteRange], faults: Sequence[Fault]) -> Queue:
         try:
             return Queue(io, files={fd: self._files[fd]}, regions=regions, faults=faults)
         except OSError as error:
@@ -312,8 +313,10 @@ class Queues:
 
     def _queue_of(self, fd: int) -> Queue:
         queue = self._queues.get(fd)
+        if queue is None and fd in self._files:
+            raise OSError(errno.ESHUTDOWN, "this I/O queue is closed")
         if queue is None:
-            raise OSError(errno.ESHUTDOWN if fd in self._files else errno.EBADF, _no_queue(fd in self._files))
+            raise OSError(errno.EBADF, "no queue was opened for this file")
         return queue
 
     def _parts(self, tag: int) -> list[_Part]:
@@ -362,14 +365,6 @@ class _Part:
                 self._queue.cancel(self._tag)
 
 
-def _by_file(ops: Iterable[Op]) -> dict[int, list[Op]]:
-    """Transfers by descriptor, in their order."""
-    found: dict[int, list[Op]] = {}
-    for op in ops:
-        found.setdefault(op.fd, []).append(op)
-    return found
-
-
 def _joined(answers: list[Answer]) -> Answer:
     """One answer for several parts; an error of the disk counts before a part that was dropped because of it."""
     if len(answers) == 1:
@@ -382,7 +377,3 @@ def _joined(answers: list[Answer]) -> Answer:
         started_ns=min((a.started_ns for a in answers if a.started_ns), default=0),
         finished_ns=max(a.finished_ns for a in answers),
     )
-
-
-def _no_queue(was_open: bool) -> str:
-    return "this I/O queue is closed" if was_open else "no queue was opened for this file"

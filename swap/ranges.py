@@ -26,6 +26,13 @@ def spread(first: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
     return row, first[row] + np.arange(len(row)) - before[row]
 
 
+class ByteRange(NamedTuple):
+    """Bytes of memory from an address on, or of a file or an entry from an offset on."""
+
+    offset: int
+    num_bytes: int
+
+
 class FileRange(NamedTuple):
     """Bytes of a file."""
 

@@ -54,10 +54,10 @@ class Resources:
         """The queues; opened now if they are not, with the memory carved so far registered. Raises OSError."""
         if self.open_queues is None:
             region = self.arena.region
-            regions = [region] if region[1] else []
+            regions = [region] if region.num_bytes else []
             files = self.files.by_descriptor()
             self.open_queues = Queues(files, self._io, regions, self._faults, self._recorder)
-            self.registered_bytes = region[1]
+            self.registered_bytes = region.num_bytes
         return self.open_queues
 
     def end_queues(self) -> None:

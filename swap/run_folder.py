@@ -61,6 +61,8 @@ class Owner(NamedTuple):
     started: str
 
     def __str__(self) -> str:
+        if self == UNKNOWN:
+            return "a process that it does not name"
         return f"process {self.pid} on {self.host}, started {self.started}"
 
 
@@ -236,7 +238,7 @@ def _take_over(folder: Path, owner: Owner | None) -> RunLock:
                 os.close(opened)
         raise
     if owner is not None:
-        logger.warning("%s was left by %s, which has ended: its lock is taken over", folder, _named(owner))
+        logger.warning("%s was left by %s, which has ended: its lock is taken over", folder, owner)
     return RunLock(folder, fd, folder_fd)
 
 
@@ -255,7 +257,7 @@ def _hold(fd: int, folder: Path) -> None:
 
 
 def _lives(folder: Path) -> OSError:
-    what = f"its run lives: {_named(owner_of(folder) or UNKNOWN)} holds {LOCK}"
+    what = f"its run lives: {owner_of(folder) or UNKNOWN} holds {LOCK}"
     return OSError(errno.EBUSY, f"{what}. Wait for its end, or stop it, or use another folder", str(folder))
 
 
@@ -303,10 +305,6 @@ def _is_held(file: Path) -> bool:
     finally:
         os.close(fd)
     return False
-
-
-def _named(owner: Owner) -> str:
-    return "a process that it does not name" if owner == UNKNOWN else str(owner)
 
 
 def _started(pid: int) -> str:

@@ -36,7 +36,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -115,9 +114,7 @@ class TensorStore:
     def __enter__(self) -> TensorStore:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __contains__(self, name: str) -> bool:
@@ -391,7 +388,7 @@ class TensorStore:
         try:
             self._end_writes(writes)
         finally:
-            if self.arena.region[1] > self._held.registered_bytes:
+            if self.arena.region.num_bytes > self._held.registered_bytes:
                 self._end_queues()
 
     def stats(self) -> StoreStats:

@@ -48,7 +48,7 @@ def test_extent_is_aligned_and_covers_what_was_asked(files: Files, asked: int, g
 
 def test_file_has_blocks_for_every_extent_before_anything_is_written(files: Files) -> None:
     extent = files.allocate(100 * MIB)
-    stat = os.fstat(files.fd(extent))
+    stat = os.fstat(files.segment_of(extent).fd)
     assert stat.st_size >= extent.offset + extent.num_bytes
     assert stat.st_blocks * 512 >= stat.st_size
     files.close(keep=False)

@@ -15,7 +15,7 @@ from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES, Precision
 from tiermem.swap.checksum import Pieces
 from tiermem.swap.parts import Moment, Quantised, num_scales
-from tiermem.swap.ranges import ALIGNMENT, Numbers, round_up
+from tiermem.swap.ranges import ALIGNMENT, ByteRange, Numbers, round_up
 from tiermem.zero.quantised import BLOCK, byte_ranges
 from tiermem.zero.unit import Shard, Unit
 
@@ -81,13 +81,6 @@ class StateViews(NamedTuple):
         """Elements [start, start + numel) of every part; where moments are in 8 bits, `start` is a multiple of 64."""
         master = None if self.master is None else self.master[start : start + numel]
         return StateViews(master, tuple(_piece(moment, start, numel) for moment in self.moments))
-
-
-class ByteRange(NamedTuple):
-    """Bytes of a tile's states."""
-
-    offset: int
-    num_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
