@@ -1,4 +1,13 @@
-"""Direct: whether a file is read and written past the page cache, at which alignment, and what a folder offers."""
+"""Direct: whether a file is read and written past the page cache, at which alignment, and what a folder offers.
+
+Transfers are cut at ALIGNMENT. A file system that takes no O_DIRECT, or asks for more than that, is used buffered, and
+`why_buffered` says why:
+
+    open with O_DIRECT   refused               buffered
+    STATX_DIOALIGN       (0, 0)                buffered: not this file (encrypted, or data in the journal)
+                         more than ALIGNMENT   buffered, with the numbers
+                         not told              direct: opening it so has worked, and old kernels know no more
+"""
 
 from __future__ import annotations
 
@@ -12,17 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.swap.errors import remedy
-from tiermem.swap.ranges import ALIGNMENT
-
-# ---- Direct: whether a file is read and written past the page cache, and at which alignment --------------------------
-#
-# Everything that moves here is cut at ALIGNMENT. A file system that takes no O_DIRECT, or asks for more than that, is
-# used buffered, and `why_buffered` says why:
-#
-#     open with O_DIRECT   refused               buffered
-#     STATX_DIOALIGN       (0, 0)                buffered: not this file (encrypted, or data in the journal)
-#                          more than ALIGNMENT   buffered, with the numbers
-#                          not told              direct: opening it so has worked, and old kernels know no more
+from tiermem.swap.tier import ALIGNMENT
 
 _CHUNK_BYTES = 1 << 20
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
@@ -136,7 +135,7 @@ def give_back(fd: int, start: int, num_bytes: int) -> None:
 
 def why_buffered(fd: int) -> str:
     """What the kernel has against direct transfers of an open file at ALIGNMENT; empty when nothing."""
-    from tiermem.swap import native  # brings torch: whoever only names or probes folders goes without
+    from tiermem.swap import native  # brings torch, which naming a folder goes without
 
     asked = native.file_alignment(fd)
     if asked is None:
@@ -157,12 +156,6 @@ def _settle(fd: int) -> str:
     return why
 
 
-# ---- Probe: what a folder offers to a run, found by trying -----------------------------------------------------------
-#
-# A file without a name is made; where there are none, a small file is made and removed. Nothing else is touched,
-# nothing is left.
-
-
 class PathFacts(NamedTuple):
     """What a path offers: free bytes for this user, file system type, whether transfers go past the page cache."""
 
@@ -175,7 +168,8 @@ class PathFacts(NamedTuple):
 
 
 def probe_path(path: Path) -> PathFacts:
-    """Looks at a folder: it must exist and be writable. Raises OSError that names it and says what to do."""
+    """Looks at a folder, by making a file without a name in it. Raises OSError that names it and says what to do: it must exist
+    and be writable."""
     if not path.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder: make it first, or correct nvme_path", str(path))
     try:

@@ -21,8 +21,8 @@ from tiermem.swap.files import Extent, Files
 from tiermem.swap.move import Move
 from tiermem.swap.native import READ, Op
 from tiermem.swap.queue import Blocks
-from tiermem.swap.ranges import ALIGNMENT, Numbers, round_up, spread
-from tiermem.swap.tier import Tier
+from tiermem.swap.ranges import Numbers, round_up, spread
+from tiermem.swap.tier import ALIGNMENT, Tier
 
 
 class SlotPart(NamedTuple):

@@ -36,7 +36,8 @@ from tiermem.swap.parts import (
     check_part,
     check_parts,
 )
-from tiermem.swap.ranges import ALIGNMENT, ByteRange, Numbers
+from tiermem.swap.ranges import ByteRange, Numbers
+from tiermem.swap.tier import ALIGNMENT
 
 _MAX_BLOCK_BYTES = 1 << 30  # below what one system call transfers
 ENGINES = {"auto": lib.TM_ENGINE_AUTO, "uring": lib.TM_ENGINE_URING, "aio": lib.TM_ENGINE_AIO}
@@ -557,8 +558,7 @@ def trim_heap() -> None:
 def choose_isa(isa: int = -1) -> str:
     """Chooses the kernels' instruction set (-1: the best here; 0, 1, 2: plain C, AVX2, AVX-512) and names it."""
     chosen = check(lib.tm_isa_choose(isa), f"choosing instruction set {isa}")
-    name: bytes = ffi.string(lib.tm_isa_name(chosen))
-    return name.decode()
+    return str(ffi.string(lib.tm_isa_name(chosen)).decode())
 
 
 def _unmap(base: object, num_bytes: int, owner: int) -> None:

@@ -20,20 +20,8 @@ from tiermem.swap.direct import open_unnamed, preallocate
 from tiermem.swap.native import READ, SYNC, WRITE, IoSettings, Map, Op, Queue
 from tiermem.swap.paths import NvmePath
 from tiermem.swap.queue import InFlight
-from tiermem.swap.ranges import ALIGNMENT, ByteRange, round_up
-
-# ---- Passes: the bytes of one file moved through a queue in one pattern, and how long that took ----------------------
-#
-#     read     the file in order
-#     write    the file in order
-#     mixed    both at once, as the optimizer's step does: a piece is read while one half a file away is written
-#     random   single blocks at random places, read by batch calls
-#
-# What weighs paths against each other, and what every benchmark of the disk is made of. The window of memory holds
-# `depth` blocks and as much again, within bounds, so that the queue never runs dry while the next piece waits for the
-# oldest to end: a disk ends them in an order of its own. Each piece has its own place in the window. The memory starts
-# with random bytes: disks that squeeze zeros, or leave them out, are not flattered. Times include the last answer and,
-# when asked for, a sync.
+from tiermem.swap.ranges import ByteRange, round_up
+from tiermem.swap.tier import ALIGNMENT
 
 MODES = ("read", "write", "mixed", "random")
 _PIECE_BYTES = 4 << 20  # of one submission; larger blocks are pieces of their own
@@ -70,7 +58,17 @@ class Quota:
 
 
 class Passes:
-    """One open file, a queue and the memory that blocks pass through. A context manager; for one thread.
+    """Moves the bytes of one open file through a queue in one pattern, and times it. A context manager; for one thread.
+
+        read     the file in order
+        write    the file in order
+        mixed    both at once, as the optimizer's step does: a piece is read while one half a file away is written
+        random   single blocks at random places, read by batch calls
+
+    Benchmarks of the disk are made of it, and paths are weighed by it. The window of memory holds `depth` blocks and as much
+    again, within bounds, so that the queue never runs dry while the next piece waits for the oldest to end: a disk ends them in
+    an order of its own. Each piece has its own place in the window. The memory starts with random bytes: disks that compress
+    zeros, or leave them out, are not flattered. Times include the last answer and, when asked for, a sync.
 
     Args:
         fd: open for reading and writing, with O_DIRECT where that is measured; stays the caller's.
@@ -209,15 +207,6 @@ def _window(io: IoSettings) -> tuple[int, int]:
     return piece_bytes, in_flight + max(_MIN_SPARE_PIECES, min(in_flight, _MAX_SPARE_BYTES // piece_bytes))
 
 
-# ---- PathWeights: how much each of several paths is given, measured before anything rests there ----------------------
-#
-# A small unnamed file on each path is written once and then read and written at once, as the optimizer's step does, on
-# all paths at the same time: two paths that share a disk come out about equal, as they will be when they are used. The
-# slowest path weighs 1. It takes well under a second, and nothing is left behind.
-#
-# Given weights are taken as they are, and one path is not measured. A path that cannot be measured weighs 1, with a
-# warning: what is wrong with it will be said when it is used.
-
 _FILE_BYTES = 32 << 20
 _SECONDS = 0.25
 _MOST_BLOCK_BYTES, _MOST_DEPTH = 1 << 20, 16  # bounds the memory that measuring takes: 32 MiB for each path
@@ -226,7 +215,15 @@ logger = logging.getLogger("tiermem")
 
 
 def weigh(paths: Sequence[NvmePath], io: IoSettings) -> list[float]:
-    """Each path's weight. Blocks while it measures; raises ValueError when only some weights are given."""
+    """Each path's weight: how much of the bytes it gets. Blocks while it measures.
+
+    A small unnamed file on each path is written once and then read and written at once, as the optimizer's step does, on all
+    paths at the same time: two paths that share a disk come out about equal, as they will be when they are used. The slowest
+    path weighs 1. It takes well under a second, and nothing is left behind. Given weights are taken as they are, and one path
+    is not measured. A path that cannot be measured weighs 1, with a warning; its error is raised when it is used.
+
+    Raises ValueError when only some weights are given.
+    """
     given = [path.weight for path in paths if path.weight is not None]
     if len(given) == len(paths):
         return given

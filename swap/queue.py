@@ -1,4 +1,4 @@
-"""Queues: one native queue per path behind one face, its settings, and what it counts and records."""
+"""Queues: one native queue per path behind one face, what it counts and records, and streams of pieces over it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,6 @@ from tiermem.swap.native import (
 )
 from tiermem.swap.ranges import ByteRange
 
-# ---- Recorder: what happened when, for pictures and reports ----------------------------------------------------------
-#
-# Every transfer, tile step, phase and stall adds one Event. Times are CLOCK_MONOTONIC nanoseconds, the clock that the
-# native queue stamps its answers with, so that events of all lanes line up. The newest events are kept, the oldest
-# forgotten: memory stays bounded whatever the length of the run. Nothing here prints or draws.
-
 
 class Event(NamedTuple):
     """One span of time on a lane: "read", "write", "compute", "check" (checksums), "wait", "gather", "reduce", "unit" (held
@@ -48,7 +42,11 @@ class Event(NamedTuple):
 
 
 class Recorder:
-    """A bounded list of events and the seconds stalled so far.
+    """The newest events, for pictures and reports, and the seconds stalled so far.
+
+    Every transfer, tile step, phase and stall adds one Event. Times are CLOCK_MONOTONIC nanoseconds, the clock that the native
+    queue stamps its answers with, so that events of all lanes line up. Older events are dropped: memory stays bounded whatever
+    the length of the run.
 
     Args:
         max_events: how many of the newest events are kept.
@@ -74,10 +72,6 @@ class Recorder:
             self.add(lane, name, start_ns, time.monotonic_ns(), num_bytes)
 
 
-# ---- StoreStats: what a store has moved and holds, in all and on each path. Values; bytes are the kernel's -----------
-# completions
-
-
 @dataclasses.dataclass(frozen=True)
 class PathStats:
     """One path's part in a store."""
@@ -91,7 +85,7 @@ class PathStats:
 
 @dataclasses.dataclass(frozen=True)
 class StoreStats:
-    """Totals of a store, in bytes and seconds."""
+    """Totals of a store; bytes are those of the kernel's completions."""
 
     nvme_read_bytes: int
     nvme_written_bytes: int
@@ -102,17 +96,6 @@ class StoreStats:
     engine: str
     engine_why: str
     paths: tuple[PathStats, ...] = ()
-
-
-# ---- Queues: one native queue per path behind one face, so that a slow or failing path never holds up another --------
-#
-#                      +-- queue of /mnt/nvme0   own thread, own depth, its segment and the arena registered
-#     one tag -- parts +
-#                      +-- queue of /mnt/nvme1   knows nothing of the other
-#
-# The verbs are those of Queue. A transfer goes to the queue of its descriptor; a tag whose transfers lie on several
-# paths has a part with each and is answered when all parts have ended: with the first error among them, the earliest
-# start and the latest end. Nothing is split or ordered here: that is the native queues' work.
 
 
 class Blocks(NamedTuple):
@@ -175,7 +158,15 @@ class InFlight:
 
 
 class Queues:
-    """The queues of one store. Safe to use from several threads; one thread at a time waits for a tag.
+    """The queues of one store, one for each path, so that a slow or failing path never holds up another.
+
+                         +-- queue of /mnt/nvme0   own thread, own depth, its segment and the arena registered
+        one tag -- parts +
+                         +-- queue of /mnt/nvme1   knows nothing of the other
+
+    The verbs are those of Queue. A transfer goes to the queue of its descriptor; a tag whose transfers lie on several paths has
+    a part with each and is answered when all parts have ended: with the first error among them, the earliest start and the
+    latest end. Safe to use from several threads; one thread at a time waits for a tag.
 
     Args:
         files: every open file's descriptor and name; they stay open until the queues are closed.

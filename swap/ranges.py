@@ -9,14 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# ---- Numbers: columns of tables as flat int64 arrays: byte offsets, lengths, element starts, numbers of rows ---------
-#
-# Where a model has tens of thousands of ranges, what is done with them is done to all at once.
-
 Numbers = npt.NDArray[np.int64]
-
-ALIGNMENT = 4096
-"""Of offsets, lengths and memory: what every file system with O_DIRECT accepts here."""
+"""A column of a table: byte offsets, lengths, element starts, numbers of rows. A model has tens of thousands of ranges, so an
+operation is done on all of them at once."""
 
 
 def spread(first: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
@@ -41,16 +36,13 @@ class FileRange(NamedTuple):
     num_bytes: int
 
 
-# ---- FreeRanges: which bytes of a line of bytes nobody holds ---------------------------------------------------------
-#
-#     [ held ][ free ][ held ][      free      )      first fit: the lowest free range that is long enough is cut
-#
-# Used for the arena's memory and for the segments on disk. Adjacent free ranges are one. It knows neither memory nor
-# files, and is not safe to call from several threads: its owner's lock guards it.
-
-
 class FreeRanges:
-    """Free ranges, sorted and coalesced; nothing is free at first."""
+    """The free ranges of the arena's memory or of a segment on disk, sorted and coalesced; nothing is free at first.
+
+        [ held ][ free ][ held ][      free      )      first fit: the lowest free range that is long enough is cut
+
+    Not safe to call from several threads: its owner's lock guards it.
+    """
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []  # (start, stop)
@@ -90,7 +82,7 @@ class FreeRanges:
     def drop_tail(self, start: int) -> None:
         """Forgets what is free from `start` on: the line of bytes ends there now. It must lie in the last free range."""
         first, _ = self._ranges.pop()
-        assert first <= start  # whoever shortens the line has looked
+        assert first <= start
         if first < start:
             self._ranges.append((first, start))
 

@@ -74,8 +74,8 @@ class Resources:
         """What is held and has been moved, through queues that were closed as well."""
         queues = self.open_queues
         paths = tuple(
-            PathStats(s.facts.path, s.weight, count.read_bytes, count.written_bytes, s.used_bytes)
-            for s, count in zip(self.files.segments, self._counters(queues), strict=True)
+            PathStats(s.facts.path, weight, count.read_bytes, count.written_bytes, s.used_bytes)
+            for s, weight, count in zip(self.files.segments, self.files.weights, self._counters(queues), strict=True)
         )
         return StoreStats(
             nvme_read_bytes=sum(path.read_bytes for path in paths),

@@ -1,4 +1,30 @@
-"""RunFolder: the folder that one run owns on one path, its lock file, and what dead runs left behind."""
+"""RunFolder: the folder that one run owns on one path, its lock file, and what killed runs left behind.
+
+    <path>/tiermem-<run id>          of a run of one rank
+    <path>/tiermem-<run id>.<rank>   of one rank of several; the run id is the same for all
+        lock                         while the run lives; names its process
+        segment.bin                  what rests on NVMe                                    files.py
+        manifest-*.json, part-*-*.json, data-*.bin    what a checkpoint adds, on another floor; here only their names are known
+
+The lock file holds {"pid", "host", "started"} and is held by flock while that process lives:
+
+    held           the run is live: refused, with pid and host
+    not held       the run was killed, since the kernel releases a dead process's locks: taken over with a warning
+    not there      the run was closed in order and kept: taken by the first process that wants it
+
+A new folder's lock appears already held: it is locked under another name and then renamed. A takeover writes the new owner
+the same way, while it holds the old file; of several processes that try, one gets it. Pids are reused, so flock decides; the
+pid and the start of its process are there to be read. On a file system that other machines mount as well, another host's
+flock may be invisible: there its lock is not taken over, whatever flock says.
+
+A process that only reads a kept run shares its folder (`share`: flock of the folder itself), so that several ranks or jobs can
+resume from one checkpoint, and the folder is neither taken over nor removed meanwhile. A forked child gets its parent's
+descriptors and would keep the lock after the parent's end: it closes its copies at once, and never unlocks or removes anything.
+
+A run that saved leaves its folders without a lock; one that was killed leaves them with a lock that no process holds; any other
+leaves nothing. Nothing outside the run's own folders is ever touched, and in them only files of these names are removed:
+manifests first, so that a removal that is cut short leaves nothing that looks like a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +47,6 @@ from typing import NamedTuple
 
 from tiermem.swap import durable
 from tiermem.swap.direct import file_system_of
-
-# ---- RunLock: which process a run's folder belongs to ----------------------------------------------------------------
-#
-#     <folder>/lock    {"pid", "host", "started"}, held by flock while that process lives
-#
-#     held by somebody    the run is live: refused, with pid and host
-#     held by nobody      the run was killed, for the kernel lets go of a dead process's locks: taken over with a word
-#     not there           the run was closed in order and kept: taken by whoever comes first
-#
-# A new folder's lock appears already held: it is locked under another name and then renamed. A takeover writes the new
-# owner the same way, while it holds the old file; of several that try, one has it. Pids are used again, so what decides
-# is flock; the pid and when its process started are there to be read. On a file system that other machines see as well,
-# another host's flock may be invisible: there its lock is not taken over, whatever flock says.
-#
-# Who only reads what a run has left shares its folder (`share`: flock of the folder itself), so that several ranks, or
-# jobs, can resume from one checkpoint, and nobody takes it over or removes it meanwhile.
-#
-# A forked child gets its parent's descriptors and would keep the lock after the parent's end: it closes its copies at
-# once, and never unlocks nor removes anything.
 
 LOCK = "lock"
 _NEW_LOCK = LOCK + durable.NEW_SUFFIX
@@ -66,18 +73,17 @@ class Owner(NamedTuple):
         return f"process {self.pid} on {self.host}, started {self.started}"
 
 
-UNKNOWN = Owner(
-    0, "", ""
-)  # of a lock that says nothing: its process was killed, or the machine stopped, as it was written
+UNKNOWN = Owner(0, "", "")
+"""Of a lock that says nothing: its process was killed, or the machine stopped, as it was written."""
 
 
 class RunLock:
-    """A folder's lock, held by this process until it is released. Made by `lock_new` and `take_over`."""
+    """A folder's lock, held by this process until it is removed. Made by `lock_new` and `take_over`."""
 
     def __init__(self, folder: Path, fd: int, folder_fd: int = -1) -> None:
         self.folder = folder
         self._fd = fd
-        self._folder_fd = folder_fd  # of one that was taken over: nobody reads it meanwhile
+        self._folder_fd = folder_fd  # of one that was taken over: it is not shared meanwhile
         self._pid = os.getpid()
         _watch_forks()
         _held.add(self)
@@ -87,13 +93,8 @@ class RunLock:
         """Whether this very process holds it; False in a forked child."""
         return self._fd >= 0 and os.getpid() == self._pid
 
-    def release(self) -> None:
-        """Lets go; `remove` takes the file away first. Twice does nothing, in a forked child neither. Never raises OSError."""
-        if os.getpid() == self._pid:
-            self._close()
-
     def remove(self) -> None:
-        """Takes the file away while it is held, and lets go. Raises OSError, and then it is let go of all the same."""
+        """Removes the file while it is held, and unlocks, also when that raises OSError. Twice does nothing, nor in a fork."""
         if not self.is_held:
             return
         try:
@@ -331,18 +332,6 @@ def _close_copies() -> None:
         lock._close()
 
 
-# ---- RunFolder: the folder that one run owns on one path, and what runs leave that die -------------------------------
-#
-#     <path>/tiermem-<run id>          of a run of one rank
-#     <path>/tiermem-<run id>.<rank>   of one rank of several; the run id is the same for all
-#         lock                         while the run lives; says which process            run_folder.py
-#         segment.bin                  what rests on NVMe                                 files.py
-#       manifest-*.json, part-*-*.json, data-*.bin    what a checkpoint adds, on another floor; here only their names are known
-#
-# A run that saved leaves its folders without a lock; one that was killed leaves them with a lock that nobody holds; any
-# other leaves nothing. Nothing outside the run's own folders is ever touched, and in them only files of those names are
-# removed: manifests first, so that a removal that is cut short leaves nothing that looks like a checkpoint.
-
 FOLDER_PREFIX = "tiermem-"
 SEGMENT = "segment.bin"
 _RUN_ID = r"[A-Za-z0-9_-]{1,64}"
@@ -383,24 +372,23 @@ class RunName(NamedTuple):
 
 
 class RunFolder:
-    """A folder that this process holds the lock of: a new one, or one that a run has left (`claim`).
+    """A folder that this process holds the lock of: a new one (`new`), or one that a run has left (`claim`)."""
 
-    Args:
-        path: an existing, writable folder.
-        run: names the run's folder below it.
-
-    Raises OSError, and then nothing is left of it.
-    """
-
-    def __init__(self, path: Path, run: RunName) -> None:
-        self.folder = path / run.folder_name
-        with durable.step("folder", self.folder):
-            self.folder.mkdir()
+    def __init__(self, folder: Path, lock: RunLock) -> None:
+        self.folder = folder
+        self._lock = lock
         self._made: list[str] = []  # files that must be there
+
+    @classmethod
+    def new(cls, path: Path, run: RunName) -> RunFolder:
+        """Makes a run's folder in an existing, writable one. Raises OSError, and then nothing is left of it."""
+        folder = path / run.folder_name
+        with durable.step("folder", folder):
+            folder.mkdir()
         try:
-            self._lock = lock_new(self.folder)
+            return cls(folder, lock_new(folder))
         except BaseException:
-            self.folder.rmdir()
+            folder.rmdir()
             raise
 
     @classmethod
@@ -412,9 +400,7 @@ class RunFolder:
         is_left = any((folder / name).exists() for name in (LOCK, SEGMENT)) or is_stillborn(folder)
         if RunName.of(folder) is None or not is_left:
             raise FileNotFoundError(errno.ENOENT, "this is no folder that a run has left", str(folder))
-        claimed = cls.__new__(cls)
-        claimed.folder, claimed._made, claimed._lock = folder, [], take_over(folder)
-        return claimed
+        return cls(folder, take_over(folder))
 
     def make(self, name: str, flags: int) -> int:
         """A new file in the folder, open for reading and writing with `flags`; the caller closes it. Raises OSError."""

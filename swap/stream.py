@@ -27,8 +27,9 @@ from tiermem.swap.direct import open_direct, take_room
 from tiermem.swap.move import Move
 from tiermem.swap.native import READ, WRITE, Op, Queue
 from tiermem.swap.queue import InFlight
-from tiermem.swap.ranges import ALIGNMENT, FileRange, FreeRanges, round_up
+from tiermem.swap.ranges import FileRange, FreeRanges, round_up
 from tiermem.swap.store import TensorStore
+from tiermem.swap.tier import ALIGNMENT
 
 
 class Bounce:

@@ -22,8 +22,8 @@ from tiermem.swap import run_folder
 from tiermem.swap.direct import file_system_of, probe_path
 from tiermem.swap.files import Extent, Files
 from tiermem.swap.native import IoSettings
-from tiermem.swap.ranges import ALIGNMENT
 from tiermem.swap.run_folder import remove_dead_runs
+from tiermem.swap.tier import ALIGNMENT
 
 MIB = 1 << 20
 
@@ -120,7 +120,7 @@ def test_extents_are_dealt_by_weight(tmp_path: Path) -> None:
     for path in paths:
         path.mkdir()
     files = Files(paths)
-    files.segments[1].weight = 3.0
+    files.reweigh([1.0, 3.0])
     for _ in range(40):
         files.allocate(MIB)
     assert [segment.used_bytes for segment in files.segments] == [10 * MIB, 30 * MIB]

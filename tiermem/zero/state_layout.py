@@ -15,7 +15,8 @@ from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES, Precision
 from tiermem.swap.checksum import Pieces
 from tiermem.swap.parts import Moment, Quantised, num_scales
-from tiermem.swap.ranges import ALIGNMENT, ByteRange, Numbers, round_up
+from tiermem.swap.ranges import ByteRange, Numbers, round_up
+from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero.quantised import BLOCK, byte_ranges
 from tiermem.zero.unit import Shard, Unit
 
