@@ -1,4 +1,4 @@
-"""Accelerator: all that tiermem knows of a device that is not the CPU. Nobody else names a kind of device.
+"""Accelerator: all that tiermem knows of a device that is not the CPU. No other module names a kind of device.
 
     which      is_accelerator, find_device, kind_of_device, activate    one per rank: torchrun's LOCAL_RANK chooses it
     order      new_stream, current_stream, new_event, record    work on a stream begins when what it waits for has ended

@@ -34,7 +34,7 @@ class BudgetError(RuntimeError):
 
 
 class Slot(NamedTuple):
-    """A byte range of the arena; whoever holds it owns the bytes until it is given back."""
+    """A byte range of the arena; its holder owns the bytes until it gives the slot back."""
 
     offset: int
     tensor: torch.Tensor  # uint8, exactly the bytes asked for

@@ -1,7 +1,7 @@
 """Checksums: the CRC-32C of bytes, and of a store's entries: taken when they are written, compared when they are read.
 
     protect(entry, pieces)     from now on the entry's pieces have checksums
-    write     the bytes are summed before the disk gets them: nobody may change them under it
+    write     the bytes are summed before the disk gets them: they must not change until they are written
     read      the expected checksums are kept when the read starts; when the bytes have come they are summed, before any caller
               sees them. A difference is the Move's failure: DamagedEntry, which names file, offset and piece
 

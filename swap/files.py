@@ -96,7 +96,7 @@ class Segment:
             os.ftruncate(self.fd, size_bytes)
 
     def check_whole(self) -> None:
-        """Raises OSError (ENODATA) when somebody has truncated the file."""
+        """Raises OSError (ENODATA) when the file has been truncated."""
         length = os.fstat(self.fd).st_size
         if length < self.size_bytes:
             raise OSError(
@@ -108,7 +108,7 @@ class Segment:
 
     def sync(self) -> None:
         """Blocks until what was written is on the disk, and the file's name, too. GIL free. Raises OSError that names it:
-        also when somebody has truncated the file (ENODATA), or it is not to be found by its name any more (ENOENT).
+        also when the file has been truncated (ENODATA), or is not found by its name any more (ENOENT).
 
         Direct writes are the disk's before the sync, which may thus be tried again. Of a file that is used buffered the
         kernel drops what it could not write, and calls it clean: no later sync may be believed.
@@ -133,7 +133,7 @@ class Segment:
             self._has_lasting_name = True
 
     def _shrink(self, fd: int) -> None:
-        """Gives the disk back what nobody holds, where its file system can."""
+        """Gives the free ranges back to the disk, where its file system can."""
         with contextlib.suppress(OSError):  # it takes more than it has to
             end = self.size_bytes - self._free.tail(self.size_bytes)
             if end < self.size_bytes <= os.fstat(fd).st_size:
@@ -143,7 +143,7 @@ class Segment:
                     give_back(fd, start, stop - start)
 
     def _check_found(self) -> None:
-        """The open file goes on without a name, but nobody would find what was saved in it."""
+        """Raises OSError (ENOENT) when the name leads elsewhere: what is saved in the open file could not be found."""
         try:
             is_found = os.path.samestat(self.file.stat(), os.fstat(self.fd))
         except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Move: bytes on their way from slot to slot, as a value.
 
-A Move owns the buffer its bytes travel through until they have arrived; `wait()` is the only way to learn that they
-have, and raises what went wrong. It may follow another move (`after`): a fetch of bytes that are still being written
-starts when the write has ended, started by whoever looks first, and fails with the write's error.
+A Move owns the buffer of its bytes until they have arrived; `wait()` is the only way to learn that they have, and raises the
+error if they have not. It may follow another move (`after`): a fetch of bytes that are still being written starts when the
+write has ended, in the first thread that looks at it, and fails with the write's error.
 
     asked --(after has ended)--> moving --(looked at)--> arrived | failed | cancelled
 """
@@ -54,8 +54,8 @@ class Move:
         name: for events and errors.
         priority: urgent, normal or background.
         after: a move that must end first.
-        on_end: called once, when the bytes have arrived or not (True: arrived), before anybody's `wait` returns.
-        check: called once, before that, when the bytes have arrived and nobody has cancelled; an error that it returns
+        on_end: called once, when the bytes have arrived or not (True: arrived), before any `wait` returns.
+        check: called once, before that, when the bytes have arrived and the move is not cancelled; an error that it returns
             makes them as good as not arrived.
     """
 
@@ -130,7 +130,7 @@ class Move:
 
     @property
     def was_cancelled(self) -> bool:
-        """Whether they have not arrived because somebody called `cancel`."""
+        """Whether they have not arrived because of `cancel`."""
         return self._failure is not None and self._failure.errno == errno.ECANCELED
 
     @property
@@ -141,7 +141,7 @@ class Move:
     def promote(self) -> None:
         """Asks for these bytes before prefetches and write-backs."""
         if self._is_done or not self._lock.acquire(blocking=False):
-            return  # somebody waits for it: it is urgent already
+            return  # another thread waits for it: it is urgent already
         try:
             self._priority = URGENT
             if self._after is not None:

@@ -337,7 +337,7 @@ class Queue:
         return counts
 
     def close(self) -> int:
-        """Finishes what was submitted, stops the thread; returns how many errors nobody waited for."""
+        """Finishes what was submitted, stops the thread; returns how many errors were not waited for."""
         queue, self._queue = self._queue, ffi.NULL
         if queue == ffi.NULL:
             return 0

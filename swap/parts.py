@@ -7,7 +7,7 @@
     moments   fp32, bf16, fp16, or Quantised: 8-bit codes and one scale byte for 64 of them
 
 All are flat contiguous tensors of one length on one device; native code takes those of the CPU. Formulas, formats and
-roundings are told in native/tiermem.h; which tile of which parameter this is, nobody asks here.
+roundings are described in native/tiermem.h. Which tile of which parameter this is does not matter here.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ class Queues:
         return counts
 
     def close(self) -> int:
-        """Finishes what was submitted and stops the threads; returns how many errors nobody waited for."""
+        """Finishes what was submitted and stops the threads; returns how many errors were not waited for."""
         queues, self._queues = self._queues, {}
         errors: list[int] = []
         with contextlib.ExitStack() as closing:  # one that fails does not keep the others open

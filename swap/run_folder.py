@@ -126,7 +126,7 @@ def lock_new(folder: Path) -> RunLock:
 def take_over(folder: Path) -> RunLock:
     """The lock of a folder whose run has ended, well or not; a dead owner is named in a warning.
 
-    Raises OSError: EBUSY when its run lives, or may live on another host, or somebody reads what it left.
+    Raises OSError: EBUSY when its run lives, or may live on another host, or its folder is being read.
     """
     while True:
         old = durable.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
@@ -153,7 +153,7 @@ def share(folder: Path, run_id: str | None = None) -> Iterator[None]:
 
     run_id: of a run whose live folders may be read as well: this process's own.
 
-    Raises OSError: EBUSY when its run lives, or may live on another host, or somebody is removing it.
+    Raises OSError: EBUSY when its run lives, or may live on another host, or it is being removed.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -185,7 +185,7 @@ def is_live(folder: Path) -> bool:
 
 
 def is_dead(folder: Path) -> bool:
-    """Whether a folder has a lock that nobody holds: its process was killed. Somebody else's that is unreadable is not."""
+    """Whether a folder has a lock that no process holds: its process was killed. False for another user's, unreadable one."""
     return (os.access(folder / LOCK, os.R_OK) and not _is_held(folder / LOCK)) or is_stillborn(folder)
 
 
@@ -195,7 +195,7 @@ def is_stillborn(folder: Path) -> bool:
     try:
         is_bare = {file.name for file in folder.iterdir()} <= {_NEW_LOCK}
         return is_bare and time.time() - folder.stat().st_mtime > _BIRTH_S and not (new.exists() and _is_held(new))
-    except OSError:  # gone, or somebody else's
+    except OSError:  # gone, or another user's
         return False
 
 
@@ -216,7 +216,7 @@ def _write_held(folder: Path) -> int:
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with durable.named(new):
-            fcntl.flock(fd, fcntl.LOCK_EX)  # nobody holds it for longer than a look (`is_live`)
+            fcntl.flock(fd, fcntl.LOCK_EX)  # it is held no longer than a look (`is_live`) takes
             durable.write_all(fd, json.dumps(this_process()._asdict()).encode(), new)
     except BaseException:
         os.close(fd)
@@ -250,7 +250,7 @@ def _hold(fd: int, folder: Path) -> None:
         except BlockingIOError:
             if not patience:
                 raise _lives(folder) from None
-            time.sleep(_LOOK_S)  # somebody may only be looking whether it is held
+            time.sleep(_LOOK_S)  # another process may only be looking whether it is held
         except OSError as error:
             raise durable.naming(error, folder / LOCK) from None
         else:
@@ -297,7 +297,7 @@ def _is_lock_of(folder: Path, fd: int) -> bool:
 def _is_held(file: Path) -> bool:
     try:
         fd = durable.open_regular(file)
-    except OSError:  # none, somebody else's, or no lock
+    except OSError:  # none, another user's, or no lock
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -411,7 +411,7 @@ class RunFolder:
     def close(self, keep: bool) -> None:
         """Gives up the lock; unless it is to be kept, removes what runs make in it, and the folder.
 
-        Never raises OSError: what cannot be removed is left, and what somebody else has removed already is said. In a
+        Never raises OSError: what cannot be removed is left, and what has been removed already is said. In a
         forked child it does nothing.
         """
         if not self._lock.is_held:
@@ -431,7 +431,7 @@ class RunFolder:
 def remove_dead_runs(path: Path, pid: int) -> list[str]:
     """Removes what runs of one process that has died left in a folder, and names it; a run that has saved is spared.
 
-    For whoever started that process; raises OSError when something cannot be removed.
+    For the process that started it; raises OSError when something cannot be removed.
     """
     removed = []
     for folder in run_folders(path):

@@ -397,7 +397,7 @@ class TensorStore:
             return self._held.stats()
 
     def keep_files(self, keep: bool = True) -> None:
-        """From now on the store's folders stay (or not) when it is closed, without their lock, also when nobody closes it."""
+        """From now on the store's folders stay (or not) when it is closed, without their lock, also when it is not closed."""
         self._held.keep_files(keep)
 
     def close(self, keep: bool = False) -> None:
@@ -565,6 +565,6 @@ class TensorStore:
 
 
 def _close_forgotten(owner: int, held: Resources) -> None:
-    """Ends the transfers and removes the files of a store that nobody closed; never in a forked child."""
+    """Ends the transfers and removes the files of a store that was not closed; never in a forked child."""
     if os.getpid() == owner:
         held.close()

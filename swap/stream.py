@@ -153,26 +153,16 @@ class ReadAhead:
 
     Args:
         areas: uint8 tensors, page-aligned and of whole pages; the caller's, for this alone until it is closed.
-        file: one that stays open: the queue's engine is chosen for its file system, and the kernel may register it.
-
-    Raises OSError when no queue can be had, or the file cannot be opened.
     """
 
-    def __init__(self, areas: Sequence[torch.Tensor], file: Path | None = None) -> None:
+    def __init__(self, areas: Sequence[torch.Tensor]) -> None:
         self._areas = [(area, FreeRanges()) for area in areas]
         for area, free in self._areas:
             free.add(0, area.numel())
         self._files: collections.OrderedDict[Path, ReadFile] = collections.OrderedDict()
         self._num_users: collections.Counter[Path] = collections.Counter()  # ranges that are not released
         self._names: dict[int, str] = {}
-        try:
-            if file is not None:
-                self.open(file)
-                self._num_users[file] += 1
-            self._queue = Queue(files=self._names)
-        except BaseException:
-            self._close_files()
-            raise
+        self._queue: Queue | None = None
 
     def start(self, ranges: Sequence[FileRange]) -> Reading | None:
         """Starts reading; None when the memory has no room for all of it beside what is not released yet.
@@ -192,13 +182,20 @@ class ReadAhead:
                 for part in parts
                 if part.num_whole
             ]
-            return Reading(self._queue, self._queue.submit(ops) if ops else None, parts, self._give_back)
+            in_flight = None
+            if ops:
+                assert self._queue is not None  # opened with the first file
+                in_flight = self._queue, self._queue.submit(ops)
+            return Reading(in_flight, parts, self._give_back)
         except BaseException:
             self._give_back(parts)
             raise
 
     def open(self, path: Path) -> ReadFile:
-        """An open file, which stays open until others are read in its place. Raises OSError."""
+        """An open file, which stays open until others are read in its place. Raises OSError, also when no queue can be had.
+
+        The first one stays open: the queue's engine is chosen for its file system, and the kernel may register it.
+        """
         if path not in self._files:
             unused = [each for each in self._files if not self._num_users[each]]
             for each in unused[: max(0, len(self._files) + 1 - _MOST_FILES)]:
@@ -208,19 +205,20 @@ class ReadAhead:
             opened = self._files[path] = ReadFile(path)
             self._names[opened.fd] = str(path)
         self._files.move_to_end(path)
+        if self._queue is None:
+            self._num_users.update(list(self._files))
+            self._queue = Queue(files=self._names)
         return self._files[path]
 
     def close(self) -> None:
         """Ends what is under way and closes the files. Readings are over."""
         try:
-            self._queue.close()
+            if self._queue is not None:
+                self._queue.close()
         finally:
-            self._close_files()
+            while self._files:
+                self._files.popitem()[1].close()
             self._areas.clear()
-
-    def _close_files(self) -> None:
-        while self._files:
-            self._files.popitem()[1].close()
 
     def _carve(self, wanted: FileRange) -> _Part | None:
         file = self.open(wanted.path)
@@ -247,28 +245,29 @@ class Reading:
     """Ranges that are being read, and then lie in the memory until they are released; made by ReadAhead."""
 
     def __init__(
-        self, queue: Queue, tag: int | None, parts: list[_Part], give_back: Callable[[Sequence[_Part]], None]
+        self, in_flight: tuple[Queue, int] | None, parts: list[_Part], give_back: Callable[[Sequence[_Part]], None]
     ) -> None:
-        self._queue = queue
-        self._tag = tag
+        self._in_flight = in_flight  # a queue and its tag, until they are waited for
         self._parts = parts
         self._give_back = give_back
 
     def wait(self) -> list[torch.Tensor]:
         """The bytes of each range, not to be used after `release`. Blocks; raises OSError that names the file."""
-        tag, self._tag = self._tag, None
-        if tag is not None:
-            self._queue.finish(tag)
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            queue, tag = in_flight
+            queue.finish(tag)
         for part in self._parts:
             part.read_tail()
         return [part.data for part in self._parts]
 
     def release(self) -> None:
         """Gives the memory back; what is under way is dropped, or ends first. Twice does nothing."""
-        tag, self._tag = self._tag, None
-        if tag is not None:
-            self._queue.cancel(tag)
-            self._queue.wait(tag)
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            queue, tag = in_flight
+            queue.cancel(tag)
+            queue.wait(tag)
         parts, self._parts = self._parts, []
         self._give_back(parts)
 
@@ -312,7 +311,7 @@ class FileReader:
         with contextlib.ExitStack() as opened:
             arena = Arena(_READ_PIECE_BYTES * _NUM_PIECES)
             opened.callback(arena.close)
-            self._ahead = ReadAhead([arena.take(arena.limit_bytes, "read buffers").tensor], self.path)
+            self._ahead = ReadAhead([arena.take(arena.limit_bytes, "read buffers").tensor])
             opened.callback(self._ahead.close)
             self._file = self._ahead.open(self.path)
             self.num_bytes = self._file.num_bytes

@@ -17,7 +17,7 @@ from tiermem.swap.arena import Arena
 from tiermem.swap.move import Move
 from tiermem.swap.native import READ, WRITE, Answer, Fault, IoSettings, Op, TransferError
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.queue import Blocks, Queues, Recorder
+from tiermem.swap.queue import Blocks, InFlight, Queues, Recorder
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 
@@ -219,6 +219,56 @@ def test_queue_that_cannot_be_opened_names_its_path_and_leaves_none(
         Queues({A: "/mnt/a", B: "/mnt/b"}, IoSettings())
     assert (refusal.value.errno, refusal.value.filename) == (errno.ENOMEM, "/mnt/b")
     assert fakes[A].log == [("close",)]
+
+
+# ---- pieces of a stream ------------------------------------------------------------------------------------------------
+
+
+def test_the_oldest_piece_ends_before_one_too_many_is_started_and_all_end_in_order() -> None:
+    ended: list[int] = []
+    with InFlight(3) as in_flight:
+        for piece in range(5):
+            assert len(ended) == max(0, piece - 2)
+            in_flight.add(lambda piece=piece: ended.append(piece))
+    assert ended == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("fails", [{0}, {2, 3}, {4}])
+def test_every_piece_ends_also_after_an_error_and_the_first_error_is_raised(fails: set[int]) -> None:
+    ended: list[int] = []
+    started: list[int] = []
+
+    def end(piece: int) -> None:
+        ended.append(piece)
+        if piece in fails:
+            raise OSError(errno.EIO, f"piece {piece}")
+
+    def stream() -> None:
+        with InFlight(2) as in_flight:
+            for piece in range(5):
+                started.append(piece)
+                in_flight.add(lambda piece=piece: end(piece))
+
+    with pytest.raises(OSError, match=f"piece {min(fails)}"):
+        stream()
+    assert sorted(set(ended)) == started
+
+
+def test_an_error_of_the_caller_is_not_replaced_by_that_of_a_piece() -> None:
+    ended: list[int] = []
+
+    def end() -> None:
+        ended.append(1)
+        raise OSError(errno.EIO, "piece")
+
+    def stream() -> None:
+        with InFlight(2) as in_flight:
+            in_flight.add(end)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        stream()
+    assert ended == [1]
 
 
 # ---- real queues -------------------------------------------------------------------------------------------------------

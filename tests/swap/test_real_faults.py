@@ -41,10 +41,12 @@ import pytest
 import torch
 from lies import Lies
 
+from tiermem.swap.arena import Arena
 from tiermem.swap.native import READ, WRITE, IoSettings, Map, Op, Queue, TransferError
 from tiermem.swap.paths import NvmePath
+from tiermem.swap.ranges import FileRange
 from tiermem.swap.store import TensorStore
-from tiermem.swap.stream import FileReader
+from tiermem.swap.stream import FileReader, ReadAhead
 from tiermem.swap.tier import Tier
 
 MakeStore = Callable[..., TensorStore]
@@ -170,6 +172,20 @@ def test_file_on_a_lying_disk_is_read_as_it_is(lies: Lies, pattern: Pattern) -> 
         lies.tell({"kind": "read", "start": BLOCK, "stop": 2 * BLOCK, **rule})
         with FileReader(path) as reader:
             assert torch.equal(reader.read(3, NUM_BYTES), pattern(NUM_BYTES + 77)[3 : NUM_BYTES + 3])
+
+
+def test_file_on_a_lying_disk_is_read_ahead_as_it_is(lies: Lies, pattern: Pattern) -> None:
+    path, arena = lies.point / "states", Arena(2 * NUM_BYTES)
+    path.write_bytes(pattern(NUM_BYTES).numpy().tobytes())
+    slot = arena.take(2 * NUM_BYTES)
+    for rule in SHORT:
+        lies.tell({"kind": "read", "start": BLOCK, "stop": 2 * BLOCK, **rule})
+        ahead = ReadAhead([slot.tensor])
+        reading = ahead.start([FileRange(path, 3, NUM_BYTES - 3)])
+        assert reading is not None
+        assert torch.equal(reading.wait()[0], pattern(NUM_BYTES)[3:])
+        ahead.close()
+    arena.close()
 
 
 def test_disk_that_is_pulled_ends_every_transfer(
