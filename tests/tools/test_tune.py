@@ -148,8 +148,8 @@ def test_a_small_file_bounds_what_is_in_flight() -> None:
 
 
 def test_engines_that_cannot_run_are_left_out_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_queue(name: str) -> Queue:
-        if name == "uring":
+    def open_queue(io: IoSettings) -> Queue:
+        if io.engine == "uring":
             raise OSError(errno.EPERM, "not here")
         return Queue(IoSettings("threads"))
 
