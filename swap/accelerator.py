@@ -1,4 +1,4 @@
-"""Accelerator: all that tiermem knows of a device that is not the CPU. Nobody else names a kind of device.
+"""Accelerator: all that tiermem knows of a device that is not the CPU. No other module names a kind of device.
 
     which      is_accelerator, find_device, kind_of_device, activate    one per rank: torchrun's LOCAL_RANK chooses it
     order      new_stream, current_stream, new_event, record    work on a stream begins when what it waits for has ended
@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from tiermem.swap.ranges import ByteRange
 
 logger = logging.getLogger("tiermem")
 
@@ -160,14 +162,14 @@ class PageLock:
     """Host memory that is registered with a device's driver, so that copies to and from it run asynchronously.
 
     Args:
-        slots: (address, bytes) of each piece that is copied whole, in the order of addresses. Those that lie one behind the
-            other are registered in one call, of 8 GiB or one slot at most: no copy crosses the end of a registration.
+        slots: memory that is copied whole, in the order of addresses. Those that lie one behind the other are registered in one
+            call, of 8 GiB or one slot at most: no copy crosses the end of a registration.
 
     Where the device registers no host memory, or the driver refuses, nothing is pinned (`num_bytes` is 0) and a warning says
     what that costs.
     """
 
-    def __init__(self, device: torch.device, slots: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, device: torch.device, slots: Sequence[ByteRange]) -> None:
         self._device = device
         self._registered: list[int] = []
         self.num_bytes = num_bytes = sum(size for _, size in slots)
@@ -192,21 +194,21 @@ class PageLock:
             _unregister(self._device, self._registered.pop())
 
 
-def _chunks(slots: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    chunks: list[tuple[int, int]] = []
+def _chunks(slots: Sequence[ByteRange]) -> list[ByteRange]:
+    chunks: list[ByteRange] = []
     for address, size in slots:
         start, held = chunks[-1] if chunks else (address, 0)
         if chunks and start + held == address and held + size <= _CHUNK_BYTES:
-            chunks[-1] = start, held + size
+            chunks[-1] = ByteRange(start, held + size)
         else:
-            chunks.append((address, size))
+            chunks.append(ByteRange(address, size))
     return chunks
 
 
 def _register(device: torch.device, address: int, num_bytes: int) -> None:
     module = _module_of(device)
     if hasattr(module, "cudart"):
-        _check(module, module.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
+        module.check_error(module.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
     elif hasattr(module, "host_register"):
         module.host_register(address, num_bytes)
     else:
@@ -219,10 +221,6 @@ def _unregister(device: torch.device, address: int) -> None:
         module.cudart().cudaHostUnregister(address)
     else:
         module.host_unregister(address)
-
-
-def _check(module: Any, status: Any) -> None:
-    module.check_error(status)
 
 
 # ---- the rest --------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch
 
 from tiermem.swap.accelerator import PageLock
 from tiermem.swap.native import Map, check_process
-from tiermem.swap.ranges import FreeRanges, round_up
+from tiermem.swap.ranges import ByteRange, FreeRanges, round_up
 
 PAGE_BYTES = 4096
 HUGE_BYTES = 2 << 20
@@ -34,7 +34,7 @@ class BudgetError(RuntimeError):
 
 
 class Slot(NamedTuple):
-    """A byte range of the arena; whoever holds it owns the bytes until it is given back."""
+    """A byte range of the arena; its holder owns the bytes until it gives the slot back."""
 
     offset: int
     tensor: torch.Tensor  # uint8, exactly the bytes asked for
@@ -82,9 +82,9 @@ class Arena:
         self._owner = os.getpid()
 
     @property
-    def region(self) -> tuple[int, int]:
-        """(address, bytes) of the resident part, to be registered with the kernel's I/O."""
-        return self._map.address, self._committed
+    def region(self) -> ByteRange:
+        """The resident part, to be registered with the kernel's I/O."""
+        return ByteRange(self._map.address, self._committed)
 
     def take(self, num_bytes: int, what: str = "a slot", crosses_link: bool = False) -> Slot:
         """Carves a slot, content undefined. Raises BudgetError when no free range is long enough.
@@ -105,7 +105,9 @@ class Arena:
                     f"{self.carved_bytes} are in use and the longest free range is {free.longest}"
                 )
             try:
-                self._make_resident(offset + size)
+                if offset + size > self._committed:
+                    self._map.commit(self._committed, offset + size - self._committed)
+                    self._committed = offset + size
             except BaseException:
                 free.add(offset, size)
                 raise
@@ -135,9 +137,9 @@ class Arena:
     def pin(self, device: torch.device) -> None:
         """Registers what has been carved of the link slab with a device's driver, unless it is. Blocks."""
         with self._lock:
-            slots = [(at, size) for at, size in sorted(self._link_slots.items()) if at >= self._locked_bytes]
+            slots = [slot for slot in sorted(self._link_slots.items()) if slot[0] >= self._locked_bytes]
             if slots:
-                self._locks.append(PageLock(device, [(self._map.address + at, size) for at, size in slots]))
+                self._locks.append(PageLock(device, [ByteRange(self._map.address + at, size) for at, size in slots]))
                 self._locked_bytes = sum(slots[-1])
 
     def close(self) -> None:
@@ -153,13 +155,6 @@ class Arena:
                 self._locks.pop().close()
             self._bytes = torch.empty(0, dtype=torch.uint8)
             self._map.close()
-
-    def _make_resident(self, end: int) -> None:
-        if end <= self._committed:
-            return
-        start = self._committed
-        self._map.commit(start, end - start)
-        self._committed = end
 
 
 class Pool:

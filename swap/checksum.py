@@ -1,31 +1,50 @@
-"""Checksums: the CRC-32C of bytes, and the table of checksums of an entry's pieces."""
+"""Checksums: the CRC-32C of bytes, and of a store's entries: taken when they are written, compared when they are read.
+
+    protect(entry, pieces)     from now on the entry's pieces have checksums
+    write     the bytes are summed before the disk gets them: they must not change until they are written
+    read      the expected checksums are kept when the read starts; when the bytes have come they are summed, before any caller
+              sees them. A difference is the Move's failure: DamagedEntry, which names file, offset and piece
+
+The bytes that are summed lie in memory that has just been computed or read, on the threads that kernels share, while the disk
+goes on with other transfers. Reads of a part of a piece are not checked.
+
+    crc(A + B) = combine(crc(A), crc(B), len(B))
+
+so that bytes which are written, moved and kept in pieces have one checksum, whatever the pieces are. CRC-32C is iSCSI's (RFC
+3720): it finds every burst of errors of up to 32 bits, and misses any other with a chance of 2**-32. The loops are
+native/checksum*.cpp, held to the published vectors by tests/native/test_checksum.cpp: Debian's ISA-L has no archive to link
+into a module, its Abseil no CRC yet, and google-crc32c takes a call of Python for each piece.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tiermem.swap.native import Workers, crc32c_combine, crc32c_join, crc32c_of
-from tiermem.swap.ranges import Numbers
+from tiermem.swap.errors import DamagedEntry, Place
+from tiermem.swap.native import Op, Workers, crc32c_of
+from tiermem.swap.queue import Recorder
+from tiermem.swap.ranges import FileRange, Numbers
 
-# ---- Checksums: the CRC-32C of bytes in memory, by the processor's own instructions, on threads that kernels ---------
-# share
-#
-#     crc(A + B) = combine(crc(A), crc(B), len(B))
-#
-# so that bytes which are written, moved and kept in pieces have one checksum, whatever the pieces are. CRC-32C is
-# iSCSI's (RFC 3720): it finds every burst of errors of up to 32 bits, and any other with a chance of 2**-32 to miss it.
-#
-# What is well kept and fast was looked for ready-made first: Debian's ISA-L has no archive to link into a module, its
-# Abseil no CRC yet, and google-crc32c takes a call of Python for each piece. So the loops are native/checksum*.cpp,
-# held to the published vectors by tests/native/test_checksum.cpp.
+ROTATION = 16
+"""With verify="sample" one read of so many is checked."""
 
 Crcs = npt.NDArray[np.uint32]
 """Checksums, a flat array."""
+
+Verify = Literal["always", "sample", "resume"]
+"""Which reads are checked: all, of each piece one in 16 (another sixteenth of the entries each time), none."""
+
+Range = tuple[str, int, torch.Tensor]
+"""An entry, a byte offset in it, and the uint8 buffer that is read into or written from."""
 
 
 def crc32c(tensors: Sequence[torch.Tensor], workers: Workers | None = None) -> list[int]:
@@ -40,32 +59,6 @@ def crc32c(tensors: Sequence[torch.Tensor], workers: Workers | None = None) -> l
     return [int(crc) for crc in crc32c_of(addresses, num_bytes, workers)]
 
 
-def combine(a: int, b: int, b_bytes: int) -> int:
-    """The CRC-32C of A and B behind it, from those of A and of B, which is `b_bytes` long."""
-    return crc32c_combine(a, b, b_bytes)
-
-
-def join(first: Numbers, crcs: Crcs, num_bytes: Numbers) -> Crcs:
-    """The CRC-32C of messages first[i] to first[i + 1] behind one another, for all i, from theirs and their lengths."""
-    return crc32c_join(first.astype(np.uint64), crcs, num_bytes.astype(np.uint64))
-
-
-# ---- Pieces: the byte ranges of an entry that have a checksum each, and the table of those checksums as last ---------
-# written
-#
-#     entry     [ piece 0 | piece 1 |  gap  | piece 2 | ... ]       ranges in order, that do not overlap; gaps have none
-#
-#     a write of           a piece's checksum
-#     the whole piece      is known: that of the bytes that are written
-#     a part of it         is unknown, until the whole piece is written or somebody reads it and tells (`put`)
-#     a write that failed  stays that of what should have been written: what lies there is not taken for it
-#
-# A piece is whatever its owner checks as one; the table knows it by number, and asks the owner for its name when
-# something has to be said about it. Nothing is done piece by piece in Python.
-
-ROTATION = 16  # with verify="sample" one read of so many is checked
-
-
 class Pieces(NamedTuple):
     """Ranges [starts[i], stops[i]) of an entry's bytes: flat, ascending, none empty."""
 
@@ -76,7 +69,15 @@ class Pieces(NamedTuple):
 
 
 class PieceTable:
-    """The pieces of one entry with their checksums; unknown at first. Its owner's lock guards it.
+    """The pieces of one entry with their checksums; unknown at first. The store's lock guards it.
+
+        entry     [ piece 0 | piece 1 |  gap  | piece 2 | ... ]       ranges in order, that do not overlap; gaps have none
+
+        a write of the whole piece    makes its checksum known
+        a write of a part of it       makes it unknown, until the whole piece is written or `put`
+        a write that fails            leaves the intended checksum, so that a later read of those bytes fails verification
+
+    A piece is what its owner checks as one; the table knows its number. Nothing is done piece by piece in Python.
 
     serial: tells entries apart, so that of many that are read in turn another sixteenth is checked each time.
 
@@ -132,6 +133,17 @@ class PieceTable:
         numbers: Numbers = inside.start + np.flatnonzero(chosen)
         return numbers
 
+    @contextlib.contextmanager
+    def patching(self, offset: int, num_bytes: int) -> Iterator[None]:
+        """Around writes that change nothing outside a range: pieces outside keep their checksums, those that it touches have
+        none afterwards."""
+        crcs, is_known, touched = self.crcs.copy(), self.is_known.copy(), self.touching(offset, num_bytes)
+        try:
+            yield
+        finally:
+            crcs[touched], is_known[touched] = self.crcs[touched], False
+            self.crcs, self.is_known = crcs, is_known
+
     def unknown(self) -> Numbers:
         """The numbers of the pieces whose checksum is not known."""
         return np.flatnonzero(~self.is_known)
@@ -144,3 +156,177 @@ class PieceTable:
         same = (other.pieces.starts[at] == self.pieces.starts) & (other.pieces.stops[at] == self.pieces.stops)
         self.crcs = np.where(same, other.crcs[at], 0).astype(np.uint32)
         self.is_known = same & other.is_known[at]
+
+
+class Sums:
+    """The tables of one store's entries; none at first. Its methods are called under the store's lock, but for `of_write`.
+
+    Args:
+        recorder: gets an event on lane "check" for every read and write that is summed.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._advice: Callable[[Place], str] = lambda _: "Go back to the last checkpoint"
+        self._tables: dict[str, PieceTable] = {}
+        self._workers: Workers | None = None
+        self._verify: Verify = "always"
+
+    def advise(self, advice: Callable[[Place], str]) -> None:
+        """From now on `advice` says what to do about a corruption at a place, in a sentence."""
+        self._advice = advice
+
+    def use(self, workers: Workers | None, verify: Verify) -> None:
+        """Chooses the threads that sum, and which reads are checked. Raises ValueError for a word that is not allowed."""
+        if verify not in get_args(Verify):
+            raise ValueError(f"verify is {verify!r}; allowed are {', '.join(map(repr, get_args(Verify)))}")
+        self._workers, self._verify = workers, verify
+
+    def protect(self, entry: str, pieces: Pieces) -> None:
+        """From now on an entry's pieces have checksums: unknown ones, until they are written.
+
+        Pieces that it has already keep what is known of them.
+        """
+        table, before = PieceTable(pieces, serial=len(self._tables)), self._tables.get(entry)
+        if before is not None:
+            table.take_over(before)
+        self._tables[entry] = table
+
+    def forget(self, entry: str) -> None:
+        """An entry is gone."""
+        self._tables.pop(entry, None)
+
+    def of(self, entry: str) -> PieceTable | None:
+        """An entry's table; None when it has no checksums."""
+        return self._tables.get(entry)
+
+    def complete(self, entry: str, read: Callable[[int, int], torch.Tensor]) -> PieceTable | None:
+        """Makes every checksum of an entry known, by reading what was written in parts. Blocks; raises what `read` raises.
+
+        read: (start, stop) -> those bytes of the entry.
+        """
+        table = self._tables.get(entry)
+        for number in table.unknown() if table is not None else ():
+            assert table is not None
+            data = read(int(table.pieces.starts[number]), int(table.pieces.stops[number]))
+            table.put(np.array([number]), np.array(crc32c([data], self._workers), np.uint32))
+        return table
+
+    def of_write(self, ranges: Iterable[Range]) -> list[Written]:
+        """Sums what is about to be written, for `keep`. Needs no lock. Blocks."""
+        due = [(self._tables[entry], offset, data) for entry, offset, data in ranges if entry in self._tables]
+        addresses, num_bytes, counts = [], [], []
+        for table, offset, data in due:
+            inside = table.inside(offset, data.numel())
+            starts, stops = table.pieces.starts[inside], table.pieces.stops[inside]
+            addresses.append(starts + (data.data_ptr() - offset))
+            num_bytes.append(stops - starts)
+            counts.append(len(starts))
+        if not due:
+            return []
+        crcs = self._sum(addresses, num_bytes)
+        own = np.split(crcs, np.cumsum(counts)[:-1])
+        return [Written(table, at, data.numel(), each) for (table, at, data), each in zip(due, own, strict=True)]
+
+    def keep(self, written: Iterable[Written]) -> None:
+        """What has been summed is on its way to the disk."""
+        for each in written:
+            each.table.overwrite(each.offset, each.num_bytes, each.crcs)
+
+    @contextlib.contextmanager
+    def patching(self, entry: str, offset: int, data: torch.Tensor) -> Iterator[None]:
+        """Round writes of whole blocks that change no more of an entry than `data` at `offset`: what else they hold had been
+        read before.
+
+        What lies in `data` whole is known afterwards, what it cuts is not, and the rest keeps its checksums: they are not
+        those of what was read.
+        """
+        table = self._tables.get(entry)
+        if table is None:
+            yield
+            return
+        with table.patching(offset, data.numel()):
+            yield
+        self.keep(self.of_write([(entry, offset, data)]))
+
+    def check_of(
+        self, ranges: Iterable[Range], ops: Sequence[Op], files: Callable[[], Mapping[int, str]]
+    ) -> Callable[[], DamagedEntry | None] | None:
+        """What is to be compared when a read that starts now has come; None when nothing is.
+
+        ops, files: the transfers, and what tells the files behind their descriptors, for the error.
+        """
+        if self._verify == "resume":
+            return None
+        expected = []
+        for entry, offset, data in ranges:
+            table = self._tables.get(entry)
+            if table is not None:
+                due = table.due(offset, data.numel(), rotates=self._verify == "sample")
+                if len(due):
+                    expected.append(_Expected(entry, table.pieces, due, table.crcs[due], data.data_ptr() - offset))
+        return functools.partial(self._check, expected, ops, files) if expected else None
+
+    def _check(
+        self, expected: Sequence[_Expected], ops: Sequence[Op], files: Callable[[], Mapping[int, str]]
+    ) -> DamagedEntry | None:
+        """Sums what has come; an error for the first piece that is not what was written. Blocks; needs no lock."""
+        seen = self._sum([each.base + each.starts for each in expected], [each.num_bytes for each in expected])
+        wrong = np.flatnonzero(seen != np.concatenate([each.crcs for each in expected]))
+        if not len(wrong):
+            return None
+        number, each = int(wrong[0]), expected[0]
+        for each in expected:
+            if number < len(each.numbers):
+                break
+            number -= len(each.numbers)
+        start, length = int(each.starts[number]), int(each.num_bytes[number])
+        place = Place(each.entry, start, length, _in_files(each.base + start, length, ops, files()))
+        piece, written = each.pieces.name(int(each.numbers[number])), int(each.crcs[number])
+        others = f"{len(wrong) - 1} more pieces of this read are wrong as well. " if len(wrong) > 1 else ""
+        return DamagedEntry(place, piece, written, int(seen[wrong[0]]), f"{others}{self._advice(place)}")
+
+    def _sum(self, addresses: Sequence[Numbers], num_bytes: Sequence[Numbers]) -> Crcs:
+        """The checksums of what lies at these addresses, all at once."""
+        start_ns, lengths = time.monotonic_ns(), np.concatenate(num_bytes).astype(np.uint64)
+        crcs = crc32c_of(np.concatenate(addresses).astype(np.uint64), lengths, self._workers)
+        self._recorder.add("check", f"{len(crcs)} pieces", start_ns, time.monotonic_ns(), int(lengths.sum()))
+        return crcs
+
+
+class Written(NamedTuple):
+    """The checksums of the pieces inside a range that is about to be written."""
+
+    table: PieceTable
+    offset: int
+    num_bytes: int
+    crcs: Crcs
+
+
+class _Expected(NamedTuple):
+    """Pieces of one entry that a read brings, with their checksums when it started."""
+
+    entry: str
+    pieces: Pieces
+    numbers: Numbers
+    crcs: Crcs
+    base: int  # address at which the entry would begin
+
+    @property
+    def starts(self) -> Numbers:
+        return self.pieces.starts[self.numbers]
+
+    @property
+    def num_bytes(self) -> Numbers:
+        return self.pieces.stops[self.numbers] - self.starts
+
+
+def _in_files(address: int, num_bytes: int, ops: Sequence[Op], files: Mapping[int, str]) -> tuple[FileRange, ...]:
+    """The ranges of files that memory was filled from, in order."""
+    found = []
+    for op in sorted(ops, key=lambda op: op.address):
+        first, last = max(address, op.address), min(address + num_bytes, op.address + op.length)
+        if first < last:
+            path = Path(files.get(op.fd, f"descriptor {op.fd}"))
+            found.append(FileRange(path, op.offset + first - op.address, last - first))
+    return tuple(found)

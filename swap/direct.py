@@ -1,4 +1,13 @@
-"""Direct: whether a file is read and written past the page cache, at which alignment, and what a folder offers."""
+"""Direct: whether a file is read and written past the page cache, at which alignment, and what a folder offers.
+
+Transfers are cut at ALIGNMENT. A file system that takes no O_DIRECT, or asks for more than that, is used buffered, and
+`why_buffered` says why:
+
+    open with O_DIRECT   refused               buffered
+    STATX_DIOALIGN       (0, 0)                buffered: not this file (encrypted, or data in the journal)
+                         more than ALIGNMENT   buffered, with the numbers
+                         not told              direct: opening it so has worked, and old kernels know no more
+"""
 
 from __future__ import annotations
 
@@ -12,20 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.swap.errors import remedy
-
-# ---- Direct: whether a file is read and written past the page cache, and at which alignment --------------------------
-#
-# Everything that moves here is cut at ALIGNMENT. A file system that takes no O_DIRECT, or asks for more than that, is
-# used buffered, and `why_buffered` says why:
-#
-#     open with O_DIRECT   refused               buffered
-#     STATX_DIOALIGN       (0, 0)                buffered: not this file (encrypted, or data in the journal)
-#                          more than ALIGNMENT   buffered, with the numbers
-#                          not told              direct: opening it so has worked, and old kernels know no more
+from tiermem.swap.tier import ALIGNMENT
 
 _CHUNK_BYTES = 1 << 20
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
-ALIGNMENT = 4096  # of offsets, lengths and memory; what every file system with O_DIRECT accepts here
 
 
 def open_direct(file: Path, flags: int) -> tuple[int, str]:
@@ -45,26 +44,25 @@ def open_direct(file: Path, flags: int) -> tuple[int, str]:
 
 
 def open_unnamed(folder: Path) -> tuple[int, bool]:
-    """An open file without a name in `folder`, and whether it is direct. Raises OSError; the caller closes it.
+    """An open file without a name in `folder`, and whether it is direct. Raises OSError; the caller closes it."""
+    fd, why = _open_unnamed(folder)
+    return fd, not why
 
-    Where the file system has no O_TMPFILE its name is removed at once: nothing is left behind whatever happens.
-    """
-    flags = os.O_RDWR
-    for direct in (os.O_DIRECT, 0):
-        try:
-            fd = os.open(folder, flags | os.O_TMPFILE | direct, 0o600)
-        except OSError:
-            name = folder / f".tiermem-unnamed-{os.getpid()}-{secrets.token_hex(4)}"
-            try:
-                fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | direct, 0o600)
-            except OSError:
-                name.unlink(missing_ok=True)  # some file systems make the file before they refuse O_DIRECT
-                if not direct:
-                    raise
-                continue
+
+def _open_unnamed(folder: Path) -> tuple[int, str]:
+    """As `open_direct`. Where the file system has no O_TMPFILE, the file has a name while it is opened."""
+    name = None
+    try:
+        fd = os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
+    except OSError:
+        name = folder / f".tiermem-unnamed-{os.getpid()}-{secrets.token_hex(4)}"
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        return open_direct(name or Path(f"/proc/self/fd/{fd}"), os.O_RDWR)
+    finally:
+        os.close(fd)
+        if name is not None:
             name.unlink()
-        return fd, bool(direct) and not _settle(fd)
-    raise AssertionError("the second try returns or raises")
 
 
 def preallocate(fd: int, start: int, num_bytes: int) -> None:
@@ -137,7 +135,7 @@ def give_back(fd: int, start: int, num_bytes: int) -> None:
 
 def why_buffered(fd: int) -> str:
     """What the kernel has against direct transfers of an open file at ALIGNMENT; empty when nothing."""
-    from tiermem.swap import native  # brings torch: whoever only names or probes folders goes without
+    from tiermem.swap import native  # brings torch, which naming a folder goes without
 
     asked = native.file_alignment(fd)
     if asked is None:
@@ -158,12 +156,6 @@ def _settle(fd: int) -> str:
     return why
 
 
-# ---- Probe: what a folder offers to a run, found by trying -----------------------------------------------------------
-#
-# A file without a name is made; where there are none, a small file is made and removed. Nothing else is touched,
-# nothing is left.
-
-
 class PathFacts(NamedTuple):
     """What a path offers: free bytes for this user, file system type, whether transfers go past the page cache."""
 
@@ -176,42 +168,18 @@ class PathFacts(NamedTuple):
 
 
 def probe_path(path: Path) -> PathFacts:
-    """Looks at a folder: it must exist and be writable. Raises OSError that names it and says what to do."""
+    """Looks at a folder, by making a file without a name in it. Raises OSError that names it and says what to do: it must exist
+    and be writable."""
     if not path.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder: make it first, or correct nvme_path", str(path))
-    why = _tried(path)
-    stats = os.statvfs(path)
-    free_bytes = stats.f_bavail * stats.f_frsize
-    return PathFacts(path, free_bytes, file_system_of(path), not why, why, path.stat().st_dev)
-
-
-def _tried(path: Path) -> str:
-    """Why a file there is used buffered; empty: it takes direct transfers. Raises OSError."""
     try:
-        unnamed = os.open(path, os.O_RDWR | os.O_TMPFILE, 0o600)  # nothing is left by a process that is killed here
-    except OSError:  # no such files on this file system, or no writing at all
-        return _tried_by_name(path)
-    try:
-        fd, why = open_direct(Path(f"/proc/self/fd/{unnamed}"), os.O_RDWR)
-        os.close(fd)
-        return why
-    finally:
-        os.close(unnamed)
-
-
-def _tried_by_name(path: Path) -> str:
-    name = path / f".tiermem-probe-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fd, why = _open_unnamed(path)
     except OSError as error:
         raise OSError(error.errno, f"cannot write here: {os.strerror(error.errno or 0)}", str(path)) from None
     os.close(fd)
-    try:
-        fd, why = open_direct(name, os.O_RDWR)
-        os.close(fd)
-        return why
-    finally:
-        name.unlink()
+    stats = os.statvfs(path)
+    free_bytes = stats.f_bavail * stats.f_frsize
+    return PathFacts(path, free_bytes, file_system_of(path), not why, why, path.stat().st_dev)
 
 
 def file_system_of(path: Path) -> str:

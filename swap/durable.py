@@ -6,12 +6,12 @@
     make_folder  mkdir -> sync the folder above
     sync         what was written through a descriptor, and the length of the file, is on the disk
 
-What is under NAME is thus the old content or the new, whole, whenever the machine stops. A `.new` file is what a process
-left that was killed; nobody reads it, and the next `write_file` of that name replaces it.
+So NAME holds the old content or the new, whole, whenever the machine stops. A `.new` file was left by a process that was
+killed; it is never read, and the next `write_file` of that name replaces it.
 
-Whoever watches is told of each step before and after it is done; that is how tests stop a program at every one of them. Other
-changes after which a crash finds something else on the disk are announced by whoever makes them (`step`): freezes, thaws,
-slots. An observer that raises fails the step. The list of observers is the only state here; without one a step costs nothing.
+Observers are told of each step before and after it is done; tests stop a program at every one of them. Other changes after
+which a crash finds something else on the disk are announced where they are made (`step`): freezes, thaws, slots. An observer
+that raises fails the step. The list of observers is the only state here; without one a step costs nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def watch(observer: Observer) -> Iterator[None]:
 
 
 def is_watched() -> bool:
-    """Whether anybody is told of steps."""
+    """Whether there is an observer."""
     return bool(_observers)
 
 

@@ -7,46 +7,33 @@ import contextlib
 import dataclasses
 import enum
 import errno
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from tiermem.swap import durable
 from tiermem.swap.arena import Slot
-from tiermem.swap.direct import ALIGNMENT
 from tiermem.swap.files import Extent, Files
 from tiermem.swap.move import Move
-from tiermem.swap.ranges import Numbers, spread
-from tiermem.swap.tier import Tier
-
-# ---- Slots: which of an entry's extents holds each of its bytes now, and which of them a freeze still needs ----------
-#
-#     bytes of the entry   0 ......... a ......... b ......... end
-#     current slot             1           0           1
-#     held by freezes        0 by 7    0 by 7, 8       -           all of it was frozen by 7, then the middle by 8 alone
-#
-#     read     goes to the current slot of each piece
-#   write    goes there too where no freeze holds that slot; elsewhere to the lowest slot that none holds, which then is current
-#     freeze   holds the current slot of every byte           thaw   lets go of what that freeze alone held
-#
-# So what a freeze has seen is never written over, writes of a part never copy the rest, and a run that does not freeze
-# stays in slot 0. A write that failed leaves its slot *lost* there, until those bytes are written again: they must not
-# be frozen.
-#
-# Plain arithmetic on numbers; it knows no file and no store. Pieces are coalesced, and found by bisection. Its owner's
-# lock guards it.
+from tiermem.swap.native import READ, Op
+from tiermem.swap.queue import Blocks
+from tiermem.swap.ranges import Numbers, round_up, spread
+from tiermem.swap.tier import ALIGNMENT, Tier
 
 
 class SlotPart(NamedTuple):
     """Bytes [start, stop) of an entry, in one slot."""
 
-    slot: int
     start: int
     stop: int
+    slot: int
+
+
+P = TypeVar("P", "SlotPart", "_Piece")
 
 
 class NoSlotError(RuntimeError):
@@ -54,7 +41,22 @@ class NoSlotError(RuntimeError):
 
 
 class Slots:
-    """The slots of one entry's bytes; all are in slot 0 and held by nobody at first.
+    """Which of an entry's extents holds each of its bytes now, and which of them a freeze still needs.
+
+        bytes of the entry   0 ......... a ......... b ......... end
+        current slot             1           0           1
+        held by freezes        0 by 7    0 by 7, 8       -         all of it was frozen by 7, then the middle by 8 alone
+
+        read      goes to the current slot of each piece
+        write     goes there too where no freeze holds that slot; elsewhere to the lowest slot that none holds: the new current
+        freeze    holds the current slot of every byte
+        thaw      lets go of what that freeze alone held
+
+    So frozen bytes are never overwritten, a write of a part never copies the rest, and a run that does not freeze stays in
+    slot 0. A failed write leaves its slot *lost* there until those bytes are written again: they must not be frozen. At first
+    all bytes are in slot 0, held by no freeze.
+
+    Plain arithmetic on numbers: pieces are coalesced and found by bisection. The store's lock guards it.
 
     Args:
         num_bytes: of the entry, at least 1.
@@ -67,14 +69,14 @@ class Slots:
 
     def current(self, start: int, stop: int) -> list[SlotPart]:
         """Where bytes [start, stop) are read, in order."""
-        return _joined(SlotPart(piece.current, piece.start, piece.stop) for piece in self._within(start, stop))
+        return _joined(SlotPart(*piece[:3]) for piece in self._within(start, stop))
 
     def targets(self, start: int, stop: int) -> list[SlotPart]:
         """Where a write of bytes [start, stop) goes; nothing changes yet. Raises NoSlotError."""
-        return _joined(SlotPart(self._target(piece), piece.start, piece.stop) for piece in self._within(start, stop))
+        return _joined(SlotPart(piece.start, piece.stop, self._target(piece)) for piece in self._within(start, stop))
 
     def write(self, start: int, stop: int) -> None:
-        """The write that `targets` told of is under way: its slots are current."""
+        """The write to `targets` is under way: its slots are current."""
         touched = self._within(start, stop)
         if all(self._target(piece) == piece.current and not piece.lost for piece in touched):
             return
@@ -85,15 +87,14 @@ class Slots:
 
         self._change(start, stop, written)
 
-    def lose(self, parts: Iterable[SlotPart]) -> None:
-        """A write there has failed: what those slots hold is not what was written."""
-        for slot, start, stop in parts:
-            self._change(start, stop, functools.partial(_losing, slot))
+    def lose(self, part: SlotPart) -> None:
+        """A write there has failed: those slots do not hold what was written."""
+        self._change(part.start, part.stop, lambda piece: piece._replace(lost=piece.lost | {part.slot}))
 
     def lost(self, freeze: int) -> list[SlotPart]:
-        """What is lost of that which a freeze holds."""
+        """The lost bytes among those that a freeze holds."""
         return _joined(
-            SlotPart(slot, piece.start, piece.stop)
+            SlotPart(piece.start, piece.stop, slot)
             for piece in self._pieces
             if piece.lost
             for number, slot in sorted(piece.holds)
@@ -101,16 +102,16 @@ class Slots:
         )
 
     def freeze(self, freeze: int) -> list[SlotPart]:
-        """Holds the current slots of all bytes for a freeze, by its number, and tells them."""
+        """Holds the current slots of all bytes for a freeze, by its number, and returns them."""
         self._pieces = [
             _Piece(start, stop, current, holds | {(freeze, current)}, lost)
             for start, stop, current, holds, lost in self._pieces
         ]
-        return _joined(SlotPart(piece.current, piece.start, piece.stop) for piece in self._pieces)
+        return _joined(SlotPart(*piece[:3]) for piece in self._pieces)
 
     def thaw(self, freeze: int) -> None:
         """Lets go of what a freeze holds; of one that holds nothing here, nothing."""
-        self._pieces = _coalesced(
+        self._pieces = _joined(
             _Piece(start, stop, current, frozenset([hold for hold in holds if hold[0] != freeze]), lost)
             for start, stop, current, holds, lost in self._pieces
         )
@@ -156,7 +157,7 @@ class Slots:
         first, last = max(0, first - 1), min(len(self._pieces), last + 1)  # with the neighbours, which may be equal now
         left = [piece for piece in self._pieces[first:last] if piece.stop <= changed[0].start]
         right = [piece for piece in self._pieces[first:last] if piece.start >= changed[-1].stop]
-        self._pieces[first:last] = _coalesced([*left, *changed, *right])
+        self._pieces[first:last] = _joined([*left, *changed, *right])
 
 
 class _Piece(NamedTuple):
@@ -169,45 +170,15 @@ class _Piece(NamedTuple):
     lost: frozenset[int]  # slots whose last write failed
 
 
-def _losing(slot: int, piece: _Piece) -> _Piece:
-    return piece._replace(lost=piece.lost | {slot})
-
-
-def _coalesced(pieces: Iterable[_Piece]) -> list[_Piece]:
+def _joined(pieces: Iterable[P]) -> list[P]:
     """Neighbours in the same situation become one."""
-    found: list[_Piece] = []
+    found: list[P] = []
     for piece in pieces:
-        if found and found[-1][2:] == piece[2:]:
+        if found and found[-1].stop == piece.start and found[-1][2:] == piece[2:]:
             found[-1] = found[-1]._replace(stop=piece.stop)
         else:
             found.append(piece)
     return found
-
-
-def _joined(parts: Iterable[SlotPart]) -> list[SlotPart]:
-    """Parts that lie one behind the other in one slot become one."""
-    found: list[SlotPart] = []
-    for part in parts:
-        if found and (found[-1].slot, found[-1].stop) == (part.slot, part.start):
-            found[-1] = found[-1]._replace(stop=part.stop)
-        else:
-            found.append(part)
-    return found
-
-
-# ---- Freeze: where the bytes of a store's entries lay at one moment, in which nobody writes them until they are ------
-# thawed
-#
-# A value that the store makes (`TensorStore.freeze`) and takes back (`thaw`): it answers for every durable entry that
-# rested on NVME then, also for those that were dropped since. Where an entry's bytes lie now is the store's affair.
-
-
-class FrozenRange(NamedTuple):
-    """Bytes of one path's segment that nobody writes."""
-
-    path_index: int
-    file_offset: int
-    num_bytes: int
 
 
 class FrozenRows(NamedTuple):
@@ -220,20 +191,24 @@ class FrozenRows(NamedTuple):
     num_bytes: Numbers
 
 
-class FrozenPart(NamedTuple):
-    """A range of an entry, from byte `start` on, and where it lies."""
+class Stored(NamedTuple):
+    """Bytes of an entry, from byte `start` on, and the range of a path's segment that holds them."""
 
     start: int
-    place: FrozenRange
+    extent: Extent
 
 
 @dataclasses.dataclass(frozen=True)
 class Freeze:
-    """One moment of a store. `parts` are in the order of the entry's bytes and cover it, up to whole 4096-byte blocks."""
+    """Where the bytes of a store's entries lay at one moment; nothing is written there until they are thawed.
+
+    A value that `TensorStore.freeze` makes and `thaw` takes back. It covers every durable entry that rested on NVME then, also
+    those that were dropped since. `parts` are in the order of the entry's bytes and cover it, up to whole 4096-byte blocks.
+    """
 
     number: int
     paths: tuple[Path, ...]
-    parts: Mapping[str, Sequence[FrozenPart]] = dataclasses.field(repr=False)
+    parts: Mapping[str, Sequence[Stored]] = dataclasses.field(repr=False)
 
     def entries(self) -> list[str]:
         """The names of what is frozen."""
@@ -249,7 +224,7 @@ class Freeze:
         Raises KeyError for what is not frozen, ValueError for bytes outside it.
         """
         parts = [part for name in entries for part in self.parts[name]]
-        table = np.array([(start, *place) for start, place in parts], np.int64).reshape(-1, 4)
+        table = np.array([(start, *extent) for start, extent in parts], np.int64).reshape(-1, 4)
         ends = np.cumsum([len(self.parts[name]) for name in entries], dtype=np.int64)
         sizes = table[ends - 1, 0] + table[ends - 1, 3]
         outside = np.flatnonzero((offset < 0) | (num_bytes < 0) | (offset + num_bytes > sizes[entry]))
@@ -269,38 +244,25 @@ class Freeze:
         within = begin - starts[part]
         return FrozenRows(request, first[part] + within, path_index[part], file_offset[part] + within, end - begin)
 
-    def ranges(self, entry: str, offset: int, num_bytes: int) -> list[FrozenRange]:
+    def ranges(self, entry: str, offset: int, num_bytes: int) -> list[Extent]:
         """Where bytes [offset, offset + num_bytes) of an entry lie, in order; any bytes, not whole blocks alone.
 
         Raises KeyError for what is not frozen, ValueError for bytes outside it.
         """
         found = self.find([entry], *np.array([[0], [offset], [num_bytes]], np.int64))
         columns = zip(found.path_index.tolist(), found.file_offset.tolist(), found.num_bytes.tolist(), strict=True)
-        return [FrozenRange(*each) for each in columns]
-
-
-# ---- NvmeHome: where one entry rests on NVME: an extent of its size for each slot that it has come to need -----------
-#
-#     entry     [ 0 .................. a .......... end )
-#     slot 0    [ frozen               |  live          )     path 0, 1 MiB on       allocated with the entry
-#     slot 1    [ live                 |                )     path 0, 64 MiB on      allocated by the first write to it
-#
-# Which slot holds what is told in entry.py. Another slot's extent lies on the path of the first one where that has
-# room. None of them is given back before the entry is dropped, and then not while a freeze holds it. Under its store's
-# lock.
-
-
-class Place(NamedTuple):
-    """Bytes [start, start + num_bytes) of an entry, in a file."""
-
-    start: int
-    num_bytes: int
-    fd: int
-    file_offset: int
+        return [Extent(*each) for each in columns]
 
 
 class NvmeHome:
-    """The extents of one entry, and which of them holds what. Raises OSError when there is no room for the first.
+    """Where one entry rests on NVME: an extent of its size for each slot that it has come to need.
+
+        entry     [ 0 .................. a .......... end )
+        slot 0    [ frozen               |  live          )     path 0, 1 MiB on       allocated with the entry
+        slot 1    [ live                 |                )     path 0, 64 MiB on      allocated by the first write to it
+
+    Another slot's extent lies on the path of the first one where that has room. An extent is given back when the entry is
+    dropped and no freeze holds it. The store's lock guards it. Raises OSError when there is no room for the first.
 
     Args:
         files: where extents come from.
@@ -318,11 +280,7 @@ class NvmeHome:
         self.is_dropped = False
         self._files = files
 
-    def reads(self, start: int, stop: int) -> list[Place]:
-        """Where bytes [start, stop) are read."""
-        return [self._place(part) for part in self.slots.current(start, stop)]
-
-    def writes(self, start: int, stop: int) -> list[SlotPart]:
+    def targets(self, start: int, stop: int) -> list[SlotPart]:
         """Where bytes [start, stop) are to be written; extents that are missing are allocated.
 
         Raises NoSlotError; OSError when there is no room, or a file has been truncated.
@@ -332,122 +290,182 @@ class NvmeHome:
             extent = self.extents[slot]
             if extent is None:
                 self.extents[slot] = extent = self._files.allocate(self.num_bytes, near=self.first.path_index)
-            self._files.check_whole(extent)
+            self._files.segment_of(extent).check_whole()
         return targets
 
-    def written(self, parts: Iterable[SlotPart]) -> None:
-        """A write to those parts, which `writes` told, is under way: they are what is read from now on."""
-        for _, start, stop in parts:
-            self.slots.write(start, stop)
+    def ops(self, kind: int, parts: Iterable[SlotPart], address: int) -> list[Op]:
+        """One transfer for each part, between the files and memory in which the entry's byte 0 would lie at `address`."""
+        ops = []
+        for start, stop, slot in parts:
+            extent = self._extent(slot)
+            ops.append(
+                Op(kind, self._files.segment_of(extent).fd, address + start, stop - start, extent.offset + start)
+            )
+        return ops
 
-    def moves_to(self, parts: Iterable[SlotPart]) -> bool:
-        """Whether a write to those parts leaves a slot for another."""
-        return any(self.slots.current(start, stop) != [SlotPart(slot, start, stop)] for slot, start, stop in parts)
+    def blocks(self, offsets: Numbers, block_bytes: int, address: int) -> list[Blocks]:
+        """Reads of equal blocks, one behind the other into memory; those that cross from one slot to the next are cut."""
+        ops = self.ops(READ, self.slots.current(int(offsets.min()), int(offsets.max()) + block_bytes), 0)
+        starts = np.array([op.address for op in ops], np.int64)
+        addresses = address + np.arange(len(offsets), dtype=np.int64) * block_bytes
+        found = np.searchsorted(starts, offsets, "right") - 1
+        if len(ops) > 1 and bool((np.searchsorted(starts, offsets + block_bytes - 1, "right") - 1 != found).any()):
+            offsets, addresses, block_bytes = _cut(starts, offsets, addresses, block_bytes)
+            found = np.searchsorted(starts, offsets, "right") - 1
+        in_file = offsets + np.array([op.offset - op.address for op in ops], np.int64)[found]
+        fds = [op.fd for op in ops]
+        if len(set(fds)) == 1:
+            return [Blocks(READ, fds[0], addresses, in_file, block_bytes)]
+        each_fd = np.array(fds)[found]
+        return [
+            Blocks(READ, fd, addresses[each_fd == fd], in_file[each_fd == fd], block_bytes)
+            for fd in sorted(set(each_fd.tolist()))
+        ]
 
-    def places(self, parts: Iterable[SlotPart]) -> list[Place]:
-        """Where parts lie in the files."""
-        return [self._place(part) for part in parts]
-
-    def freeze(self, number: int) -> list[FrozenPart]:
+    def freeze(self, number: int) -> list[Stored]:
         """Holds what is current for a freeze."""
         found = []
-        for slot, start, stop in self.slots.freeze(number):
-            extent = self.extent(slot)
-            found.append(FrozenPart(start, FrozenRange(extent.path_index, extent.offset + start, stop - start)))
+        for start, stop, slot in self.slots.freeze(number):
+            extent = self._extent(slot)
+            found.append(Stored(start, extent._replace(offset=extent.offset + start, num_bytes=stop - start)))
         return found
 
     def thaw(self, number: int) -> None:
-        """Lets go of what a freeze holds, and of what was waiting for that."""
+        """Lets go of what a freeze holds; of a dropped entry it is given back."""
         self.slots.thaw(number)
         if self.is_dropped:
-            self._free()
+            self.drop()
 
     def drop(self) -> None:
         """Gives the extents back; those that a freeze holds when it is thawed."""
-        self.is_dropped = True
-        self._free()
-
-    @property
-    def first(self) -> Extent:
-        """Slot 0's."""
-        return self.extent(0)
-
-    def extent(self, slot: int) -> Extent:
-        """A slot's extent, which has been written or is the first."""
-        extent = self.extents[slot]
-        assert extent is not None  # a current slot has been allocated by `writes`
-        return extent
-
-    def _place(self, part: SlotPart) -> Place:
-        extent = self.extent(part.slot)
-        return Place(part.start, part.stop - part.start, self._files.fd(extent), extent.offset + part.start)
-
-    def _free(self) -> None:
-        held = self.slots.held()
+        self.is_dropped, held = True, self.slots.held()
         for slot, extent in enumerate(self.extents):
             if extent is not None and slot not in held:
                 self._files.free(extent)
                 self.extents[slot] = None
 
+    @property
+    def first(self) -> Extent:
+        """Slot 0's."""
+        return self._extent(0)
 
-@contextlib.contextmanager
-def changing(targets: Iterable[tuple[NvmeHome, Sequence[SlotPart]]], name: str) -> Iterator[None]:
-    """Announces, when somebody watches, a write that leaves the slots of some freeze for others."""
-    if durable.is_watched() and any(home.moves_to(parts) for home, parts in targets):
-        with durable.step("slot", name):
-            yield
-    else:
-        yield
+    def _extent(self, slot: int) -> Extent:
+        extent = self.extents[slot]
+        assert extent is not None  # a current slot has been allocated by `targets`
+        return extent
 
 
-# ---- Entry: one named tensor of a store, and the state machine that it goes through ----------------------------------
-#
-# What a state says is where the bytes occupy memory:
-#
-#     HOME      nowhere but at home
-#     COMING    at home, and a slot of HOST memory that is being filled
-#     PRESENT   a slot of HOST memory (and, unless changed, at home)
-#     LEAVING   a slot that is being written back
-#     LOST      nowhere: the write-back failed, and what is at home is not what was written
-#
-#        HOME --come--> COMING --arrive--> PRESENT --rest---------------> HOME
-#                         |                PRESENT --leave--> LEAVING --end_leaving--> HOME or LOST
-#                         +--turn_back--> where it came from: HOME, LEAVING or LOST
-#        LEAVING --come--> COMING      the fetch follows the write and sees the new bytes
-#        LOST    --come--> COMING      the fetch fails with the write's error
-#
-# An entry whose home is HOST or DEVICE is always PRESENT. One method per arrow; another arrow raises and names both
-# states. The caller holds the store's lock.
+def _cut(starts: Numbers, offsets: Numbers, addresses: Numbers, block_bytes: int) -> tuple[Numbers, Numbers, int]:
+    """The same blocks in smaller ones of one length, none of which crosses a start."""
+    length = block_bytes
+    for start in starts.tolist():
+        inside = offsets[(offsets < start) & (offsets + block_bytes > start)]
+        length = math.gcd(length, *(start - inside).tolist())
+    parts = np.arange(0, block_bytes, length, dtype=np.int64)
+    return (offsets[:, None] + parts).reshape(-1), (addresses[:, None] + parts).reshape(-1), length
+
+
+def changing(targets: Sequence[tuple[NvmeHome, SlotPart]], name: str) -> contextlib.AbstractContextManager[None]:
+    """Announces a write that leaves the slots of some freeze for others; `durable.watch` says to whom."""
+    if durable.is_watched() and any(home.slots.current(part.start, part.stop) != [part] for home, part in targets):
+        return durable.step("slot", name)
+    return contextlib.nullcontext()
 
 
 class EntryState(enum.Enum):
-    """Where an entry's bytes occupy memory; see the diagram above."""
+    """What an entry occupies in memory."""
 
     HOME = enum.auto()
+    """Nothing: the bytes are at home."""
     COMING = enum.auto()
+    """A slot of HOST memory that is being filled; the bytes are at home too."""
     PRESENT = enum.auto()
+    """A slot of HOST memory; the bytes are at home too, unless they have been changed."""
     LEAVING = enum.auto()
+    """A slot that is being written back."""
     LOST = enum.auto()
+    """Nothing: the write-back failed, and home does not hold what was written."""
 
 
 class Entry:
-    """A tensor's name, form, home and whereabouts."""
+    """One named tensor of a store: its form, its home, and the state machine that it goes through.
 
-    def __init__(self, name: str, home: Tier, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        HOME --come--> COMING --arrive--> PRESENT --rest---------------> HOME
+                         |                PRESENT --leave--> LEAVING --end_leaving--> HOME or LOST
+                         +--turn_back--> where it came from: HOME, LEAVING or LOST
+        LEAVING --come--> COMING      the fetch follows the write and sees the new bytes
+        LOST    --come--> COMING      the fetch fails with the write's error
+
+    An entry whose home is HOST or DEVICE is always PRESENT. There is one method per arrow; another arrow raises RuntimeError
+    that names both states. The caller holds the store's lock.
+
+    Args:
+        nvme: where it rests, when home is NVME.
+    """
+
+    def __init__(
+        self, name: str, home: Tier, dtype: torch.dtype, shape: Sequence[int], nvme: NvmeHome | None = None
+    ) -> None:
         self.name = name
         self.home = home
         self.dtype = dtype
         self.shape = tuple(shape)
-        self.num_bytes = dtype.itemsize
-        for size in self.shape:
-            self.num_bytes *= size
-        self.padded_bytes = max(ALIGNMENT, -(-self.num_bytes // ALIGNMENT) * ALIGNMENT)
+        self.num_bytes = dtype.itemsize * math.prod(self.shape)
+        self.padded_bytes = round_up(max(self.num_bytes, 1), ALIGNMENT)
         self.state = EntryState.HOME
-        self.nvme: NvmeHome | None = None  # where it rests, when home is NVME
+        self.nvme = nvme
         self.slot: Slot | None = None  # while COMING or PRESENT; the home itself when home is HOST or DEVICE
         self.owns_slot = True  # False: the caller lent it and takes it back
         self.coming: Move | None = None  # the fetch under way
         self.leaving: Move | None = None  # the write-back under way, or the one that failed
+
+    def check_range(self, offset: int, buffer: torch.Tensor) -> NvmeHome:
+        """Where it rests on NVME. Raises ValueError for a range outside the entry, or one that O_DIRECT would refuse."""
+        home, length, address = self.nvme_home(), buffer.numel(), buffer.data_ptr()
+        if offset < 0 or offset + length > home.num_bytes:
+            raise ValueError(f"bytes {offset} to {offset + length} lie outside {self.name!r} ({home.num_bytes} bytes)")
+        self._check_bytes(buffer)
+        if offset % ALIGNMENT or length % ALIGNMENT or address % ALIGNMENT:
+            raise ValueError(
+                f"{self.name!r}: offset {offset}, length {length} and address {address:#x} must be multiples of "
+                f"{ALIGNMENT}; odd ranges pass through a Bounce"
+            )
+        return home
+
+    def check_blocks(self, offsets: Numbers, block_bytes: int, into: torch.Tensor) -> NvmeHome:
+        """As `check_range`, of equal blocks that are read one behind the other; none of them is looked at by itself."""
+        home, address, num_bytes = self.nvme_home(), into.data_ptr(), len(offsets) * block_bytes
+        if offsets.dtype != np.int64 or offsets.ndim != 1:
+            raise ValueError(f"{self.name!r}: offsets are a flat int64 array, not {offsets.ndim}-d {offsets.dtype}")
+        if block_bytes <= 0 or block_bytes % ALIGNMENT or address % ALIGNMENT:
+            raise ValueError(
+                f"{self.name!r}: blocks of {block_bytes} bytes at address {address:#x}; both must be multiples of {ALIGNMENT}"
+            )
+        self._check_bytes(into)
+        if into.numel() != num_bytes:
+            raise ValueError(
+                f"{self.name!r}: {len(offsets)} blocks of {block_bytes} bytes need a buffer of {num_bytes}, not {into.numel()}"
+            )
+        first, last = (int(offsets.min()), int(offsets.max())) if num_bytes else (0, -block_bytes)
+        if first < 0 or last + block_bytes > home.num_bytes:
+            raise ValueError(
+                f"blocks at {first} to {last + block_bytes} lie outside {self.name!r} ({home.num_bytes} bytes)"
+            )
+        if int(np.bitwise_or.reduce(offsets)) % ALIGNMENT:
+            odd = int(offsets[offsets % ALIGNMENT != 0][0])
+            raise ValueError(f"{self.name!r}: offset {odd} is no multiple of {ALIGNMENT}")
+        return home
+
+    def reads(self, offset: int, buffer: torch.Tensor) -> list[Op]:
+        """The transfers that fill a buffer with its bytes from `offset` on. Raises as `check_range`."""
+        home = self.check_range(offset, buffer)
+        return home.ops(READ, home.slots.current(offset, offset + buffer.numel()), buffer.data_ptr() - offset)
+
+    def nvme_home(self) -> NvmeHome:
+        """Where it rests on NVME. Raises RuntimeError when it rests elsewhere."""
+        if self.nvme is None:
+            raise RuntimeError(f"{self.name!r} rests on {self.home.name}: there is no file to read or write")
+        return self.nvme
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         """A slot's bytes, typed and shaped."""
@@ -501,12 +519,23 @@ class Entry:
         """Raises OSError when what a freeze holds of it is not what was last written, because that write failed."""
         if self.leaving is not None and self.leaving.has_failed:
             self.leaving.wait()
-        for _, start, stop in self.nvme.slots.lost(freeze) if self.nvme is not None else ():
+        for start, stop, _ in self.nvme.slots.lost(freeze) if self.nvme is not None else ():
             raise OSError(
                 errno.EIO,
                 f"bytes {start} to {stop} of {self.name!r} are lost: the last write of them failed. Write them again, or drop "
                 "the entry, before it is frozen",
             )
+
+    def give_up(self) -> Slot | None:
+        """The entry is dropped: the slot of HOST memory that the store gets back, if any. What rests on NVME is given back."""
+        slot, self.slot = self.slot, None
+        if self.nvme is not None:
+            self.nvme.drop()
+        return slot if self.owns_slot and self.home is not Tier.DEVICE else None
+
+    def _check_bytes(self, buffer: torch.Tensor) -> None:
+        if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
+            raise ValueError(f"{self.name!r}: a buffer is a contiguous uint8 tensor, not {buffer.dtype}")
 
     def _without_slot(self) -> EntryState:
         if self.leaving is None:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-# ---- CorruptionError: bytes that came back from a file are not those that were written there -------------------------
-#
-#     CorruptionError        whatever it was that came back wrong: catch this one
-#         DamagedEntry       of a run's own store, while it trains
-#         DamagedState       of a saved step, while it is opened, exported or verified    tiermem/checkpoint/opening/verified.py
-#
-# A file that says what lies where (manifest, part, pointer) is a ManifestError when it is damaged: it has no bytes of
-# states.
+if TYPE_CHECKING:  # brings numpy, which commands that only look at folders go without
+    from tiermem.swap.ranges import FileRange
 
 
 class CorruptionError(OSError):
-    """What was read has another checksum than what was written: errno EIO, where, what it is, and what to do.
+    """Bytes that were read have another checksum than those that were written: errno EIO, where, what they are, what to do.
+
+        CorruptionError        any of these: catch this one
+            DamagedEntry       of a run's own store, while it trains
+            DamagedState       of a saved step, while it is opened, exported or verified: checkpoint/opening/verified.py
+
+    A damaged manifest, part or pointer is a ManifestError: it holds no bytes of states.
 
     Attributes:
         filename: the file.
@@ -35,46 +35,42 @@ class CorruptionError(OSError):
         return _again, (type(self), (self.errno, self.strerror, self.filename), self.__dict__)
 
 
+class Place(NamedTuple):
+    """Bytes of a store's entry, and the ranges of files that hold them, in order."""
+
+    entry: str
+    offset: int
+    num_bytes: int
+    ranges: tuple[FileRange, ...]
+
+
 class DamagedEntry(CorruptionError):
-    """Bytes of a store's entry.
+    """Bytes of a store's entry; its first range of a file is named.
 
     Attributes:
         entry, entry_offset: which tensor of the store, and where in it.
-        piece: what its owner calls it; None when nobody said.
+        piece: its name, from its owner; None when it has none.
     """
 
-    def __init__(
-        self,
-        filename: str,
-        offset: int,
-        length: int,
-        entry: str,
-        entry_offset: int,
-        piece: object,
-        written: int,
-        seen: int,
-        advice: str,
-    ) -> None:
+    def __init__(self, place: Place, piece: object, written: int, seen: int, advice: str) -> None:
+        first, length = place.ranges[0], place.num_bytes
         what = "" if piece is None else f"{piece}: "
         what += (
-            f"{length} bytes at offset {offset} are not those that were written (CRC-32C {seen:#010x}, written "
-            f"{written:#010x}; bytes {entry_offset} to {entry_offset + length} of {entry!r}). {advice}"
+            f"{length} bytes at offset {first.offset} are not those that were written (CRC-32C {seen:#010x}, written "
+            f"{written:#010x}; bytes {place.offset} to {place.offset + length} of {place.entry!r}). {advice}"
         )
-        super().__init__(what, filename, offset, length, written, seen)
-        self.entry, self.entry_offset = entry, entry_offset
+        super().__init__(what, str(first.path), first.offset, length, written, seen)
+        self.entry, self.entry_offset = place.entry, place.offset
         self.piece = piece
 
 
 def _again(kind: type[CorruptionError], told: tuple[Any, ...], attributes: dict[str, Any]) -> CorruptionError:
-    """The same error from what copying and pickling keep."""
+    """Makes the same error from what copying and pickling keep."""
     error = kind.__new__(kind)
     OSError.__init__(error, *told)
     error.__dict__.update(attributes)
     return error
 
-
-# ---- Remedy: what is best done about an error of the system's, in a few words, by its errno; the end of an I/O -------
-# error's text
 
 _REMEDIES: Mapping[int, str] = MappingProxyType(
     {
@@ -90,5 +86,5 @@ _REMEDIES: Mapping[int, str] = MappingProxyType(
 
 
 def remedy(code: int | None) -> str:
-    """What to do; empty where the error says it all."""
+    """What is best done about a system error, in a few words, for the end of its text; empty where the error says it all."""
     return "" if code is None else _REMEDIES.get(code, "")

@@ -10,34 +10,32 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiermem.swap import durable
-from tiermem.swap.direct import ALIGNMENT, give_back, probe_path, take_room
+from tiermem.swap.direct import give_back, probe_path, take_room
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths, deal_shares
 from tiermem.swap.ranges import FreeRanges, round_up
 from tiermem.swap.run_folder import SEGMENT, RunFolder, RunName, report_dead_runs
-
-# ---- Segment: one path's preallocated file, and the ranges of it that are held ---------------------------------------
-#
-#     <path>/tiermem-<run id>/segment.bin      [ held ][ free ][ held ][ free ]|  grows by posix_fallocate
-#
-# A full disk is thus refused before a run, as ENOSPC, and never met in the middle of a write. The file is opened once,
-# past the page cache where that is possible (direct.py), and never shrinks while the run lives, but for a reservation
-# that is taken back.
-#
-# Somebody who deletes the folder under a run does no harm: the open file goes on, but nothing can be saved in it any
-# more. Somebody who truncates the file destroys what lay behind its new end. Reads of that end in ENODATA;
-# `check_whole` refuses writes, which would make the file long again and let zeros be read where bytes are lost. (Writes
-# that are with the kernel at that very moment still do; unless one of them is the file's last block, the next write
-# finds it short all the same.)
+from tiermem.swap.tier import ALIGNMENT
 
 GROWTH_BYTES = 64 << 20
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # what posix_fallocate answers when there is no more room
 
 
 class Segment:
-    """One path's folder and file; ranges are allocated first fit and the file grows for more.
+    """One path's folder and preallocated file; ranges are allocated first fit and the file grows for more.
+
+        <path>/tiermem-<run id>/segment.bin      [ held ][ free ][ held ][ free ]|  grows by posix_fallocate
+
+    A full disk is thus refused before a run, as ENOSPC, and never met in the middle of a write. The file is opened once, past
+    the page cache where that is possible (direct.py), and never shrinks while the run lives, but for a reservation that is
+    taken back.
+
+    If the folder is deleted under a run, the open file goes on, but nothing can be saved in it any more. If the file is
+    truncated, the bytes behind its new end are lost. Reads of them end in ENODATA; `check_whole` refuses writes, which would
+    make the file long again and let zeros be read where bytes are lost. (Writes that are with the kernel at that very moment
+    still do; unless one of them is the file's last block, the next write finds it short all the same.)
 
     Args:
-        path: an existing, writable folder; its cap bounds the file, its weight (None: 1) is for whoever deals.
+        path: an existing, writable folder; its cap bounds the file.
         run: names the run's folder below it.
 
     Raises OSError when the path cannot be used.
@@ -45,7 +43,6 @@ class Segment:
 
     def __init__(self, path: NvmePath, run: RunName) -> None:
         self.facts = probe_path(path.path)
-        self.weight = path.weight or 1.0
         self.max_bytes = None if path.max_bytes is None else path.max_bytes // ALIGNMENT * ALIGNMENT
         self.used_bytes = 0
         self.size_bytes = 0  # of the file
@@ -53,7 +50,7 @@ class Segment:
         self._free = FreeRanges()
         self._has_lasting_name = False  # the folders above the file have been synced
         self._has_dropped_pages = False  # a sync of a file that is used buffered has failed
-        self._folder = RunFolder(path.path, run)
+        self._folder = RunFolder.new(path.path, run)
         self.folder = self._folder.folder
         self.file = self.folder / SEGMENT
         try:
@@ -99,7 +96,7 @@ class Segment:
             os.ftruncate(self.fd, size_bytes)
 
     def check_whole(self) -> None:
-        """Raises OSError (ENODATA) when somebody has truncated the file."""
+        """Raises OSError (ENODATA) when the file has been truncated."""
         length = os.fstat(self.fd).st_size
         if length < self.size_bytes:
             raise OSError(
@@ -111,7 +108,7 @@ class Segment:
 
     def sync(self) -> None:
         """Blocks until what was written is on the disk, and the file's name, too. GIL free. Raises OSError that names it:
-        also when somebody has truncated the file (ENODATA), or it is not to be found by its name any more (ENOENT).
+        also when the file has been truncated (ENODATA), or is not found by its name any more (ENOENT).
 
         Direct writes are the disk's before the sync, which may thus be tried again. Of a file that is used buffered the
         kernel drops what it could not write, and calls it clean: no later sync may be believed.
@@ -136,7 +133,7 @@ class Segment:
             self._has_lasting_name = True
 
     def _shrink(self, fd: int) -> None:
-        """Gives the disk back what nobody holds, where its file system can."""
+        """Gives the free ranges back to the disk, where its file system can."""
         with contextlib.suppress(OSError):  # it takes more than it has to
             end = self.size_bytes - self._free.tail(self.size_bytes)
             if end < self.size_bytes <= os.fstat(fd).st_size:
@@ -146,7 +143,7 @@ class Segment:
                     give_back(fd, start, stop - start)
 
     def _check_found(self) -> None:
-        """The open file goes on without a name, but nobody would find what was saved in it."""
+        """Raises OSError (ENOENT) when the name leads elsewhere: what is saved in the open file could not be found."""
         try:
             is_found = os.path.samestat(self.file.stat(), os.fstat(self.fd))
         except FileNotFoundError:
@@ -198,15 +195,6 @@ class Segment:
         self.size_bytes += num_bytes
 
 
-# ---- Files: the segments of one run on all its paths, and the extents dealt over them --------------------------------
-#
-#     <path>/tiermem-<run id>/lock          held while the run lives             run_folder.py
-#     <path>/tiermem-<run id>/segment.bin   preallocated, one on each path       files.py
-#
-# An extent is a range of one segment. It goes to the path that holds least for its weight and has room: a path that is
-# full, or holds its cap, passes it on to the others. Room for a whole run is asked for once, at the start, and refused
-# with the arithmetic; then nothing of it stays taken.
-
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"}
 
 logger = logging.getLogger("tiermem")
@@ -221,7 +209,11 @@ class Extent(NamedTuple):
 
 
 class Files:
-    """The segments of one run on all its paths. Its owner's lock guards it.
+    """The segments of one run on all its paths. The store's lock guards it.
+
+    An extent goes to the path that holds least for its weight and has room: a path that is full, or holds its cap, passes it
+    on to the others. Room for a whole run is asked for once, at the start, and refused with the arithmetic; then none of it
+    stays taken.
 
     Args:
         paths: existing folders with their caps and weights (None: 1); the same folder twice is refused.
@@ -239,6 +231,7 @@ class Files:
         self.run = run or RunName.new()
         self._limit_bytes = limit_bytes
         self.segments: list[Segment] = []
+        self.weights = [each.weight or 1.0 for each in known]
         try:
             for each in known:
                 report_dead_runs(each.path)
@@ -256,7 +249,9 @@ class Files:
         size = round_up(max(num_bytes, 1), ALIGNMENT)
         most_growth = min(GROWTH_BYTES, self._check_limit(size))
         errors: list[OSError] = []
-        for index in sorted(range(len(self.segments)), key=lambda index: (index != near, self._fill_of(index))):
+        for index in sorted(
+            range(len(self.segments)), key=lambda i: (i != near, self.segments[i].used_bytes / self.weights[i])
+        ):
             try:
                 return Extent(index, self.segments[index].allocate(size, most_growth), size)
             except OSError as error:
@@ -285,20 +280,15 @@ class Files:
 
     def reweigh(self, weights: Sequence[float]) -> None:
         """Gives every path another weight, for what is allocated from now on."""
-        for segment, weight in zip(self.segments, weights, strict=True):
-            segment.weight = weight
+        self.weights = list(weights)
+
+    def segment_of(self, extent: Extent) -> Segment:
+        """The segment that an extent lies in."""
+        return self.segments[extent.path_index]
 
     def free(self, extent: Extent) -> None:
         """Returns an extent to its path."""
-        self.segments[extent.path_index].free(extent.offset, extent.num_bytes)
-
-    def fd(self, extent: Extent) -> int:
-        """The descriptor that an extent is read and written through."""
-        return self.segments[extent.path_index].fd
-
-    def check_whole(self, extent: Extent) -> None:
-        """Raises OSError (ENODATA) when somebody has truncated the file that an extent lies in."""
-        self.segments[extent.path_index].check_whole()
+        self.segment_of(extent).free(extent.offset, extent.num_bytes)
 
     def sync(self) -> None:
         """Blocks until what was written is on the disk, on every path. Raises OSError that names the file."""
@@ -320,9 +310,6 @@ class Files:
             for segment in self.segments:
                 closing.callback(segment.close, keep)
 
-    def _fill_of(self, index: int) -> float:
-        return self.segments[index].used_bytes / self.segments[index].weight
-
     def _shares(self, num_bytes: int) -> list[int]:
         rooms = [segment.room_bytes for segment in self.segments]
         bounded = [room for room in rooms if room is not None]
@@ -332,7 +319,7 @@ class Files:
                 errno.ENOSPC,
                 f"{num_bytes} bytes are needed, the paths' caps leave {sum(bounded)}: {caps}. Raise a cap or add a path",
             )
-        return deal_shares(num_bytes, [segment.weight for segment in self.segments], rooms)
+        return deal_shares(num_bytes, self.weights, rooms)
 
     def _reserve_share(self, index: int, share: int, num_bytes: int) -> None:
         segment = self.segments[index]
@@ -343,10 +330,9 @@ class Files:
                 raise
             sharing = [s for s in self.segments[:index] if s.facts.device == segment.facts.device]
             shared = f" ({', '.join(str(s.facts.path) for s in sharing)} took theirs there first)" if sharing else ""
-            total = sum(s.weight for s in self.segments)
             raise OSError(
                 error.errno,
-                f"its share is {share} of {num_bytes} bytes (weight {segment.weight:g} of {total:g}): "
+                f"its share is {share} of {num_bytes} bytes (weight {self.weights[index]:g} of {sum(self.weights):g}): "
                 f"{error.strerror}{shared}; or cap this path with max_bytes, or give it less weight",
                 str(segment.facts.path),
             ) from None

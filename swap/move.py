@@ -1,8 +1,8 @@
 """Move: bytes on their way from slot to slot, as a value.
 
-A Move owns the buffer its bytes travel through until they have arrived; `wait()` is the only way to learn that they
-have, and raises what went wrong. It may follow another move (`after`): a fetch of bytes that are still being written
-starts when the write has ended, started by whoever looks first, and fails with the write's error.
+A Move owns the buffer of its bytes until they have arrived; `wait()` is the only way to learn that they have, and raises the
+error if they have not. It may follow another move (`after`): a fetch of bytes that are still being written starts when the
+write has ended, in the first thread that looks at it, and fails with the write's error.
 
     asked --(after has ended)--> moving --(looked at)--> arrived | failed | cancelled
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 from tiermem.swap.errors import DamagedEntry
 from tiermem.swap.native import NORMAL, READ, URGENT, Answer
-from tiermem.swap.queue import Queues, Recorder, Transfers
+from tiermem.swap.queue import Queues, Transfers
 
 _GLANCE_S = 1e-3  # for which one move is waited for while others may end
 
@@ -37,7 +36,7 @@ def wait_for_any(groups: Sequence[Sequence[Move]]) -> int:
             if all(move.is_done() for move in group):
                 if start_ns:
                     end_ns = max(start_ns, *(move._answered_ns for move in group))
-                    group[-1]._recorder.add("wait", group[-1].name, start_ns, end_ns)
+                    group[-1]._queue.recorder.add("wait", group[-1].name, start_ns, end_ns)
                 return index
         start_ns = start_ns or time.monotonic_ns()
         for move in groups[0]:
@@ -48,15 +47,15 @@ class Move:
     """Transfers that end together. Safe to look at and to wait for from several threads.
 
     Args:
-        queue: where they are submitted; must outlive the move.
+        queue: where they are submitted; must outlive the move. Its recorder receives the transfer's times and the time spent
+            waiting.
         ops: the transfers, on one path or several; their memory is inside `owns`. None: nothing has to move.
         owns: what must stay alive until the end (slots, tensors).
         name: for events and errors.
-        recorder: receives the transfer's times and the time spent waiting.
         priority: urgent, normal or background.
         after: a move that must end first.
-        on_end: called once, when the bytes have arrived or not (True: arrived), before anybody's `wait` returns.
-        check: called once, before that, when the bytes have arrived and nobody has cancelled; an error that it returns
+        on_end: called once, when the bytes have arrived or not (True: arrived), before any `wait` returns.
+        check: called once, before that, when the bytes have arrived and the move is not cancelled; an error that it returns
             makes them as good as not arrived.
     """
 
@@ -66,7 +65,6 @@ class Move:
         ops: Transfers,
         owns: Any,
         name: str,
-        recorder: Recorder,
         priority: int = NORMAL,
         after: Move | None = None,
         on_end: Callable[[bool], None] | None = None,
@@ -77,7 +75,6 @@ class Move:
         self._ops: Transfers = ops
         self._lane = "read" if not ops or ops[0].kind == READ else "write"
         self._owns = owns
-        self._recorder = recorder
         self._priority = priority
         self._after = after  # until this is submitted
         self._on_end = on_end
@@ -85,14 +82,13 @@ class Move:
         self._tag: int | None = None
         self._is_done = False
         self._answered_ns = 0  # when its end was looked at: what is done with the bytes then is not waiting
-        self._failure: Callable[[], OSError] | None = None  # makes the error anew: a kept one would keep its frames
-        self._was_cancelled = False
+        self._failure: OSError | None = None  # `wait` raises a copy: one that was raised would keep its frames
         self._result: Any = owns
         self._lock = threading.Lock()  # held by the one thread that asks the queue; taken before a store's lock
         if not ops:
             self._end()
         elif after is None or (after.is_done() and not after.has_failed):
-            self._submit()
+            self._tag, self._after = queue.submit(ops, priority), None
 
     def wait(self) -> Any:
         """Blocks until the bytes have arrived and returns what the move owns. Raises OSError; safe to call again."""
@@ -100,8 +96,16 @@ class Move:
             with self._lock:
                 self._wait()
         if self._failure is not None:
-            raise self._failure()
+            raise copy.copy(self._failure)
         return self._result
+
+    def outcome(self) -> OSError | None:
+        """Blocks as `wait` and returns its error instead of raising it; None also when the move was cancelled."""
+        try:
+            self.wait()
+        except OSError as error:
+            return None if self.was_cancelled else error
+        return None
 
     def is_done(self) -> bool:
         """Whether `wait` would return (or raise) at once; False while another thread waits. Never blocks for the disk.
@@ -126,13 +130,18 @@ class Move:
 
     @property
     def was_cancelled(self) -> bool:
-        """Whether they have not arrived because somebody called `cancel`."""
-        return self._was_cancelled
+        """Whether they have not arrived because of `cancel`."""
+        return self._failure is not None and self._failure.errno == errno.ECANCELED
+
+    @property
+    def is_write(self) -> bool:
+        """Whether the bytes go to the files."""
+        return self._lane == "write"
 
     def promote(self) -> None:
         """Asks for these bytes before prefetches and write-backs."""
         if self._is_done or not self._lock.acquire(blocking=False):
-            return  # somebody waits for it: it is urgent already
+            return  # another thread waits for it: it is urgent already
         try:
             self._priority = URGENT
             if self._after is not None:
@@ -155,7 +164,7 @@ class Move:
             if self._is_done:
                 return
             if self._tag is None:
-                self._fail(errno.ECANCELED, f"{self.name!r} was cancelled before it started")
+                self._end(OSError(errno.ECANCELED, f"{self.name!r} was cancelled before it started"))
                 return
             self._drop()
             self._ask(timeout_s=None)
@@ -170,7 +179,7 @@ class Move:
         if not self._is_done:
             start_ns = time.monotonic_ns()
             self._ask(timeout_s=None)
-            self._recorder.add("wait", self.name, start_ns, self._answered_ns)
+            self._queue.recorder.add("wait", self.name, start_ns, self._answered_ns)
 
     def _glance(self, timeout_s: float | None) -> None:
         """Waits for at most that long (None: to the end) and records nothing."""
@@ -192,19 +201,14 @@ class Move:
         if not after.is_done():
             return False
         if after.has_failed:
-            self._failure, self._was_cancelled = after._failure, after._was_cancelled
-            self._end()
+            self._end(after._failure)
             return False
         try:
-            self._submit()
+            self._tag, self._after = self._queue.submit(self._ops, self._priority), None
         except OSError as error:
-            self._fail(error.errno or errno.EIO, f"{self.name!r} could not be started: {error.strerror}")
+            self._end(OSError(error.errno or errno.EIO, f"{self.name!r} could not be started: {error.strerror}"))
             return False
         return True
-
-    def _submit(self) -> None:
-        self._tag = self._queue.submit(self._ops, self._priority)
-        self._after = None
 
     def _drop(self) -> None:
         if self._tag is not None:
@@ -216,7 +220,7 @@ class Move:
         try:
             answer = self._queue.wait(self._tag, timeout_s)
         except OSError as error:
-            self._fail(error.errno or errno.EIO, f"{self.name!r} was under way: {error.strerror}")
+            self._end(OSError(error.errno or errno.EIO, f"{self.name!r} was under way: {error.strerror}"))
             return
         if answer is not None:
             self._finish(answer)
@@ -224,22 +228,14 @@ class Move:
     def _finish(self, answer: Answer) -> None:
         self._answered_ns = time.monotonic_ns()
         if answer.started_ns:
-            self._recorder.add(self._lane, self.name, answer.started_ns, answer.finished_ns, answer.num_bytes)
-        error = self._queue.error_of(answer) or (self._check() if self._check is not None else None)
-        if error is not None:
-            self._failure = functools.partial(copy.copy, error)
-            self._was_cancelled = error.errno == errno.ECANCELED
-        self._end()
+            self._queue.recorder.add(self._lane, self.name, answer.started_ns, answer.finished_ns, answer.num_bytes)
+        self._end(self._queue.error_of(answer) or (self._check() if self._check is not None else None))
 
-    def _fail(self, code: int, what: str) -> None:
-        self._failure = functools.partial(OSError, code, what)
-        self._was_cancelled = code == errno.ECANCELED
-        self._end()
-
-    def _end(self) -> None:
+    def _end(self, failure: OSError | None = None) -> None:
+        self._failure = failure
         self._answered_ns = self._answered_ns or time.monotonic_ns()
         self._ops, self._owns, self._after, self._check = (), None, None, None
         on_end, self._on_end = self._on_end, None
         if on_end:
-            on_end(self._failure is None)
+            on_end(failure is None)
         self._is_done = True

@@ -8,12 +8,14 @@ releases it).
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,10 +33,13 @@ from tiermem.swap.parts import (
     StepParts,
     StepRule,
     check_moment,
+    check_part,
     check_parts,
-    check_split,
 )
+from tiermem.swap.ranges import ByteRange, Numbers
+from tiermem.swap.tier import ALIGNMENT
 
+_MAX_BLOCK_BYTES = 1 << 30  # below what one system call transfers
 ENGINES = {"auto": lib.TM_ENGINE_AUTO, "uring": lib.TM_ENGINE_URING, "aio": lib.TM_ENGINE_AIO}
 ENGINES["threads"] = lib.TM_ENGINE_THREADS
 _ENGINE_NAMES = {code: name for name, code in ENGINES.items()}
@@ -69,6 +74,39 @@ class TransferError(OSError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.errno, self.kind, self.filename, self.offset, self.length), self.__dict__
+
+
+@dataclasses.dataclass(frozen=True)
+class IoSettings:
+    """How the queue of each path moves blocks. Raises ValueError for what no engine takes."""
+
+    engine: str = "auto"
+    """"auto", "uring", "aio" or "threads"."""
+    block_bytes: int = 1 << 20
+    """Transfers are split into blocks of this size."""
+    depth: int = 32
+    """Blocks in flight, on each path."""
+    threads: int = 0
+    """Of the threads engine; 0 lets it choose."""
+    single_submit: bool = False
+    """Hand each block to the kernel by itself, instead of all that are ready at once."""
+    overlap_events: bool = True
+    """Hand over new blocks while earlier ones are in flight; False: only when all of those have ended."""
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine is {self.engine!r}; allowed are auto, uring, aio and threads")
+        if not ALIGNMENT <= self.block_bytes <= _MAX_BLOCK_BYTES or self.block_bytes % ALIGNMENT:
+            raise ValueError(
+                f"block_bytes is {self.block_bytes}; allowed are multiples of {ALIGNMENT} up to {_MAX_BLOCK_BYTES}"
+            )
+        if not 1 <= self.depth <= 4096:
+            raise ValueError(f"depth is {self.depth}; allowed are 1 to 4096 blocks in flight")
+        if not 0 <= self.threads <= 1024:
+            raise ValueError(f"threads is {self.threads}; allowed are 0 (the engine chooses) to 1024")
+
+
+_USUAL = IoSettings()
 
 
 class Op(NamedTuple):
@@ -120,6 +158,14 @@ class Counters(NamedTuple):
     """CPU time, user and system, of the queue's own threads."""
 
 
+def error_of(answer: Answer, files: Mapping[int, str]) -> TransferError | None:
+    """The error that an answer holds, if any; `files` names the file behind each descriptor."""
+    if not answer.error:
+        return None
+    path = files.get(answer.fd, f"descriptor {answer.fd}")
+    return TransferError(answer.error, answer.kind, path, answer.offset, answer.length)
+
+
 def check(code: int, what: str) -> int:
     """Returns a non-negative code; turns -errno into OSError that says what was tried."""
     if code < 0:
@@ -167,16 +213,11 @@ class Queue:
     """A native I/O queue with its own thread.
 
     Args:
-        engine: "auto", "uring", "aio" or "threads".
-        depth: blocks in flight.
-        block_bytes: a transfer is split into blocks of this size.
-        threads: of the threads engine; 0 lets it choose.
-        regions: (address, bytes) of memory to register with the kernel where it allows.
-        path_of: names the file behind a descriptor, for errors.
+        io: engine, block size and depth.
+        files: descriptors and their files' names, for errors. Those that it holds now are registered with the kernel where that
+            allows, and stay open until the queue is closed.
+        regions: memory to register with the kernel where it allows.
         faults: lies for tests.
-        files: descriptors to register with the kernel where it allows; they stay open until the queue is closed.
-        single_submit: hand each block to the kernel by a system call of its own.
-        overlap_events: hand over new blocks while others are in flight; False: only when all of those have ended.
 
     Raises:
         OSError: a named engine cannot run here; the message says why.
@@ -184,20 +225,12 @@ class Queue:
 
     def __init__(
         self,
-        engine: str = "auto",
-        depth: int = 32,
-        block_bytes: int = 1 << 20,
-        threads: int = 0,
-        regions: Sequence[tuple[int, int]] = (),
-        path_of: Callable[[int], str] = str,
+        io: IoSettings = _USUAL,
+        files: Mapping[int, str] = MappingProxyType({}),
+        regions: Sequence[ByteRange] = (),
         faults: Sequence[Fault] = (),
-        files: Sequence[int] = (),
-        single_submit: bool = False,
-        overlap_events: bool = True,
     ) -> None:
-        if engine not in ENGINES:
-            raise ValueError(f"engine is {engine!r}; allowed are {', '.join(ENGINES)}")
-        self._path_of = path_of
+        self._files = files
         self._owner = os.getpid()
         self._tags = itertools.count(1)  # its next() is one step, whichever thread asks
         self._queue = ffi.NULL
@@ -206,17 +239,19 @@ class Queue:
         rules = ffi.new("tm_fault[]", [(f.serial, f.value, FAULTS[f.kind], f.repeat) for f in faults])
         descriptors = ffi.new("int32_t[]", list(files))
         options = ffi.new("tm_queue_options *")
-        options.engine, options.depth, options.threads = ENGINES[engine], depth, threads
-        options.block_bytes = block_bytes
+        options.engine, options.depth, options.threads = ENGINES[io.engine], io.depth, io.threads
+        options.block_bytes = io.block_bytes
         options.num_regions, options.regions, options.region_bytes = len(regions), starts, sizes
         options.num_faults, options.faults = len(faults), rules
         options.num_files, options.files = len(files), descriptors
-        options.flags = lib.TM_QUEUE_SINGLE_SUBMIT * single_submit | lib.TM_QUEUE_NO_OVERLAP * (not overlap_events)
+        options.flags = lib.TM_QUEUE_SINGLE_SUBMIT * io.single_submit | lib.TM_QUEUE_NO_OVERLAP * (
+            not io.overlap_events
+        )
         queue, chosen, why = ffi.new("tm_queue **"), ffi.new("int32_t *"), ffi.new("char[]", 2048)
         code = lib.tm_queue_open(options, queue, chosen, why, 2048)
         self.why = ffi.string(why).decode(errors="replace")
         if code < 0:
-            raise OSError(-code, f"no I/O queue (engine {engine!r}): {os.strerror(-code)}; {self.why}")
+            raise OSError(-code, f"no I/O queue (engine {io.engine!r}): {os.strerror(-code)}; {self.why}")
         self._queue = queue[0]
         self.engine = _ENGINE_NAMES[chosen[0]]
 
@@ -268,17 +303,17 @@ class Queue:
         times = (a.submitted_ns, a.started_ns, a.finished_ns)
         return Answer(a.error, a.fd, a.kind, a.offset, a.length, a.bytes, *times)
 
-    def error_of(self, answer: Answer) -> TransferError | None:
-        """The error that the answer holds, if any."""
-        if not answer.error:
-            return None
-        return TransferError(answer.error, answer.kind, self._path_of(answer.fd), answer.offset, answer.length)
-
     def raise_for(self, answer: Answer) -> None:
         """Raises TransferError when the answer holds an error."""
-        error = self.error_of(answer)
+        error = error_of(answer, self._files)
         if error is not None:
             raise error
+
+    def finish(self, tag: int) -> None:
+        """Blocks until a tag is answered; raises TransferError when the answer holds an error."""
+        answer = self.wait(tag)
+        assert answer is not None  # no time-out was given
+        self.raise_for(answer)
 
     def promote(self, tag: int, priority: int = URGENT) -> None:
         """Moves what the kernel has not yet got to a higher priority."""
@@ -302,7 +337,7 @@ class Queue:
         return counts
 
     def close(self) -> int:
-        """Finishes what was submitted, stops the thread; returns how many errors nobody waited for."""
+        """Finishes what was submitted, stops the thread; returns how many errors were not waited for."""
         queue, self._queue = self._queue, ffi.NULL
         if queue == ffi.NULL:
             return 0
@@ -409,7 +444,7 @@ def widen_part(
 
     is_positive: of 8-bit codes, whether they are those of a moment that is never negative. Blocks; raises ValueError.
     """
-    numel = _check_part(part, weight)
+    numel = check_part(part, weight)
     values = torch.empty(numel)
     code = lib.tm_part_widen(workers.handle, numel, _part(part, is_positive), _pointer(weight), _pointer(values))
     check(code, "widening a part")
@@ -423,20 +458,11 @@ def narrow_part(
 
     Blocks; raises ValueError. See `widen_part`.
     """
-    numel = _check_part(part, weight)
+    numel = check_part(part, weight)
     values = values.to(torch.float32)
     check_moment("values", values, numel)
     code = lib.tm_part_narrow(workers.handle, numel, _pointer(values), _part(part, is_positive), _pointer(weight))
     check(code, "narrowing to a part")
-
-
-def _check_part(part: Moment, weight: torch.Tensor | None) -> int:
-    numel = part.codes.numel() if isinstance(part, Quantised) else part.numel()
-    if isinstance(part, torch.Tensor) and part.dtype in SPLIT:
-        check_split(part, weight, numel)
-    else:
-        check_moment("part", part, numel)
-    return numel
 
 
 def _part(part: Moment, is_positive: bool) -> object:
@@ -456,11 +482,7 @@ def _set_part(slot: Any, part: Moment | None, is_positive: bool = False) -> None
 
 
 def store_gradient(
-    workers: Workers,
-    dst: torch.Tensor | None,
-    src: torch.Tensor,
-    first_element: int = 0,
-    accumulate: bool = False,
+    workers: Workers, dst: torch.Tensor | None, src: torch.Tensor, first_element: int = 0, accumulate: bool = False
 ) -> list[float]:
     """Copies or adds `src` into `dst` (None: only measures) and returns the sum of squares of each norm block.
 
@@ -472,14 +494,15 @@ def store_gradient(
         return []
     num_blocks = (first_element + src.numel() - 1) // NORM_BLOCK - first_element // NORM_BLOCK + 1
     sums = ffi.new("double[]", num_blocks)
+    kind = _DTYPES[None if dst is None else dst.dtype]
     code = lib.tm_gradient_store(
         workers.handle,
         src.numel(),
         _pointer(dst),
-        _DTYPES[None if dst is None else dst.dtype],
+        kind,
         _pointer(src),
         _DTYPES[src.dtype],
-        int(accumulate),
+        accumulate,
         first_element,
         sums,
     )
@@ -497,25 +520,21 @@ def crc32c_of(
         )
     addresses, num_bytes = np.ascontiguousarray(addresses, np.uint64), np.ascontiguousarray(num_bytes, np.uint64)
     crcs = np.empty(len(addresses), np.uint32)
-    pointers = (addresses.ctypes.data, num_bytes.ctypes.data, crcs.ctypes.data)
-    rows = [ffi.cast(kind, pointer) for kind, pointer in zip(_CRC_ROWS, pointers, strict=True)]
+    rows = _rows(_CRC_ROWS, addresses, num_bytes, crcs)
     code = lib.tm_crc32c(ffi.NULL if workers is None else workers.handle, len(addresses), *rows)
     check(code, f"checksums of {len(addresses)} pieces")
     return crcs
 
 
-def crc32c_join(
-    first: npt.NDArray[np.uint64], crcs: npt.NDArray[np.uint32], num_bytes: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.uint32]:
+def crc32c_join(first: Numbers, crcs: npt.NDArray[np.uint32], num_bytes: Numbers) -> npt.NDArray[np.uint32]:
     """The CRC-32C of messages first[i] to first[i + 1] behind one another, from theirs and their lengths. Flat arrays."""
     if crcs.shape != num_bytes.shape or not len(first) or int(first[-1]) > len(crcs):
         raise ValueError(f"{len(crcs)} checksums of {len(num_bytes)} messages, joined up to {first[-1:]}")
     joined: npt.NDArray[np.uint32] = np.empty(len(first) - 1, np.uint32)
-    first, crcs = np.ascontiguousarray(first, np.uint64), np.ascontiguousarray(crcs, np.uint32)
-    num_bytes = np.ascontiguousarray(num_bytes, np.uint64)
-    pointers = (first.ctypes.data, crcs.ctypes.data, num_bytes.ctypes.data, joined.ctypes.data)
-    rows = [ffi.cast(kind, pointer) for kind, pointer in zip(_JOIN_ROWS, pointers, strict=True)]
-    check(lib.tm_crc32c_join(len(joined), *rows), "joining checksums")
+    given = [
+        np.ascontiguousarray(row, kind) for row, kind in ((first, np.uint64), (crcs, np.uint32), (num_bytes, np.uint64))
+    ]
+    check(lib.tm_crc32c_join(len(joined), *_rows(_JOIN_ROWS, *given, joined)), "joining checksums")
     return joined
 
 
@@ -539,8 +558,7 @@ def trim_heap() -> None:
 def choose_isa(isa: int = -1) -> str:
     """Chooses the kernels' instruction set (-1: the best here; 0, 1, 2: plain C, AVX2, AVX-512) and names it."""
     chosen = check(lib.tm_isa_choose(isa), f"choosing instruction set {isa}")
-    name: bytes = ffi.string(lib.tm_isa_name(chosen))
-    return name.decode()
+    return str(ffi.string(lib.tm_isa_name(chosen)).decode())
 
 
 def _unmap(base: object, num_bytes: int, owner: int) -> None:
@@ -559,6 +577,11 @@ def _mirror(struct: str) -> np.dtype[Any]:
 
 _OP_DTYPE = _mirror("tm_op")
 _VOID = ffi.typeof("void *")
+
+
+def _rows(kinds: Sequence[str], *arrays: npt.NDArray[Any]) -> list[object]:
+    """Pointers to flat contiguous arrays, which the caller keeps alive."""
+    return [ffi.cast(kind, array.ctypes.data) for kind, array in zip(kinds, arrays, strict=True)]
 
 
 def _pointer(tensor: torch.Tensor | None) -> object:

@@ -7,7 +7,7 @@
     moments   fp32, bf16, fp16, or Quantised: 8-bit codes and one scale byte for 64 of them
 
 All are flat contiguous tensors of one length on one device; native code takes those of the CPU. Formulas, formats and
-roundings are told in native/tiermem.h; which tile of which parameter this is, nobody asks here.
+roundings are described in native/tiermem.h. Which tile of which parameter this is does not matter here.
 """
 
 from __future__ import annotations
@@ -125,6 +125,20 @@ def check_split(master: torch.Tensor, weight: torch.Tensor | None, numel: int, d
         given = "none" if weight is None else weight.dtype
         raise ValueError(f"a split master is kept beside a bf16 weight; the weight given is {given}")
     _check_tensor("weight", weight, numel, STORED, device)
+
+
+def check_part(part: Moment, weight: torch.Tensor | None, device: torch.device | None = CPU) -> int:
+    """Returns the number of elements of a moment, or of a split master beside its weight; raises ValueError.
+
+    device: where it must lie; None: where it does.
+    """
+    stored = part.codes if isinstance(part, Quantised) else part
+    numel, device = stored.numel(), device or stored.device
+    if stored.dtype in SPLIT:
+        check_split(stored, weight, numel, device)
+    else:
+        check_moment("part", part, numel, device)
+    return numel
 
 
 def _check_master(parts: StepParts, numel: int, start_master: bool, device: torch.device) -> None:

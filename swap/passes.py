@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import errno
+import functools
+import itertools
 import logging
 import os
 import threading
@@ -15,24 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tiermem.swap.direct import ALIGNMENT, open_unnamed, preallocate
-from tiermem.swap.native import NORMAL, READ, SYNC, WRITE, Map, Op, Queue
+from tiermem.swap.direct import open_unnamed, preallocate
+from tiermem.swap.native import READ, SYNC, WRITE, IoSettings, Map, Op, Queue
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.queue import IoSettings
-from tiermem.swap.ranges import round_up
-
-# ---- Passes: the bytes of one file moved through a queue in one pattern, and how long that took ----------------------
-#
-#     read     the file in order
-#     write    the file in order
-#     mixed    both at once, as the optimizer's step does: a piece is read while one half a file away is written
-#     random   single blocks at random places, read by batch calls
-#
-# What weighs paths against each other, and what every benchmark of the disk is made of. The window of memory holds
-# `depth` blocks and as much again, within bounds, so that the queue never runs dry while the next piece waits for the
-# oldest to end: a disk ends them in an order of its own. Each piece has its own place in the window. The memory starts
-# with random bytes: disks that squeeze zeros, or leave them out, are not flattered. Times include the last answer and,
-# when asked for, a sync.
+from tiermem.swap.queue import InFlight
+from tiermem.swap.ranges import ByteRange, round_up
+from tiermem.swap.tier import ALIGNMENT
 
 MODES = ("read", "write", "mixed", "random")
 _PIECE_BYTES = 4 << 20  # of one submission; larger blocks are pieces of their own
@@ -69,7 +58,17 @@ class Quota:
 
 
 class Passes:
-    """One open file, a queue and the memory that blocks pass through. A context manager; for one thread.
+    """Moves the bytes of one open file through a queue in one pattern, and times it. A context manager; for one thread.
+
+        read     the file in order
+        write    the file in order
+        mixed    both at once, as the optimizer's step does: a piece is read while one half a file away is written
+        random   single blocks at random places, read by batch calls
+
+    Benchmarks of the disk are made of it, and paths are weighed by it. The window of memory holds `depth` blocks and as much
+    again, within bounds, so that the queue never runs dry while the next piece waits for the oldest to end: a disk ends them in
+    an order of its own. Each piece has its own place in the window. The memory starts with random bytes: disks that compress
+    zeros, or leave them out, are not flattered. Times include the last answer and, when asked for, a sync.
 
     Args:
         fd: open for reading and writing, with O_DIRECT where that is measured; stays the caller's.
@@ -91,17 +90,8 @@ class Passes:
         try:
             self._memory.commit(0, self._memory.num_bytes)
             self._fill()
-            region = (self._memory.address, self._memory.num_bytes)
-            self.queue = Queue(
-                io.engine,
-                io.depth,
-                io.block_bytes,
-                io.threads,
-                regions=[region],
-                files=[fd],
-                single_submit=io.single_submit,
-                overlap_events=io.overlap_events,
-            )
+            region = ByteRange(self._memory.address, self._memory.num_bytes)
+            self.queue = Queue(io, files={fd: f"descriptor {fd}"}, regions=[region])
         except BaseException:
             self._memory.close()
             raise
@@ -129,7 +119,7 @@ class Passes:
         else:
             moved = self._run_in_order(quota, mode != "write", mode != "read")
         if sync:
-            self._finish(self.queue.submit([Op(SYNC, self._fd, 0, 0, 0)]))
+            self.queue.finish(self.queue.submit([Op(SYNC, self._fd, 0, 0, 0)]))
         return Pass(time.monotonic() - start, moved * (mode != "write"), moved * (mode in ("write", "mixed")))
 
     def close(self) -> None:
@@ -146,25 +136,20 @@ class Passes:
         places = self._num_pieces // 2 if reads and writes else self._num_pieces
         stride = 2 if reads and writes else 1
         far = self._file_bytes // 2 // self._block_bytes * self._block_bytes if reads else 0
-        under_way: collections.deque[int] = collections.deque()
-        done = number = 0
-        while True:
-            offset = done % self._file_bytes
-            length = quota.take(min(self._piece_bytes, self._file_bytes - offset))
-            if not length:
-                break
-            if len(under_way) == places:
-                self._finish(under_way.popleft())
-            place = self._memory.address + number % places * stride * self._piece_bytes
-            ops = [Op(READ, self._fd, place, length, offset)] if reads else []
-            if writes:
-                place += (stride - 1) * self._piece_bytes
-                ops += self._write_at((offset + far) % self._file_bytes, place, length)
-            under_way.append(self.queue.submit(ops))
-            done += length
-            number += 1
-        for tag in under_way:
-            self._finish(tag)
+        done = 0
+        with InFlight(places) as in_flight:
+            for number in itertools.count():
+                offset = done % self._file_bytes
+                length = quota.take(min(self._piece_bytes, self._file_bytes - offset))
+                if not length:
+                    break
+                place = self._memory.address + number % places * stride * self._piece_bytes
+                ops = [Op(READ, self._fd, place, length, offset)] if reads else []
+                if writes:
+                    place += (stride - 1) * self._piece_bytes
+                    ops += self._write_at((offset + far) % self._file_bytes, place, length)
+                in_flight.add(functools.partial(self.queue.finish, self.queue.submit(ops)))
+                done += length
         return done
 
     def _write_at(self, offset: int, place: int, length: int) -> list[Op]:
@@ -181,25 +166,19 @@ class Passes:
         batch = max(1, min(num_places // _RANDOM_BATCHES, max(self._depth, 256)))
         generator, file_blocks = np.random.default_rng(seed), self._file_bytes // self._block_bytes
         places = self._memory.address + np.arange(num_places, dtype=np.int64) * self._block_bytes
-        under_way: collections.deque[int] = collections.deque()
-        done = number = 0
-        while num_blocks := quota.take(batch * self._block_bytes) // self._block_bytes:
-            if len(under_way) == _RANDOM_BATCHES:
-                self._finish(under_way.popleft())
-            offsets = generator.integers(0, file_blocks, num_blocks, dtype=np.int64) * self._block_bytes
-            start = number % _RANDOM_BATCHES * batch
-            addresses = places[start : start + num_blocks]
-            under_way.append(self.queue.submit_blocks(READ, self._fd, addresses, offsets, self._block_bytes, NORMAL))
-            done += num_blocks * self._block_bytes
-            number += 1
-        for tag in under_way:
-            self._finish(tag)
+        done = 0
+        with InFlight(_RANDOM_BATCHES) as in_flight:
+            for number in itertools.count():
+                num_blocks = quota.take(batch * self._block_bytes) // self._block_bytes
+                if not num_blocks:
+                    break
+                offsets = generator.integers(0, file_blocks, num_blocks, dtype=np.int64) * self._block_bytes
+                start = number % _RANDOM_BATCHES * batch
+                addresses = places[start : start + num_blocks]
+                tag = self.queue.submit_blocks(READ, self._fd, addresses, offsets, self._block_bytes)
+                in_flight.add(functools.partial(self.queue.finish, tag))
+                done += num_blocks * self._block_bytes
         return done
-
-    def _finish(self, tag: int) -> None:
-        answer = self.queue.wait(tag)
-        assert answer is not None
-        self.queue.raise_for(answer)
 
 
 def memory_bytes(io: IoSettings) -> int:
@@ -228,15 +207,6 @@ def _window(io: IoSettings) -> tuple[int, int]:
     return piece_bytes, in_flight + max(_MIN_SPARE_PIECES, min(in_flight, _MAX_SPARE_BYTES // piece_bytes))
 
 
-# ---- PathWeights: how much each of several paths is given, measured before anything rests there ----------------------
-#
-# A small unnamed file on each path is written once and then read and written at once, as the optimizer's step does, on
-# all paths at the same time: two paths that share a disk come out about equal, as they will be when they are used. The
-# slowest path weighs 1. It takes well under a second, and nothing is left behind.
-#
-# Given weights are taken as they are, and one path is not measured. A path that cannot be measured weighs 1, with a
-# warning: what is wrong with it will be said when it is used.
-
 _FILE_BYTES = 32 << 20
 _SECONDS = 0.25
 _MOST_BLOCK_BYTES, _MOST_DEPTH = 1 << 20, 16  # bounds the memory that measuring takes: 32 MiB for each path
@@ -245,7 +215,15 @@ logger = logging.getLogger("tiermem")
 
 
 def weigh(paths: Sequence[NvmePath], io: IoSettings) -> list[float]:
-    """Each path's weight. Blocks while it measures; raises ValueError when only some weights are given."""
+    """Each path's weight: how much of the bytes it gets. Blocks while it measures.
+
+    A small unnamed file on each path is written once and then read and written at once, as the optimizer's step does, on all
+    paths at the same time: two paths that share a disk come out about equal, as they will be when they are used. The slowest
+    path weighs 1. It takes well under a second, and nothing is left behind. Given weights are taken as they are, and one path
+    is not measured. A path that cannot be measured weighs 1, with a warning; its error is raised when it is used.
+
+    Raises ValueError when only some weights are given.
+    """
     given = [path.weight for path in paths if path.weight is not None]
     if len(given) == len(paths):
         return given

@@ -9,19 +9,17 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from tiermem.swap.direct import ALIGNMENT
 from tiermem.swap.ranges import round_up
-
-# ---- NvmePath: a folder that bytes may rest in, how much of it may be taken, and its share of what is dealt over -----
-# several
-#
-# "/mnt/nvme0"                                              a plain path means no cap and a measured weight
-# NvmePath("/mnt/nvme1", max_bytes=200 << 30, weight=2.5)   at most 200 GiB on this node; gets 2.5 parts
+from tiermem.swap.tier import ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True)
 class NvmePath:
-    """One folder for NVME. Raises ValueError for a cap or weight that is not positive."""
+    """One folder for NVME. Raises ValueError for a cap or weight that is not positive.
+
+    "/mnt/nvme0"                                              a plain path means no cap and a measured weight
+    NvmePath("/mnt/nvme1", max_bytes=200 << 30, weight=2.5)   at most 200 GiB on this node; gets 2.5 parts
+    """
 
     path: Path
     max_bytes: int | None = None
@@ -46,18 +44,13 @@ def as_paths(paths: AnyPath | Sequence[AnyPath]) -> tuple[NvmePath, ...]:
     return tuple(path if isinstance(path, NvmePath) else NvmePath(Path(path)) for path in several)
 
 
-# ---- Shares: how many bytes each of several paths gets, by weight, where some of them are capped ---------------------
-#
-#     100 GiB over weights 1 : 1 : 2          25    25    50
-#     the third has room for 20 only          40    40    20     what it cannot take is dealt over the others
-#
-# Plain arithmetic on numbers; it knows no path and no file.
-
-
 def deal_shares(num_bytes: int, weights: Sequence[float], rooms: Sequence[int | None]) -> list[int]:
-    """Shares that hold num_bytes together, multiples of ALIGNMENT, none above its room (None: no bound).
+    """How many bytes each of several paths gets: together num_bytes, by weight, none above its room (None: no bound).
 
-    Rooms are multiples of ALIGNMENT. Raises ValueError when they are too small together.
+        100 GiB over weights 1 : 1 : 2          25    25    50
+        the third has room for 20 only          40    40    20     what it cannot take is dealt over the others
+
+    Shares and rooms are multiples of ALIGNMENT. Raises ValueError when they are too small together.
     """
     shares = [0] * len(weights)
     exact = [Fraction(weight) for weight in weights]

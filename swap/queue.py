@@ -1,4 +1,4 @@
-"""Queues: one native queue per path behind one face, its settings, and what it counts and records."""
+"""Queues: one native queue per path behind one face, what it counts and records, and streams of pieces over it."""
 
 from __future__ import annotations
 
@@ -8,56 +8,26 @@ import dataclasses
 import errno
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tiermem.swap.direct import ALIGNMENT
-from tiermem.swap.native import NORMAL, URGENT, Answer, Counters, Fault, Op, Queue, TransferError
-
-# ---- IoSettings: how a queue moves blocks. A value; what each engine makes of it is in native/tiermem.h --------------
-
-_MAX_BLOCK_BYTES = 1 << 30  # below what one system call transfers
-
-
-@dataclasses.dataclass(frozen=True)
-class IoSettings:
-    """How the queue of each path moves blocks. Raises ValueError for what no engine takes."""
-
-    engine: str = "auto"
-    """"auto", "uring", "aio" or "threads"."""
-    block_bytes: int = 1 << 20
-    """Transfers are split into blocks of this size."""
-    depth: int = 32
-    """Blocks in flight, on each path."""
-    threads: int = 0
-    """Of the threads engine; 0 lets it choose."""
-    single_submit: bool = False
-    """Hand each block to the kernel by itself, instead of all that are ready at once."""
-    overlap_events: bool = True
-    """Hand over new blocks while earlier ones are in flight; False: only when all of those have ended."""
-
-    def __post_init__(self) -> None:
-        if self.engine not in ("auto", "uring", "aio", "threads"):
-            raise ValueError(f"engine is {self.engine!r}; allowed are auto, uring, aio and threads")
-        if not ALIGNMENT <= self.block_bytes <= _MAX_BLOCK_BYTES or self.block_bytes % ALIGNMENT:
-            raise ValueError(
-                f"block_bytes is {self.block_bytes}; allowed are multiples of {ALIGNMENT} up to {_MAX_BLOCK_BYTES}"
-            )
-        if not 1 <= self.depth <= 4096:
-            raise ValueError(f"depth is {self.depth}; allowed are 1 to 4096 blocks in flight")
-        if not 0 <= self.threads <= 1024:
-            raise ValueError(f"threads is {self.threads}; allowed are 0 (the engine chooses) to 1024")
-
-
-# ---- Recorder: what happened when, for pictures and reports ----------------------------------------------------------
-#
-# Every transfer, tile step, phase and stall adds one Event. Times are CLOCK_MONOTONIC nanoseconds, the clock that the
-# native queue stamps its answers with, so that events of all lanes line up. The newest events are kept, the oldest
-# forgotten: memory stays bounded whatever the length of the run. Nothing here prints or draws.
+from tiermem.swap.native import (
+    NORMAL,
+    URGENT,
+    Answer,
+    Counters,
+    Fault,
+    IoSettings,
+    Op,
+    Queue,
+    TransferError,
+    error_of,
+)
+from tiermem.swap.ranges import ByteRange
 
 
 class Event(NamedTuple):
@@ -72,7 +42,11 @@ class Event(NamedTuple):
 
 
 class Recorder:
-    """A bounded list of events and the seconds stalled so far.
+    """The newest events, for pictures and reports, and the seconds stalled so far.
+
+    Every transfer, tile step, phase and stall adds one Event. Times are CLOCK_MONOTONIC nanoseconds, the clock that the native
+    queue stamps its answers with, so that events of all lanes line up. Older events are dropped: memory stays bounded whatever
+    the length of the run.
 
     Args:
         max_events: how many of the newest events are kept.
@@ -98,10 +72,6 @@ class Recorder:
             self.add(lane, name, start_ns, time.monotonic_ns(), num_bytes)
 
 
-# ---- StoreStats: what a store has moved and holds, in all and on each path. Values; bytes are the kernel's -----------
-# completions
-
-
 @dataclasses.dataclass(frozen=True)
 class PathStats:
     """One path's part in a store."""
@@ -115,7 +85,7 @@ class PathStats:
 
 @dataclasses.dataclass(frozen=True)
 class StoreStats:
-    """Totals of a store, in bytes and seconds."""
+    """Totals of a store; bytes are those of the kernel's completions."""
 
     nvme_read_bytes: int
     nvme_written_bytes: int
@@ -126,17 +96,6 @@ class StoreStats:
     engine: str
     engine_why: str
     paths: tuple[PathStats, ...] = ()
-
-
-# ---- Queues: one native queue per path behind one face, so that a slow or failing path never holds up another --------
-#
-#                      +-- queue of /mnt/nvme0   own thread, own depth, its segment and the arena registered
-#     one tag -- parts +
-#                      +-- queue of /mnt/nvme1   knows nothing of the other
-#
-# The verbs are those of Queue. A transfer goes to the queue of its descriptor; a tag whose transfers lie on several
-# paths has a part with each and is answered when all parts have ended: with the first error among them, the earliest
-# start and the latest end. Nothing is split or ordered here: that is the native queues' work.
 
 
 class Blocks(NamedTuple):
@@ -152,14 +111,69 @@ class Blocks(NamedTuple):
 Transfers = Sequence[Op] | Sequence[Blocks]
 
 
+class InFlight:
+    """The pieces of a stream that are in flight, at most `count`; they end in the order in which they were started.
+
+    A piece is the call that waits for its transfer and then does what is due with the bytes. A context manager: leaving it ends
+    all pieces. After an error their own errors are dropped; they end all the same, before their buffers are used again.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._pieces: collections.deque[Callable[[], object]] = collections.deque()
+
+    def __enter__(self) -> InFlight:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.abandon()
+
+    def add(self, piece: Callable[[], object]) -> None:
+        """Keeps a piece that has been started, and ends the oldest if there is no buffer for another one. Raises OSError."""
+        self._pieces.append(piece)
+        if len(self._pieces) == self._count:
+            self._end_oldest()
+
+    def finish(self) -> None:
+        """Ends every piece. Raises the first OSError."""
+        try:
+            while self._pieces:
+                self._end_oldest()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Ends every piece. Never raises OSError."""
+        while self._pieces:
+            with contextlib.suppress(OSError):
+                self._pieces[0]()
+            self._pieces.popleft()
+
+    def _end_oldest(self) -> None:
+        self._pieces[0]()
+        self._pieces.popleft()
+
+
 class Queues:
-    """The queues of one store. Safe to use from several threads; one thread at a time waits for a tag.
+    """The queues of one store, one for each path, so that a slow or failing path never holds up another.
+
+                         +-- queue of /mnt/nvme0   own thread, own depth, its segment and the arena registered
+        one tag -- parts +
+                         +-- queue of /mnt/nvme1   knows nothing of the other
+
+    The verbs are those of Queue. A transfer goes to the queue of its descriptor; a tag whose transfers lie on several paths has
+    a part with each and is answered when all parts have ended: with the first error among them, the earliest start and the
+    latest end. Safe to use from several threads; one thread at a time waits for a tag.
 
     Args:
         files: every open file's descriptor and name; they stay open until the queues are closed.
         io: engine, block size and depth, of each queue.
-        regions: (address, bytes) of memory to register with the kernel where it allows, with each queue.
+        regions: memory to register with the kernel where it allows, with each queue.
         faults: lies for tests, told by each queue.
+        recorder: receives what the moves through these queues took; None: a new one.
 
     Raises OSError, naming the path, when a queue cannot be opened; none is left open then.
     """
@@ -168,9 +182,11 @@ class Queues:
         self,
         files: Mapping[int, str],
         io: IoSettings,
-        regions: Sequence[tuple[int, int]] = (),
+        regions: Sequence[ByteRange] = (),
         faults: Sequence[Fault] = (),
+        recorder: Recorder | None = None,
     ) -> None:
+        self.recorder = recorder or Recorder()
         self._files = dict(files)
         self._queues: dict[int, Queue] = {}  # by descriptor, in the order of the paths
         self._tags = itertools.count(1)  # its next() is one step, whichever thread asks
@@ -185,8 +201,7 @@ class Queues:
     @property
     def engine(self) -> str:
         """The engines in use."""
-        engines: list[str] = [queue.engine for queue in self._queues.values()]
-        return ", ".join(dict.fromkeys(engines))
+        return ", ".join(dict.fromkeys(queue.engine for queue in self._queues.values()))
 
     @property
     def why(self) -> str:
@@ -202,13 +217,17 @@ class Queues:
         When a later path's queue refuses its part, what the earlier ones have got is ended first.
         """
         parts: list[_Part] = []
+        ops: dict[int, list[Op]] = {}  # by descriptor, in their order
         try:
-            for blocks in (each for each in transfers if isinstance(each, Blocks)):
-                queue = self._queue_of(blocks.fd)
-                parts.append(_Part(queue, queue.submit_blocks(*blocks, priority)))
-            for fd, ops in _by_file(each for each in transfers if isinstance(each, Op)).items():
+            for each in transfers:
+                if isinstance(each, Op):
+                    ops.setdefault(each.fd, []).append(each)
+                else:
+                    queue = self._queue_of(each.fd)
+                    parts.append(_Part(queue, queue.submit_blocks(*each, priority)))
+            for fd, own in ops.items():
                 queue = self._queue_of(fd)
-                parts.append(_Part(queue, queue.submit(ops, priority)))
+                parts.append(_Part(queue, queue.submit(own, priority)))
         except BaseException:
             for part in parts:
                 part.drop()
@@ -241,10 +260,7 @@ class Queues:
 
     def error_of(self, answer: Answer) -> TransferError | None:
         """The error that the answer holds, if any."""
-        if not answer.error:
-            return None
-        path = self._files.get(answer.fd, f"descriptor {answer.fd}")
-        return TransferError(answer.error, answer.kind, path, answer.offset, answer.length)
+        return error_of(answer, self._files)
 
     def promote(self, tag: int) -> None:
         """Moves what the kernel has not yet got before prefetches and write-backs, on every path."""
@@ -272,7 +288,7 @@ class Queues:
         return counts
 
     def close(self) -> int:
-        """Finishes what was submitted and stops the threads; returns how many errors nobody waited for."""
+        """Finishes what was submitted and stops the threads; returns how many errors were not waited for."""
         queues, self._queues = self._queues, {}
         errors: list[int] = []
         with contextlib.ExitStack() as closing:  # one that fails does not keep the others open
@@ -280,26 +296,18 @@ class Queues:
                 closing.callback(lambda queue: errors.append(queue.close()), queue)
         return sum(errors)
 
-    def _open(self, fd: int, io: IoSettings, regions: Sequence[tuple[int, int]], faults: Sequence[Fault]) -> Queue:
+    def _open(self, fd: int, io: IoSettings, regions: Sequence[ByteRange], faults: Sequence[Fault]) -> Queue:
         try:
-            return Queue(
-                io.engine,
-                io.depth,
-                io.block_bytes,
-                io.threads,
-                regions,
-                faults=faults,
-                files=[fd],
-                single_submit=io.single_submit,
-                overlap_events=io.overlap_events,
-            )
+            return Queue(io, files={fd: self._files[fd]}, regions=regions, faults=faults)
         except OSError as error:
             raise OSError(error.errno, error.strerror or str(error), self._files[fd]) from None
 
     def _queue_of(self, fd: int) -> Queue:
         queue = self._queues.get(fd)
+        if queue is None and fd in self._files:
+            raise OSError(errno.ESHUTDOWN, "this I/O queue is closed")
         if queue is None:
-            raise OSError(errno.ESHUTDOWN if fd in self._files else errno.EBADF, _no_queue(fd in self._files))
+            raise OSError(errno.EBADF, "no queue was opened for this file")
         return queue
 
     def _parts(self, tag: int) -> list[_Part]:
@@ -348,14 +356,6 @@ class _Part:
                 self._queue.cancel(self._tag)
 
 
-def _by_file(ops: Iterable[Op]) -> dict[int, list[Op]]:
-    """Transfers by descriptor, in their order."""
-    found: dict[int, list[Op]] = {}
-    for op in ops:
-        found.setdefault(op.fd, []).append(op)
-    return found
-
-
 def _joined(answers: list[Answer]) -> Answer:
     """One answer for several parts; an error of the disk counts before a part that was dropped because of it."""
     if len(answers) == 1:
@@ -368,7 +368,3 @@ def _joined(answers: list[Answer]) -> Answer:
         started_ns=min((a.started_ns for a in answers if a.started_ns), default=0),
         finished_ns=max(a.finished_ns for a in answers),
     )
-
-
-def _no_queue(was_open: bool) -> str:
-    return "this I/O queue is closed" if was_open else "no queue was opened for this file"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import bisect
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-# ---- Numbers: columns of tables as flat int64 arrays: byte offsets, lengths, element starts, numbers of rows ---------
-#
-# Where a model has tens of thousands of ranges, what is done with them is done to all at once.
-
 Numbers = npt.NDArray[np.int64]
+"""A column of a table: byte offsets, lengths, element starts, numbers of rows. A model has tens of thousands of ranges, so an
+operation is done on all of them at once."""
 
 
 def spread(first: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
@@ -21,16 +21,28 @@ def spread(first: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
     return row, first[row] + np.arange(len(row)) - before[row]
 
 
-# ---- FreeRanges: which bytes of a line of bytes nobody holds ---------------------------------------------------------
-#
-#     [ held ][ free ][ held ][      free      )      first fit: the lowest free range that is long enough is cut
-#
-# Used for the arena's memory and for the segments on disk. Adjacent free ranges are one. It knows neither memory nor
-# files, and is not safe to call from several threads: its owner's lock guards it.
+class ByteRange(NamedTuple):
+    """Bytes of memory from an address on, or of a file or an entry from an offset on."""
+
+    offset: int
+    num_bytes: int
+
+
+class FileRange(NamedTuple):
+    """Bytes of a file."""
+
+    path: Path
+    offset: int
+    num_bytes: int
 
 
 class FreeRanges:
-    """Free ranges, sorted and coalesced; nothing is free at first."""
+    """The free ranges of the arena's memory or of a segment on disk, sorted and coalesced; nothing is free at first.
+
+        [ held ][ free ][ held ][      free      )      first fit: the lowest free range that is long enough is cut
+
+    Not safe to call from several threads: its owner's lock guards it.
+    """
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []  # (start, stop)
@@ -70,7 +82,7 @@ class FreeRanges:
     def drop_tail(self, start: int) -> None:
         """Forgets what is free from `start` on: the line of bytes ends there now. It must lie in the last free range."""
         first, _ = self._ranges.pop()
-        assert first <= start  # whoever shortens the line has looked
+        assert first <= start
         if first < start:
             self._ranges.append((first, start))
 

@@ -1,135 +1,30 @@
-"""Resources of a store: its moves in flight, its freezes, and its memory, files and queues."""
+"""Resources of a store: its memory, files and queues, and its moves in flight."""
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
+import contextlib
+from collections.abc import Iterable, Sequence
 
-from tiermem.swap.arena import Arena, BudgetError, Slot
-from tiermem.swap.entry import Entry, Freeze, NvmeHome
+from tiermem.swap.arena import Arena
+from tiermem.swap.entry import Entry
 from tiermem.swap.files import Files
-from tiermem.swap.move import Move, wait_for_any
-from tiermem.swap.native import Counters, Fault
+from tiermem.swap.move import Move
+from tiermem.swap.native import Counters, Fault, IoSettings
 from tiermem.swap.passes import weigh
 from tiermem.swap.paths import AnyPath, as_paths
-from tiermem.swap.queue import IoSettings, PathStats, Queues, add_counters
+from tiermem.swap.queue import PathStats, Queues, Recorder, StoreStats, add_counters
 from tiermem.swap.run_folder import RunName
 
-# ---- UnderWay: the moves of a store that have not ended, and the writes that failed until somebody has been told -----
-#
-# Keeps moves, and with them their buffers, alive that nobody else looks after. The store's lock guards it; nothing here
-# waits for a move.
 
+class Resources:
+    """What a store holds of the system: memory and files from the start, queues from the first transfer on.
 
-class UnderWay:
-    """Empty at first; looking at it forgets what is of no interest any more."""
-
-    def __init__(self) -> None:
-        self._items: list[_Item] = []
-
-    def add(self, move: Move, entries: tuple[Entry, ...], is_write: bool) -> None:
-        """Remembers a move until it has ended, and a failed write until `forget`."""
-        self._items = [item for item in self._items if item.is_of_interest()]
-        self._items.append(_Item(move, entries, is_write))
-
-    def touching(self, entry: Entry) -> list[Move]:
-        """Moves that read or write an entry."""
-        return [item.move for item in self._items if entry in item.entries]
-
-    def writes(self) -> list[Move]:
-        """Writes that go on, have failed, or have ended a moment ago."""
-        return [item.move for item in self._items if item.is_write]
-
-    def unfinished(self, is_write: bool | None = None) -> list[Move]:
-        """Moves that go on, of both kinds or of one."""
-        chosen = (item for item in self._items if is_write is None or item.is_write == is_write)
-        return [item.move for item in chosen if not item.move.is_done()]
-
-    def forget(self, moves: Sequence[Move]) -> None:
-        """Drops moves whose end has been told."""
-        told = set(map(id, moves))
-        self._items = [item for item in self._items if id(item.move) not in told]
-
-    def clear(self) -> None:
-        """Forgets everything."""
-        self._items.clear()
-
-
-class _Item(NamedTuple):
-    """A move and what it is about."""
-
-    move: Move
-    entries: tuple[Entry, ...]
-    is_write: bool
-
-    def is_of_interest(self) -> bool:
-        """Whether it goes on, or is a failed write."""
-        return not self.move.is_done() or (self.is_write and self.move.has_failed and not self.move.was_cancelled)
-
-
-# ---- Freezes: what every freeze of a store holds until it is thawed, also of entries that were dropped since ---------
-#
-# The store's lock guards it. What a freeze is to those who have asked for it: entry.py.
-
-
-class Freezes:
-    """None at first."""
-
-    def __init__(self) -> None:
-        self._homes: dict[int, list[NvmeHome]] = {}  # by the freeze's number
-        self._numbers = itertools.count(1)
-
-    def hold(self, entries: Sequence[Entry], files: Sequence[Path]) -> Freeze:
-        """Holds what is current of entries that rest on NVME; `files` are the segments of the paths."""
-        number = next(self._numbers)
-        homes = {entry.name: entry.nvme for entry in entries if entry.nvme is not None}
-        parts = {name: home.freeze(number) for name, home in homes.items()}
-        self._homes[number] = list(homes.values())
-        return Freeze(number, tuple(files), parts)
-
-    def let_go(self, freeze: Freeze) -> None:
-        """Holds nothing for it any more. Twice does nothing."""
-        for home in self._homes.pop(freeze.number, ()):
-            home.thaw(freeze.number)
-
-    def clear(self) -> None:
-        """Forgets everything: the files are closed."""
-        self._homes.clear()
-
-
-# ---- Held: what a store holds of the system: memory, files, queues ---------------------------------------------------
-#
-# It is apart from the store so that whoever forgets the store leaves this to be closed (`weakref.finalize`), in the one
-# order that is safe: queues, then memory, then files. The store's lock guards it.
-
-
-class Held:
-    """Memory and files from the start, queues from the first transfer on.
-
-    Args:
-        arena: closed with this.
-        files: closed with this, and removed unless `keeps_files` is set.
-        io: of each path's queue.
-        faults: lies for tests.
+    It is apart from the store so that a store that is forgotten leaves this to be closed (`weakref.finalize`). The store's lock
+    guards it. The arguments are those of TensorStore. Raises OSError and ValueError; then nothing is held.
     """
 
-    def __init__(self, arena: Arena, files: Files, io: IoSettings, faults: Sequence[Fault]) -> None:
-        self.arena = arena
-        self.files = files
-        self.open_queues: Queues | None = None
-        self.registered_bytes = 0  # of the arena, with the queues
-        self.is_closed = False
-        self.keeps_files = False  # their owner's wish, also when it forgets to close
-        self._io = io
-        self._faults = tuple(faults)
-        self._past = [add_counters([]) for _ in files.segments]  # of queues that were closed
-
-    @classmethod
-    def take(
-        cls,
+    def __init__(
+        self,
         paths: AnyPath | Sequence[AnyPath],
         host_bytes: int,
         disk_bytes: int | None,
@@ -137,28 +32,32 @@ class Held:
         io: IoSettings,
         link_bytes: int,
         faults: Sequence[Fault],
-    ) -> Held:
-        """Takes memory and files as TensorStore is asked for them. Raises OSError and ValueError; then nothing is held."""
-        arena, known = Arena(host_bytes, link_bytes), as_paths(paths)
-        try:
-            files = Files(known, disk_bytes, run)
-            try:
-                files.reweigh(weigh(known, io))  # once they are known to be usable
-            except BaseException:
-                files.close(keep=False)
-                raise
-        except BaseException:
-            arena.close()
-            raise
-        return cls(arena, files, io, faults)
+        recorder: Recorder,
+    ) -> None:
+        with contextlib.ExitStack() as unless_opened:
+            self.arena, known = Arena(host_bytes, link_bytes), as_paths(paths)
+            unless_opened.callback(self.arena.close)
+            self.files = Files(known, disk_bytes, run)
+            unless_opened.callback(self.files.close, keep=False)
+            self.files.reweigh(weigh(known, io))  # once they are known to be usable
+            unless_opened.pop_all()
+        self.open_queues: Queues | None = None
+        self.registered_bytes = 0  # of the arena, with the queues
+        self.is_closed = False
+        self.keeps_files = False
+        self._io = io
+        self._faults = tuple(faults)
+        self._recorder = recorder
+        self._past = [add_counters([]) for _ in self.files.segments]  # of queues that were closed
 
     def queues(self) -> Queues:
         """The queues; opened now if they are not, with the memory carved so far registered. Raises OSError."""
         if self.open_queues is None:
             region = self.arena.region
-            regions = [region] if region[1] else []
-            self.open_queues = Queues(self.files.by_descriptor(), self._io, regions, self._faults)
-            self.registered_bytes = region[1]
+            regions = [region] if region.num_bytes else []
+            files = self.files.by_descriptor()
+            self.open_queues = Queues(files, self._io, regions, self._faults, self._recorder)
+            self.registered_bytes = region.num_bytes
         return self.open_queues
 
     def end_queues(self) -> None:
@@ -167,61 +66,82 @@ class Held:
         if queues is None:
             return
         try:
-            self._past = _sums(self._past, queues.counters_by_path())
+            self._past = self._counters(queues)
         finally:
             queues.close()
 
-    def path_stats(self) -> tuple[PathStats, ...]:
-        """What each path holds and has moved, through queues that were closed as well."""
-        counts = self._past if self.open_queues is None else _sums(self._past, self.open_queues.counters_by_path())
-        return tuple(
-            PathStats(s.facts.path, s.weight, count.read_bytes, count.written_bytes, s.used_bytes)
-            for s, count in zip(self.files.segments, counts, strict=True)
+    def stats(self) -> StoreStats:
+        """What is held and has been moved, through queues that were closed as well."""
+        queues = self.open_queues
+        paths = tuple(
+            PathStats(s.facts.path, weight, count.read_bytes, count.written_bytes, s.used_bytes)
+            for s, weight, count in zip(self.files.segments, self.files.weights, self._counters(queues), strict=True)
+        )
+        return StoreStats(
+            nvme_read_bytes=sum(path.read_bytes for path in paths),
+            nvme_written_bytes=sum(path.written_bytes for path in paths),
+            nvme_bytes=self.files.used_bytes,
+            host_bytes=self.arena.carved_bytes,
+            host_peak_bytes=self.arena.peak_bytes,
+            wait_s=self._recorder.wait_s,
+            engine=queues.engine if queues else "none yet",
+            engine_why=queues.why if queues else "no transfer has been made yet",
+            paths=paths,
         )
 
+    def keep_files(self, keep: bool) -> None:
+        """Whether `close` leaves the files."""
+        self.keeps_files = keep
+
     def close(self) -> None:
-        """Closes the queues first: no transfer may outlive its memory or its file."""
+        """Closes the queues, the memory and the files, in this order: no transfer may outlive its memory or its file."""
         self.is_closed = True
-        try:
-            self.end_queues()
-        finally:
-            try:
-                self.arena.close()
-            finally:
-                self.files.close(self.keeps_files)
+        with contextlib.ExitStack() as closing:  # the last one first; an error does not keep the others open
+            closing.callback(self.files.close, self.keeps_files)
+            closing.callback(self.arena.close)
+            closing.callback(self.end_queues)
+
+    def _counters(self, queues: Queues | None) -> list[Counters]:
+        if queues is None:
+            return self._past
+        return [add_counters(pair) for pair in zip(self._past, queues.counters_by_path(), strict=True)]
 
 
-def _sums(one: list[Counters], other: list[Counters]) -> list[Counters]:
-    return [add_counters(pair) for pair in zip(one, other, strict=True)]
+class UnderWay:
+    """The moves of a store that have not ended, and failed writes until their error is raised; empty at first.
+
+    It keeps moves, and their buffers, alive. The store's lock guards it; nothing here waits for a move.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Move, tuple[Entry, ...]] = {}  # that a move reads or writes
+
+    def add(self, move: Move, entries: tuple[Entry, ...]) -> None:
+        """Keeps a move until it has ended, and a failed write until `forget`."""
+        self._entries = {each: of for each, of in self._entries.items() if _is_of_interest(each)}
+        self._entries[move] = entries
+
+    def touching(self, entry: Entry) -> list[Move]:
+        """Moves that read or write an entry."""
+        return [move for move, entries in self._entries.items() if entry in entries]
+
+    def writes(self) -> list[Move]:
+        """Writes that go on, have failed, or have ended a moment ago."""
+        return [move for move in self._entries if move.is_write]
+
+    def unfinished(self, is_write: bool | None = None) -> list[Move]:
+        """Moves that go on, of both kinds or of one."""
+        return [move for move in self._entries if is_write in (None, move.is_write) and not move.is_done()]
+
+    def forget(self, moves: Iterable[Move]) -> None:
+        """Drops moves whose error, if any, is about to be raised."""
+        for move in moves:
+            self._entries.pop(move, None)
+
+    def clear(self) -> None:
+        """Drops all."""
+        self._entries.clear()
 
 
-# ---- HostMemory: slots of a store's arena, for which write-backs under way are waited for when the budget is full ----
-#
-# The store's lock is held for moments only, never while a move is waited for.
-
-
-class HostMemory:
-    """The arena of a store, the moves that may give memory back to it, and the lock that guards them."""
-
-    def __init__(self, arena: Arena, under_way: UnderWay, lock: threading.RLock) -> None:
-        self._arena = arena
-        self._under_way = under_way
-        self._lock = lock
-
-    def take(self, num_bytes: int, what: str, crosses_link: bool = False) -> Slot:
-        """A slot, when need be after write-backs have given theirs back. Raises BudgetError."""
-        while True:
-            try:
-                return self._arena.take(num_bytes, what, crosses_link)
-            except BudgetError:
-                if not self.await_some():
-                    raise
-
-    def await_some(self) -> bool:
-        """Waits until a write-back under way has ended; False when there is none whose end could free memory."""
-        carved = self._arena.carved_bytes
-        with self._lock:
-            writes = self._under_way.unfinished(is_write=True)
-        if writes and self._arena.carved_bytes >= carved:
-            wait_for_any([[move] for move in writes])  # whichever path is faster
-        return bool(writes) or self._arena.carved_bytes < carved
+def _is_of_interest(move: Move) -> bool:
+    return not move.is_done() or (move.is_write and move.has_failed and not move.was_cancelled)

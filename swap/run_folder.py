@@ -1,4 +1,30 @@
-"""RunFolder: the folder that one run owns on one path, its lock file, and what dead runs left behind."""
+"""RunFolder: the folder that one run owns on one path, its lock file, and what killed runs left behind.
+
+    <path>/tiermem-<run id>          of a run of one rank
+    <path>/tiermem-<run id>.<rank>   of one rank of several; the run id is the same for all
+        lock                         while the run lives; names its process
+        segment.bin                  what rests on NVMe                                    files.py
+        manifest-*.json, part-*-*.json, data-*.bin    what a checkpoint adds, on another floor; here only their names are known
+
+The lock file holds {"pid", "host", "started"} and is held by flock while that process lives:
+
+    held           the run is live: refused, with pid and host
+    not held       the run was killed, since the kernel releases a dead process's locks: taken over with a warning
+    not there      the run was closed in order and kept: taken by the first process that wants it
+
+A new folder's lock appears already held: it is locked under another name and then renamed. A takeover writes the new owner
+the same way, while it holds the old file; of several processes that try, one gets it. Pids are reused, so flock decides; the
+pid and the start of its process are there to be read. On a file system that other machines mount as well, another host's
+flock may be invisible: there its lock is not taken over, whatever flock says.
+
+A process that only reads a kept run shares its folder (`share`: flock of the folder itself), so that several ranks or jobs can
+resume from one checkpoint, and the folder is neither taken over nor removed meanwhile. A forked child gets its parent's
+descriptors and would keep the lock after the parent's end: it closes its copies at once, and never unlocks or removes anything.
+
+A run that saved leaves its folders without a lock; one that was killed leaves them with a lock that no process holds; any other
+leaves nothing. Nothing outside the run's own folders is ever touched, and in them only files of these names are removed:
+manifests first, so that a removal that is cut short leaves nothing that looks like a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +48,6 @@ from typing import NamedTuple
 from tiermem.swap import durable
 from tiermem.swap.direct import file_system_of
 
-# ---- RunLock: which process a run's folder belongs to ----------------------------------------------------------------
-#
-#     <folder>/lock    {"pid", "host", "started"}, held by flock while that process lives
-#
-#     held by somebody    the run is live: refused, with pid and host
-#     held by nobody      the run was killed, for the kernel lets go of a dead process's locks: taken over with a word
-#     not there           the run was closed in order and kept: taken by whoever comes first
-#
-# A new folder's lock appears already held: it is locked under another name and then renamed. A takeover writes the new
-# owner the same way, while it holds the old file; of several that try, one has it. Pids are used again, so what decides
-# is flock; the pid and when its process started are there to be read. On a file system that other machines see as well,
-# another host's flock may be invisible: there its lock is not taken over, whatever flock says.
-#
-# Who only reads what a run has left shares its folder (`share`: flock of the folder itself), so that several ranks, or
-# jobs, can resume from one checkpoint, and nobody takes it over or removes it meanwhile.
-#
-# A forked child gets its parent's descriptors and would keep the lock after the parent's end: it closes its copies at
-# once, and never unlocks nor removes anything.
-
 LOCK = "lock"
 _NEW_LOCK = LOCK + durable.NEW_SUFFIX
 _ONE_HOST = frozenset(  # file systems that only one kernel has mounted, whose locks it sees all
@@ -61,21 +68,22 @@ class Owner(NamedTuple):
     started: str
 
     def __str__(self) -> str:
+        if self == UNKNOWN:
+            return "a process that it does not name"
         return f"process {self.pid} on {self.host}, started {self.started}"
 
 
-UNKNOWN = Owner(
-    0, "", ""
-)  # of a lock that says nothing: its process was killed, or the machine stopped, as it was written
+UNKNOWN = Owner(0, "", "")
+"""Of a lock that says nothing: its process was killed, or the machine stopped, as it was written."""
 
 
 class RunLock:
-    """A folder's lock, held by this process until it is released. Made by `lock_new` and `take_over`."""
+    """A folder's lock, held by this process until it is removed. Made by `lock_new` and `take_over`."""
 
     def __init__(self, folder: Path, fd: int, folder_fd: int = -1) -> None:
         self.folder = folder
         self._fd = fd
-        self._folder_fd = folder_fd  # of one that was taken over: nobody reads it meanwhile
+        self._folder_fd = folder_fd  # of one that was taken over: it is not shared meanwhile
         self._pid = os.getpid()
         _watch_forks()
         _held.add(self)
@@ -85,13 +93,8 @@ class RunLock:
         """Whether this very process holds it; False in a forked child."""
         return self._fd >= 0 and os.getpid() == self._pid
 
-    def release(self) -> None:
-        """Lets go; `remove` takes the file away first. Twice does nothing, in a forked child neither. Never raises OSError."""
-        if os.getpid() == self._pid:
-            self._close()
-
     def remove(self) -> None:
-        """Takes the file away while it is held, and lets go. Raises OSError, and then it is let go of all the same."""
+        """Removes the file while it is held, and unlocks, also when that raises OSError. Twice does nothing, nor in a fork."""
         if not self.is_held:
             return
         try:
@@ -123,7 +126,7 @@ def lock_new(folder: Path) -> RunLock:
 def take_over(folder: Path) -> RunLock:
     """The lock of a folder whose run has ended, well or not; a dead owner is named in a warning.
 
-    Raises OSError: EBUSY when its run lives, or may live on another host, or somebody reads what it left.
+    Raises OSError: EBUSY when its run lives, or may live on another host, or its folder is being read.
     """
     while True:
         old = durable.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
@@ -150,7 +153,7 @@ def share(folder: Path, run_id: str | None = None) -> Iterator[None]:
 
     run_id: of a run whose live folders may be read as well: this process's own.
 
-    Raises OSError: EBUSY when its run lives, or may live on another host, or somebody is removing it.
+    Raises OSError: EBUSY when its run lives, or may live on another host, or it is being removed.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -182,7 +185,7 @@ def is_live(folder: Path) -> bool:
 
 
 def is_dead(folder: Path) -> bool:
-    """Whether a folder has a lock that nobody holds: its process was killed. Somebody else's that is unreadable is not."""
+    """Whether a folder has a lock that no process holds: its process was killed. False for another user's, unreadable one."""
     return (os.access(folder / LOCK, os.R_OK) and not _is_held(folder / LOCK)) or is_stillborn(folder)
 
 
@@ -192,7 +195,7 @@ def is_stillborn(folder: Path) -> bool:
     try:
         is_bare = {file.name for file in folder.iterdir()} <= {_NEW_LOCK}
         return is_bare and time.time() - folder.stat().st_mtime > _BIRTH_S and not (new.exists() and _is_held(new))
-    except OSError:  # gone, or somebody else's
+    except OSError:  # gone, or another user's
         return False
 
 
@@ -213,7 +216,7 @@ def _write_held(folder: Path) -> int:
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with durable.named(new):
-            fcntl.flock(fd, fcntl.LOCK_EX)  # nobody holds it for longer than a look (`is_live`)
+            fcntl.flock(fd, fcntl.LOCK_EX)  # it is held no longer than a look (`is_live`) takes
             durable.write_all(fd, json.dumps(this_process()._asdict()).encode(), new)
     except BaseException:
         os.close(fd)
@@ -236,7 +239,7 @@ def _take_over(folder: Path, owner: Owner | None) -> RunLock:
                 os.close(opened)
         raise
     if owner is not None:
-        logger.warning("%s was left by %s, which has ended: its lock is taken over", folder, _named(owner))
+        logger.warning("%s was left by %s, which has ended: its lock is taken over", folder, owner)
     return RunLock(folder, fd, folder_fd)
 
 
@@ -247,7 +250,7 @@ def _hold(fd: int, folder: Path) -> None:
         except BlockingIOError:
             if not patience:
                 raise _lives(folder) from None
-            time.sleep(_LOOK_S)  # somebody may only be looking whether it is held
+            time.sleep(_LOOK_S)  # another process may only be looking whether it is held
         except OSError as error:
             raise durable.naming(error, folder / LOCK) from None
         else:
@@ -255,7 +258,7 @@ def _hold(fd: int, folder: Path) -> None:
 
 
 def _lives(folder: Path) -> OSError:
-    what = f"its run lives: {_named(owner_of(folder) or UNKNOWN)} holds {LOCK}"
+    what = f"its run lives: {owner_of(folder) or UNKNOWN} holds {LOCK}"
     return OSError(errno.EBUSY, f"{what}. Wait for its end, or stop it, or use another folder", str(folder))
 
 
@@ -294,7 +297,7 @@ def _is_lock_of(folder: Path, fd: int) -> bool:
 def _is_held(file: Path) -> bool:
     try:
         fd = durable.open_regular(file)
-    except OSError:  # none, somebody else's, or no lock
+    except OSError:  # none, another user's, or no lock
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -303,10 +306,6 @@ def _is_held(file: Path) -> bool:
     finally:
         os.close(fd)
     return False
-
-
-def _named(owner: Owner) -> str:
-    return "a process that it does not name" if owner == UNKNOWN else str(owner)
 
 
 def _started(pid: int) -> str:
@@ -332,18 +331,6 @@ def _close_copies() -> None:
     for lock in tuple(_held):
         lock._close()
 
-
-# ---- RunFolder: the folder that one run owns on one path, and what runs leave that die -------------------------------
-#
-#     <path>/tiermem-<run id>          of a run of one rank
-#     <path>/tiermem-<run id>.<rank>   of one rank of several; the run id is the same for all
-#         lock                         while the run lives; says which process            run_folder.py
-#         segment.bin                  what rests on NVMe                                 files.py
-#       manifest-*.json, part-*-*.json, data-*.bin    what a checkpoint adds, on another floor; here only their names are known
-#
-# A run that saved leaves its folders without a lock; one that was killed leaves them with a lock that nobody holds; any
-# other leaves nothing. Nothing outside the run's own folders is ever touched, and in them only files of those names are
-# removed: manifests first, so that a removal that is cut short leaves nothing that looks like a checkpoint.
 
 FOLDER_PREFIX = "tiermem-"
 SEGMENT = "segment.bin"
@@ -385,24 +372,23 @@ class RunName(NamedTuple):
 
 
 class RunFolder:
-    """A folder that this process holds the lock of: a new one, or one that a run has left (`claim`).
+    """A folder that this process holds the lock of: a new one (`new`), or one that a run has left (`claim`)."""
 
-    Args:
-        path: an existing, writable folder.
-        run: names the run's folder below it.
-
-    Raises OSError, and then nothing is left of it.
-    """
-
-    def __init__(self, path: Path, run: RunName) -> None:
-        self.folder = path / run.folder_name
-        with durable.step("folder", self.folder):
-            self.folder.mkdir()
+    def __init__(self, folder: Path, lock: RunLock) -> None:
+        self.folder = folder
+        self._lock = lock
         self._made: list[str] = []  # files that must be there
+
+    @classmethod
+    def new(cls, path: Path, run: RunName) -> RunFolder:
+        """Makes a run's folder in an existing, writable one. Raises OSError, and then nothing is left of it."""
+        folder = path / run.folder_name
+        with durable.step("folder", folder):
+            folder.mkdir()
         try:
-            self._lock = lock_new(self.folder)
+            return cls(folder, lock_new(folder))
         except BaseException:
-            self.folder.rmdir()
+            folder.rmdir()
             raise
 
     @classmethod
@@ -414,9 +400,7 @@ class RunFolder:
         is_left = any((folder / name).exists() for name in (LOCK, SEGMENT)) or is_stillborn(folder)
         if RunName.of(folder) is None or not is_left:
             raise FileNotFoundError(errno.ENOENT, "this is no folder that a run has left", str(folder))
-        claimed = cls.__new__(cls)
-        claimed.folder, claimed._made, claimed._lock = folder, [], take_over(folder)
-        return claimed
+        return cls(folder, take_over(folder))
 
     def make(self, name: str, flags: int) -> int:
         """A new file in the folder, open for reading and writing with `flags`; the caller closes it. Raises OSError."""
@@ -427,7 +411,7 @@ class RunFolder:
     def close(self, keep: bool) -> None:
         """Gives up the lock; unless it is to be kept, removes what runs make in it, and the folder.
 
-        Never raises OSError: what cannot be removed is left, and what somebody else has removed already is said. In a
+        Never raises OSError: what cannot be removed is left, and what has been removed already is said. In a
         forked child it does nothing.
         """
         if not self._lock.is_held:
@@ -447,7 +431,7 @@ class RunFolder:
 def remove_dead_runs(path: Path, pid: int) -> list[str]:
     """Removes what runs of one process that has died left in a folder, and names it; a run that has saved is spared.
 
-    For whoever started that process; raises OSError when something cannot be removed.
+    For the process that started it; raises OSError when something cannot be removed.
     """
     removed = []
     for folder in run_folders(path):

@@ -1,37 +1,45 @@
-"""Streams: files in other formats, read and written past the page cache through a few aligned buffers."""
+"""Streams: byte ranges of entries and files, moved through a few aligned buffers past the page cache.
+
+    Bounce        bytes of a store's entries, at any offset and in any memory
+    ReadAhead     ranges of files into a fixed memory, several groups of them at once
+    FileReader    ranges of one file
+    FileWriter    a new file of a known size, from front to back
+
+O_DIRECT asks for aligned offsets, lengths and memory. A read covers whole blocks, and what was asked for is copied out.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import errno
+import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
 from tiermem.swap import durable
 from tiermem.swap.arena import Arena
-from tiermem.swap.direct import ALIGNMENT, open_direct, take_room
+from tiermem.swap.direct import open_direct, take_room
 from tiermem.swap.move import Move
 from tiermem.swap.native import READ, WRITE, Op, Queue
-from tiermem.swap.ranges import FreeRanges, round_up
+from tiermem.swap.queue import InFlight
+from tiermem.swap.ranges import FileRange, FreeRanges, round_up
 from tiermem.swap.store import TensorStore
-
-# ---- Bounce: a few small aligned buffers for bytes that lie in ordinary memory, or at odd offsets --------------------
-#
-# What the store moves for its own sake goes straight between arena and disk. A user's tensor has neither the alignment
-# that O_DIRECT asks for nor a place in the arena; it passes through these buffers piece by piece, several in flight.
+from tiermem.swap.tier import ALIGNMENT
 
 
 class Bounce:
-    """Buffers carved from a store's arena, for as long as the store lives. For one thread at a time.
+    """A few small buffers for bytes that lie in ordinary memory, or at odd offsets. For one thread at a time.
+
+    The store's own transfers go straight between arena and disk. A user's tensor has neither the alignment that O_DIRECT asks
+    for nor a place in the arena; it passes through these buffers piece by piece, several in flight.
 
     Args:
-        store: whose entries are read and written.
+        store: whose entries are read and written, and whose arena the buffers are carved from, for as long as it lives.
         piece_bytes: of each buffer, a multiple of 4096.
         count: buffers, the pieces in flight.
     """
@@ -46,52 +54,32 @@ class Bounce:
     def read(self, entry: str, start: int, stop: int, into: torch.Tensor) -> None:
         """Copies bytes [start, stop) of an entry on NVME into a uint8 tensor of that length. Blocks; raises OSError."""
         _check_range(start, stop, into)
-        under_way: collections.deque[tuple[int, torch.Tensor, Move]] = collections.deque()
-        try:
+        with InFlight(len(self._pieces)) as in_flight:
             for offset, piece in self._cut(start, stop):
-                if len(under_way) == len(self._pieces):
-                    _take_out(under_way, start, stop, into)
-                under_way.append((offset, piece, self._store.read([(entry, offset, piece)], entry)))
-            while under_way:
-                _take_out(under_way, start, stop, into)
-        finally:
-            for _, _, move in under_way:
-                move.cancel()  # after an error: the buffers are used again
+                move = self._store.read([(entry, offset, piece)], entry)
+                in_flight.add(functools.partial(_copy_out, move, offset - start, piece, into))
 
     def write(self, entry: str, start: int, data: torch.Tensor) -> None:
         """Copies a uint8 tensor into an entry on NVME from byte `start` on. Blocks; raises OSError.
 
         What shares a 4096-byte block with the range is kept.
         """
-        _check_range(start, start + data.numel(), data)
-        with self._store.sums.patching(entry, start, data):
-            self._write(entry, start, data)
-
-    def _write(self, entry: str, start: int, data: torch.Tensor) -> None:
         stop = start + data.numel()
-        moves: collections.deque[Move] = collections.deque()
-        try:
+        _check_range(start, stop, data)
+        with self._store.sums.patching(entry, start, data), InFlight(len(self._pieces)) as in_flight:
             for offset, piece in self._cut(start, stop):
-                if len(moves) == len(self._pieces):
-                    moves.popleft().wait()
                 first, last = max(start, offset), min(stop, offset + piece.numel())
                 if last - first < piece.numel():
-                    # Not checked: what is wrong may be about to be overwritten, and the rest keeps its checksums.
+                    # Not checked: the wrong bytes may be those that are overwritten, and the rest keeps its checksums.
                     self._store.read([(entry, offset, piece)], entry, is_checked=False).wait()
                 piece[first - offset : last - offset] = data[first - start : last - start]
-                moves.append(self._store.write([(entry, offset, piece)], entry))
-            while moves:
-                moves.popleft().wait()
-        finally:
-            for move in moves:
-                with contextlib.suppress(OSError):  # not the first error; the store raises it when it settles
-                    move.wait()
+                in_flight.add(self._store.write([(entry, offset, piece)], entry).wait)
 
     def _cut(self, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
         """(offset, buffer) of each piece of an aligned range that covers [start, stop), buffers in turn."""
         base = start // ALIGNMENT * ALIGNMENT
         for number, offset in enumerate(range(base, stop, self._piece_bytes) if start < stop else ()):
-            length = min(self._piece_bytes, -(-(stop - offset) // ALIGNMENT) * ALIGNMENT)
+            length = min(self._piece_bytes, round_up(stop - offset, ALIGNMENT))
             yield offset, self._pieces[number % len(self._pieces)][:length]
 
 
@@ -102,25 +90,25 @@ def _check_range(start: int, stop: int, data: torch.Tensor) -> None:
         )
 
 
-def _take_out(
-    under_way: collections.deque[tuple[int, torch.Tensor, Move]], start: int, stop: int, into: torch.Tensor
-) -> None:
-    offset, piece, move = under_way[0]
+def _copy_out(move: Move, shift: int, piece: torch.Tensor, into: torch.Tensor) -> None:
+    """Waits for a piece and copies what was asked for; the piece begins at byte `shift` of `into`, or before it."""
     move.wait()
-    under_way.popleft()
-    first, last = max(start, offset), min(stop, offset + piece.numel())
-    into[first - start : last - start] = piece[first - offset : last - offset]
+    first, last = max(0, shift), min(into.numel(), shift + piece.numel())
+    into[first:last] = piece[first - shift : last - shift]
 
 
-# ---- ReadFile: somebody else's file, open to be read past the page cache ---------------------------------------------
-#
-#     file    [ block ][ block ] ... [ block ][ tail ]        of 4096 bytes; what is less than one is read at once
-#
-# Its bytes may be fewer than they were when it was opened: that is an error (ENODATA), never a short answer.
+# ---- reading files ---------------------------------------------------------------------------------------------------
+
+_MOST_FILES = 8  # that stay open while nothing of them is under way
 
 
 class ReadFile:
-    """An open regular file, also through a link. Raises OSError when it cannot be opened."""
+    """An open regular file, also through a link. Raises OSError when it cannot be opened.
+
+        file    [ block ][ block ] ... [ block ][ tail ]        of 4096 bytes; the tail is read without the queue
+
+    A file that is now shorter than when it was opened is an error (ENODATA), never a short answer.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -155,41 +143,184 @@ class ReadFile:
         return OSError(errno.ENODATA, what, str(self.path))
 
 
-# ---- FileReader: byte ranges of somebody else's file, through a queue of its own, past the page cache ----------------
-#
-# For checkpoints that are loaded: never mmapped, never the whole file in memory. Reads over-read to the alignment that
-# O_DIRECT asks for and copy out what was asked; what direct.py finds unfit for O_DIRECT is read buffered.
+class ReadAhead:
+    """Reads ranges of files into a fixed memory, several groups of ranges at once. For one thread at a time.
+
+        start(ranges)  ->  Reading     carved out of the memory, submitted, not waited for; None: there is no room just now
+        Reading.wait() ->  the bytes of each range, where they lie in the memory    release() -> room for the next
+
+    One queue serves all files. The caller releases each reading, also after an error.
+
+    Args:
+        areas: uint8 tensors, page-aligned and of whole pages; the caller's, for this alone until it is closed.
+    """
+
+    def __init__(self, areas: Sequence[torch.Tensor]) -> None:
+        self._areas = [(area, FreeRanges()) for area in areas]
+        for area, free in self._areas:
+            free.add(0, area.numel())
+        self._files: collections.OrderedDict[Path, ReadFile] = collections.OrderedDict()
+        self._num_users: collections.Counter[Path] = collections.Counter()  # ranges that are not released
+        self._names: dict[int, str] = {}
+        self._queue: Queue | None = None
+
+    def start(self, ranges: Sequence[FileRange]) -> Reading | None:
+        """Starts reading; None when the memory has no room for all of it beside what is not released yet.
+
+        Raises OSError: a file that cannot be opened, or has fewer bytes (ENODATA).
+        """
+        parts: list[_Part] = []
+        try:
+            for each in ranges:
+                part = self._carve(each)
+                if part is None:
+                    self._give_back(parts)
+                    return None
+                parts.append(part)
+            ops = [
+                Op(READ, part.file.fd, part.buffer.data_ptr(), part.num_whole, part.base)
+                for part in parts
+                if part.num_whole
+            ]
+            in_flight = None
+            if ops:
+                assert self._queue is not None  # opened with the first file
+                in_flight = self._queue, self._queue.submit(ops)
+            return Reading(in_flight, parts, self._give_back)
+        except BaseException:
+            self._give_back(parts)
+            raise
+
+    def open(self, path: Path) -> ReadFile:
+        """An open file, which stays open until others are read in its place. Raises OSError, also when no queue can be had.
+
+        The first one stays open: the queue's engine is chosen for its file system, and the kernel may register it.
+        """
+        if path not in self._files:
+            unused = [each for each in self._files if not self._num_users[each]]
+            for each in unused[: max(0, len(self._files) + 1 - _MOST_FILES)]:
+                closed = self._files.pop(each)
+                del self._names[closed.fd]
+                closed.close()
+            opened = self._files[path] = ReadFile(path)
+            self._names[opened.fd] = str(path)
+        self._files.move_to_end(path)
+        if self._queue is None:
+            self._num_users.update(list(self._files))
+            self._queue = Queue(files=self._names)
+        return self._files[path]
+
+    def close(self) -> None:
+        """Ends what is under way and closes the files. Readings are over."""
+        try:
+            if self._queue is not None:
+                self._queue.close()
+        finally:
+            while self._files:
+                self._files.popitem()[1].close()
+            self._areas.clear()
+
+    def _carve(self, wanted: FileRange) -> _Part | None:
+        file = self.open(wanted.path)
+        start, stop = wanted.offset, wanted.offset + wanted.num_bytes
+        file.check(start, stop)
+        base = start // ALIGNMENT * ALIGNMENT
+        size = round_up(stop - base, ALIGNMENT)
+        for index, (area, free) in enumerate(self._areas):
+            at = free.take(size)
+            if at is not None:
+                self._num_users[file.path] += 1
+                buffer = area[at : at + size]
+                return _Part(file, index, at, buffer, base, buffer[start - base : stop - base])
+        return None
+
+    def _give_back(self, parts: Sequence[_Part]) -> None:
+        for part in parts:
+            self._num_users[part.file.path] -= 1
+            if self._areas:
+                self._areas[part.area][1].add(part.at, part.buffer.numel())
+
+
+class Reading:
+    """Ranges that are being read, and then lie in the memory until they are released; made by ReadAhead."""
+
+    def __init__(
+        self, in_flight: tuple[Queue, int] | None, parts: list[_Part], give_back: Callable[[Sequence[_Part]], None]
+    ) -> None:
+        self._in_flight = in_flight  # a queue and its tag, until they are waited for
+        self._parts = parts
+        self._give_back = give_back
+
+    def wait(self) -> list[torch.Tensor]:
+        """The bytes of each range, not to be used after `release`. Blocks; raises OSError that names the file."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            queue, tag = in_flight
+            queue.finish(tag)
+        for part in self._parts:
+            part.read_tail()
+        return [part.data for part in self._parts]
+
+    def release(self) -> None:
+        """Gives the memory back; what is under way is dropped, or ends first. Twice does nothing."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            queue, tag = in_flight
+            queue.cancel(tag)
+            queue.wait(tag)
+        parts, self._parts = self._parts, []
+        self._give_back(parts)
+
+
+class _Part(NamedTuple):
+    """One range: whole blocks around it, and itself."""
+
+    file: ReadFile
+    area: int
+    at: int
+    buffer: torch.Tensor
+    base: int  # of the buffer, in the file
+    data: torch.Tensor
+
+    @property
+    def num_whole(self) -> int:
+        """Bytes of the buffer that are whole blocks of the file."""
+        return min(self.buffer.numel(), (self.file.num_bytes - self.base) // ALIGNMENT * ALIGNMENT)
+
+    def read_tail(self) -> None:
+        """Reads what of the range lies behind the file's last whole block."""
+        whole = self.num_whole
+        num_bytes = min(self.buffer.numel(), self.file.num_bytes - self.base) - whole
+        if num_bytes > 0:
+            self.file.read_tail(self.base + whole, num_bytes, self.buffer[whole : whole + ALIGNMENT])
+
 
 _READ_PIECE_BYTES = 4 << 20
 _NUM_PIECES = 4
 
 
 class FileReader:
-    """An open file, for one thread at a time. Use it in a `with` block.
+    """An open file, read through a queue of its own; for one thread at a time. Use it in a `with` block.
 
-    Raises OSError when the file cannot be opened.
+    For checkpoints that are loaded: never mmapped, never the whole file in memory. Raises OSError when the file cannot be
+    opened.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         with contextlib.ExitStack() as opened:
-            self._file = ReadFile(self.path)
-            opened.callback(self._file.close)
-            self.num_bytes = self._file.num_bytes
             arena = Arena(_READ_PIECE_BYTES * _NUM_PIECES)
             opened.callback(arena.close)
-            self._pieces = [arena.take(_READ_PIECE_BYTES, "a read buffer").tensor for _ in range(_NUM_PIECES)]
-            self._queue = Queue(depth=32, path_of=lambda fd: str(self.path), files=[self._file.fd])
-            opened.callback(self._queue.close)
+            self._ahead = ReadAhead([arena.take(arena.limit_bytes, "read buffers").tensor])
+            opened.callback(self._ahead.close)
+            self._file = self._ahead.open(self.path)
+            self.num_bytes = self._file.num_bytes
             self._closing = opened.pop_all()
 
     def __enter__(self) -> FileReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pieces.clear()
+    def __exit__(self, *_: object) -> None:
         self._closing.close()
 
     def read(self, start: int, num_bytes: int) -> torch.Tensor:
@@ -198,75 +329,37 @@ class FileReader:
         if start < 0 or num_bytes < 0:
             raise ValueError(f"bytes {start} to {stop} of {self.path} are no range")
         self._file.check(start, stop)
-        wanted = _Wanted(start, stop, torch.empty(num_bytes, dtype=torch.uint8))
-        under_way: collections.deque[_Piece] = collections.deque()
-        try:
-            for number, offset in enumerate(range(start // ALIGNMENT * ALIGNMENT, stop, _READ_PIECE_BYTES)):
-                if len(under_way) == _NUM_PIECES:
-                    self._take_out(under_way, wanted)
-                self._start(offset, self._pieces[number % _NUM_PIECES], wanted, under_way)
-            while under_way:
-                self._take_out(under_way, wanted)
-        finally:
-            for piece in under_way:  # after an error: the buffers are used again
-                self._queue.wait(piece.tag)
-        return wanted.out
-
-    def _start(self, offset: int, buffer: torch.Tensor, wanted: _Wanted, under_way: collections.deque[_Piece]) -> None:
-        """Starts reading whole blocks; what is behind the file's last whole block is read at once."""
-        length = min(_READ_PIECE_BYTES, round_up(wanted.stop - offset, ALIGNMENT), self.num_bytes - offset)
-        whole = length // ALIGNMENT * ALIGNMENT
-        if whole:
-            tag = self._queue.submit([Op(READ, self._file.fd, buffer.data_ptr(), whole, offset)])
-            under_way.append(_Piece(offset, buffer[:whole], tag))
-        if length > whole:
-            tail = buffer[whole : whole + ALIGNMENT]
-            self._file.read_tail(offset + whole, length - whole, tail)
-            wanted.keep(offset + whole, tail[: length - whole])
-
-    def _take_out(self, under_way: collections.deque[_Piece], wanted: _Wanted) -> None:
-        offset, buffer, tag = under_way.popleft()
-        answer = self._queue.wait(tag)
-        assert answer is not None  # no time-out was given
-        self._queue.raise_for(answer)
-        wanted.keep(offset, buffer)
+        out = torch.empty(num_bytes, dtype=torch.uint8)
+        base = start // ALIGNMENT * ALIGNMENT
+        with InFlight(_NUM_PIECES) as in_flight:
+            for offset in range(base, stop, _READ_PIECE_BYTES) if num_bytes else ():
+                first, last = max(offset, start), min(offset + _READ_PIECE_BYTES, stop)
+                reading = self._ahead.start([FileRange(self.path, first, last - first)])
+                assert reading is not None  # the memory holds as many pieces as are in flight
+                in_flight.add(functools.partial(_take_out, reading, out[first - start : last - start]))
+        return out
 
 
-class _Wanted(NamedTuple):
-    """The range asked for and where it goes."""
-
-    start: int
-    stop: int
-    out: torch.Tensor
-
-    def keep(self, offset: int, piece: torch.Tensor) -> None:
-        """Copies out what of a piece, read from `offset` on, was asked for."""
-        first, last = max(self.start, offset), min(self.stop, offset + piece.numel())
-        if last > first:
-            self.out[first - self.start : last - self.start] = piece[first - offset : last - offset]
+def _take_out(reading: Reading, into: torch.Tensor) -> None:
+    try:
+        for data in reading.wait():
+            into.copy_(data)
+    finally:
+        reading.release()
 
 
-class _Piece(NamedTuple):
-    """A buffer that is being filled from `offset` on."""
-
-    offset: int
-    buffer: torch.Tensor
-    tag: int
-
-
-# ---- FileWriter: a new file of a known size, filled from front to back past the page cache, whole or not there -------
-#
-#     put(bytes) -> a few aligned buffers in turn -> the queue -> disk        close: the rest, its true length, sync
-#
-# For what has no home on disk and is written once, when it is saved. Its room is taken first, so that a full disk is an
-# error before anything is written. Until `close` has returned it is nobody's: `abandon`, or an error in the `with`
-# block, removes it.
+# ---- writing files ---------------------------------------------------------------------------------------------------
 
 _WRITE_PIECE_BYTES = 1 << 20
 
 
 class FileWriter:
-    """A file that is being filled, by one thread at a time.
+    """A new file that is filled from front to back, by one thread at a time; whole, or not there.
+
+        put(bytes) -> a few aligned buffers in turn -> the queue -> disk        close: the rest, its true length, sync
+
+    For what has no home on disk and is written once, when it is saved. Its room is taken first, so that a full disk is an
+    error before anything is written. `abandon`, or an error in the `with` block, removes the file.
 
     Args:
         path: must not exist.
@@ -280,7 +373,7 @@ class FileWriter:
         self.num_bytes = num_bytes
         self._offset = 0  # of the buffer at hand, in the file
         self._filled = 0  # bytes in it
-        self._tags: list[int | None] = [None] * _NUM_PIECES
+        self._in_flight = InFlight(_NUM_PIECES)
         self._closing: contextlib.ExitStack | None = None
         with contextlib.ExitStack() as opened:
             with durable.named(self.path):
@@ -295,7 +388,7 @@ class FileWriter:
             arena = Arena(_WRITE_PIECE_BYTES * _NUM_PIECES)
             closing.callback(arena.close)
             self._pieces = [arena.take(_WRITE_PIECE_BYTES, "a write buffer").tensor for _ in range(_NUM_PIECES)]
-            self._queue = Queue(depth=32, path_of=lambda fd: str(self.path), files=[self._fd])
+            self._queue = Queue(files={self._fd: str(self.path)})
             closing.callback(self._queue.close)
             opened.pop_all()
         self._closing = closing
@@ -303,9 +396,7 @@ class FileWriter:
     def __enter__(self) -> FileWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
@@ -325,13 +416,12 @@ class FileWriter:
             raise ValueError(f"{self.path}: byte {self.position + data.numel()} of a file of {self.num_bytes} bytes")
         done = 0
         while done < data.numel():
-            piece = self._piece()
-            taken = min(data.numel() - done, piece.numel() - self._filled)
-            piece[self._filled : self._filled + taken] = data[done : done + taken]
+            taken = min(data.numel() - done, _WRITE_PIECE_BYTES - self._filled)
+            self._piece()[self._filled : self._filled + taken] = data[done : done + taken]
             self._filled += taken
             done += taken
-            if self._filled == piece.numel():
-                self._write(piece)
+            if self._filled == _WRITE_PIECE_BYTES:
+                self._write()
 
     def skip_to(self, position: int) -> None:
         """Fills up with zeros."""
@@ -346,11 +436,9 @@ class FileWriter:
             if self.position != self.num_bytes:
                 raise ValueError(f"{self.path}: {self.position} of {self.num_bytes} bytes were put")
             if self._filled:
-                piece = self._piece()
-                piece[self._filled :].zero_()
-                self._write(piece[: round_up(self._filled, ALIGNMENT)])
-            for number in range(_NUM_PIECES):
-                self._await(number)
+                self._piece()[self._filled :].zero_()
+                self._write()
+            self._in_flight.finish()
             os.ftruncate(self._fd, self.num_bytes)
             durable.sync(self._fd, self.path)
         except BaseException:
@@ -362,9 +450,7 @@ class FileWriter:
         """Ends every write and removes the file. Never raises; does nothing after `close`."""
         if self._closing is None:
             return
-        for number in range(_NUM_PIECES):
-            with contextlib.suppress(OSError):  # the first error is on its way already
-                self._await(number)
+        self._in_flight.abandon()
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
         self._end()
@@ -376,181 +462,12 @@ class FileWriter:
             closing.close()
 
     def _piece(self) -> torch.Tensor:
-        """The buffer at hand, once what it held before is written."""
-        number = self._offset // _WRITE_PIECE_BYTES % _NUM_PIECES
-        self._await(number)
-        return self._pieces[number]
+        """The buffer at hand: no write of it is in flight."""
+        return self._pieces[self._offset // _WRITE_PIECE_BYTES % _NUM_PIECES]
 
-    def _write(self, piece: torch.Tensor) -> None:
-        number = self._offset // _WRITE_PIECE_BYTES % _NUM_PIECES
-        op = Op(WRITE, self._fd, piece.data_ptr(), piece.numel(), self._offset)
-        self._tags[number] = self._queue.submit([op])
-        self._offset += self._filled
-        self._filled = 0
-
-    def _await(self, number: int) -> None:
-        tag, self._tags[number] = self._tags[number], None
-        if tag is not None:
-            answer = self._queue.wait(tag)
-            assert answer is not None  # no time-out was given
-            self._queue.raise_for(answer)
-
-
-# ---- ReadAhead: ranges of other people's files on their way into a fixed memory, several groups of them at once ------
-#
-#     start(ranges)  ->  Reading     carved out of the memory, submitted, not waited for; None: there is no room just now
-#     Reading.wait() ->  the bytes of each range, where they lie in the memory    release() -> room for the next
-#
-# One queue serves all files, past the page cache; what of a block was not asked for is read and left out. Whoever
-# starts a reading releases it, also after an error. For one thread at a time.
-
-_MOST_FILES = 8  # that stay open while nothing of them is under way
-
-
-class FileRange(NamedTuple):
-    """Bytes of a file."""
-
-    path: Path
-    offset: int
-    num_bytes: int
-
-
-class ReadAhead:
-    """Files, a queue and the memory that bytes come into.
-
-    Args:
-        areas: uint8 tensors, page-aligned and of whole pages; the caller's, for this alone until it is closed.
-
-    Raises OSError when no queue can be had.
-    """
-
-    def __init__(self, areas: Sequence[torch.Tensor]) -> None:
-        self._areas = [(area, FreeRanges()) for area in areas]
-        for area, free in self._areas:
-            free.add(0, area.numel())
-        self._files: collections.OrderedDict[Path, _OpenFile] = collections.OrderedDict()
-        self._names: dict[int, str] = {}
-        self._queue = Queue(depth=32, path_of=lambda fd: self._names.get(fd, f"descriptor {fd}"))
-
-    def start(self, ranges: Sequence[FileRange]) -> Reading | None:
-        """Starts reading; None when the memory has no room for all of it beside what is not released yet.
-
-        Raises OSError: a file that cannot be opened, or has fewer bytes (ENODATA).
-        """
-        parts: list[_Part] = []
-        try:
-            for each in ranges:
-                part = self._carve(each)
-                if part is None:
-                    self._give_back(parts)
-                    return None
-                parts.append(part)
-            ops = [op for part in parts for op in part.ops()]
-            tag = self._queue.submit(ops) if ops else None
-        except BaseException:
-            self._give_back(parts)
-            raise
-        return Reading(self, parts, tag)
-
-    def close(self) -> None:
-        """Ends what is under way and closes the files. Readings are over."""
-        try:
-            self._queue.close()
-        finally:
-            with contextlib.ExitStack() as closing:
-                for opened in self._files.values():
-                    closing.callback(opened.file.close)
-            self._files.clear()
-            self._areas.clear()
-
-    def _carve(self, wanted: FileRange) -> _Part | None:
-        opened = self._open(wanted.path)
-        start, stop = wanted.offset, wanted.offset + wanted.num_bytes
-        opened.file.check(start, stop)
-        base = start // ALIGNMENT * ALIGNMENT
-        size = round_up(stop - base, ALIGNMENT)
-        for index, (area, free) in enumerate(self._areas):
-            at = free.take(size)
-            if at is not None:
-                opened.num_users += 1
-                buffer = area[at : at + size]
-                return _Part(opened, index, at, buffer, base, buffer[start - base : stop - base])
-        return None
-
-    def _open(self, path: Path) -> _OpenFile:
-        if path not in self._files:
-            unused = [each for each, opened in self._files.items() if not opened.num_users]
-            for each in unused[: max(0, len(self._files) + 1 - _MOST_FILES)]:
-                closed = self._files.pop(each).file
-                self._names.pop(closed.fd)
-                closed.close()
-            opened = _OpenFile(ReadFile(path))
-            self._files[path], self._names[opened.file.fd] = opened, str(path)
-        self._files.move_to_end(path)
-        return self._files[path]
-
-    def _give_back(self, parts: Sequence[_Part]) -> None:
-        for part in parts:
-            part.opened.num_users -= 1
-            if self._areas:
-                self._areas[part.area][1].add(part.at, part.buffer.numel())
-
-
-class Reading:
-    """Ranges that are on their way, and then there until they are released."""
-
-    def __init__(self, owner: ReadAhead, parts: list[_Part], tag: int | None) -> None:
-        self._owner = owner
-        self._parts = parts
-        self._tag = tag
-
-    def wait(self) -> list[torch.Tensor]:
-        """The bytes of each range, not to be used after `release`. Blocks; raises OSError that names the file."""
-        if self._tag is not None:
-            queue, tag, self._tag = self._owner._queue, self._tag, None
-            answer = queue.wait(tag)
-            assert answer is not None  # no time-out was given
-            queue.raise_for(answer)
-        for part in self._parts:
-            part.read_tail()
-        return [part.data for part in self._parts]
-
-    def release(self) -> None:
-        """Gives the memory back; what is under way is dropped, or ends first. Twice does nothing."""
-        if self._tag is not None:
-            queue, tag, self._tag = self._owner._queue, self._tag, None
-            queue.cancel(tag)
-            queue.wait(tag)
-        parts, self._parts = self._parts, []
-        self._owner._give_back(parts)
-
-
-class _OpenFile:
-    def __init__(self, file: ReadFile) -> None:
-        self.file = file
-        self.num_users = 0  # readings that are not released
-
-
-class _Part(NamedTuple):
-    """One range: whole blocks around it, and itself."""
-
-    opened: _OpenFile
-    area: int
-    at: int
-    buffer: torch.Tensor
-    base: int  # of the buffer, in the file
-    data: torch.Tensor
-
-    def ops(self) -> list[Op]:
-        whole = self._num_whole()
-        return [Op(READ, self.opened.file.fd, self.buffer.data_ptr(), whole, self.base)] if whole else []
-
-    def read_tail(self) -> None:
-        """Reads what of the range lies behind the file's last whole block."""
-        file, whole = self.opened.file, self._num_whole()
-        num_bytes = min(self.buffer.numel(), file.num_bytes - self.base) - whole
-        if num_bytes > 0:
-            file.read_tail(self.base + whole, num_bytes, self.buffer[whole : whole + ALIGNMENT])
-
-    def _num_whole(self) -> int:
-        return min(self.buffer.numel(), (self.opened.file.num_bytes - self.base) // ALIGNMENT * ALIGNMENT)
+    def _write(self) -> None:
+        """Starts writing the buffer at hand, in whole blocks."""
+        length = round_up(self._filled, ALIGNMENT)
+        tag = self._queue.submit([Op(WRITE, self._fd, self._piece().data_ptr(), length, self._offset)])
+        self._offset, self._filled = self._offset + self._filled, 0
+        self._in_flight.add(functools.partial(self._queue.finish, tag))

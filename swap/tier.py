@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import enum
 
+ALIGNMENT = 4096
+"""Of offsets, lengths and memory on the way to and from NVME: what every file system with O_DIRECT accepts here."""
+
 
 class Tier(enum.Enum):
     """A place bytes can rest; the value is the name used in configs and reports."""

@@ -1,4 +1,24 @@
-"""The step in torch operations: the definition of the native kernel (native/tiermem.h) on tensors of any device."""
+"""The step in torch operations: the definition of the native kernel (native/tiermem.h) on tensors of any device.
+
+    stored parts -> widen to fp32 -> the rule's formula, one torch operation for each of the kernel's -> narrow -> stored parts
+
+Every operation rounds once: no addcdiv, no lerp, no alpha, nothing that fuses a product with a sum. Scalars are rounded to fp32
+as the kernel rounds them. So what is stored has the kernel's bits, but for the payload of a NaN. It is the reference of faster
+forms for one kind of device. Temporary memory is bounded: CHUNK elements are stepped at a time.
+
+Stored elements become fp32 and return as native/parts.cpp does it, to the bit:
+
+    fp32, bf16, fp16    torch's own conversions to nearest even; stochastically by random words
+    split               integer sums of the weight's pattern and the low half
+    8-bit blocks        integer sums of codes and scale bytes, drawn in native/loops_q8.h
+
+Patterns are int32 numbers, which wrap as the kernel's unsigned ones do: torch knows few operations on uint32. The host never
+waits for the device, so a number is put among others by masked_fill: torch.where copies it there, and that copy waits. The
+payload of a NaN may differ from the kernel's, except in a split master.
+
+It is not for compilers: `torch.compile` may fuse products with sums and change bits. The device has to keep subnormals and
+divide exactly, as CPUs (unless torch.set_flush_denormal(True)) and CUDA do, and to know float64.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +41,10 @@ from tiermem.swap.parts import (
     StepParts,
     StepRule,
     check_moment,
+    check_part,
     check_parts,
-    check_split,
     num_scales,
 )
-
-# ---- Parts in torch operations: stored elements to fp32 and back, to the bit as native/parts.cpp does it, on any -----
-# device
-#
-#     fp32, bf16, fp16    torch's own conversions to nearest even; stochastically by random words
-#     split               integer sums of the weight's pattern and the low half
-#     8-bit blocks        integer sums of codes and scale bytes, drawn in native/loops_q8.h
-#
-# Patterns are int32 numbers, which wrap as the kernel's unsigned ones do: torch knows few operations on uint32. The
-# host never waits for the device, so a number is put among others by masked_fill: torch.where copies it there, and that
-# copy waits. The payload of a NaN may differ from the kernel's, except in a split master.
 
 _INFINITE, _QUIET_NAN, _ONE_EXPONENT = 0x7F800000, 0x7FC00000, 1 << 23  # patterns of fp32
 _HASH_STRIDE, _HASH_FACTOR = 0x7FEB352D, 0x846CA68B
@@ -48,7 +57,7 @@ def widen_in_torch(stored: Moment, weight: torch.Tensor | None = None, is_positi
 
     Does not wait for the device. Scale bytes of 1 to 47, which are never written, may be read as other numbers.
     """
-    _check_part(stored, weight)
+    check_part(stored, weight, device=None)
     if isinstance(stored, Quantised):
         return _decode(stored, is_positive)
     if stored.dtype not in SPLIT:
@@ -71,9 +80,9 @@ def narrow_in_torch(
     A split master writes its bf16 weight too, and keeps every pattern. words: random ones, by which parts below fp32 that are
     not split are rounded stochastically instead. Does not wait for the device.
     """
-    numel, device = _check_part(stored, weight)
+    numel = check_part(stored, weight, device=None)
     values = values.to(torch.float32)
-    check_moment("values", values, numel, device)
+    check_moment("values", values, numel, (stored.codes if isinstance(stored, Quantised) else stored).device)
     if isinstance(stored, Quantised):
         _encode(values, stored, is_positive, words)
     elif stored.dtype in SPLIT:
@@ -119,15 +128,6 @@ def _mix(x: int) -> int:
 def _signed(x: int) -> int:
     """The lower 32 bits as an int32 number."""
     return (x & 0xFFFFFFFF) - ((x & 0x80000000) << 1)
-
-
-def _check_part(stored: Moment, weight: torch.Tensor | None) -> tuple[int, torch.device]:
-    held = stored.codes if isinstance(stored, Quantised) else stored
-    if held.dtype in SPLIT:
-        check_split(held, weight, held.numel(), held.device)
-    else:
-        check_moment("part", stored, held.numel(), held.device)
-    return held.numel(), held.device
 
 
 # ---- bf16 and fp16, stochastically ------------------------------------------------------------------------------------
@@ -222,19 +222,6 @@ def _q8_scales(largest: torch.Tensor, is_positive: bool) -> torch.Tensor:
     scales = ((largest.clamp(max=_INFINITE) + carry) >> 23).clamp(min=48)
     return scales.masked_fill(scales >= 254, 255).masked_fill(largest == 0, 0)
 
-
-# ---- The step in torch operations: the definition of the native kernel (native/tiermem.h) on tensors of any ----------
-# device
-#
-#   stored parts -> widen to fp32 -> the rule's formula, one torch operation for each of the kernel's -> narrow -> stored parts
-#
-# Every operation rounds once: no addcdiv, no lerp, no alpha, nothing that fuses a product with a sum. Scalars are
-# rounded to fp32 as the kernel rounds them. What is stored has the kernel's bits for that reason, but for the payload
-# of a NaN. It is the reference of faster forms for one kind of device. The host never waits for the device
-# (torch_step.py says what that asks for). Temporary memory is bounded: CHUNK elements are stepped at a time.
-#
-# It is not for compilers: `torch.compile` may fuse products with sums and change bits. The device has to keep
-# subnormals and divide exactly, as CPUs (unless torch.set_flush_denormal(True)) and CUDA do, and to know float64.
 
 CHUNK = 1 << 21
 """Elements that are stepped or measured at a time: a multiple of NORM_BLOCK, and that of Q8_BLOCK."""

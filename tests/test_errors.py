@@ -16,15 +16,15 @@ from test_floors import ROOT, read_modules
 
 from tiermem.checkpoint.opening.verified import DamagedState
 from tiermem.config.base import CombinedError, ConfigError, Problem
-from tiermem.swap.errors import CorruptionError, DamagedEntry
+from tiermem.swap.errors import CorruptionError, DamagedEntry, Place
 from tiermem.swap.native import READ, TransferError
-from tiermem.swap.stream import FileRange
+from tiermem.swap.ranges import FileRange
 
 MADE: dict[type[Exception], list[Any]] = {
     CombinedError: [[("a", "is wrong"), ("b", "too")]],
     ConfigError: [[Problem("zero.stage", "7 given"), Problem("", "all of it")], "ds.json"],
     CorruptionError: ["it is wrong", "/f", 4096, 512, 1, 2],
-    DamagedEntry: ["/f", 4096, 512, "w", 0, "master of w", 1, 2, "Go back"],
+    DamagedEntry: [Place("w", 0, 512, (FileRange(Path("/f"), 4096, 512),)), "master of w", 1, 2, "Go back"],
     DamagedState: [[FileRange(Path("/f"), 0, 9), FileRange(Path("/g"), 0, 9)], "w", "master", 0, 9, 7, 1, 2, "Go back"],
     TransferError: [errno.EIO, READ, "/f", 4096, 512],
 }

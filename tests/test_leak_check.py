@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.swap.native import Queue
+from tiermem.swap.native import IoSettings, Queue
 from tiermem.swap.store import TensorStore
 
 
@@ -36,7 +36,7 @@ def test_python_and_native_threads_are_seen(leaks: Callable[[], list[str]]) -> N
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
-    queue = Queue("threads", depth=1)
+    queue = Queue(IoSettings("threads", depth=1))
     assert len([leak for leak in leaks() if leak.startswith("thread")]) == 3  # Python's, the queue's, the engine's
     queue.close()
     stop.set()

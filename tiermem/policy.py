@@ -15,8 +15,8 @@ from typing import Literal
 from torch import nn
 
 from tiermem.precision import Precision
+from tiermem.swap.native import IoSettings
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths
-from tiermem.swap.queue import IoSettings
 from tiermem.swap.tier import Tier
 
 __all__ = ["IoSettings", "LeafRules", "NvmePath", "OffloadPolicy", "Precision", "Tier"]

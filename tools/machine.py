@@ -67,12 +67,12 @@ def caption(facts: dict[str, Any]) -> str:
 
 def try_engines() -> dict[str, tuple[bool, str]]:
     """Opens each of the queue's engines: whether it can run, and its line about how, or why not."""
-    from tiermem.swap.native import ENGINES, Queue
+    from tiermem.swap.native import ENGINES, IoSettings, Queue
 
     found = {}
     for name in ENGINES:
         try:
-            queue = Queue(name)
+            queue = Queue(IoSettings(name))
         except OSError as error:
             found[name] = (False, error.strerror or str(error))
             continue

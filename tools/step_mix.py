@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from tiermem.swap.native import IoSettings
 from tiermem.swap.passes import Passes
-from tiermem.swap.queue import IoSettings
 from tiermem.tools.bench.files import BenchFiles, check_room
 
 STEP_BYTES, FETCH_BYTES = 26, 4

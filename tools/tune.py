@@ -15,9 +15,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from rich.console import Console
 
 from tiermem.swap.direct import probe_path
-from tiermem.swap.native import Queue
+from tiermem.swap.native import IoSettings, Queue
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.queue import IoSettings
 from tiermem.tools.machine import machine_facts, try_engines
 from tiermem.tools.options import TuneOptions
 from tiermem.tools.reports import table
@@ -141,7 +140,7 @@ def engines_that_run(asked: Sequence[str]) -> list[str]:
 
 def default_of(engines: Sequence[str]) -> IoSettings:
     """The settings without tuning, on the engine they would take, or on the first that was asked for."""
-    queue = Queue("auto")
+    queue = Queue(IoSettings("auto"))
     queue.close()
     return IoSettings() if queue.engine in engines else IoSettings(engine=engines[0])
 

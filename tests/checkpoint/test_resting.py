@@ -15,11 +15,11 @@ import torch
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.saving.copies import lay_out
 from tiermem.checkpoint.saving.pieces import Resting, Stretch, checksums, cuts, joined_rows, rows_of
-from tiermem.swap.checksum import Pieces, crc32c
-from tiermem.swap.entry import Freeze, FrozenPart, FrozenRange
+from tiermem.swap.checksum import Pieces, Sums, crc32c
+from tiermem.swap.entry import Freeze, Stored
+from tiermem.swap.files import Extent
 from tiermem.swap.native import Workers
 from tiermem.swap.queue import Recorder
-from tiermem.swap.sums import Sums
 
 MIB, BLOCK = 1 << 20, 4096
 
@@ -64,7 +64,7 @@ class Made:
                 number = self.chance.randrange(2)
                 files[number] += bytes(BLOCK * self.chance.randrange(1, 3))
                 length = (stop - start) * BLOCK
-                parts[name].append(FrozenPart(start * BLOCK, FrozenRange(number, len(files[number]), length)))
+                parts[name].append(Stored(start * BLOCK, Extent(number, len(files[number]), length)))
                 files[number] += data[start * BLOCK : stop * BLOCK].numpy().tobytes()
         paths = (folder / "a", folder / "b")
         for path, held in zip(paths, files, strict=True):
@@ -154,7 +154,7 @@ def test_keys_of_several_rows_become_one() -> None:
 
 
 def test_bytes_that_are_not_frozen_are_refused(tmp_path: Path) -> None:
-    freeze = Freeze(1, (tmp_path,), {"e": [FrozenPart(0, FrozenRange(0, 4096, 8192))]})
+    freeze = Freeze(1, (tmp_path,), {"e": [Stored(0, Extent(0, 4096, 8192))]})
     one = np.array([0])
     with pytest.raises(ValueError, match="outside"):
         freeze.find(["e"], one, np.array([8000]), np.array([200]))

@@ -15,8 +15,8 @@ from tiermem.checkpoint.saving import commit, publish
 from tiermem.checkpoint.saving.commit import Commits
 from tiermem.swap import durable
 from tiermem.swap.files import Segment
-from tiermem.swap.range_store import RangeStore
 from tiermem.swap.run_folder import SEGMENT, RunFolder
+from tiermem.swap.store import TensorStore
 
 
 def store_is_not_synced() -> None:
@@ -73,14 +73,14 @@ def manifest_comes_before_the_data() -> None:
 
 def slots_are_thawed_at_once() -> None:
     """What a durable step holds is written over by the next one."""
-    freeze = RangeStore.freeze
+    freeze = TensorStore.freeze
 
-    def freeze_and_thaw(self: RangeStore) -> Any:
+    def freeze_and_thaw(self: TensorStore) -> Any:
         frozen = freeze(self)
         self.thaw(frozen)
         return frozen
 
-    RangeStore.freeze = freeze_and_thaw  # type: ignore[method-assign]
+    TensorStore.freeze = freeze_and_thaw  # type: ignore[method-assign]
 
 
 def old_manifest_goes_before_the_new_one() -> None:

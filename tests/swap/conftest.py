@@ -12,9 +12,8 @@ import torch
 from lies import Lies
 from mounts import mount as mount
 
-from tiermem.swap.native import Fault, Queue
+from tiermem.swap.native import Fault, IoSettings, Queue
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.queue import IoSettings
 from tiermem.swap.store import TensorStore
 
 ENGINES = ("uring", "aio", "threads")
@@ -22,7 +21,7 @@ ENGINES = ("uring", "aio", "threads")
 
 def _engine_or_skip(name: str) -> str:
     try:
-        Queue(name).close()
+        Queue(IoSettings(name)).close()
     except OSError as error:
         pytest.skip(f"{name} cannot run here: {error}")
     return name

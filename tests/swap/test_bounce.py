@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiermem.swap.move import Move
-from tiermem.swap.native import Fault, TransferError
-from tiermem.swap.queue import IoSettings
+from tiermem.swap.native import Fault, IoSettings, TransferError
 from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import Bounce
 from tiermem.swap.tier import Tier

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tiermem.swap.checksum import combine, crc32c
-from tiermem.swap.native import Workers, crc32c_of
+from tiermem.swap.checksum import crc32c
+from tiermem.swap.native import Workers, crc32c_combine, crc32c_of
 
 
 def test_the_check_value_of_crc32c() -> None:
@@ -26,7 +26,7 @@ def test_pieces_of_any_length_combine_to_the_whole() -> None:
     data = torch.randint(0, 256, (700_001,), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
     whole, cuts = 0, [0, 0, 1, 4095, 4096, 70_000, 699_999, 700_001]
     for start, stop in itertools.pairwise(cuts):
-        whole = combine(whole, *crc32c([data[start:stop]]), stop - start)
+        whole = crc32c_combine(whole, *crc32c([data[start:stop]]), stop - start)
     assert [whole] == crc32c([data])
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermem.swap.native import READ, WRITE, Map, Op, Queue
+from tiermem.swap.native import READ, WRITE, IoSettings, Map, Op, Queue
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SYSTEM_CALLS = {"x86_64": (206, 207, 126), "aarch64": (0, 1, 91)}  # io_setup, io_destroy, capset
@@ -118,13 +118,13 @@ def memory() -> Iterator[Map]:
 def test_refused_io_uring_falls_back_to_linux_aio(error: int, tmp_path: Path, memory: Map) -> None:
     def body() -> None:
         refuse_io_uring(error)
-        queue = Queue("auto", block_bytes=65536)
+        queue = Queue(IoSettings("auto", 65536))
         assert queue.engine in ("aio", "threads")
         assert f"no io_uring: io_uring_setup: {os.strerror(error)}" in queue.why
         check_bytes(queue, tmp_path, memory)
         queue.close()
         with pytest.raises(OSError, match="io_uring_setup") as raised:
-            Queue("uring")
+            Queue(IoSettings("uring"))
         assert raised.value.errno == error
 
     in_a_thread(body)
@@ -132,14 +132,14 @@ def test_refused_io_uring_falls_back_to_linux_aio(error: int, tmp_path: Path, me
 
 def test_exhausted_aio_names_the_limit_and_the_number_to_set() -> None:
     with aio_exhausted() as limit, pytest.raises(OSError, match="io_setup") as raised:
-        Queue("aio", depth=64)
+        Queue(IoSettings("aio", depth=64))
     assert raised.value.errno == errno.EAGAIN
     said = str(raised.value)
     assert f"/proc/sys/fs/aio-max-nr allows {limit} events on this machine" in said
     assert f"{limit} are in use, this queue needs 65" in said
     enough = -(-(limit + 65) // 65536) * 65536
     assert f"sysctl -w fs.aio-max-nr={enough}" in said
-    queue = Queue("aio", depth=64)  # the others have ended
+    queue = Queue(IoSettings("aio", depth=64))  # the others have ended
     queue.close()
 
 
@@ -147,7 +147,7 @@ def test_refused_io_uring_and_exhausted_aio_leave_threads(tmp_path: Path, memory
     def body() -> None:
         refuse_io_uring(errno.EPERM)
         with aio_exhausted():
-            queue = Queue("auto", block_bytes=65536)
+            queue = Queue(IoSettings("auto", 65536))
         assert queue.engine == "threads"
         assert (
             "no io_uring: io_uring_setup" in queue.why
@@ -164,7 +164,7 @@ def test_memory_over_the_limit_is_used_unregistered(tmp_path: Path, memory: Map)
         drop_capabilities()
         fd = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
         try:
-            queue = Queue("uring", block_bytes=65536, regions=[(memory.address, memory.num_bytes)], files=[fd])
+            queue = Queue(IoSettings("uring", 65536), regions=[(memory.address, memory.num_bytes)], files={fd: "other"})
         except OSError as error:
             pytest.skip(f"no io_uring: {error}")
         assert (
@@ -185,7 +185,7 @@ def test_memory_over_the_limit_is_used_unregistered(tmp_path: Path, memory: Map)
 
 def test_what_may_be_locked_is_registered(tmp_path: Path, memory: Map) -> None:
     try:
-        queue = Queue("uring", block_bytes=65536, regions=[(memory.address, 1 << 20)])
+        queue = Queue(IoSettings("uring", 65536), regions=[(memory.address, 1 << 20)])
     except OSError as error:
         pytest.skip(f"no io_uring: {error}")
     assert "1 MiB of buffers registered" in queue.why

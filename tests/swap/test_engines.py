@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tiermem.swap.arena import Arena
-from tiermem.swap.native import READ, SYNC, WRITE, Op, Queue
+from tiermem.swap.native import READ, SYNC, WRITE, IoSettings, Op, Queue
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 
@@ -31,7 +31,7 @@ def arena() -> Iterator[Arena]:
 def queue(engine: str, arena: Arena) -> Iterator[Queue]:
     """Blocks of 64 KiB, few in flight, so that a transfer is many; half of the arena registered."""
     arena.give_back(arena.take(8 << 20))
-    queue = Queue(engine, depth=4, block_bytes=65536, regions=[arena.region])
+    queue = Queue(IoSettings(engine, 65536, 4), regions=[arena.region])
     yield queue
     queue.close()
 
@@ -125,9 +125,9 @@ def test_what_one_engine_put_every_engine_fetches(
 
 
 def test_named_engine_is_used_and_an_unknown_one_refused() -> None:
-    with pytest.raises(ValueError, match="engine is 'spdk'; allowed are auto, uring, aio, threads"):
-        Queue("spdk")
-    queue = Queue("auto")
+    with pytest.raises(ValueError, match="engine is 'spdk'; allowed are auto, uring, aio and threads"):
+        Queue(IoSettings("spdk"))
+    queue = Queue(IoSettings("auto"))
     assert queue.engine in ENGINES
     assert queue.why
     queue.close()

@@ -19,10 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiermem.swap import run_folder
-from tiermem.swap.direct import ALIGNMENT, file_system_of, probe_path
+from tiermem.swap.direct import file_system_of, probe_path
 from tiermem.swap.files import Extent, Files
-from tiermem.swap.queue import IoSettings
+from tiermem.swap.native import IoSettings
 from tiermem.swap.run_folder import remove_dead_runs
+from tiermem.swap.tier import ALIGNMENT
 
 MIB = 1 << 20
 
@@ -47,7 +48,7 @@ def test_extent_is_aligned_and_covers_what_was_asked(files: Files, asked: int, g
 
 def test_file_has_blocks_for_every_extent_before_anything_is_written(files: Files) -> None:
     extent = files.allocate(100 * MIB)
-    stat = os.fstat(files.fd(extent))
+    stat = os.fstat(files.segment_of(extent).fd)
     assert stat.st_size >= extent.offset + extent.num_bytes
     assert stat.st_blocks * 512 >= stat.st_size
     files.close(keep=False)
@@ -119,7 +120,7 @@ def test_extents_are_dealt_by_weight(tmp_path: Path) -> None:
     for path in paths:
         path.mkdir()
     files = Files(paths)
-    files.segments[1].weight = 3.0
+    files.reweigh([1.0, 3.0])
     for _ in range(40):
         files.allocate(MIB)
     assert [segment.used_bytes for segment in files.segments] == [10 * MIB, 30 * MIB]

@@ -17,9 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiermem.swap.entry import Freeze, NoSlotError
-from tiermem.swap.native import Fault, Queue
+from tiermem.swap.native import Fault, IoSettings, Queue
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.queue import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 

@@ -15,8 +15,8 @@ import torch
 
 from tiermem.swap.arena import Arena
 from tiermem.swap.move import Move
-from tiermem.swap.native import BACKGROUND, READ, URGENT, WRITE, Answer, Fault, Op, TransferError
-from tiermem.swap.queue import IoSettings, Queues, Recorder
+from tiermem.swap.native import BACKGROUND, READ, URGENT, WRITE, Answer, Fault, IoSettings, Op, TransferError
+from tiermem.swap.queue import Queues, Recorder
 
 
 class FakeQueue:
@@ -26,6 +26,7 @@ class FakeQueue:
         self.log: list[tuple[str, int]] = []
         self.answers: dict[int, int] = {}  # tag: error
         self.answered = threading.Condition()
+        self.recorder = Recorder()
 
     def submit(self, ops: list[Op], priority: int) -> int:
         tag = ops[0].offset  # tests name a transfer by its offset
@@ -68,7 +69,7 @@ def move_of(queue: FakeQueue, tag: int, after: Move | None = None, ended: list[o
         if ended is not None:
             ended.append((tag, arrived))
 
-    return Move(queue, [Op(READ, 3, 0, 4096, tag)], f"bytes {tag}", f"move {tag}", Recorder(), 1, after, on_end)  # type: ignore[arg-type]
+    return Move(queue, [Op(READ, 3, 0, 4096, tag)], f"bytes {tag}", f"move {tag}", 1, after, on_end)  # type: ignore[arg-type]
 
 
 # ---- the end -----------------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ def move_of(queue: FakeQueue, tag: int, after: Move | None = None, ended: list[o
 
 def test_move_of_nothing_has_ended(queue: FakeQueue) -> None:
     ended: list[bool] = []
-    move = Move(queue, (), "result", "nothing", Recorder(), on_end=ended.append)  # type: ignore[arg-type]
+    move = Move(queue, (), "result", "nothing", on_end=ended.append)  # type: ignore[arg-type]
     assert move.is_done()
     assert move.wait() == "result"
     assert (ended, queue.log) == ([True], [])
@@ -115,7 +116,7 @@ def test_buffer_lives_as_long_as_the_move_is_under_way(queue: FakeQueue) -> None
 
     buffer = Buffer()
     seen = weakref.ref(buffer)
-    move = Move(queue, [Op(READ, 3, 0, 4096, 1)], buffer, "move", Recorder())  # type: ignore[arg-type]
+    move = Move(queue, [Op(READ, 3, 0, 4096, 1)], buffer, "move")  # type: ignore[arg-type]
     del buffer
     gc.collect()
     assert seen() is not None
@@ -270,12 +271,12 @@ def file(tmp_path: Path) -> Iterator[int]:
 
 
 def test_threads_that_wait_for_one_move_at_once_all_get_it(file: int) -> None:
-    arena, queue, recorder = Arena(1 << 20), Queues({file: "data"}, IoSettings()), Recorder()
+    arena, queue = Arena(1 << 20), Queues({file: "data"}, IoSettings())
     buffer = arena.take(1 << 20).tensor
     results: list[object] = []
     for _ in range(50):
         ops = [Op(READ, file, buffer.data_ptr(), 1 << 20, 0)]
-        move = Move(queue, ops, buffer, "all", recorder)
+        move = Move(queue, ops, buffer, "all")
         threads = [threading.Thread(target=lambda move=move: results.append(move.wait())) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -289,11 +290,11 @@ def test_threads_that_wait_for_one_move_at_once_all_get_it(file: int) -> None:
 
 
 def test_events_tell_reads_from_writes_with_bytes_and_times(file: int) -> None:
-    arena, queue, recorder = Arena(1 << 20), Queues({file: "data"}, IoSettings()), Recorder()
+    arena, queue = Arena(1 << 20), Queues({file: "data"}, IoSettings())
     buffer = arena.take(8192).tensor
     for kind in (WRITE, READ):
-        Move(queue, [Op(kind, file, buffer.data_ptr(), 8192, 0)], buffer, f"kind {kind}", recorder, BACKGROUND).wait()
-    moved = [event for event in recorder.events if event.lane != "wait"]
+        Move(queue, [Op(kind, file, buffer.data_ptr(), 8192, 0)], buffer, f"kind {kind}", BACKGROUND).wait()
+    moved = [event for event in queue.recorder.events if event.lane != "wait"]
     assert [(e.lane, e.name, e.num_bytes) for e in moved] == [("write", "kind 1", 8192), ("read", "kind 0", 8192)]
     assert all(0 < e.start_ns <= e.end_ns for e in moved)
     queue.close()
@@ -301,11 +302,11 @@ def test_events_tell_reads_from_writes_with_bytes_and_times(file: int) -> None:
 
 
 def test_error_of_a_transfer_names_path_offset_and_length(file: int, tmp_path: Path) -> None:
-    arena, recorder = Arena(1 << 20), Recorder()
+    arena = Arena(1 << 20)
     io = IoSettings(block_bytes=4096)
     queue = Queues({file: str(tmp_path / "data")}, io, faults=[Fault(2, "error", errno.EIO)])
     buffer = arena.take(16384).tensor
-    move = Move(queue, [Op(READ, file, buffer.data_ptr(), 16384, 8192)], buffer, "move", recorder, URGENT)
+    move = Move(queue, [Op(READ, file, buffer.data_ptr(), 16384, 8192)], buffer, "move", URGENT)
     with pytest.raises(TransferError, match="see the kernel log") as failure:
         move.wait()
     error = failure.value
@@ -318,7 +319,7 @@ def test_error_of_a_transfer_names_path_offset_and_length(file: int, tmp_path: P
 def test_move_whose_queue_was_closed_says_so(file: int) -> None:
     arena, queue = Arena(1 << 20), Queues({file: "data"}, IoSettings())
     buffer = arena.take(4096).tensor
-    move = Move(queue, [Op(READ, file, buffer.data_ptr(), 4096, 0)], buffer, "'layers.3'", Recorder())
+    move = Move(queue, [Op(READ, file, buffer.data_ptr(), 4096, 0)], buffer, "'layers.3'")
     queue.close()
     with pytest.raises(OSError, match="this I/O queue is closed"):
         move.wait()

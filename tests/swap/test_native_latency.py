@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiermem.swap.native import NUM_LATENCY_BUCKETS, READ, WRITE, Map, Op, Queue, latency_quantiles
+from tiermem.swap.native import NUM_LATENCY_BUCKETS, READ, WRITE, IoSettings, Map, Op, Queue, latency_quantiles
 
 
 def bucket_of(ns: int) -> int:
@@ -55,7 +55,7 @@ def test_each_kind_is_counted_by_itself(engine: str, tmp_path: Path) -> None:
     fd = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
     memory = Map(1 << 20)
     memory.commit(0, 1 << 20)
-    queue = Queue(engine, depth=4, block_bytes=65536)
+    queue = Queue(IoSettings(engine, 65536, 4))
     for kind, num_bytes in ((WRITE, 1 << 20), (READ, 65536 * 3 + 1)):
         answer = queue.wait(queue.submit([Op(kind, fd, memory.address, num_bytes, 0)]))
         assert answer is not None

@@ -11,9 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from tiermem.swap.direct import open_unnamed
-from tiermem.swap.native import READ, SYNC, WRITE, Op
+from tiermem.swap.native import READ, SYNC, WRITE, IoSettings, Op
 from tiermem.swap.passes import MODES, Passes, Quota, memory_bytes, mixed_rate
-from tiermem.swap.queue import IoSettings
 
 KIB, MIB = 1 << 10, 1 << 20
 

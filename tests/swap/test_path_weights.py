@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tiermem.swap import passes
+from tiermem.swap.native import IoSettings
 from tiermem.swap.passes import weigh
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.queue import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 

@@ -14,11 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermem.swap.direct import ALIGNMENT
 from tiermem.swap.files import Extent, Files
 from tiermem.swap.paths import NvmePath, as_paths, deal_shares
 from tiermem.swap.store import TensorStore
-from tiermem.swap.tier import Tier
+from tiermem.swap.tier import ALIGNMENT, Tier
 
 MIB = 1 << 20
 Pattern = Callable[..., torch.Tensor]

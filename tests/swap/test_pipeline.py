@@ -11,20 +11,21 @@ import torch
 
 from tiermem.swap.arena import Arena, Pool, Slot
 from tiermem.swap.move import Move
-from tiermem.swap.native import READ, WRITE, Answer, Op, Queue, TransferError
+from tiermem.swap.native import READ, WRITE, Answer, IoSettings, Op, TransferError
 from tiermem.swap.pipeline import HeadStart, run_pipeline
-from tiermem.swap.queue import IoSettings, Recorder
+from tiermem.swap.queue import Queues, Recorder
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 
 
-class FakeQueue(Queue):
+class FakeQueue(Queues):
     """One per transfer, which writes down its end.
 
     That is when somebody waits for it, or has looked at it often; or, fast, at once; or, slow, when it is told to.
     """
 
     def __init__(self, log: list[str], name: str, is_fast: bool, is_slow: bool, fails: bool) -> None:
+        self.recorder = Recorder()
         self._log = log
         self.name = name
         self._is_fast = is_fast
@@ -112,7 +113,7 @@ class Work:
             FakeQueue(self.log, name, self._is_fast[kind], name in self._slow, fails=self._fail_at == name)
         )
         op = Op(WRITE if kind == "write" else READ, 0, 4096, 4096, 0)
-        return Move(self._queues[-1], [op], None, name, Recorder())
+        return Move(self._queues[-1], [op], None, name)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tiermem.swap.native import READ, SYNC, WRITE, Map, Op, Queue, TransferError
+from tiermem.swap.native import READ, SYNC, WRITE, IoSettings, Map, Op, Queue, TransferError
 
 BLOCK = 4096
 NUM_BLOCKS = 400
@@ -48,7 +48,7 @@ def test_blocks_by_one_call_arrive_where_they_belong(
     engine: str, memory: Memory, file: tuple[int, torch.Tensor], num_blocks: int
 ) -> None:
     fd, held = file
-    queue = Queue(engine, depth=64, block_bytes=BLOCK, files=[fd])
+    queue = Queue(IoSettings(engine, BLOCK, 64), files={fd: "data"})
     offsets, target = offsets_of(num_blocks), memory[1]
     addresses = memory[0].address + np.arange(num_blocks, dtype=np.int64) * BLOCK
     if num_blocks:
@@ -66,7 +66,7 @@ def test_blocks_by_one_call_are_written_like_single_ones(
 ) -> None:
     fd, _ = file
     memory[1].copy_(pattern(NUM_BLOCKS * BLOCK, seed=1))
-    queue = Queue(engine, depth=8, block_bytes=BLOCK)
+    queue = Queue(IoSettings(engine, BLOCK, 8))
     offsets = np.sort(offsets_of(NUM_BLOCKS))[::2]  # of two blocks each, cut by the queue
     addresses = memory[0].address + offsets[::-1].copy()
     answer = queue.wait(queue.submit_blocks(WRITE, fd, addresses, offsets, 2 * BLOCK))
@@ -79,7 +79,7 @@ def test_blocks_by_one_call_are_written_like_single_ones(
 
 def test_a_block_among_many_that_fails_is_named(memory: Memory, file: tuple[int, torch.Tensor]) -> None:
     fd, _ = file
-    queue = Queue(depth=4, block_bytes=BLOCK, path_of=lambda fd: "the file")
+    queue = Queue(IoSettings(block_bytes=BLOCK, depth=4), files={fd: "the file"})
     offsets = np.array([0, NUM_BLOCKS * BLOCK, BLOCK], dtype=np.int64)
     addresses = memory[0].address + np.arange(3, dtype=np.int64) * BLOCK
     answer = queue.wait(queue.submit_blocks(READ, fd, addresses, offsets, BLOCK))
@@ -93,7 +93,7 @@ def test_a_block_among_many_that_fails_is_named(memory: Memory, file: tuple[int,
 
 def test_malformed_blocks_are_refused_before_anything_moves(memory: Memory, file: tuple[int, torch.Tensor]) -> None:
     fd, _ = file
-    queue = Queue(depth=4, block_bytes=BLOCK)
+    queue = Queue(IoSettings(block_bytes=BLOCK, depth=4))
     row = np.zeros(3, dtype=np.int64)
     with pytest.raises(ValueError, match=r"two rows of one length; given \(3,\), \(2,\)"):
         queue.submit_blocks(READ, fd, row, row[:2], BLOCK)
@@ -113,7 +113,7 @@ def test_blocks_beyond_the_depth_go_on_while_python_holds_the_gil(
     engine: str, memory: Memory, file: tuple[int, torch.Tensor]
 ) -> None:
     fd, held = file
-    queue = Queue(engine, depth=4, block_bytes=BLOCK)
+    queue = Queue(IoSettings(engine, BLOCK, 4))
     offsets = offsets_of(NUM_BLOCKS)
     tag = queue.submit_blocks(READ, fd, memory[0].address + offsets, offsets, BLOCK)
     ctypes.PyDLL(None).usleep(500_000)  # PyDLL, other than CDLL, keeps the GIL: no Python thread runs meanwhile
@@ -131,13 +131,9 @@ def test_options_change_no_byte(
     fd, held = file
     region = (memory[0].address, memory[0].num_bytes)
     queue = Queue(
-        engine,
-        depth=16,
-        block_bytes=BLOCK,
+        IoSettings(engine, BLOCK, 16, single_submit=single_submit, overlap_events=overlap_events),
+        files={fd: "data"},
         regions=[region],
-        files=[fd],
-        single_submit=single_submit,
-        overlap_events=overlap_events,
     )
     answer = queue.wait(queue.submit([Op(READ, fd, memory[0].address, NUM_BLOCKS * BLOCK, 0)]))
     assert answer is not None
@@ -152,7 +148,7 @@ def test_options_change_no_byte(
 
 def test_clocks_cover_what_was_wanted(engine: str, memory: Memory, file: tuple[int, torch.Tensor]) -> None:
     fd, _ = file
-    queue = Queue(engine, depth=4, block_bytes=BLOCK)
+    queue = Queue(IoSettings(engine, BLOCK, 4))
     answer = queue.wait(queue.submit([Op(READ, fd, memory[0].address, NUM_BLOCKS * BLOCK, 0)]))
     assert answer is not None
     counters = queue.counters()

@@ -15,9 +15,9 @@ import torch
 from tiermem.swap import queue as queues_module
 from tiermem.swap.arena import Arena
 from tiermem.swap.move import Move
-from tiermem.swap.native import READ, WRITE, Answer, Fault, Op, TransferError
+from tiermem.swap.native import READ, WRITE, Answer, Fault, IoSettings, Op, TransferError
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.queue import Blocks, IoSettings, Queues, Recorder
+from tiermem.swap.queue import Blocks, InFlight, Queues, Recorder
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 
@@ -31,10 +31,10 @@ class FakeQueue:
     refuses: dict[int, int]  # descriptor: errno of its submissions
     fails_to_open: int
 
-    def __init__(self, *settings: object, files: list[int], **options: object) -> None:
-        if files[0] == self.fails_to_open:
+    def __init__(self, *settings: object, files: dict[int, str], **options: object) -> None:
+        (self.fd,) = files
+        if self.fd == self.fails_to_open:
             raise OSError(errno.ENOMEM, "no ring")
-        self.fd, self.log = files[0], []
         self.answers: dict[int, Answer] = {}
         self.opened[self.fd] = self
         self.log: list[tuple[Any, ...]] = []
@@ -221,6 +221,56 @@ def test_queue_that_cannot_be_opened_names_its_path_and_leaves_none(
     assert fakes[A].log == [("close",)]
 
 
+# ---- pieces of a stream ------------------------------------------------------------------------------------------------
+
+
+def test_the_oldest_piece_ends_before_one_too_many_is_started_and_all_end_in_order() -> None:
+    ended: list[int] = []
+    with InFlight(3) as in_flight:
+        for piece in range(5):
+            assert len(ended) == max(0, piece - 2)
+            in_flight.add(lambda piece=piece: ended.append(piece))
+    assert ended == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("fails", [{0}, {2, 3}, {4}])
+def test_every_piece_ends_also_after_an_error_and_the_first_error_is_raised(fails: set[int]) -> None:
+    ended: list[int] = []
+    started: list[int] = []
+
+    def end(piece: int) -> None:
+        ended.append(piece)
+        if piece in fails:
+            raise OSError(errno.EIO, f"piece {piece}")
+
+    def stream() -> None:
+        with InFlight(2) as in_flight:
+            for piece in range(5):
+                started.append(piece)
+                in_flight.add(lambda piece=piece: end(piece))
+
+    with pytest.raises(OSError, match=f"piece {min(fails)}"):
+        stream()
+    assert sorted(set(ended)) == started
+
+
+def test_an_error_of_the_caller_is_not_replaced_by_that_of_a_piece() -> None:
+    ended: list[int] = []
+
+    def end() -> None:
+        ended.append(1)
+        raise OSError(errno.EIO, "piece")
+
+    def stream() -> None:
+        with InFlight(2) as in_flight:
+            in_flight.add(end)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        stream()
+    assert ended == [1]
+
+
 # ---- real queues -------------------------------------------------------------------------------------------------------
 
 
@@ -239,13 +289,16 @@ def files(tmp_path: Path) -> Iterator[dict[int, str]]:
 
 def test_move_over_two_paths_brings_the_bytes_of_both(files: dict[int, str], engine: str) -> None:
     arena, recorder = Arena(1 << 20), Recorder()
-    queues = Queues(files, IoSettings(engine, block_bytes=4096, depth=4), [arena.region] if arena.region[1] else ())
+    queues = Queues(
+        files,
+        IoSettings(engine, block_bytes=4096, depth=4),
+        [arena.region] if arena.region[1] else (),
+        recorder=recorder,
+    )
     buffer = arena.take(524288).tensor
     first, second = files
     half = buffer.data_ptr() + 262144
-    move = Move(
-        queues, [Op(READ, second, half, 262144, 0), Op(READ, first, half - 262144, 262144, 0)], buffer, "x", recorder
-    )
+    move = Move(queues, [Op(READ, second, half, 262144, 0), Op(READ, first, half - 262144, 262144, 0)], buffer, "x")
     assert torch.equal(move.wait()[:262144], torch.ones(262144, dtype=torch.uint8))
     assert torch.equal(buffer[262144:], torch.full((262144,), 2, dtype=torch.uint8))
     (event,) = (event for event in recorder.events if event.lane == "read")
@@ -264,7 +317,7 @@ def test_settings_reach_every_queue(files: dict[int, str]) -> None:
     arena = Arena(1 << 20)
     buffer = arena.take(262144).tensor
     for fd in files:
-        Move(queues, [Op(READ, fd, buffer.data_ptr(), 262144, 0)], buffer, "x", Recorder()).wait()
+        Move(queues, [Op(READ, fd, buffer.data_ptr(), 262144, 0)], buffer, "x").wait()
     assert all(counters.kernel_entries >= counters.blocks == 64 for counters in queues.counters_by_path())
     queues.close()
     arena.close()

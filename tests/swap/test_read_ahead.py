@@ -12,7 +12,8 @@ import torch
 
 from tiermem.swap import stream as read_ahead_module
 from tiermem.swap.arena import Arena
-from tiermem.swap.stream import FileRange, ReadAhead
+from tiermem.swap.ranges import FileRange
+from tiermem.swap.stream import ReadAhead
 
 Pattern = Callable[..., torch.Tensor]
 AREA = 1 << 16
@@ -91,7 +92,8 @@ def test_files_are_closed_when_there_are_many_and_at_the_end(tmp_path: Path) -> 
         path.write_bytes(bytes([number]) * 5000)
     before, arena = len(os.listdir("/proc/self/fd")), Arena(AREA)
     ahead = ReadAhead([arena.take(AREA).tensor])
-    beside = len(os.listdir("/proc/self/fd"))
+    ahead.open(files[0])  # and the queue
+    beside = len(os.listdir("/proc/self/fd")) - 1
     for number, path in enumerate(files):
         reading = ahead.start([FileRange(path, 1, 4500)])
         assert reading is not None

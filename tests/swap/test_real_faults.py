@@ -41,10 +41,12 @@ import pytest
 import torch
 from lies import Lies
 
-from tiermem.swap.native import READ, WRITE, Map, Op, Queue, TransferError
+from tiermem.swap.arena import Arena
+from tiermem.swap.native import READ, WRITE, IoSettings, Map, Op, Queue, TransferError
 from tiermem.swap.paths import NvmePath
+from tiermem.swap.ranges import FileRange
 from tiermem.swap.store import TensorStore
-from tiermem.swap.stream import FileReader
+from tiermem.swap.stream import FileReader, ReadAhead
 from tiermem.swap.tier import Tier
 
 MakeStore = Callable[..., TensorStore]
@@ -98,7 +100,7 @@ def test_what_the_kernel_could_not_do_at_once_is_done(
 ) -> None:
     if engine == "uring" and rule in SHORT:
         pytest.skip("io_uring finishes short transfers of FUSE files at the wrong place: see engine_uring.cpp")
-    queue, tensor = Queue(engine, block_bytes=BLOCK), memory.tensor()
+    queue, tensor = Queue(IoSettings(engine, BLOCK)), memory.tensor()
     tensor[:NUM_BYTES] = pattern(NUM_BYTES)
     lies.tell({"kind": kind, "start": 3 * BLOCK, "stop": 4 * BLOCK, **rule})
     transfer(queue, WRITE, file, memory.address)
@@ -112,7 +114,7 @@ def test_what_the_kernel_could_not_do_at_once_is_done(
 def test_error_of_the_disk_names_the_block_and_spares_the_others(
     lies: Lies, file: int, memory: Map, engine: str, pattern: Pattern, kind: str, code: int
 ) -> None:
-    queue, tensor = Queue(engine, depth=1, block_bytes=BLOCK), memory.tensor()
+    queue, tensor = Queue(IoSettings(engine, BLOCK, 1)), memory.tensor()
     tensor[:NUM_BYTES] = pattern(NUM_BYTES)
     transfer(queue, WRITE, file, memory.address)
     lies.tell({"kind": kind, "start": 3 * BLOCK + 4096, "stop": 3 * BLOCK + 4097, "code": code, "times": 2})
@@ -172,10 +174,24 @@ def test_file_on_a_lying_disk_is_read_as_it_is(lies: Lies, pattern: Pattern) -> 
             assert torch.equal(reader.read(3, NUM_BYTES), pattern(NUM_BYTES + 77)[3 : NUM_BYTES + 3])
 
 
+def test_file_on_a_lying_disk_is_read_ahead_as_it_is(lies: Lies, pattern: Pattern) -> None:
+    path, arena = lies.point / "states", Arena(2 * NUM_BYTES)
+    path.write_bytes(pattern(NUM_BYTES).numpy().tobytes())
+    slot = arena.take(2 * NUM_BYTES)
+    for rule in SHORT:
+        lies.tell({"kind": "read", "start": BLOCK, "stop": 2 * BLOCK, **rule})
+        ahead = ReadAhead([slot.tensor])
+        reading = ahead.start([FileRange(path, 3, NUM_BYTES - 3)])
+        assert reading is not None
+        assert torch.equal(reading.wait()[0], pattern(NUM_BYTES)[3:])
+        ahead.close()
+    arena.close()
+
+
 def test_disk_that_is_pulled_ends_every_transfer(
     lies: Lies, file: int, memory: Map, engine: str, pattern: Pattern
 ) -> None:
-    queue = Queue(engine, block_bytes=BLOCK)
+    queue = Queue(IoSettings(engine, BLOCK))
     transfer(queue, WRITE, file, memory.address)
     lies.process.kill()
     lies.process.wait()
@@ -236,7 +252,7 @@ def test_read_over_the_end_is_enodata_until_somebody_extends_the_file(
     path = tmp_path / "file"
     path.write_bytes(pattern(NUM_BYTES).numpy().tobytes()[:end])
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    queue = Queue(engine, depth=1, block_bytes=BLOCK)
+    queue = Queue(IoSettings(engine, BLOCK, 1))
     with pytest.raises(TransferError, match="shorter than what was written") as failure:
         transfer(queue, READ, fd, memory.address)
     assert (failure.value.errno, failure.value.offset) == (errno.ENODATA, end // BLOCK * BLOCK)

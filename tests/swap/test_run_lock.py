@@ -237,7 +237,7 @@ def test_forked_child_neither_unlocks_nor_keeps_the_lock_when_its_parent_has_die
         store = TensorStore(tmp_path, 1 << 20)
         if not os.fork():
             store.close()
-            store._held.files.close(keep=False)
+            store._files.close(keep=False)
             inside.say(os.getpid())
             signal.pause()
         signal.pause()
@@ -351,7 +351,7 @@ def test_kept_store_gives_the_disk_back_what_no_freeze_holds(
     for name in "abc":
         (place,) = second.ranges(name, 0, mib)
         data = pattern(mib, seed=ord("b")) if name == "b" else torch.zeros(mib, dtype=torch.uint8)
-        assert file.read_bytes()[place.file_offset :][:mib] == data.numpy().tobytes()
+        assert file.read_bytes()[place.offset :][:mib] == data.numpy().tobytes()
 
 
 def test_bytes_of_a_kept_store_are_found_by_its_last_freeze(
@@ -364,5 +364,5 @@ def test_bytes_of_a_kept_store_are_found_by_its_last_freeze(
         store.release("x", dirty=True)
         store.keep_files()
     (place,) = freeze.ranges("x", 0, 5000)
-    data = freeze.files()[place.path_index].read_bytes()[place.file_offset :][:5000]
+    data = freeze.files()[place.path_index].read_bytes()[place.offset :][:5000]
     assert data == pattern(5000).numpy().tobytes()

@@ -24,7 +24,7 @@ NUM_BYTES = 3 << 20
 
 _CHILD = """
 import sys, torch
-from tiermem.swap.queue import IoSettings
+from tiermem.swap.native import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 engine, folder = sys.argv[1:]

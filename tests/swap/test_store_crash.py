@@ -20,8 +20,7 @@ from forked import Forked, Inside, fork
 from frozen_bytes import write
 
 from tiermem.swap import durable
-from tiermem.swap.native import Fault
-from tiermem.swap.queue import IoSettings
+from tiermem.swap.native import Fault, IoSettings
 from tiermem.swap.run_folder import RunFolder, RunName, is_dead, run_folders
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier

@@ -17,8 +17,7 @@ from forked import Inside, fork
 
 from tiermem.swap.arena import Arena
 from tiermem.swap.move import Move
-from tiermem.swap.native import Fault, Queue, Workers, widen_part
-from tiermem.swap.queue import IoSettings
+from tiermem.swap.native import Fault, IoSettings, Queue, Workers, widen_part
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 
@@ -315,7 +314,7 @@ def test_settings_reach_the_queue(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_may_use_no_threads_queue_or_arena_of_its_parent(tmp_path: Path) -> None:
-    workers, queue, arena = Workers(2), Queue("threads"), Arena(1 << 20)
+    workers, queue, arena = Workers(2), Queue(IoSettings("threads")), Arena(1 << 20)
     uses: list[Callable[[], object]] = [
         lambda: widen_part(workers, torch.zeros(9, dtype=torch.bfloat16)),
         queue.counters,

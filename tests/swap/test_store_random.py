@@ -17,9 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiermem.swap.arena import BudgetError
-from tiermem.swap.native import Fault
+from tiermem.swap.native import Fault, IoSettings
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.queue import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 

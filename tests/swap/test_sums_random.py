@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiermem.swap.checksum import Pieces, PieceTable, crc32c
-from tiermem.swap.queue import IoSettings
+from tiermem.swap.native import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import Bounce
 from tiermem.swap.tier import Tier

@@ -26,8 +26,8 @@ import torch
 
 from tiermem.swap.arena import BudgetError
 from tiermem.swap.move import Move
+from tiermem.swap.native import IoSettings
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.queue import IoSettings
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 

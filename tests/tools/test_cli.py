@@ -109,12 +109,12 @@ def test_an_error_of_the_system_names_the_file_and_says_what_to_do(
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", no_locks)
         with pytest.raises(OSError, match=r"No locks available .*mount it with locks") as caught:
-            RunFolder(tmp_path, run)
+            RunFolder.new(tmp_path, run)
         assert caught.value.filename == str(tmp_path / run.folder_name / "lock.new")
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", over_quota)
         with pytest.raises(OSError, match="the quota is used up") as caught:
-            RunFolder(tmp_path, run)
+            RunFolder.new(tmp_path, run)
         assert caught.value.filename == str(tmp_path / run.folder_name / "lock.new")
     assert list(tmp_path.iterdir()) == []
 

@@ -18,9 +18,8 @@ pytest.importorskip("_tiermem_native")
 
 from tiermem.config import load_config
 from tiermem.config.load import with_tuned
-from tiermem.swap.native import Queue
+from tiermem.swap.native import IoSettings, Queue
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.queue import IoSettings
 from tiermem.tools.bench.files import check_room
 from tiermem.tools.cli import main
 from tiermem.tools.options import TuneOptions
@@ -150,10 +149,10 @@ def test_a_small_file_bounds_what_is_in_flight() -> None:
 
 
 def test_engines_that_cannot_run_are_left_out_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_queue(name: str) -> Queue:
-        if name == "uring":
+    def open_queue(io: IoSettings) -> Queue:
+        if io.engine == "uring":
             raise OSError(errno.EPERM, "not here")
-        return Queue("threads")
+        return Queue(IoSettings("threads"))
 
     monkeypatch.setattr("tiermem.swap.native.Queue", open_queue)
     monkeypatch.setattr("tiermem.tools.tune.Queue", open_queue)

@@ -14,9 +14,9 @@ import torch
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES, Precision
 from tiermem.swap.checksum import Pieces
-from tiermem.swap.direct import ALIGNMENT
 from tiermem.swap.parts import Moment, Quantised, num_scales
-from tiermem.swap.ranges import Numbers, round_up
+from tiermem.swap.ranges import ByteRange, Numbers, round_up
+from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero.quantised import BLOCK, byte_ranges
 from tiermem.zero.unit import Shard, Unit
 
@@ -82,13 +82,6 @@ class StateViews(NamedTuple):
         """Elements [start, start + numel) of every part; where moments are in 8 bits, `start` is a multiple of 64."""
         master = None if self.master is None else self.master[start : start + numel]
         return StateViews(master, tuple(_piece(moment, start, numel) for moment in self.moments))
-
-
-class ByteRange(NamedTuple):
-    """Bytes of a tile's states."""
-
-    offset: int
-    num_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)

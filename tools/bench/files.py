@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.swap.direct import open_unnamed, preallocate
+from tiermem.swap.native import IoSettings
 from tiermem.swap.passes import Passes
-from tiermem.swap.queue import IoSettings
 from tiermem.tools.words import format_bytes
 
 # ---- files: one on each path for each rank, preallocated, without a name ---------------------------------------------

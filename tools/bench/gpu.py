@@ -25,7 +25,7 @@ from tiermem.swap import accelerator
 from tiermem.swap.accelerator import PageLock, new_stream, on
 from tiermem.swap.arena import HUGE_BYTES, Arena
 from tiermem.swap.native import choose_isa
-from tiermem.swap.ranges import round_up
+from tiermem.swap.ranges import ByteRange, round_up
 from tiermem.tools.bench.small_training import MOST_APART, PLACES, Sizes, compare, train_in
 from tiermem.tools.machine import available_bytes, caption, machine_facts, read_word
 from tiermem.tools.words import (
@@ -109,7 +109,7 @@ def _registration(device: torch.device, num_bytes: int, is_touched: bool) -> Reg
         if is_touched:
             piece.fill_(1)
         begin = time.monotonic()
-        lock = PageLock(device, [(piece.data_ptr(), num_bytes)])
+        lock = PageLock(device, [ByteRange(piece.data_ptr(), num_bytes)])
         middle = time.monotonic()
         is_pinned = is_pinned and lock.num_bytes == num_bytes
         lock.close()

@@ -24,9 +24,9 @@ import numpy.typing as npt
 import torch
 
 from tiermem.swap.move import Move
-from tiermem.swap.native import READ, WRITE, Counters, Queue
+from tiermem.swap.native import READ, WRITE, Counters, IoSettings, Queue
 from tiermem.swap.passes import Pass, Passes, Quota, memory_bytes
-from tiermem.swap.queue import IoSettings, Queues
+from tiermem.swap.queue import Queues
 from tiermem.swap.run_folder import remove_dead_runs
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tiermem.precision import Precision
-from tiermem.swap.sums import Verify
+from tiermem.swap.checksum import Verify
 from tiermem.tools.bench.files import check_room
 from tiermem.tools.bench.stepped_model import (
     DTYPES,

@@ -21,9 +21,9 @@ from tiermem.optim.classes import AdamW
 from tiermem.optim.tile import Tile
 from tiermem.policy import IoSettings, OffloadPolicy, Tier
 from tiermem.precision import Precision
+from tiermem.swap.checksum import Verify
 from tiermem.swap.passes import Passes
 from tiermem.swap.ranges import round_up
-from tiermem.swap.sums import Verify
 from tiermem.tools.bench.files import BenchFiles
 from tiermem.tools.bench.witnesses import BareLoop
 from tiermem.tools.options import StepBenchOptions

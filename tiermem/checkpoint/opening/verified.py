@@ -14,10 +14,11 @@ import torch
 from tiermem.checkpoint.format.kinds import BLOCK, CODE_SCALES, CODES, PACKED, PACKED_SCALES, bytes_of
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, Piece
 from tiermem.swap.arena import Arena
-from tiermem.swap.checksum import combine, crc32c
+from tiermem.swap.checksum import crc32c
 from tiermem.swap.errors import CorruptionError
-from tiermem.swap.native import Workers
-from tiermem.swap.stream import FileRange, ReadAhead, Reading
+from tiermem.swap.native import Workers, crc32c_combine
+from tiermem.swap.ranges import FileRange
+from tiermem.swap.stream import ReadAhead, Reading
 
 # ---- DamagedState: a saved state is not what it was when it was saved ------------------------------------------------
 
@@ -371,7 +372,7 @@ class Verified:
                 start, at = start + length, at + length
         found: dict[int, int] = {}
         for block, part, crc in zip(of_block, parts, crc32c(parts, self._workers()), strict=True):
-            found[block] = combine(found[block], crc, part.numel()) if block in found else crc
+            found[block] = crc32c_combine(found[block], crc, part.numel()) if block in found else crc
         due = self._checksums[stream.param][stream.state]
         for block, crc in found.items():
             if crc != due[block]:

@@ -34,10 +34,11 @@ from tiermem.checkpoint.saving.publish import (
 )
 from tiermem.checkpoint.together import Talk, talk_over, together
 from tiermem.swap import direct, durable
-from tiermem.swap.direct import ALIGNMENT, open_direct
+from tiermem.swap.direct import open_direct
 from tiermem.swap.entry import Freeze
 from tiermem.swap.ranges import round_up
 from tiermem.swap.run_folder import is_of_one_host
+from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero.shards import Shards
 from tiermem.zero.topology import Topology, group_aside
 

@@ -16,12 +16,11 @@ import torch
 
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, PartState
-from tiermem.swap.checksum import Crcs, PieceTable, combine, crc32c, join
+from tiermem.swap.checksum import Crcs, PieceTable, Sums, crc32c
 from tiermem.swap.entry import Freeze
-from tiermem.swap.native import Workers
+from tiermem.swap.native import Workers, crc32c_combine, crc32c_join
 from tiermem.swap.ranges import Numbers, round_up, spread
 from tiermem.swap.stream import FileWriter
-from tiermem.swap.sums import Sums
 
 # ---- Stretch: elements of one state that lie in one range of bytes of this rank's, on NVMe or in memory --------------
 #
@@ -146,7 +145,7 @@ def joined(runs: Iterable[Run]) -> list[Run]:
         shared = each.start % CHECKSUM_BYTES
         if shared:
             num_bytes = min(each.num_bytes, CHECKSUM_BYTES - shared)
-            last.crcs[-1] = combine(last.crcs[-1], each.crcs[0], num_bytes)
+            last.crcs[-1] = crc32c_combine(last.crcs[-1], each.crcs[0], num_bytes)
         last.crcs.extend(each.crcs[1:] if shared else each.crcs)
         found[-1] = last._replace(num_bytes=last.num_bytes + each.num_bytes)
     return found
@@ -213,7 +212,7 @@ class Resting:
         Blocks only where the store does not know one: then the bytes are read, and it knows from then on. Raises OSError.
         """
         crcs = self._crcs(known, read, workers)[self._order]
-        blocks = join(self._block_first, crcs, self._block_lengths)
+        blocks = crc32c_join(self._block_first, crcs, self._block_lengths)
         found: dict[tuple[str, str], list[Run]] = {}
         all_crcs = blocks.tolist()
         for key, first_block, last_block, start, num_bytes in self._runs:
@@ -306,7 +305,7 @@ class _Known:
     def look_up(self, tables: Sequence[PieceTable | None]) -> tuple[Crcs, npt.NDArray[np.bool_]]:
         """The checksum of each range, and whether it is known."""
         crcs = np.concatenate([np.zeros(0, np.uint32), *(table.crcs for table in tables if table is not None)])
-        joined = join(self._first, crcs[self._chosen], self._lengths)
+        joined = crc32c_join(self._first, crcs[self._chosen], self._lengths)
         is_known = self._is_covered.copy()
         is_known[self.unknown(tables)] = False
         return joined, is_known

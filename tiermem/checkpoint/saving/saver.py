@@ -24,8 +24,8 @@ from tiermem.optim.base import NativeOptimizer
 from tiermem.policy import Tier
 from tiermem.swap.checksum import crc32c
 from tiermem.swap.entry import Freeze
+from tiermem.swap.errors import Place
 from tiermem.swap.paths import as_paths
-from tiermem.swap.sums import Place
 from tiermem.zero.shards import Shards
 
 # ---- Which durable step is still whole when bytes on the paths turn out to be wrong: the end of a CorruptionError ----
@@ -80,11 +80,11 @@ def holds(freeze: Freeze, place: Place) -> bool:
     """Whether any of these bytes are among those that a freeze holds."""
     if place.entry not in freeze.parts:
         return False
-    files = [str(file) for file in freeze.files()]
+    files = freeze.files()
     for frozen in freeze.ranges(place.entry, place.offset, place.num_bytes):
-        start, stop = frozen.file_offset, frozen.file_offset + frozen.num_bytes
+        start, stop = frozen.offset, frozen.offset + frozen.num_bytes
         if any(
-            each.file == files[frozen.path_index] and each.offset < stop and start < each.offset + each.num_bytes
+            each.path == files[frozen.path_index] and each.offset < stop and start < each.offset + each.num_bytes
             for each in place.ranges
         ):
             return True
