@@ -14,7 +14,7 @@ import pytest
 from test_floors import ROOT, Module, read_modules
 
 # These numbers may only be lowered. Whoever makes the code lighter lowers them in the same commit; nobody raises them.
-MOST = {"files": 169, "lines": 31601, "file": 396}
+MOST = {"files": 169, "lines": 31481, "file": 396}
 
 
 def code_lines(tree: ast.Module, source: str) -> int:
@@ -30,7 +30,7 @@ def code_lines(tree: ast.Module, source: str) -> int:
 def weigh(modules: Mapping[str, Module]) -> dict[str, int]:
     """The numbers that may only fall."""
     lines = [code_lines(module.tree, module.path.read_text("utf-8")) for module in modules.values()]
-    return {"files": len(modules), "lines": sum(lines), "file": max(lines)}
+    return {"files": len(modules), "lines": 31481sum(lines), "file": max(lines)}
 
 
 @pytest.fixture(scope="module")
