@@ -30,7 +30,7 @@ def code_lines(tree: ast.Module, source: str) -> int:
 def weigh(modules: Mapping[str, Module]) -> dict[str, int]:
     """The numbers that may only fall."""
     lines = [code_lines(module.tree, module.path.read_text("utf-8")) for module in modules.values()]
-    return {"files": len(modules), "lines": 31481sum(lines), "file": max(lines)}
+    return {"files": len(modules), "lines": sum(lines), "file": max(lines)}
 
 
 @pytest.fixture(scope="module")

@@ -202,7 +202,7 @@ DIGEST = Rule(
 
 def read(kind: type[T], fields: Fields) -> T:
     """A record. Raises ManifestError, also for fields that are none of it."""
-    found = kind(**{attribute: rule.read(fields, name) for attribute, name, rule in _keys(kind)})  # type: ignore[arg-type]  # a type is
+    found = kind(**{attribute: rule.read(fields, name) for attribute, name, rule in _keys(kind)})  # type: ignore[arg-type]
     fields.done()
     return found
 
