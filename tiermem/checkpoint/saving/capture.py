@@ -18,7 +18,7 @@ from torch import nn
 
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
-from tiermem.checkpoint.saving.pieces import Read, Resting, Stretch, in_memory
+from tiermem.checkpoint.saving.pieces import CHUNK_BYTES, Resting, Stretch, in_memory
 from tiermem.optim import ordinary
 from tiermem.optim.tile import Segment, Tile
 from tiermem.optim.tiles import tiles_of
@@ -198,11 +198,12 @@ def _initial(shards: Shards, tile: Tile, segment: Segment) -> Stretch:
     assert tiles is not None
     first = tile.first_element(segment, shards.topology.shard_rank)
 
-    def read(offset: int, num_bytes: int) -> torch.Tensor:
-        part = Segment(segment.shard, segment.start + offset // 4, num_bytes // 4)
-        return tiles.piece(tile, part, MASTER).view(torch.uint8)
+    def chunks() -> Iterator[torch.Tensor]:
+        for start in range(0, segment.numel, CHUNK_BYTES // 4):
+            numel = min(CHUNK_BYTES // 4, segment.numel - start)
+            yield tiles.piece(tile, Segment(segment.shard, segment.start + start, numel), MASTER).view(torch.uint8)
 
-    return Stretch(segment.shard.name, MASTER, "fp32", first, segment.numel, first * 4, read)
+    return Stretch(segment.shard.name, MASTER, "fp32", first, segment.numel, first * 4, chunks)
 
 
 def _scales_before(shards: Shards, shard: Shard, kind: str) -> int:
@@ -210,7 +211,7 @@ def _scales_before(shards: Shards, shard: Shard, kind: str) -> int:
     return shards.topology.shard_rank * kinds.bytes_of(kind, shard.shard_numel)
 
 
-def _place(entry: str | None, memory: torch.Tensor | None, offset: int) -> tuple[str, int] | Read:
+def _place(entry: str | None, memory: torch.Tensor | None, offset: int) -> tuple[str, int] | torch.Tensor:
     """Where bytes lie: behind an offset of an entry on NVMe, or of memory."""
     if entry is not None:
         return entry, offset
