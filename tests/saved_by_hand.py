@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.fields import crc32c as crc32c_of_text
 from tiermem.checkpoint.format.manifest import (
     CHECKSUM_BYTES,
@@ -47,7 +48,7 @@ def write(
     sums: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in states}
     for param, own in states.items():
         for state, values in own.items():
-            kind = fields.SPLIT if state == "master" and values.dtype == torch.int16 else fields.name_of(values.dtype)
+            kind = kinds.SPLIT if state == "master" and values.dtype == torch.int16 else kinds.name_of(values.dtype)
             flat = values.reshape(-1)
             sums[param][state] = tuple(crc32c(flat.view(torch.uint8).split(CHECKSUM_BYTES)))
             share = max(1, math.ceil(flat.numel() / world))
@@ -57,7 +58,7 @@ def write(
                     files[rank].add(param, state, kind, start, flat[start:stop])
     parts = [each.close(commit) for each in files]
     parameters = tuple(
-        Parameter(name, (), "parameter", tuple(own["weight"].shape), fields.name_of(own["weight"].dtype), True, 1, 0)
+        Parameter(name, (), "parameter", tuple(own["weight"].shape), kinds.name_of(own["weight"].dtype), True, 1, 0)
         for name, own in states.items()
     )
     values = {

@@ -246,10 +246,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
         names = {param: name for name, param in self.named()}
         for param, entry in entries.items():
-            self.state.pop(param, None)
-            if entry:
-                rule, precision = self.rule_of(self._groups[id(param)], param), self._ordinary_precision
-                self.state[param] = ordinary.restore_state(self._threads(), param, entry, rule, precision, names[param])
+            self._restore_one(names[param], param, entry)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._sharded:
@@ -266,12 +263,11 @@ class NativeOptimizer(torch.optim.Optimizer):
     def _export(self, numbers: list[list[int]]) -> dict[int, ordinary.State]:
         """The entries of every parameter that has been stepped, by its number in the dict."""
         found: dict[int, ordinary.State] = {}
-        homes = {id(shard.param): (shards, shard) for shards in self._sharded for _, shard in shards.parameters()}
         for group, own in zip(self.param_groups, numbers, strict=True):
             for number, param in zip(own, group["params"], strict=True):
-                rule = self.rule_of(group, param)
-                if id(param) in homes:
-                    shards, shard = homes[id(param)]
+                rule, shards = self.rule_of(group, param), registry.keeper_of(param)
+                if isinstance(shards, Shards):
+                    _, shard = shards.find(param)
                     if shard.num_steps or shard.has_moments or shard.has_master:
                         found[number] = export_sharded(shards, self._sharded[shards].tiles, shard, rule)
                 elif self.state.get(param):
@@ -287,19 +283,20 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._attach_all()
         sealed = dict(self.state)
         self.state.clear()
-        homes = {
-            id(shard.param): (shards, live, shard) for shards in self._sharded for live, shard in shards.parameters()
-        }
         for name, param in self.named():
-            rule = self.rule_of(self._groups[id(param)], param)
-            given = sealed[param].entry if param in sealed else None
-            if id(param) in homes:
-                shards, live, shard = homes[id(param)]
-                if live.unit.is_trainable:
-                    restore_sharded(shards, self._sharded[shards].tiles, shard, given, rule)
-            elif given:
-                precision = self._ordinary_precision
-                self.state[param] = ordinary.restore_state(self._threads(), param, given, rule, precision, name)
+            given, shards = sealed[param].entry if param in sealed else None, registry.keeper_of(param)
+            if not isinstance(shards, Shards):
+                self._restore_one(name, param, given)
+            elif (found := shards.find(param))[0].unit.is_trainable:
+                rule = self.rule_of(self._groups[id(param)], param)
+                restore_sharded(shards, self._sharded[shards].tiles, found[1], given, rule)
+
+    def _restore_one(self, name: str, param: nn.Parameter, given: Mapping[str, Any] | None) -> None:
+        """The state of an ordinary parameter."""
+        self.state.pop(param, None)
+        if given:
+            rule, precision = self.rule_of(self._groups[id(param)], param), self._ordinary_precision
+            self.state[param] = ordinary.restore_state(self._threads(), param, given, rule, precision, name)
 
     def _check_keepers(self) -> None:
         """Raises rather than pass over parameters that would never be stepped."""
@@ -322,6 +319,10 @@ class NativeOptimizer(torch.optim.Optimizer):
             names = group.get("param_names") or [str(i) for i in range(number, number + len(group["params"]))]
             number += len(group["params"])
             yield from zip(names, group["params"], strict=True)
+
+    def named_ordinary(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that no sharded model holds, as `named` gives them."""
+        return ((name, param) for name, param in self.named() if not isinstance(registry.keeper_of(param), Shards))
 
     # ---- sharded -----------------------------------------------------------------------------------------------------------
 
@@ -363,10 +364,10 @@ class NativeOptimizer(torch.optim.Optimizer):
     # ---- ordinary ----------------------------------------------------------------------------------------------------------
 
     def _check_ordinary(self, group: Group) -> None:
-        names = {id(param): name for name, param in self.named()}
-        for param in group["params"]:
-            if not isinstance(registry.keeper_of(param), Shards) and param.requires_grad:
-                ordinary.check_parameter(param, self._ordinary_precision, names[id(param)])
+        own = {id(param) for param in group["params"]}
+        for name, param in self.named_ordinary():
+            if id(param) in own and param.requires_grad:
+                ordinary.check_parameter(param, self._ordinary_precision, name)
 
     @property
     def _ordinary_precision(self) -> Precision:
@@ -379,11 +380,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         return self._workers
 
     def _step_ordinary(self, scale: float, max_norm: float) -> None:
-        due = [
-            (name, param)
-            for name, param in self.named()
-            if param.grad is not None and not isinstance(registry.keeper_of(param), Shards)
-        ]
+        due = [(name, param) for name, param in self.named_ordinary() if param.grad is not None]
         for name, param in due:
             ordinary.check_gradient(param, name)
         factor = 1.0 / scale

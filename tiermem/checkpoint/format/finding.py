@@ -103,9 +103,8 @@ def _check_state(parameter: Parameter, state: str, pieces: Sequence[tuple[int, P
     kind = pieces[0][1].kind
     if state.split(".")[0] == WEIGHT and kinds.SCALES not in state and kind not in (parameter.dtype, kinds.PACKED):
         raise ManifestError(f"{what}: is {kind}; the parameter is {parameter.dtype}")
-    if (kind == kinds.SPLIT and (state.split(".")[0] != MASTER or parameter.dtype != "bf16")) or (
-        kind in (kinds.CODE_SCALES, kinds.PACKED_SCALES)
-    ) != (kinds.SCALES in state):
+    is_split_of_other = kind == kinds.SPLIT and (state.split(".")[0] != MASTER or parameter.dtype != "bf16")
+    if is_split_of_other or (kind in kinds.OF_SCALES) != (kinds.SCALES in state):
         raise ManifestError(f"{what}: is {kind}, which no such state is")
 
 
@@ -114,7 +113,7 @@ def _check_due(manifest: Manifest, found: States, source: str) -> None:
         if parameter.numel and (parameter.name, WEIGHT) not in found:
             raise ManifestError(f"{source}: {parameter.name[:80]!r} has no weight")
     for (param, state), pieces in found.items():
-        if pieces[0][1].kind in (kinds.CODES, kinds.PACKED) and (param, _scales_of(state)) not in found:
+        if pieces[0][1].kind in kinds.SCALED and (param, kinds.scales_of(state)) not in found:
             raise ManifestError(f"{source}: {state} of {param[:80]!r} is in 8 bits and has no scales")
         _check_sums(
             manifest.checksums.get(param, {}).get(state), total_bytes(pieces), f"{state} of {param[:80]!r}", source
@@ -130,11 +129,6 @@ def _check_sums(sums: Sequence[int] | None, num_bytes: int, what: str, source: s
     if sums is None or len(sums) != due:
         has = "no" if sums is None else len(sums)
         raise ManifestError(f"{source}: checksums: {what} has {has} checksums; {due} are due for {num_bytes} bytes")
-
-
-def _scales_of(state: str) -> str:
-    base, dot, variant = state.partition(".rank")
-    return f"{base}{kinds.SCALES}{dot}{variant}"
 
 
 # ---- Places: the paths of a checkpoint's files, and how one file names another ---------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import warnings
@@ -56,16 +57,11 @@ class Weight:
 
     def read(self, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel), flat. Blocks; raises DamagedState, OSError."""
-        name, stored = self.parameter.name, kinds.dtype_of(self.parameter.dtype)
-        if not numel:
-            return torch.empty(0, dtype=self.dtype)
-        if self.dtype != stored:
-            if stored == torch.float64:
-                return self.source.read(name, WEIGHT, start, numel).to(self.dtype)
-            return self.source.fp32(name, MASTER, start, numel).to(self.dtype)
-        if self.source.kind(name, WEIGHT) not in kinds.DTYPES:
-            return self.source.fp32(name, WEIGHT, start, numel).to(self.dtype)
-        return self.source.read(name, WEIGHT, start, numel)
+        return self.source.weight(self.parameter.name, start, numel, self.dtype)
+
+    def whole(self) -> torch.Tensor:
+        """The tensor, read in pieces. Blocks; raises DamagedState, OSError."""
+        return _filled(self.parameter, self.dtype, self.read)
 
 
 def weights_of(source: Source, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> list[Weight]:
@@ -322,17 +318,9 @@ class _Planner(DefaultSavePlanner):
 def _model(source: Source, lazy: _Lazy, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     found = {}
     for weight in weights_of(source, dtype):
-        read = _reader(weight)
         for name in weight.names:
-            found[name] = lazy.tensor(weight.parameter.shape, weight.dtype, read)
+            found[name] = lazy.tensor(weight.parameter.shape, weight.dtype, weight.whole)
     return found
-
-
-def _reader(weight: Weight) -> Read:
-    def read() -> torch.Tensor:
-        return _filled(weight.parameter, weight.dtype, weight.read)
-
-    return read
 
 
 def _optimizer(source: Source, lazy: _Lazy) -> dict[str, dict[str, torch.Tensor]]:
@@ -340,20 +328,14 @@ def _optimizer(source: Source, lazy: _Lazy) -> dict[str, dict[str, torch.Tensor]
     for each in source.manifest.parameters:
         if each.group is None or each.role != "parameter":
             continue
-        states = {
-            name: lazy.tensor(each.shape, torch.float32, _state(source, each, name)) for name in _states(source, each)
-        }
+        states = {}
+        for name in _states(source, each):
+            read = functools.partial(_filled, each, torch.float32, functools.partial(source.fp32, each.name, name))
+            states[name] = lazy.tensor(each.shape, torch.float32, read)
         if states:
             steps = float(each.num_steps)
             found[each.name] = {STEP: torch.tensor(steps), **states}
     return found
-
-
-def _state(source: Source, parameter: Parameter, state: str) -> Read:
-    def part(start: int, numel: int) -> torch.Tensor:
-        return source.fp32(parameter.name, state, start, numel)
-
-    return lambda: _filled(parameter, torch.float32, part)
 
 
 def _states(source: Source, parameter: Parameter) -> list[str]:

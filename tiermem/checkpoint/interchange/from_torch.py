@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import json
 import math
 import os
 import re
@@ -32,7 +31,7 @@ from tiermem.checkpoint.interchange.foreign import (
 )
 from tiermem.swap import durable
 from tiermem.swap.stream import FileReader
-from tiermem.weights import INDEX_NAME, find_files, read_header, read_ties
+from tiermem.weights import INDEX_NAME, find_files, names_in, read_header, read_ties
 
 # ---- What torch.save wrote, opened without executing any of it -------------------------------------------------------
 #
@@ -195,7 +194,6 @@ STEP_KEYS = ("global_step", "global_steps", "step")
 BIN_NAME, BIN_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _READ_BYTES = 16 << 20
 _MOST_VIEWS = 8  # how many times the bytes of a storage may be there, in tensors that overlap
-_MAX_INDEX_BYTES = 100 << 20
 
 State = Mapping[str, Any]
 
@@ -265,26 +263,13 @@ def _bin_files(path: Path) -> list[Path]:
         return [path]
     index = path / BIN_INDEX_NAME
     if index.is_file():
-        return [path / name for name in _names_in(index)]
+        return [path / name for name in names_in(index)]
     if (path / BIN_NAME).is_file():
         return [path / BIN_NAME]
     raise FileNotFoundError(
         2, "no checkpoint that is known: no tiermem.json, manifest, *_optim_states.pt, .metadata, *.safetensors, "
         f"{BIN_NAME}", str(path)
     )  # fmt: skip
-
-
-def _names_in(index: Path) -> list[str]:
-    data = durable.read_file(index, _MAX_INDEX_BYTES, follows=True)
-    if len(data) > _MAX_INDEX_BYTES:
-        raise ValueError(f"{index}: more than {_MAX_INDEX_BYTES} bytes are too many for an index")
-    try:
-        names = sorted(set(json.loads(data)["weight_map"].values()))
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        names = [""]
-    if not names or not all(isinstance(name, str) and name == Path(name).name != "" for name in names):
-        raise ValueError(f"{index}: weight_map must be a map from tensor names to names of files in the same folder")
-    return names
 
 
 def _split(file: Path, found: Any) -> tuple[dict[str, Any], dict[str, Any]]:

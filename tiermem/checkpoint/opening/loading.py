@@ -29,7 +29,6 @@ from tiermem.optim.rules import IMPLEMENTATION
 from tiermem.optim.tiles import tiles_of
 from tiermem.swap.accelerator import is_accelerator, set_rng_state
 from tiermem.swap.run_folder import Owner, this_process
-from tiermem.zero import registry
 from tiermem.zero.agreement import agree
 from tiermem.zero.collectives import exchange
 from tiermem.zero.shards import Shards
@@ -51,12 +50,8 @@ class SavedWeights(Mapping[str, torch.Tensor]):
                 self._names |= dict.fromkeys((each.name, *each.aliases), each)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        param, dtype = self._names[name], kinds.dtype_of(self._names[name].dtype)
-        if not param.numel:
-            return torch.empty(param.shape, dtype=dtype)
-        if self._source.kind(param.name, WEIGHT) == param.dtype:
-            return self._source.read(param.name, WEIGHT, 0, param.numel).view(param.shape)
-        return self._source.fp32(param.name, WEIGHT, 0, param.numel).to(dtype).view(param.shape)
+        param = self._names[name]
+        return self._source.weight(param.name, 0, param.numel, kinds.dtype_of(param.dtype)).view(param.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -76,7 +71,7 @@ _ROLE = "ordinary"
 
 def check_ordinary(source: Source, optimizer: NativeOptimizer) -> None:
     """Raises ValueError when other ordinary parameters were saved than the optimizer steps, with both lists."""
-    own = dict(_ordinary(optimizer))
+    own = _ordinary(optimizer)
     saved = {each.name: each for each in source.manifest.parameters if each.role == _ROLE}
     missing, extra = [n for n in own if n not in saved], [n for n in saved if n not in own]
     if missing or extra:
@@ -92,7 +87,7 @@ def check_ordinary(source: Source, optimizer: NativeOptimizer) -> None:
 def put_ordinary(source: Source, optimizer: NativeOptimizer, topology: Topology) -> None:
     """Puts weights and states back. Blocks; raises OSError."""
     entries: dict[nn.Parameter, dict[str, Any]] = {}
-    for name, param in _ordinary(optimizer):
+    for name, param in _ordinary(optimizer).items():
         entries[param] = _entry(source, name, param, topology)
     optimizer.restore_ordinary(entries)
 
@@ -117,12 +112,8 @@ def _entry(source: Source, name: str, param: nn.Parameter, topology: Topology) -
     return found if num_steps or kept else {}
 
 
-def _ordinary(optimizer: NativeOptimizer) -> list[tuple[str, nn.Parameter]]:
-    return [
-        (f"optimizer.{name}", param)
-        for name, param in optimizer.named()
-        if not isinstance(registry.keeper_of(param), Shards)
-    ]
+def _ordinary(optimizer: NativeOptimizer) -> dict[str, nn.Parameter]:
+    return {f"optimizer.{name}": param for name, param in optimizer.named_ordinary()}
 
 
 # ---- Resuming: what a step saved beside its states is put back: parameter groups and random generators ---------------

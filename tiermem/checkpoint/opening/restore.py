@@ -13,7 +13,7 @@ from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Elements, Source
 from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES
-from tiermem.checkpoint.saving.capture import buffers
+from tiermem.checkpoint.saving.capture import buffers, names_of
 from tiermem.checkpoint.together import everywhere
 from tiermem.optim.tile import Tile
 from tiermem.optim.tile_step import Places
@@ -51,7 +51,8 @@ def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
     is_strict: names that only one of them has are a ValueError with both lists; else a warning, and the rest is fitted. Frozen
     parameters that were left out on purpose when they were saved are not missing. Raises ValueError for another shape.
     """
-    own = [(shard, names) for shard, names in _parameters(shards)]
+    aliases = names_of(shards.model)
+    own = [(shard, [shard.name, *aliases[id(shard.param)]]) for _, shard in shards.parameters()]
     held = buffers(shards.model)
     params = {shard: found.name for shard, names in own if (found := _found(source, names)) is not None}
     placed = [(tensor, found.name) for names, tensor in held if (found := _found(source, names)) is not None]
@@ -77,14 +78,6 @@ def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
 def shown_names(names: Sequence[str]) -> str:
     """A list of names for a person."""
     return ", ".join(names) or "none"
-
-
-def _parameters(shards: Shards) -> list[tuple[Shard, list[str]]]:
-    """Every partitioned parameter with all its names, its own first."""
-    names: dict[int, list[str]] = {}
-    for name, param in shards.model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    return [(shard, [shard.name, *names.get(id(shard.param), ())]) for _, shard in shards.parameters()]
 
 
 def _found(source: Source, names: Sequence[str]) -> Parameter | None:
@@ -143,9 +136,7 @@ class Filling:
         self._source = source
         self._names = names
         self._workers = workers
-        self._has_weights = wants.weights
-        self._has_masters = wants.masters
-        self._has_states = wants.states
+        self._wants = wants
         self.conversions: set[tuple[str, str, str]] = set()  # (state, saved as, kept as)
         self.has_moments: set[Shard] = set()  # parameters never stepped with a moment that is not all zero
 
@@ -166,20 +157,17 @@ class Filling:
         if name is None:
             return
         for piece in places.cut(CHUNK_NUMEL):
-            if self._has_weights:
+            if self._wants.weights:
                 self._put_weight(name, piece)
             elif piece.master is not None:
                 self._master_from_weight(piece)
-            for moment, place in piece.moments.items() if self._has_states else ():
+            for moment, place in piece.moments.items() if self._wants.states else ():
                 self._put_moment(name, moment, piece, place)
 
     def weight(self, name: str, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Elements of a weight in a dtype: as saved, if it was that of the weight, else made of the saved master."""
-        if self._source.kind(name, WEIGHT) == kinds.name_of(dtype):
-            return self._source.read(name, WEIGHT, start, numel)
-        values = self._source.fp32(name, MASTER, start, numel)
         self._note(WEIGHT, self._source.kind(name, WEIGHT), kinds.name_of(dtype))
-        return values.to(dtype)
+        return self._source.weight(name, start, numel, dtype)
 
     def _states_of(self, name: str, tile: Tile) -> list[str]:
         """The saved states that are read for a parameter in a tile."""
@@ -188,11 +176,11 @@ class Filling:
         is_from_master = (
             master is not None and master.kind == "split" and self._source.kind(name, MASTER) != kinds.SPLIT
         )
-        if self._has_weights and not (is_from_master and self._has_masters):
+        if self._wants.weights and not (is_from_master and self._wants.masters):
             found.append(WEIGHT if saved == kinds.name_of(tile.dtype) else MASTER)
-        if self._has_weights and self._has_masters and master is not None:
+        if self._wants.weights and self._wants.masters and master is not None:
             found.append(MASTER)
-        if self._has_states:
+        if self._wants.states:
             moments = (each for each in self._source.states(name) if each not in (WEIGHT, MASTER))
             found += [each for each in moments if not each.endswith(kinds.SCALES)]
         return found
@@ -200,7 +188,7 @@ class Filling:
     def _put_weight(self, name: str, places: Places) -> None:
         """The weight and its master."""
         master, is_split = places.master, places.master is not None and places.master.dtype == torch.int16
-        if is_split and self._has_masters and self._source.kind(name, MASTER) != kinds.SPLIT:
+        if is_split and self._wants.masters and self._source.kind(name, MASTER) != kinds.SPLIT:
             assert master is not None
             values = self._source.fp32(name, MASTER, places.first, places.numel)
             narrow_part(self._workers, values, master, places.weight)
@@ -209,7 +197,7 @@ class Filling:
         self._put_own_weight(name, places)
         if master is None:
             return
-        if not self._has_masters:
+        if not self._wants.masters:
             self._master_from_weight(places)
         elif is_split or self._source.kind(name, MASTER) == "fp32":
             self._source.read_into(name, MASTER, places.first, master)
@@ -241,14 +229,14 @@ class Filling:
         else:
             values = self._source.fp32(name, moment, places.first, places.numel)
             narrow_part(self._workers, values, place, is_positive=is_positive(moment))
-        if saved != kept:
-            self._note(moment, saved, kept)
+        self._note(moment, saved, kept)
         is_new = self._source.parameters[name].num_steps == 0  # of what was stepped nobody asks
         if is_new and places.shard not in self.has_moments and _any(place):
             self.has_moments.add(places.shard)
 
     def _note(self, state: str, saved: str | None, kept: str) -> None:
-        self.conversions.add((state, saved or "the weight", kept))
+        if saved != kept:
+            self.conversions.add((state, saved or "the weight", kept))
 
 
 def shown_conversions(conversions: Collection[tuple[str, str, str]]) -> str:

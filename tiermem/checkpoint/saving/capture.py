@@ -55,7 +55,7 @@ def parameters(
 ) -> tuple[list[Parameter], list[str]]:
     """Every tensor that is saved, in the order of the model, and the names of frozen ones that are not."""
     groups = {id(p): i for i, g in enumerate(optimizer.param_groups if optimizer else ()) for p in g["params"]}
-    aliases = _aliases(shards.model)
+    aliases = names_of(shards.model)
     found, excluded = [], []
     for _, shard in sorted(shards.parameters(), key=lambda each: each[1].index):
         if exclude_frozen and not shard.param.requires_grad:
@@ -222,7 +222,8 @@ def _place(entry: str | None, memory: torch.Tensor | None, offset: int) -> tuple
 # ---- what every rank has for itself ------------------------------------------------------------------------------------------
 
 
-def _aliases(model: nn.Module) -> dict[int, list[str]]:
+def names_of(model: nn.Module) -> dict[int, list[str]]:
+    """All names of every parameter, by its id."""
     found: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(param), []).append(name)
@@ -234,14 +235,13 @@ def _ordinary(shards: Shards, optimizer: NativeOptimizer | None) -> list[tuple[s
 
     Raises ValueError when it steps another sharded model as well.
     """
-    found = []
-    for name, param in optimizer.named() if optimizer is not None else ():
+    if optimizer is None:
+        return []
+    for name, param in optimizer.named():
         keeper = registry.keeper_of(param)
         if keeper is not shards and isinstance(keeper, Shards):
             raise ValueError(f"parameter {name!r} is of another sharded model: save each with an optimizer of its own")
-        if keeper is not shards:
-            found.append((f"optimizer.{name}", param))
-    return found
+    return [(f"optimizer.{name}", param) for name, param in optimizer.named_ordinary()]
 
 
 def _ordinary_kind(key: str, value: torch.Tensor, state: Sequence[str] | dict[str, torch.Tensor]) -> tuple[str, str]:
@@ -253,4 +253,4 @@ def _ordinary_kind(key: str, value: torch.Tensor, state: Sequence[str] | dict[st
     return key, kinds.SPLIT if value.dtype == torch.int16 else kinds.name_of(value.dtype)
 
 
-__all__ = ["Captures", "OwnTensor", "buffers", "own", "parameters", "stretches"]
+__all__ = ["Captures", "OwnTensor", "buffers", "names_of", "own", "parameters", "stretches"]

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -35,31 +35,7 @@ from tiermem.zero.shards import Shards
 # are among its.
 
 
-class DurableStep(Protocol):
-    """What has to be known of one."""
-
-    @property
-    def commit(self) -> int:
-        """Counts durable steps of a run upwards."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps."""
-
-    @property
-    def tag(self) -> str | None:
-        """None: it was made durable without one."""
-
-    @property
-    def freeze(self) -> Freeze:
-        """Its bytes on the paths."""
-
-    @property
-    def manifest(self) -> Path:
-        """Says what it consists of."""
-
-
-def advice_on(place: Place, steps: Iterable[DurableStep]) -> str:
+def advice_on(place: Place, steps: Iterable[Kept]) -> str:
     """What is best done about a corruption, in a sentence or two: the newest of these steps that does not hold the place."""
     newest_first = sorted(steps, key=lambda each: each.commit, reverse=True)
     if not newest_first:
@@ -91,7 +67,7 @@ def holds(freeze: Freeze, place: Place) -> bool:
     return False
 
 
-def _name(step: DurableStep) -> str:
+def _name(step: Kept) -> str:
     return f"step {step.step}" + (f" (tag {step.tag!r})" if step.tag else "")
 
 
