@@ -399,19 +399,15 @@ def _found(folder: Path) -> tuple[list[tuple[Found, bool]], list[str]]:
     """The steps of one folder, each with whether `latest` names it, and what is wrong with `latest`."""
     try:
         latest = read_latest(folder)
-        steps = find(folder)
+        return [(each, latest is not None and each.tag == latest) for each in find(folder)], []
     except NothingSaved:
-        if latest is None:
-            return [(each, False) for tag in tags_of(folder)[:1] for each in find(folder, tag)], []
-        left = [(each, False) for tag in tags_of(folder)[:1] for each in find(folder, tag)]
-        if is_deepspeed(folder):  # its `latest` is not ours
-            return left, []
-        return left, [f"{folder / 'latest'} names {latest!r}, which is not there"]
+        is_ours = latest is not None and not is_deepspeed(folder)
+        wrong = [f"{folder / 'latest'} names {latest!r}, which is not there"] if is_ours else []
     except (ManifestError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in _OF_THE_FILES:
             raise
-        return [(each, False) for tag in tags_of(folder)[:1] for each in find(folder, tag)], [_said(error)]
-    return [(each, latest is not None and each.tag == latest) for each in steps], []
+        wrong = [_said(error)]
+    return [(each, False) for tag in tags_of(folder)[:1] for each in find(folder, tag)], wrong
 
 
 def _step(found: Found, is_latest: bool, verifies: bool, progress: Progress | None, named: Named) -> StepReport:

@@ -226,13 +226,6 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
     return Foreign(kind, parameters, groups, global_steps, left_behind=left_behind)
 
 
-def named_states(
-    parameters: Sequence[ForeignParameter], kept: State, what: str
-) -> tuple[list[ForeignParameter], list[str]]:
-    """The parameters with the states of an optimizer's state dict, and what is left behind. Raises ValueError."""
-    return _with_states(parameters, kept, _names_of(parameters, kept, what))
-
-
 def _safetensors(path: Path) -> list[ForeignParameter]:
     found = []
     for file in find_files(path):

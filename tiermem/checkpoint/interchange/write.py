@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -181,23 +182,34 @@ def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progre
     parameters = tuple(_parameter(p) for p in foreign.parameters)
     check_parameters(parameters, ())
     folder = out / tag
-    new = folder.with_name(f"{folder.name}{durable.NEW_SUFFIX}")
     if folder.exists():
         raise FileExistsError(17, "is there already; choose another tag or folder", str(folder))
+    with contextlib.ExitStack() as undoing:
+        with new_folder(folder, undoing) as new:
+            left_behind, num_bytes = _write_folder(foreign, parameters, new, tag, step, progress)
+        durable.write_file(out / LATEST_FILE, tag.encode())
+        undoing.pop_all()
+    return Imported(folder, tag, step, len(foreign.parameters), num_bytes, tuple(left_behind))
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, undoing: contextlib.ExitStack) -> Iterator[Path]:
+    """A folder under another name, which takes its own, in place of an empty folder, when the block ends. Raises OSError.
+
+    undoing: takes all of it away again; what cannot be removed is left.
+    """
+    new = folder.with_name(f"{folder.name}{durable.NEW_SUFFIX}")
     durable.make_folder(folder.parent)
     with durable.named(new):
         new.mkdir()
-    made = new
-    try:
-        left_behind, num_bytes = _write_folder(foreign, parameters, new, tag, step, progress)
-        durable.rename(new, folder)
-        made = folder
-        durable.sync_folder(folder.parent)
-        durable.write_file(out / LATEST_FILE, tag.encode())
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)  # a moment old
-        raise
-    return Imported(folder, tag, step, len(foreign.parameters), num_bytes, tuple(left_behind))
+    undoing.callback(shutil.rmtree, new, ignore_errors=True)
+    yield new
+    durable.sync_folder(new)
+    with contextlib.suppress(FileNotFoundError):
+        folder.rmdir()
+    undoing.callback(shutil.rmtree, folder, ignore_errors=True)
+    durable.rename(new, folder)
+    durable.sync_folder(folder.parent)
 
 
 def _write_folder(

@@ -173,10 +173,7 @@ class Filling:
         """The saved states that are read for a parameter in a tile."""
         found, saved = [], self._source.kind(name, WEIGHT)
         master = tile.layout.master
-        is_from_master = (
-            master is not None and master.kind == "split" and self._source.kind(name, MASTER) != kinds.SPLIT
-        )
-        if self._wants.weights and not (is_from_master and self._wants.masters):
+        if self._wants.weights and not self._is_weight_of_master(name, master is not None and master.kind == "split"):
             found.append(WEIGHT if saved == kinds.name_of(tile.dtype) else MASTER)
         if self._wants.weights and self._wants.masters and master is not None:
             found.append(MASTER)
@@ -185,31 +182,25 @@ class Filling:
             found += [each for each in moments if not each.endswith(kinds.SCALES)]
         return found
 
+    def _is_weight_of_master(self, name: str, is_split: bool) -> bool:
+        """Whether the weight is the upper half of a split master that is made of another saved one."""
+        return is_split and self._wants.masters and self._source.kind(name, MASTER) != kinds.SPLIT
+
     def _put_weight(self, name: str, places: Places) -> None:
         """The weight and its master."""
-        master, is_split = places.master, places.master is not None and places.master.dtype == torch.int16
-        if is_split and self._wants.masters and self._source.kind(name, MASTER) != kinds.SPLIT:
-            assert master is not None
-            values = self._source.fp32(name, MASTER, places.first, places.numel)
-            narrow_part(self._workers, values, master, places.weight)
-            self._note(MASTER, self._source.kind(name, MASTER), kinds.SPLIT)
-            return
-        self._put_own_weight(name, places)
+        master, weight = places.master, places.weight
+        is_of_master = self._is_weight_of_master(name, master is not None and master.dtype == torch.int16)
+        if not is_of_master:
+            if self._source.kind(name, WEIGHT) == kinds.name_of(weight.dtype):
+                self._source.read_into(name, WEIGHT, places.first, weight)
+            else:
+                weight.copy_(self.weight(name, places.first, places.numel, weight.dtype))
         if master is None:
             return
-        if not self._wants.masters:
+        if self._wants.masters:
+            self._put(name, MASTER, places, master, weight if is_of_master else None)
+        else:
             self._master_from_weight(places)
-        elif is_split or self._source.kind(name, MASTER) == "fp32":
-            self._source.read_into(name, MASTER, places.first, master)
-        else:
-            master.copy_(self._source.fp32(name, MASTER, places.first, places.numel))
-            self._note(MASTER, self._source.kind(name, MASTER), "fp32")
-
-    def _put_own_weight(self, name: str, places: Places) -> None:
-        if self._source.kind(name, WEIGHT) == kinds.name_of(places.weight.dtype):
-            self._source.read_into(name, WEIGHT, places.first, places.weight)
-        else:
-            places.weight.copy_(self.weight(name, places.first, places.numel, places.weight.dtype))
 
     def _master_from_weight(self, places: Places) -> None:
         assert places.master is not None
@@ -219,20 +210,27 @@ class Filling:
             places.master.copy_(places.weight)
 
     def _put_moment(self, name: str, moment: str, places: Places, place: Moment) -> None:
-        saved = self._source.kind(name, moment)
-        if saved is None:
-            _zero(place)
+        stored = place if isinstance(place, Quantised) else (place,)
+        if self._source.kind(name, moment) is None:
+            for each in stored:
+                each.zero_()
             return
-        kept = kinds.CODES if isinstance(place, Quantised) else kinds.name_of(place.dtype)
-        if isinstance(place, torch.Tensor) and saved == kept:
-            self._source.read_into(name, moment, places.first, place)
-        else:
-            values = self._source.fp32(name, moment, places.first, places.numel)
-            narrow_part(self._workers, values, place, is_positive=is_positive(moment))
-        self._note(moment, saved, kept)
+        self._put(name, moment, places, place)
         is_new = self._source.parameters[name].num_steps == 0  # of what was stepped nobody asks
-        if is_new and places.shard not in self.has_moments and _any(place):
+        if is_new and places.shard not in self.has_moments and stored[0].any():
             self.has_moments.add(places.shard)
+
+    def _put(self, name: str, state: str, places: Places, place: Moment, weight: torch.Tensor | None = None) -> None:
+        """A state in the format of its place. weight: becomes the upper half of a split master."""
+        saved, kept = self._source.kind(name, state), kinds.CODES
+        if isinstance(place, torch.Tensor):
+            kept = kinds.SPLIT if place.dtype == torch.int16 else kinds.name_of(place.dtype)
+        if isinstance(place, torch.Tensor) and saved == kept:
+            self._source.read_into(name, state, places.first, place)
+        else:
+            values = self._source.fp32(name, state, places.first, places.numel)
+            narrow_part(self._workers, values, place, weight, is_positive=is_positive(state))
+        self._note(state, saved, kept)
 
     def _note(self, state: str, saved: str | None, kept: str) -> None:
         if saved != kept:
@@ -242,15 +240,6 @@ class Filling:
 def shown_conversions(conversions: Collection[tuple[str, str, str]]) -> str:
     """Conversions in a line."""
     return ", ".join(f"{state} {saved} -> {kept}" for state, saved, kept in sorted(conversions))
-
-
-def _zero(place: Moment) -> None:
-    for each in place if isinstance(place, Quantised) else (place,):
-        each.zero_()
-
-
-def _any(place: Moment) -> bool:
-    return bool((place.codes if isinstance(place, Quantised) else place).any())
 
 
 # ---- Restore: a saved step put where a model's states rest, on any number of ranks, tiers, tiles and precisions ------
