@@ -117,7 +117,7 @@ class Named:
 def space_of(files: Iterable[Path], named: Named, goes_on: bool, is_clear: bool) -> Space:
     """What files of a run take. Files that vanish meanwhile take nothing. Raises OSError.
 
-    goes_on: the run is live, or nobody can tell. is_clear: every step of it could be read.
+    goes_on: the run is live, or may be. is_clear: every step of it could be read.
     """
     total = Space()
     for file in files:
@@ -158,7 +158,7 @@ def _of_file(file: Path, named: Named, goes_on: bool, is_clear: bool) -> Space:
 
 
 def _data_of(file: Path) -> Iterator[tuple[int, int]]:
-    """Where a file has been written: what is reserved and was not is a hole to whoever asks. Raises OSError."""
+    """Where a file has been written: reserved blocks that were not written are holes. Raises OSError."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         stop, end = 0, os.fstat(fd).st_size
@@ -180,8 +180,8 @@ def _data_of(file: Path) -> Iterator[tuple[int, int]]:
 #
 #     DIR     a store's path, a run's folder, a folder of checkpoints, a tag's; what lies one folder below is looked at too
 #
-# A run       live: somebody holds its lock     dead: nobody does, it was killed     kept: it was closed in order
-#             unseen: its host is another one, and from here nobody can see whether it lives
+# A run       live: a process holds its lock     dead: no process does, it was killed     kept: it was closed in order
+#             unseen: it is of another host, and cannot be seen from here
 # A step      whole: manifest and parts are valid, every file is there and long enough (verified: and every checksum is
 # right)
 #           live: of a run that goes on, so only its manifest was looked at   broken: why is said   damaged: a checksum differs
@@ -228,7 +228,7 @@ class RunReport:
     file_bytes: int  # that its files take on the disk: what follows, together
     durable_bytes: int  # named by durable steps that were found
     live_bytes: int  # written by a run that goes on, beside them
-    free_bytes: int  # neither: what nobody needs, or is reserved and was not written yet
+    free_bytes: int  # neither: unused, or reserved and not written yet
     unclear_bytes: int  # what would be free, were there not a step that cannot be read
     record_bytes: int  # manifests, parts, the lock, files that are not ours
     unknown: tuple[str, ...]  # files that no run makes

@@ -88,7 +88,7 @@ def convert_zero_checkpoint_to_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: PathLike, tag: str | None = None
 ) -> nn.Module:
-    """Moves an ordinary model to the CPU and loads fp32 weights into what of it they fit; returns it. Blocks."""
+    """Moves an ordinary model to the CPU and loads fp32 weights where names fit; returns it. Blocks."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     model.load_state_dict(state, strict=False)

@@ -349,10 +349,12 @@ class NativeOptimizer(torch.optim.Optimizer):
         return None if group is None else (group, self.rule_of(group, param))
 
     def _step_sharded(self, shards: Shards, scale: float, max_norm: float) -> None:
-        outcome = self._sharded[shards].step(scale, max_norm)
-        if outcome.grad_norm is not None:
-            self.grad_norm = outcome.grad_norm
-        if not outcome.was_refused:
+        model = self._sharded[shards]
+        norm = model.step(scale, max_norm)
+        if norm is None:
+            return
+        self.grad_norm = norm
+        if not model.is_refused(norm):
             return
         if shards.policy.on_nonfinite == "raise":
             raise NonFiniteGradients(

@@ -1,4 +1,4 @@
-"""TileWork: one pass over tiles: what of each is read and written, and what is done to it while it is in a buffer.
+"""TileWork: one pass over tiles: which bytes of each are read and written, and what is done to it in a buffer.
 
 What is read depends on what has been written before and on what the work needs (zero/state_layout.py):
 

@@ -81,7 +81,7 @@ def weights_of(source: Source, dtype: torch.dtype | None = None, exclude_frozen:
     return found
 
 
-# ---- Weights of a saved step as the files that everybody opens, in shards, streamed ----------------------------------
+# ---- Weights of a saved step as safetensors and torch files, in shards, streamed -------------------------------------
 #
 #     OUT/model.safetensors                       all of it, where it fits one shard
 #     OUT/model-00001-of-00003.safetensors ...    else, with model.safetensors.index.json

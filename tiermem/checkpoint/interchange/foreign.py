@@ -64,7 +64,7 @@ class ForeignParameter:
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """A loss scaler between two steps, as everybody who scales knows it."""
+    """A loss scaler between two steps, as other systems keep it."""
 
     scale: float
     is_dynamic: bool
@@ -88,7 +88,7 @@ class Foreign:
     loss_scale: LossScale | None = None
     scheduler: Mapping[str, Any] | None = None
     client_state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    left_behind: Sequence[str] = ()  # what of it tiermem has no place for, in words
+    left_behind: Sequence[str] = ()  # in words; tiermem has no place for it
 
 
 def of_tensor(value: torch.Tensor) -> ForeignState:

@@ -34,9 +34,9 @@ from tiermem.zero.collectives import exchange
 from tiermem.zero.shards import Shards
 from tiermem.zero.topology import Topology
 
-# ---- SavedWeights: the weights of a saved step as a mapping, for whoever puts them in a model himself ----------------
+# ---- SavedWeights: the weights of a saved step as a mapping, for callers that put them in a model themselves ---------
 #
-# A tensor is read when it is asked for, whole, and not kept: who makes a dict of them has all in memory.
+# A tensor is read when it is asked for, whole, and not kept: a dict of them takes memory for all.
 
 
 class SavedWeights(Mapping[str, torch.Tensor]):
@@ -239,7 +239,7 @@ class Loaded:
 
 
 class Asked(NamedTuple):
-    """What of a saved step is asked for: the arguments of `load`."""
+    """The arguments of `load` that say what is taken from a saved step."""
 
     is_strict: bool
     takes_states: bool

@@ -115,7 +115,7 @@ def _check_shapes(source: Source, found: Sequence[tuple[torch.Size, str]]) -> No
 
 
 class Wants(NamedTuple):
-    """What of a saved step is put in place."""
+    """Which of a saved step's values are put in place."""
 
     weights: bool = True
     states: bool = True  # moments and counts of steps
@@ -216,7 +216,7 @@ class Filling:
                 each.zero_()
             return
         self._put(name, moment, places, place)
-        is_new = self._source.parameters[name].num_steps == 0  # of what was stepped nobody asks
+        is_new = self._source.parameters[name].num_steps == 0  # `has_moments` is for these alone
         if is_new and places.shard not in self.has_moments and stored[0].any():
             self.has_moments.add(places.shard)
 

@@ -4,11 +4,11 @@
     read, fp32             ->  elements of one state, by number in the whole parameter
 
 A read takes whole blocks of 1 MiB, compares each one's CRC-32C with the manifest's, and hands out what was asked for, so that
-nothing that was not saved is ever handed out, and a tile or a rank may be of any size. Who tells what will be read (`follow`)
-has it read ahead. Memory: verified.py.
+nothing that was not saved is ever handed out, and a tile or a rank may be of any size. What `follow` is
+told is read ahead. Memory: verified.py.
 
-A store that another live process works in is not read: its slots change. One that is read is shared: nobody takes it over or
-removes it meanwhile. Nothing is written.
+A store that another live process works in is not read: its slots change. A store that is read is locked as shared: no process
+takes it over or removes it meanwhile. Nothing is written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 CHUNK_NUMEL = 4 << 20
-"""Elements that whoever takes a huge state should ask for at a time."""
+"""Elements of a huge state that should be asked for at a time."""
 
 
 class Elements(NamedTuple):
@@ -175,7 +175,7 @@ class Source:
         self._verified.follow(each for elements in told for each in self._bytes_of(elements))
 
     def lent(self, areas: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Reads through somebody else's memory within the block, what of it is large enough: see verified.py."""
+        """Reads through these areas of memory within the block, as far as they are large enough: see verified.py."""
         return self._verified.lent([area for area in areas if area.numel() >= LEAST_AREA_BYTES])
 
     def read(self, param: str, state: str, start: int, numel: int) -> torch.Tensor:
@@ -258,7 +258,7 @@ class Source:
                     )
 
     def _bytes_of(self, told: Elements) -> Iterator[Span]:
-        """What of which streams holds elements of a state, and what else is needed to know them."""
+        """The spans of streams that hold elements of a state, with those of its scales and of the weight beside it."""
         base, _, rank = told.state.partition(kinds.OF_RANK)
         streams = [self._streams.get((told.param, told.state))]
         if base == MASTER and (streams[0] is None or streams[0].kind == kinds.SPLIT):

@@ -243,7 +243,7 @@ class Verified:
 
     @contextlib.contextmanager
     def lent(self, areas: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Reads through somebody else's memory within the block: page-aligned, of LEAST_AREA_BYTES or more each."""
+        """Reads through the caller's memory within the block: page-aligned, of LEAST_AREA_BYTES or more each."""
         self.close()
         if areas:
             self._ahead = ReadAhead(areas)
@@ -271,7 +271,7 @@ class Verified:
     # ---- chunks --------------------------------------------------------------------------------------------------------
 
     def _expect(self, stream: Stream, first_byte: int, last_byte: int) -> None:
-        """Puts in line what of those bytes is not there yet."""
+        """Puts the blocks of these bytes in line that are not there yet."""
         first, last = None, -(-last_byte // CHECKSUM_BYTES)
         for block in range(first_byte // CHECKSUM_BYTES, last + 1):
             is_new = block < last and (stream, block) not in self._known and (stream, block) not in self._edges

@@ -133,7 +133,7 @@ def _what_decides(shards: Shards, names: Sequence[str]) -> tuple[object, ...]:
 
 
 def stretches(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterator[Stretch]:
-    """What of chosen parameters rests on NVMe, or in memory. Blocks on nothing; the bytes are read later."""
+    """The stretches of chosen parameters on NVMe, or those in memory. Blocks on nothing; the bytes are read later."""
     if shards.topology.replica:  # another rank saves the same
         return
     for live, shard in shards.parameters():

@@ -178,16 +178,14 @@ def checksums(runs: Iterable[Run], what: str) -> tuple[int, ...]:
     return tuple(found[0].crcs)
 
 
-# ---- Resting: what a rank saves of that which rests on NVMe, as arrays, and what a freeze and the store's ------------
-# checksums say of it
+# ---- Resting: the stretches of a rank on NVMe, as arrays: their places in a freeze, their checksums ------------------
 #
 #     stretches -> a row each: key, elements, entry and offset       once, as long as nothing moves between tiers
 #               -> pieces that have a checksum each, by state        the same
 #     freeze    -> where each row lies: one piece of a file or more  in every save
 #     checksums -> of every MiB of every state                       in every save
 #
-# A save of a step that rests on the disk costs a sync and what is done here, so nothing of it is done row by row in
-# Python.
+# A save of a step that rests on the disk costs a sync and this; hence no loop over rows in Python.
 
 ReadEntry = Callable[[str, int, int], torch.Tensor]
 """(entry, start, stop) -> those bytes of it, uint8."""

@@ -112,9 +112,7 @@ class Saver:
     def __init__(self, shards: Shards, saves_each_step: bool = False) -> None:
         run_id = shards.store.run.run_id
         self._shards = shards
-        self._saves_each_step = (
-            saves_each_step  # after an optimizer's; an engine saves when it has counted the step, too
-        )
+        self._saves_each_step = saves_each_step  # after the optimizer's; an engine does so when it has counted the step
         self.captures = Captures(shards)
         self.commits = Commits(shards, run_id)
         self._copies = Copies(shards, self.commits)
@@ -141,7 +139,7 @@ class Saver:
     @property
     def keeps_files(self) -> bool:
         """Whether the store's files must stay when it is closed."""
-        return self.commits.is_kept
+        return bool(self.commits.steps)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes the step durable if each one is to be. Collective then; blocks; raises as `save`."""
@@ -161,8 +159,7 @@ class Saver:
     @property
     def _has_free_slot(self) -> bool:
         """Whether steps have a slot to write to while a copy holds one."""
-        num_held = len(self.commits.tags) + (self.commits.last_step is not None)
-        return num_held + 2 <= self._shards.policy.num_slots
+        return len(self.commits.steps) + 2 <= self._shards.policy.num_slots
 
 
 def save(
@@ -205,27 +202,17 @@ def save(
     found = beside or Beside(scheduler, loss_scaler, loader, client_state=dict(client_state or {}))
 
     def draft() -> _Draft:
-        steps = _steps(shards, found)
-        name = f"global_step{steps}" if tag is None else str(tag)
         folder = named_folder("save_dir", save_dir).absolute()
-        tag_folder(folder, name)
-        is_copy = copy or not _may_stay(shards, folder)
-        return _draft(shards, optimizer, found, steps, name, folder, save_latest, exclude_frozen_parameters, is_copy)
+        return _draft(shards, optimizer, found, folder, tag, save_latest, exclude_frozen_parameters, copy)
 
-    content, is_copy = _agree(shards, draft, tag_validation)
-    saver.save(content, is_copy)
+    saver.save(*_agree(shards, draft, tag_validation))
     return True
 
 
 def make_durable(shards: Shards, optimizer: NativeOptimizer | None, beside: Beside | None = None) -> None:
     """Makes the step at hand durable, in the place of the one before; no tag names it. Collective; blocks; raises as `save`."""
     saver, found = saver_of(shards), beside or Beside()
-    content, _ = _agree(
-        shards,
-        lambda: _draft(shards, optimizer, found, _steps(shards, found), None, None, False, False, False),
-        "Ignore",
-    )
-    saver.save(content, copies=False)
+    saver.save(*_agree(shards, lambda: _draft(shards, optimizer, found), "Ignore"))
 
 
 def wait(shards: Shards) -> None:
@@ -257,14 +244,19 @@ def _draft(
     shards: Shards,
     optimizer: NativeOptimizer | None,
     beside: Beside,
-    steps: int,
-    tag: str | None,
-    save_dir: Path | None,
-    save_latest: bool,
-    exclude_frozen: bool,
-    is_copy: bool,
+    save_dir: Path | None = None,
+    tag: str | None = None,
+    save_latest: bool = False,
+    exclude_frozen: bool = False,
+    copies: bool = False,
 ) -> _Draft:
+    """What a rank would save, as a tag of `save_dir` or, without one, as a step of no tag."""
     shards.check_whole()
+    steps = int(beside.engine.get("global_steps", max((s.num_steps for _, s in shards.parameters()), default=0)))
+    if save_dir is not None:
+        tag = f"global_step{steps}" if tag is None else str(tag)
+        tag_folder(save_dir, tag)
+        copies = copies or not _may_stay(shards, save_dir)
     parameters, excluded = capture.parameters(shards, optimizer, exclude_frozen)
     check_parameters(parameters, excluded)
     values = {
@@ -281,7 +273,7 @@ def _draft(
         state_json(beside.loader, "loader"), resting, in_memory,
     )  # fmt: skip
     facts = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen, "steps": steps}
-    return _Draft(content, capture.own(shards, optimizer), facts, is_copy)
+    return _Draft(content, capture.own(shards, optimizer), facts, copies)
 
 
 def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValidation) -> tuple[Content, bool]:
@@ -339,10 +331,6 @@ def _agreed_tag(tags: list[str | None], validation: TagValidation, rank: int) ->
     if rank == 0:
         logger.warning("%s: saved as %r", text, tags[0])
     return tags[0]
-
-
-def _steps(shards: Shards, beside: Beside) -> int:
-    return int(beside.engine.get("global_steps", max((s.num_steps for _, s in shards.parameters()), default=0)))
 
 
 def _may_stay(shards: Shards, save_dir: Path) -> bool:
