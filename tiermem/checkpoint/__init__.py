@@ -1,5 +1,7 @@
 """Checkpoint: durable steps of a sharded model, which are the store's own files, and complete copies of them.
 
+Rooms and files in order: each imports only files before it.
+
     format/      kinds       how elements are stored                 fields     strict readers of JSON files
                  manifest    the files of a durable step             finding    the durable steps of a folder
     together     a stage that all ranks go through; an error on one rank is an error on all

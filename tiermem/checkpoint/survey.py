@@ -335,7 +335,10 @@ def survey(where: Path, verifies: bool = False, progress: Progress | None = None
     unknown = {_run_id_of(step) for step in unique.values() if not named.knows(step.manifest)}
     reports = tuple(_run(folder, named, unknown) for folder in runs)
     placed = [dataclasses.replace(step, places=named.by_folder(step.manifest)) for step in reversed(unique.values())]
-    told = tuple(_cut_short(step) if _is_cut_short(step, placed) else step for step in placed)
+    why = "its manifest is removed, and its pointer is left: --repair removes that too"
+    told = tuple(
+        dataclasses.replace(step, state="removed", why=why) if _is_cut_short(step, placed) else step for step in placed
+    )
     return Survey(where, reports, _paths(reports), told, tuple(faults), tuple(unread))
 
 
@@ -379,11 +382,6 @@ def _is_cut_short(step: StepReport, steps: Iterable[StepReport]) -> bool:
         return is_removed(read_pointer(step.manifest)[1])
     except (ManifestError, OSError):
         return False
-
-
-def _cut_short(step: StepReport) -> StepReport:
-    why = "its manifest is removed, and its pointer is left: --repair removes that too"
-    return dataclasses.replace(step, state="removed", why=why)
 
 
 def _folders(where: Path) -> list[Path]:

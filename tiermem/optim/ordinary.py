@@ -65,8 +65,11 @@ def check_gradient(param: nn.Parameter, name: str) -> torch.Tensor:
 def new_state(param: nn.Parameter, rule: Rule, precision: Precision) -> State:
     """A state before its first step, which fills it without reading it."""
     state: State = {STEP: torch.tensor(0.0)}
+    is_8bit = precision.moments == "8bit"
     for moment in rule.moments:
-        _make_moment(state, moment, param, precision)
+        state[moment] = torch.zeros(param.shape, dtype=torch.uint8 if is_8bit else DTYPES[precision.moments])
+        if is_8bit:
+            state[_scales(moment)] = torch.zeros(num_scales(param.numel()), dtype=torch.uint8)
     master = precision.master_of(param.dtype)
     if master is not None:
         dtype = torch.int16 if master == "split" else torch.float32
@@ -151,14 +154,6 @@ def value_of(given: Mapping[str, Any], key: str, shape: torch.Size, name: str) -
             f"the state dict's {key!r} for parameter {name!r} has shape {tuple(value.shape)}; the parameter has {tuple(shape)}"
         )
     return value.detach().to("cpu", torch.float32)
-
-
-def _make_moment(state: State, moment: str, param: nn.Parameter, precision: Precision) -> None:
-    if precision.moments == "8bit":
-        state[moment] = torch.zeros(param.shape, dtype=torch.uint8)
-        state[_scales(moment)] = torch.zeros(num_scales(param.numel()), dtype=torch.uint8)
-    else:
-        state[moment] = torch.zeros(param.shape, dtype=DTYPES[precision.moments])
 
 
 def _moment(state: State, moment: str) -> Moment:

@@ -93,32 +93,20 @@ def _is_ours(path: Path, tag: str | None) -> bool:
 # What has no place in plain values is left behind, and named.
 
 
-class Scalars(NamedTuple):
-    """Fields of a Manifest, encoded."""
-
-    optimizer: Json
-    scheduler: Json
-    loss_scaler: Json
-    engine: Json
-    client_state: Json
-    config: Json
-
-
-def scalars_of(foreign: Foreign) -> tuple[Scalars, list[str]]:
-    """The scalars, and what of them could not be kept."""
+def scalars_of(foreign: Foreign) -> tuple[dict[str, Json], list[str]]:
+    """The scalars as fields of a Manifest, and what of them could not be kept."""
     lost: list[str] = []
+    engine = {name: getattr(foreign, name) for name in ("global_steps", "global_samples", "skipped_steps")}
     scheduler = None if foreign.scheduler is None else _kept(foreign.scheduler, "scheduler", lost)
-    return (
-        Scalars(
-            optimizer=optimizer_of(foreign, lost),
-            scheduler=scheduler,
-            loss_scaler=_scaler(foreign.loss_scale),
-            engine={name: getattr(foreign, name) for name in ("global_steps", "global_samples", "skipped_steps")},
-            client_state=_kept(foreign.client_state, "client_state", lost),
-            config=None,
-        ),
-        lost,
-    )
+    found = {
+        "scheduler": scheduler,
+        "optimizer": optimizer_of(foreign, lost),
+        "loss_scaler": _scaler(foreign.loss_scale),
+        "engine": engine,
+        "client_state": _kept(foreign.client_state, "client_state", lost),
+        "config": None,
+    }
+    return found, lost
 
 
 def _scaler(scale: LossScale | None) -> Json:
@@ -237,7 +225,7 @@ def _write_folder(
         parameters=parameters,
         excluded=(),
         checksums=sums,
-        **scalars._asdict(),
+        **scalars,
     )
     cover(manifest, [part], str(folder))
     durable.write_file(folder / copy_name(run_id, _COMMIT, None, "json"), manifest.dump())

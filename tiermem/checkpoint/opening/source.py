@@ -236,12 +236,10 @@ class Source:
     def _share(self, folder: Path, shared: contextlib.ExitStack) -> None:
         """Keeps a run's folder from being taken over or removed. Raises OSError (EBUSY) when another process works in it."""
         place = Path(os.path.normpath(folder))
-        if place in self._shared or RunName.of(place) is None:
-            return
-        owner, name = owner_of(place), RunName.of(place)
-        assert name is not None
-        shared.enter_context(share(place, name.run_id if owner in self._own else None))
-        self._shared.add(place)
+        name = RunName.of(place)
+        if name is not None and place not in self._shared:
+            shared.enter_context(share(place, name.run_id if owner_of(place) in self._own else None))
+            self._shared.add(place)
 
     def _check_files(self) -> None:
         """Every file is there, and as long as its pieces say."""

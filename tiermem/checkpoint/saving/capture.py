@@ -11,7 +11,7 @@ zero.Init saw. What has never been stepped nor put has no states, which says the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -33,21 +33,6 @@ from tiermem.zero.values import initial_master
 
 if TYPE_CHECKING:
     from tiermem.optim.base import NativeOptimizer
-
-
-class OwnTensor(NamedTuple):
-    """A tensor that every rank has for itself: a buffer, or what the optimizer keeps of an ordinary parameter."""
-
-    param: str
-    state: str
-    kind: str
-    numel: int
-    data: torch.Tensor
-
-    def stretch(self, rank: int) -> Stretch:
-        """To be saved as rank 0's, or as one that differs from it."""
-        variant = f".rank{rank}" if rank else ""
-        return Stretch(self.param, self.state + variant, self.kind, 0, self.numel, 0, in_memory(self.data))
 
 
 def parameters(
@@ -107,16 +92,18 @@ class Captures:
         return self._resting, list(stretches(self._shards, frozenset(names), is_on_nvme=False))
 
 
-def own(shards: Shards, optimizer: NativeOptimizer | None) -> list[OwnTensor]:
-    """What every rank has for itself: buffers, ordinary parameters and their states."""
-    found = [OwnTensor(n[0], WEIGHT, kinds.name_of(b.dtype), b.numel(), b) for n, b in buffers(shards.model)]
-    for name, param in _ordinary(shards, optimizer):
-        assert optimizer is not None
-        found.append(OwnTensor(name, WEIGHT, kinds.name_of(param.dtype), param.numel(), param))
-        for key, value in optimizer.state.get(param, {}).items():
+def own(shards: Shards, optimizer: NativeOptimizer | None) -> Iterator[Stretch]:
+    """What every rank has for itself, whole: buffers, ordinary parameters and their states."""
+    held = [(names[0], buffer) for names, buffer in buffers(shards.model)] + _ordinary(shards, optimizer)
+    for name, tensor in held:
+        if not tensor.numel():
+            continue
+        yield Stretch(name, WEIGHT, kinds.name_of(tensor.dtype), 0, tensor.numel(), 0, in_memory(tensor))
+        states = optimizer.state.get(tensor, {}) if optimizer is not None else {}
+        for key, value in states.items():
             if key != ordinary.STEP:
-                found.append(OwnTensor(name, *_ordinary_kind(key, value, optimizer.state[param]), param.numel(), value))
-    return [each for each in found if each.numel]
+                state, kind = _ordinary_kind(key, value, states)
+                yield Stretch(name, state, kind, 0, tensor.numel(), 0, in_memory(value))
 
 
 # ---- sharded -------------------------------------------------------------------------------------------------------------
@@ -230,7 +217,7 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _ordinary(shards: Shards, optimizer: NativeOptimizer | None) -> list[tuple[str, nn.Parameter]]:
+def _ordinary(shards: Shards, optimizer: NativeOptimizer | None) -> list[tuple[str, torch.Tensor]]:
     """What the optimizer steps beside the sharded model: (`optimizer.<name or number>`, parameter).
 
     Raises ValueError when it steps another sharded model as well.
@@ -253,4 +240,4 @@ def _ordinary_kind(key: str, value: torch.Tensor, state: Sequence[str] | dict[st
     return key, kinds.SPLIT if value.dtype == torch.int16 else kinds.name_of(value.dtype)
 
 
-__all__ = ["Captures", "OwnTensor", "buffers", "names_of", "own", "parameters", "stretches"]
+__all__ = ["Captures", "buffers", "names_of", "own", "parameters", "stretches"]

@@ -13,11 +13,13 @@ import torch
 
 from tiermem.checkpoint.format.fields import Json, encode
 from tiermem.checkpoint.format.finding import named_folder, tag_folder
+from tiermem.checkpoint.format.kinds import OF_RANK
 from tiermem.checkpoint.format.manifest import check_parameters
 from tiermem.checkpoint.saving import capture
-from tiermem.checkpoint.saving.capture import Captures, OwnTensor
+from tiermem.checkpoint.saving.capture import Captures
 from tiermem.checkpoint.saving.commit import WHAT, Commits, Kept, optimizer_json, rng_json, state_json
 from tiermem.checkpoint.saving.copies import Copies, remove_other_copies
+from tiermem.checkpoint.saving.pieces import Stretch
 from tiermem.checkpoint.saving.publish import Content, remove_unfinished
 from tiermem.checkpoint.together import talk_over, together
 from tiermem.optim.base import NativeOptimizer
@@ -235,7 +237,7 @@ class _Draft(NamedTuple):
     """What a rank would save, before it has heard of the others."""
 
     content: Content
-    own: list[OwnTensor]
+    own: list[Stretch]  # what every rank has for itself
     facts: dict[str, Json]  # must be the same on every rank
     is_copy: bool
 
@@ -273,7 +275,7 @@ def _draft(
         state_json(beside.loader, "loader"), resting, in_memory,
     )  # fmt: skip
     facts = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen, "steps": steps}
-    return _Draft(content, capture.own(shards, optimizer), facts, copies)
+    return _Draft(content, list(capture.own(shards, optimizer)), facts, copies)
 
 
 def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValidation) -> tuple[Content, bool]:
@@ -286,7 +288,7 @@ def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValida
     def tell() -> Json:
         drafts.append(make())
         [draft] = drafts
-        sums = [[each.param, each.state, [each.kind, each.numel], _sum(each.data)] for each in draft.own]
+        sums = [[each.param, each.state, [each.kind, each.numel], _sum(each)] for each in draft.own]
         return {"tag": draft.content.tag, "is_copy": draft.is_copy, "facts": draft.facts, "own": sums}
 
     told = together(talk_over(shards.topology), WHAT, tell)
@@ -299,9 +301,10 @@ def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValida
                 )
     tag = _agreed_tag([each["tag"] for each in told], tag_validation, rank)
     first = _agreed_own([each["own"] for each in told])
-    own = [each for each in draft.own if rank == 0 or first.get((each.param, each.state)) != _sum(each.data)]
-    in_memory = [*draft.content.in_memory, *(each.stretch(rank) for each in own)]
-    content = dataclasses.replace(draft.content, tag=tag, in_memory=in_memory)
+    own = [each for each in draft.own if rank == 0 or first.get((each.param, each.state)) != _sum(each)]
+    variant = f"{OF_RANK}{rank}" if rank else ""
+    own = [dataclasses.replace(each, state=each.state + variant) for each in own]
+    content = dataclasses.replace(draft.content, tag=tag, in_memory=[*draft.content.in_memory, *own])
     return content, any(each["is_copy"] for each in told)
 
 
@@ -342,5 +345,6 @@ def _may_stay(shards: Shards, save_dir: Path) -> bool:
     return folder.stat().st_dev == as_paths(policy.paths)[0].path.stat().st_dev
 
 
-def _sum(data: torch.Tensor) -> int:
-    return crc32c([data.detach().cpu().contiguous()])[0] if data.numel() else 0
+def _sum(own: Stretch) -> int:
+    assert isinstance(own.place, torch.Tensor)
+    return crc32c([own.place.cpu()])[0]
