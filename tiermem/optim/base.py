@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tiermem.optim import ordinary
-from tiermem.optim.ordinary import MASTER, STEP, State, num_steps_of, value_of
+from tiermem.optim.ordinary import STEP, State, num_steps_of, value_of
 from tiermem.optim.rules import IMPLEMENTATION, Group, Rule, check_implementation
 from tiermem.optim.sharded import NonFiniteGradients, ShardedModel, check_room, clip_factor
 from tiermem.optim.tiles import StateTiles
@@ -20,6 +20,7 @@ from tiermem.precision import Precision
 from tiermem.swap.native import Workers, store_gradient
 from tiermem.zero import registry
 from tiermem.zero.shards import Shards
+from tiermem.zero.state_layout import MASTER
 from tiermem.zero.topology import fair_cores, fair_threads
 from tiermem.zero.unit import Shard
 
@@ -221,7 +222,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The states in torch's format, on the CPU: see base.py. Collective when a model is sharded; blocks."""
-        handle = self.register_state_dict_post_hook(_fill_state_dict, prepend=True)
+        handle = self.register_state_dict_post_hook(self._fill, prepend=True)
         try:
             return super().state_dict()
         finally:
@@ -234,7 +235,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         """
         # After the user's own hooks, and before them: those see what torch's optimizers would show them.
         sealing = self.register_load_state_dict_pre_hook(lambda _, given: seal(given))
-        opening = self.register_load_state_dict_post_hook(_open_state_dict, prepend=True)
+        opening = self.register_load_state_dict_post_hook(lambda _: self._restore(), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -260,19 +261,20 @@ class NativeOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._is_built = True
 
-    def _export(self, numbers: list[list[int]]) -> dict[int, ordinary.State]:
-        """The entries of every parameter that has been stepped, by its number in the dict."""
+    def _fill(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Puts the entries of every parameter that has been stepped into a dict, by its number there."""
         found: dict[int, ordinary.State] = {}
+        numbers = [group["params"] for group in state_dict["param_groups"]]
         for group, own in zip(self.param_groups, numbers, strict=True):
             for number, param in zip(own, group["params"], strict=True):
                 rule, shards = self.rule_of(group, param), registry.keeper_of(param)
                 if isinstance(shards, Shards):
-                    _, shard = shards.find(param)
+                    shard = shards.find(param)[1]
                     if shard.num_steps or shard.has_moments or shard.has_master:
                         found[number] = export_sharded(shards, self._sharded[shards].tiles, shard, rule)
                 elif self.state.get(param):
                     found[number] = ordinary.export_state(self._threads(), param, self.state[param], rule)
-        return found
+        state_dict["state"] = found
 
     def _restore(self) -> None:
         """Opens what torch has put in `state`, once the groups are the dict's."""
@@ -333,16 +335,14 @@ class NativeOptimizer(torch.optim.Optimizer):
             keeper = registry.keeper_of(param)
             if isinstance(keeper, Shards):
                 check_room(keeper, self.rule_of(self._groups[id(param)], param), type(self).__name__)
-                if keeper not in self._sharded:
-                    self._attach(keeper)
-
-    def _attach(self, shards: Shards) -> None:
-        if self._precision is not None and self._precision != shards.policy.precision:
-            raise ValueError(
-                f"precision is {self._precision} and the sharded model's policy says {shards.policy.precision}; its states "
-                "are planned when it is sharded: set OffloadPolicy(precision=...) and leave this one out"
-            )
-        self._sharded[shards] = ShardedModel(shards, self._find_rule)
+                if keeper in self._sharded:
+                    continue
+                if self._precision is not None and self._precision != keeper.policy.precision:
+                    raise ValueError(
+                        f"precision is {self._precision} and the sharded model's policy says {keeper.policy.precision}; its "
+                        "states are planned when it is sharded: set OffloadPolicy(precision=...) and leave this one out"
+                    )
+                self._sharded[keeper] = ShardedModel(keeper, self._find_rule)
 
     def _find_rule(self, param: nn.Parameter) -> tuple[Group, Rule] | None:
         group = self._groups.get(id(param))
@@ -416,13 +416,3 @@ class NativeOptimizer(torch.optim.Optimizer):
         state[ordinary.STEP] += 1
         step = rule.scalars(group, int(state[ordinary.STEP]), factor, param.shape)
         ordinary.step_parameter(self._threads(), param, state, rule, step, precision, name)
-
-
-def _fill_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    assert isinstance(optimizer, NativeOptimizer)
-    state_dict["state"] = optimizer._export([group["params"] for group in state_dict["param_groups"]])
-
-
-def _open_state_dict(optimizer: torch.optim.Optimizer) -> None:
-    assert isinstance(optimizer, NativeOptimizer)
-    optimizer._restore()

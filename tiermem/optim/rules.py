@@ -11,7 +11,7 @@ import torch
 
 from tiermem.config.precision import Fp16Config
 from tiermem.swap.native import Workers, optimizer_step, widen_part
-from tiermem.swap.parts import MOMENTS, Dither, Quantised, StepParts, StepRule
+from tiermem.swap.parts import Dither, Quantised, StepParts, StepRule
 from tiermem.swap.torch_step import step_in_torch, widen_in_torch
 
 # ---- Arguments: what a parameter group may hold, said with what was given, what is allowed and what to change --------
@@ -172,11 +172,6 @@ class Rule:
     make_scalars: Callable[[str, Group, int, float, Sequence[int]], AnyStep] = dataclasses.field(repr=False)
     is_matrix: bool = False
     """Whether a step needs the whole parameter at once, so that no tile may cut it."""
-
-    @property
-    def signed(self) -> tuple[bool, ...]:
-        """Of each moment, whether it may be negative: 8-bit codes differ."""
-        return tuple(not kind.is_positive for kind in MOMENTS[self.code][: len(self.moments)])
 
     def scalars(self, group: Group, num_steps: int, factor: float, shape: Sequence[int] = ()) -> AnyStep:
         """The scalars of a parameter's step number `num_steps`, from 1; gradients are multiplied by `factor` first.

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from tiermem.checkpoint.format.manifest import WEIGHT
 from tiermem.checkpoint.interchange.foreign import (
     STATES,
     STEP,
-    WEIGHT,
     Foreign,
     ForeignParameter,
     ForeignState,
@@ -204,7 +204,8 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
     Raises ValueError when something is not understood, does not fit or would execute something, OSError when it cannot be read.
     """
     rest: dict[str, Any] = {}
-    if path.suffix == ".safetensors" or (path.is_dir() and _has_safetensors(path)):
+    has_safetensors = path.is_dir() and ((path / INDEX_NAME).is_file() or any(path.glob("*.safetensors")))
+    if path.suffix == ".safetensors" or has_safetensors:
         kind, parameters = "safetensors", _safetensors(path)
     else:
         files = _bin_files(path)
@@ -214,7 +215,7 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
             weights = {**weights, **_split(file, load_torch(file))[0]}
         parameters = _tensors(path, weights)
     kept = _optimizer_in(rest) if optimizer is None else _optimizer_file(optimizer)
-    groups, left_behind = [], [f"{key!r} of the file" for key in _strangers(rest)]
+    groups, left_behind = [], [f"{str(key)!r} of the file" for key in rest if key not in (*OPTIMIZER_KEYS, *STEP_KEYS)]
     if kept is not None:
         names = _names_of(parameters, kept, str(optimizer or path))
         parameters, more = _with_states(parameters, kept, names)
@@ -245,10 +246,6 @@ def _range_of(file: Path, start: int, num_bytes: int, dtype: torch.dtype) -> Any
                 yield reader.read(start + offset, min(_READ_BYTES, num_bytes - offset)).view(dtype)
 
     return pieces
-
-
-def _has_safetensors(path: Path) -> bool:
-    return (path / INDEX_NAME).is_file() or any(path.glob("*.safetensors"))
 
 
 def _bin_files(path: Path) -> list[Path]:
@@ -332,10 +329,6 @@ def _checked(kept: Any, what: str) -> State:
             f"{what}: an optimizer's state dict holds param_groups, each with params, and a dict for each state"
         )
     return kept
-
-
-def _strangers(rest: Mapping[str, Any]) -> list[str]:
-    return [str(key) for key in rest if key not in (*OPTIMIZER_KEYS, *STEP_KEYS)]
 
 
 def _names_of(parameters: Sequence[ForeignParameter], kept: State, what: str) -> dict[Any, str]:

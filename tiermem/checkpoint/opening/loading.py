@@ -341,7 +341,12 @@ def _open(
         agree(topology, {"saved step": f"run {manifest.run_id}, commit {manifest.commit}"}, "load_checkpoint")
         wants = _wants(source, shards, optimizer, asked)
         fitted = fit(shards, source, asked.is_strict)
-        groups = _check_optimizer(source, shards, optimizer, fitted) if wants.states else []
+        groups: list[tuple[Group, Group]] = []
+        if wants.states and manifest.optimizer is not None:
+            assert optimizer is not None
+            groups = saved_groups(source, optimizer, fitted)
+            check_moments(source, shards, fitted)
+            check_ordinary(source, optimizer)
         loaded = _loaded(source, wants)
         rest = [] if asked.module_only else _rest(source, shards, wants, asked)
         if asked.custom_load is not None:
@@ -365,18 +370,6 @@ def _wants(source: Source, shards: Shards, optimizer: NativeOptimizer | None, as
         logger.warning("%s holds no optimizer: its weights are opened, and states begin anew", source.file)
     has_masters = asked.custom_load is None and not asked.module_only and shards.policy.loads_masters
     return Wants(weights=asked.custom_load is None, states=has_states, masters=has_masters)
-
-
-def _check_optimizer(
-    source: Source, shards: Shards, optimizer: NativeOptimizer | None, fitted: Fitted
-) -> list[tuple[Group, Group]]:
-    assert optimizer is not None
-    if source.manifest.optimizer is None:
-        return []
-    groups = saved_groups(source, optimizer, fitted)
-    check_moments(source, shards, fitted)
-    check_ordinary(source, optimizer)
-    return groups
 
 
 def _rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> list[tuple[Any, Any, str]]:

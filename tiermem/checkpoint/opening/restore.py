@@ -349,16 +349,14 @@ def _show(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling:
     for live in shards.units:
         shards.refresh(live.unit.shards[0].param)
         for shard in live.unit.shards if live.unit.is_trainable else ():
-            if shard in fitted.params:
-                _count(shards, source, fitted.params[shard], live, shard, filling, wants)
-
-
-def _count(
-    shards: Shards, source: Source, name: str, live: LiveUnit, shard: Shard, filling: Filling, wants: Wants
-) -> None:
-    if wants.states:
-        shard.num_steps = source.parameters[name].num_steps
-        shard.has_moments = shard.num_steps == 0 and shard in filling.has_moments
-    keeps_master = shards.policy.precision.master_of(live.unit.dtype) is not None
-    is_wider = source.kind(name, MASTER) is not None or source.kind(name, WEIGHT) == "fp32"  # than the weight here
-    shard.has_master = wants.masters and shard.num_steps == 0 and keeps_master and is_wider
+            name = fitted.params.get(shard)
+            if name is None:
+                continue
+            if wants.states:
+                shard.num_steps = source.parameters[name].num_steps
+                shard.has_moments = shard.num_steps == 0 and shard in filling.has_moments
+            keeps_master = shards.policy.precision.master_of(live.unit.dtype) is not None
+            is_wider = (
+                source.kind(name, MASTER) is not None or source.kind(name, WEIGHT) == "fp32"
+            )  # than the weight here
+            shard.has_master = wants.masters and shard.num_steps == 0 and keeps_master and is_wider

@@ -347,7 +347,10 @@ def drop_step(manifest: Path, why: str) -> bool:
         return False
     with contextlib.ExitStack() as undo:
         try:
-            claimed = [_claim(folder, undo) for folder in folders]
+            claimed = []
+            for folder in folders:
+                claimed.append(RunFolder.claim(folder))
+                undo.callback(claimed[-1].close, True)
         except OSError as error:
             logger.warning("%s is left: %s: %s", manifest, error.filename, error.strerror)
             return False
@@ -376,12 +379,6 @@ def _superseded(opened: Opened) -> list[int]:
             if other.tag is None and other.commit < newer.commit:
                 found.append(other.commit)
     return found
-
-
-def _claim(folder: Path, undo: contextlib.ExitStack) -> RunFolder:
-    claimed = RunFolder.claim(folder)
-    undo.callback(claimed.close, True)
-    return claimed
 
 
 def _folders(opened: Opened) -> Sequence[Path]:
