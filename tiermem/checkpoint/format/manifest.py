@@ -63,6 +63,7 @@ from tiermem.checkpoint.format.fields import (
     Json,
     ManifestError,
     Rule,
+    are_whole,
     one_of,
     read,
     records,
@@ -115,9 +116,7 @@ def _read_shape(fields: Fields, name: str) -> tuple[int, ...]:
 def _read_pieces(fields: Fields, name: str) -> list[Sequence[int]]:
     found: list[Sequence[int]] = []
     for where, value in fields.items(name):
-        if not (
-            isinstance(value, list) and len(value) == 4 and all(type(n) is int and 0 <= n <= LARGEST for n in value)
-        ):
+        if not are_whole(value) or len(value) != 4:
             raise ManifestError(f"{where}: four whole numbers of 0 to {LARGEST} are due: start, numel, file, offset")
         found.append(tuple(value))
     return found
@@ -309,7 +308,9 @@ def parse_part(data: bytes, source: str) -> Part:
         if (each.param, each.state) in seen:
             raise ManifestError(f"{source}: states: {each.state} of {each.param[:80]!r} is listed twice")
         seen.add((each.param, each.state))
-        _check_pieces(each, len(part.files), f"{source}: states[{number}]: pieces")
+        for place, piece in enumerate(each.pieces):
+            if (wrong := _wrong_with(piece, each.kind, len(part.files))) is not None:
+                raise ManifestError(f"{source}: states[{number}]: pieces[{place}]: {wrong}")
     return part
 
 
@@ -376,11 +377,12 @@ def _check_names(parameters: Iterable[Parameter], excluded: Sequence[str], sourc
     return names
 
 
-def _check_pieces(state: PartState, num_files: int, where: str) -> None:
-    for number, (start, numel, file, offset) in enumerate(state.pieces):
-        if not numel:
-            raise ManifestError(f"{where}[{number}]: holds no element")
-        if file >= num_files:
-            raise ManifestError(f"{where}[{number}]: file is {file}; the number of one of {num_files} files is due")
-        if start + numel > LARGEST or offset + kinds.bytes_of(state.kind, numel) > LARGEST:
-            raise ManifestError(f"{where}[{number}]: ends beyond {LARGEST}")
+def _wrong_with(piece: Sequence[int], kind: str, num_files: int) -> str | None:
+    start, numel, file, offset = piece
+    if not numel:
+        return "holds no element"
+    if file >= num_files:
+        return f"file is {file}; the number of one of {num_files} files is due"
+    if start + numel > LARGEST or offset + kinds.bytes_of(kind, numel) > LARGEST:
+        return f"ends beyond {LARGEST}"
+    return None
