@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from tiermem.checkpoint.format.fields import ManifestError
 from tiermem.checkpoint.format.finding import (
     Found,
     NothingSaved,
@@ -21,7 +22,7 @@ from tiermem.checkpoint.format.finding import (
     real,
     tags_of,
 )
-from tiermem.checkpoint.format.manifest import LATEST_FILE, POINTER_FILE, ManifestError, Part
+from tiermem.checkpoint.format.manifest import LATEST_FILE, POINTER_FILE, Part
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.opening.verified import DamagedState

@@ -1,4 +1,5 @@
 """Together: a stage that every rank goes through by itself, after which all know how it went on each.
+from tiermem.checkpoint.format.fields import ManifestError
 
     together     a stage of saving: every rank gets the values of all; a rank that failed raises its own error, the others
                  one that tells of it
@@ -15,7 +16,7 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from tiermem.checkpoint.format.manifest import ManifestError
+from tiermem.checkpoint.format.fields import ManifestError
 from tiermem.zero.collectives import exchange
 from tiermem.zero.topology import Topology
 

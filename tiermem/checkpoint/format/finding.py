@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.fields import MOST_BYTES, crc32c
+from tiermem.checkpoint.format.fields import MOST_BYTES, ManifestError, crc32c
 from tiermem.checkpoint.format.manifest import (
     CHECKSUM_BYTES,
     LATEST_FILE,
@@ -18,7 +18,6 @@ from tiermem.checkpoint.format.manifest import (
     POINTER_FILE,
     WEIGHT,
     Manifest,
-    ManifestError,
     Parameter,
     Part,
     Piece,

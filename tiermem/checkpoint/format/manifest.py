@@ -77,23 +77,6 @@ from tiermem.checkpoint.format.fields import (
     write,
 )
 
-__all__ = [
-    "CHECKSUM_BYTES",
-    "POINTER_FILE",
-    "Manifest",
-    "ManifestError",
-    "Parameter",
-    "Part",
-    "PartFile",
-    "PartState",
-    "Piece",
-    "Pointer",
-    "parse_manifest",
-    "parse_part",
-    "parse_pointer",
-    "states_of",
-]
-
 FORMAT, VERSION = "tiermem", 1
 CHECKSUM_BYTES = 1 << 20
 POINTER_FILE, LATEST_FILE = "tiermem.json", "latest"
@@ -166,17 +149,6 @@ class PartState(NamedTuple):
     state: Annotated[str, string(255)]
     kind: Annotated[str, one_of(kinds.KINDS)]
     pieces: Annotated[list[Sequence[int]], Rule(_read_pieces)]
-
-
-def states_of(pieces: Iterable[Piece]) -> tuple[PartState, ...]:
-    """Pieces as a part has them. Raises ValueError for two kinds of one state, which no part holds."""
-    found: dict[tuple[str, str], PartState] = {}
-    for each in pieces:
-        state = found.setdefault((each.param, each.state), PartState(each.param, each.state, each.kind, []))
-        if state.kind != each.kind:
-            raise ValueError(f"{each.state} of {each.param} is {state.kind} and {each.kind}")
-        state.pieces.append((each.start, each.numel, each.file, each.offset))
-    return tuple(found.values())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.fields import Json, decode
+from tiermem.checkpoint.format.fields import Json, ManifestError, decode
 from tiermem.checkpoint.format.finding import Found, NothingSaved, find, named_folder, read_latest, tags_of
-from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, ManifestError, Parameter
+from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.opening.restore import Fitted, Wants, fit, restore, shown_names
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.saving.saver import saver_of

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.fields import ManifestError
 from tiermem.checkpoint.format.finding import Found, Opened, cover, find, read_manifest, read_parts
-from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Manifest, ManifestError, Parameter, Part
+from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Manifest, Parameter, Part
 from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES, DamagedState, Span, Stream, Verified
 from tiermem.swap import durable
 from tiermem.swap.native import Workers, widen_part

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tiermem.checkpoint.format.fields import Json, encode
+from tiermem.checkpoint.format.fields import Json, ManifestError, encode
 from tiermem.checkpoint.format.finding import pointer_path, read_latest, written
-from tiermem.checkpoint.format.manifest import LATEST_FILE, Manifest, ManifestError, data_name, manifest_name, part_name
+from tiermem.checkpoint.format.manifest import LATEST_FILE, Manifest, data_name, manifest_name, part_name
 from tiermem.checkpoint.saving.pieces import put_together, write_data
 from tiermem.checkpoint.saving.publish import (
     Content,

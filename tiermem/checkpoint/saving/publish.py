@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tiermem.checkpoint.format.fields import Json, crc32c
+from tiermem.checkpoint.format.fields import Json, ManifestError, crc32c
 from tiermem.checkpoint.format.finding import (
     Found,
     Opened,
@@ -30,7 +30,6 @@ from tiermem.checkpoint.format.finding import (
 from tiermem.checkpoint.format.manifest import (
     POINTER_FILE,
     Manifest,
-    ManifestError,
     Parameter,
     Part,
     PartFile,
