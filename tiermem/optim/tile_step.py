@@ -1,4 +1,4 @@
-"""TileWork: one pass over tiles: which bytes of each are read and written, and what is done to it in a buffer.
+"""TilePass: one pass over tiles: which bytes of each are read and written, and what is done to it in a buffer.
 
 What is read depends on what has been written before and on what the work needs (zero/state_layout.py):
 
@@ -85,7 +85,7 @@ Act = Callable[[Places], None]
 """What is done to a parameter's elements in a tile, in place."""
 
 
-class TileWork:
+class TilePass:
     """One pass over a model's tiles, as swap/pipeline.py runs it.
 
     Args:

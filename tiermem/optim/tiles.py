@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 
 from tiermem.optim.tile import MomentsOf, Segment, Tile, rests_on_host, stepped_ranges, tile_runs
-from tiermem.optim.tile_step import Act, RuleOf, TileWork, Visitor, stepping, too_many_moments, visiting
+from tiermem.optim.tile_step import Act, RuleOf, TilePass, Visitor, stepping, too_many_moments, visiting
 from tiermem.policy import Tier
 from tiermem.swap.native import narrow_part, widen_part
 from tiermem.swap.pipeline import run_pipeline
@@ -88,7 +88,7 @@ class StateTiles:
         start = self._shards.head_start
         if start is None or not self._shards.policy.pipeline_read:
             return
-        work = TileWork(self._shards, self._moments_of)
+        work = TilePass(self._shards, self._moments_of)
         start.begin((tile for tile in self.tiles if work.has_lasting(tile)), work.read_lasting)
 
     def step(self, rule_of: RuleOf) -> None:
@@ -123,7 +123,7 @@ class StateTiles:
         self._shards.drop_head_start()
         unstarted = [tile for tile, _ in pieces if not tile.is_started]
         if unstarted:
-            self._run(unstarted, TileWork(self._shards, self._moments_of))
+            self._run(unstarted, TilePass(self._shards, self._moments_of))
         done = 0
         for tile, segment in pieces:
             self._write_piece(tile, segment, name, values[done : done + segment.numel].to(torch.float32))
@@ -143,7 +143,7 @@ class StateTiles:
         self._shards.drop_head_start()
         due = [tile for tile in self.tiles if any(segment.shard in chosen for segment in tile.segments)]
         visit = visiting(self._shards.workers, chosen, visitor)
-        self._run(due, TileWork(self._shards, self._moments_of, visit, reads_weights=True))
+        self._run(due, TilePass(self._shards, self._moments_of, visit, reads_weights=True))
         shown = {shard.index: shard for shard in chosen}
         for live in {self._shards.find(shard.param)[0]: None for _, shard in sorted(shown.items())}:
             self._shards.refresh(live.unit.shards[0].param)
@@ -158,7 +158,7 @@ class StateTiles:
         parameter. Blocks; raises OSError, and what the filler raises: then some tiles hold the one, some the other.
         """
         self._shards.drop_head_start()
-        work = TileWork(self._shards, self._moments_of, filler, reads_weights=True, is_blank=not keeps)
+        work = TilePass(self._shards, self._moments_of, filler, reads_weights=True, is_blank=not keeps)
         self._run(self.tiles, work)
 
     def pieces(self, shard: Shard) -> list[tuple[Tile, Segment]]:
@@ -188,10 +188,10 @@ class StateTiles:
         with self._shards.changing_all():
             unstarted = [tile for tile in tiles if tile.home is Tier.DEVICE and not tile.is_started]
             if unstarted:
-                self._run(unstarted, TileWork(self._shards, self._moments_of))
-            self._run(tiles, TileWork(self._shards, self._moments_of, act, is_step=True, grads=grads))
+                self._run(unstarted, TilePass(self._shards, self._moments_of))
+            self._run(tiles, TilePass(self._shards, self._moments_of, act, is_step=True, grads=grads))
 
-    def _run(self, tiles: Sequence[Tile], work: TileWork) -> None:
+    def _run(self, tiles: Sequence[Tile], work: TilePass) -> None:
         policy, pool = self._shards.policy, self._shards.tile_pool
         if pool is not None:
             start = self._shards.head_start

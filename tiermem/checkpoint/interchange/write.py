@@ -252,5 +252,5 @@ def _chunks(what: str, state: ForeignState) -> Iterator[torch.Tensor]:
     for values in state.pieces():
         if values.dtype != state.dtype:
             raise ValueError(f"{what} is {values.dtype}, not {state.dtype}")
-        raw = in_memory(values.contiguous()) if values.numel() else torch.empty(0, dtype=torch.uint8)
-        yield from raw.split(CHUNK_BYTES)
+        if values.numel():
+            yield from in_memory(values.contiguous()).split(CHUNK_BYTES)

@@ -52,7 +52,7 @@ def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
     parameters that were left out on purpose when they were saved are not missing. Raises ValueError for another shape.
     """
     aliases = names_of(shards.model)
-    own = [(shard, [shard.name, *aliases[id(shard.param)]]) for _, shard in shards.parameters()]
+    own = [(shard, [shard.name, *aliases.get(id(shard.param), ())]) for _, shard in shards.parameters()]
     held = buffers(shards.model)
     params = {shard: found.name for shard, names in own if (found := _found(source, names)) is not None}
     placed = [(tensor, found.name) for names, tensor in held if (found := _found(source, names)) is not None]
