@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,24 @@ from tiermem.checkpoint.format.manifest import (
     Parameter,
     Part,
     PartFile,
+    PartState,
     Piece,
     manifest_name,
     part_name,
-    states_of,
 )
 from tiermem.swap.checksum import crc32c
+
+
+def states_of(pieces: Iterable[Piece]) -> tuple[PartState, ...]:
+    """Pieces as a part has them. Raises ValueError for two kinds of one state, which no part holds."""
+    found: dict[tuple[str, str], PartState] = {}
+    for each in pieces:
+        state = found.setdefault((each.param, each.state), PartState(each.param, each.state, each.kind, []))
+        if state.kind != each.kind:
+            raise ValueError(f"{each.state} of {each.param} is {state.kind} and {each.kind}")
+        state.pieces.append((each.start, each.numel, each.file, each.offset))
+    return tuple(found.values())
+
 
 States = Mapping[str, Mapping[str, torch.Tensor]]
 """By parameter and state; a split master is int16."""

@@ -190,7 +190,7 @@ def find_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     index = path / INDEX_NAME
-    files = [path / name for name in _names_in(index)] if index.is_file() else sorted(path.glob("*.safetensors"))
+    files = [path / name for name in names_in(index)] if index.is_file() else sorted(path.glob("*.safetensors"))
     missing = [str(file) for file in files if not file.is_file()]
     if missing or not files:
         raise FileNotFoundError(2, f"no such file: {', '.join(missing) or 'no *.safetensors'}", str(path))
@@ -248,7 +248,7 @@ def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> Iterat
         yield _Stored(name, dtype, shape, base + first, last - first)
 
 
-def _names_in(index: Path) -> list[str]:
+def names_in(index: Path) -> list[str]:
     """The files that an index names. Raises ValueError for one that is no index, or names files in other folders."""
     data = durable.read_file(index, _MAX_HEADER_BYTES, follows=True)
     if len(data) > _MAX_HEADER_BYTES:

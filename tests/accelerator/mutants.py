@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tiermem.optim.sharded import ShardedModel
-from tiermem.optim.tile import TileMoves
+from tiermem.optim.tile_step import TilePass
 from tiermem.swap.accelerator import PageLock
 from tiermem.swap.arena import Arena
 from tiermem.zero import hooks, shards
@@ -58,7 +58,7 @@ MUTANTS = {
         hooks, "_note_stream", "living.memory.note_gradient()", "pass", "two_streams_one_backward", "host"
     ),
     "a home is overwritten while it is read, by a step": Mutant(
-        TileMoves, "_params", "tile.live.await_home()", "pass", "evaluated_between", "host"
+        TilePass, "_params", "tile.live.await_home()", "pass", "evaluated_between", "host"
     ),
     "a home is overwritten while it is read, by load_state_dict": Mutant(
         Values, "put_elements", "live.await_home()", "pass", "loaded_while_copies_are_pending", "host"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from saved_by_hand import states_of
+
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.fields import crc32c
-from tiermem.checkpoint.format.manifest import Manifest, Parameter, Part, PartFile, Piece, Pointer, states_of
+from tiermem.checkpoint.format.manifest import Manifest, Parameter, Part, PartFile, Piece, Pointer
 
 RUN = "0123456789ab"
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from manifests import manifest, parts, piece, pointer
+from saved_by_hand import states_of
 
 from tiermem.checkpoint.format import fields as fields_of_files
-from tiermem.checkpoint.format.fields import Fields, crc32c, seal, unseal
+from tiermem.checkpoint.format.fields import Fields, ManifestError, crc32c, seal, unseal
 from tiermem.checkpoint.format.finding import cover
 from tiermem.checkpoint.format.manifest import (
-    ManifestError,
     Parameter,
     Part,
     PartState,
@@ -23,7 +23,6 @@ from tiermem.checkpoint.format.manifest import (
     parse_manifest,
     parse_part,
     parse_pointer,
-    states_of,
 )
 
 

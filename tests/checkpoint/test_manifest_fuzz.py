@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manifests import manifest, parts, pointer
 
-from tiermem.checkpoint.format.fields import crc32c, encode
+from tiermem.checkpoint.format.fields import ManifestError, crc32c, encode
 from tiermem.checkpoint.format.finding import cover
-from tiermem.checkpoint.format.manifest import Manifest, ManifestError, Part, parse_manifest, parse_part, parse_pointer
+from tiermem.checkpoint.format.manifest import Manifest, Part, parse_manifest, parse_part, parse_pointer
 
 Parse = Callable[[bytes, str], Any]
 

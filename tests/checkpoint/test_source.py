@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from saved_by_hand import write
 
+from tiermem.checkpoint.format.fields import ManifestError
 from tiermem.checkpoint.format.finding import NothingSaved
-from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, ManifestError
+from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.opening.verified import DamagedState
 from tiermem.swap.errors import CorruptionError

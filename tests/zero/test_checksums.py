@@ -17,7 +17,7 @@ import tiermem
 from tiermem import Shards
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
 from tiermem.checkpoint.saving.pieces import checksums
-from tiermem.optim.tile import TileMoves
+from tiermem.optim.tile_step import TilePass
 from tiermem.precision import PRESETS
 from tiermem.swap.checksum import ROTATION, crc32c
 from tiermem.swap.errors import CorruptionError
@@ -76,7 +76,7 @@ def test_a_flipped_bit_in_any_part_of_a_tile_is_named(
     shards, _ = trained(preset, tile_numel=561_152)  # the whole weight but for its last elements
     states = shards.states
     assert states is not None and shards.tile_pool is not None
-    work, slot = TileMoves(shards, lambda shard: states.names(shard), reads_weights=True), shards.tile_pool.take()
+    work, slot = TilePass(shards, lambda shard: states.names(shard), reads_weights=True), shards.tile_pool.take()
     assert slot is not None
     shards.drop_head_start()
     named: set[tuple[str, str]] = set()

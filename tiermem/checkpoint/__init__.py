@@ -1,10 +1,10 @@
 """Checkpoint: durable steps of a sharded model, which are the store's own files, and complete copies of them.
 
-Rooms and files in order: each imports only what is before it.
+Rooms and files in order: each imports only files before it.
 
-    together     a stage that all ranks go through, and an end that all come to alike
-    format/      fields      strict readers of JSON files           manifest   what a durable step consists of
-                 finding     which durable steps a place holds
+    format/      kinds       how elements are stored                 fields     strict readers of JSON files
+                 manifest    the files of a durable step             finding    the durable steps of a folder
+    together     a stage that all ranks go through; an error on one rank is an error on all
     saving/      pieces      the file ranges that a rank saves       capture    which elements, and where they lie
                  publish     a manifest made known; old steps go     commit     a step made durable where it rests
                  copies      a complete copy elsewhere               saver      both, for shards and optimizer

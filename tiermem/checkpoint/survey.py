@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from tiermem.checkpoint.format.fields import ManifestError
 from tiermem.checkpoint.format.finding import (
     Found,
     NothingSaved,
@@ -21,7 +22,7 @@ from tiermem.checkpoint.format.finding import (
     real,
     tags_of,
 )
-from tiermem.checkpoint.format.manifest import LATEST_FILE, POINTER_FILE, ManifestError, Part
+from tiermem.checkpoint.format.manifest import LATEST_FILE, POINTER_FILE, Part
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.opening.verified import DamagedState
@@ -117,7 +118,7 @@ class Named:
 def space_of(files: Iterable[Path], named: Named, goes_on: bool, is_clear: bool) -> Space:
     """What files of a run take. Files that vanish meanwhile take nothing. Raises OSError.
 
-    goes_on: the run is live, or nobody can tell. is_clear: every step of it could be read.
+    goes_on: the run is live, or may be. is_clear: every step of it could be read.
     """
     total = Space()
     for file in files:
@@ -158,7 +159,7 @@ def _of_file(file: Path, named: Named, goes_on: bool, is_clear: bool) -> Space:
 
 
 def _data_of(file: Path) -> Iterator[tuple[int, int]]:
-    """Where a file has been written: what is reserved and was not is a hole to whoever asks. Raises OSError."""
+    """Where a file has been written: reserved blocks that were not written are holes. Raises OSError."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         stop, end = 0, os.fstat(fd).st_size
@@ -180,8 +181,8 @@ def _data_of(file: Path) -> Iterator[tuple[int, int]]:
 #
 #     DIR     a store's path, a run's folder, a folder of checkpoints, a tag's; what lies one folder below is looked at too
 #
-# A run       live: somebody holds its lock     dead: nobody does, it was killed     kept: it was closed in order
-#             unseen: its host is another one, and from here nobody can see whether it lives
+# A run       live: a process holds its lock     dead: no process does, it was killed     kept: it was closed in order
+#             unseen: it is of another host, and cannot be seen from here
 # A step      whole: manifest and parts are valid, every file is there and long enough (verified: and every checksum is
 # right)
 #           live: of a run that goes on, so only its manifest was looked at   broken: why is said   damaged: a checksum differs
@@ -228,7 +229,7 @@ class RunReport:
     file_bytes: int  # that its files take on the disk: what follows, together
     durable_bytes: int  # named by durable steps that were found
     live_bytes: int  # written by a run that goes on, beside them
-    free_bytes: int  # neither: what nobody needs, or is reserved and was not written yet
+    free_bytes: int  # neither: unused, or reserved and not written yet
     unclear_bytes: int  # what would be free, were there not a step that cannot be read
     record_bytes: int  # manifests, parts, the lock, files that are not ours
     unknown: tuple[str, ...]  # files that no run makes
@@ -335,7 +336,10 @@ def survey(where: Path, verifies: bool = False, progress: Progress | None = None
     unknown = {_run_id_of(step) for step in unique.values() if not named.knows(step.manifest)}
     reports = tuple(_run(folder, named, unknown) for folder in runs)
     placed = [dataclasses.replace(step, places=named.by_folder(step.manifest)) for step in reversed(unique.values())]
-    told = tuple(_cut_short(step) if _is_cut_short(step, placed) else step for step in placed)
+    why = "its manifest is removed, and its pointer is left: --repair removes that too"
+    told = tuple(
+        dataclasses.replace(step, state="removed", why=why) if _is_cut_short(step, placed) else step for step in placed
+    )
     return Survey(where, reports, _paths(reports), told, tuple(faults), tuple(unread))
 
 
@@ -381,11 +385,6 @@ def _is_cut_short(step: StepReport, steps: Iterable[StepReport]) -> bool:
         return False
 
 
-def _cut_short(step: StepReport) -> StepReport:
-    why = "its manifest is removed, and its pointer is left: --repair removes that too"
-    return dataclasses.replace(step, state="removed", why=why)
-
-
 def _folders(where: Path) -> list[Path]:
     """The place itself, and folders below it that are neither a run's nor a tag's."""
     if RunName.of(real(where)) is not None:
@@ -399,19 +398,15 @@ def _found(folder: Path) -> tuple[list[tuple[Found, bool]], list[str]]:
     """The steps of one folder, each with whether `latest` names it, and what is wrong with `latest`."""
     try:
         latest = read_latest(folder)
-        steps = find(folder)
+        return [(each, latest is not None and each.tag == latest) for each in find(folder)], []
     except NothingSaved:
-        if latest is None:
-            return [(each, False) for tag in tags_of(folder)[:1] for each in find(folder, tag)], []
-        left = [(each, False) for tag in tags_of(folder)[:1] for each in find(folder, tag)]
-        if is_deepspeed(folder):  # its `latest` is not ours
-            return left, []
-        return left, [f"{folder / 'latest'} names {latest!r}, which is not there"]
+        is_ours = latest is not None and not is_deepspeed(folder)
+        wrong = [f"{folder / 'latest'} names {latest!r}, which is not there"] if is_ours else []
     except (ManifestError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in _OF_THE_FILES:
             raise
-        return [(each, False) for tag in tags_of(folder)[:1] for each in find(folder, tag)], [_said(error)]
-    return [(each, latest is not None and each.tag == latest) for each in steps], []
+        wrong = [_said(error)]
+    return [(each, False) for tag in tags_of(folder)[:1] for each in find(folder, tag)], wrong
 
 
 def _step(found: Found, is_latest: bool, verifies: bool, progress: Progress | None, named: Named) -> StepReport:

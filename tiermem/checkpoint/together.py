@@ -1,9 +1,10 @@
-"""Together: what every rank goes through by itself, and then all know how it went.
+"""Together: a stage that every rank goes through by itself, after which all know how it went on each.
+from tiermem.checkpoint.format.fields import ManifestError
 
-    together     a stage of saving: everybody's own value for everybody; a rank's own error there, on the others one that
-                 tells of it
-    everywhere   something done with what was saved: only if all that failed found damage do all raise damage, so that ranks
-                 which may fall back to an older step all do or none does
+    together     a stage of saving: every rank gets the values of all; a rank that failed raises its own error, the others
+                 one that tells of it
+    everywhere   a stage of opening: all raise damage only if all that failed found damage, so that either all ranks may fall
+                 back to an older step or none
 
 So no rank goes on while another has failed, and none waits for one that will not come.
 """
@@ -15,14 +16,14 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from tiermem.checkpoint.format.manifest import ManifestError
+from tiermem.checkpoint.format.fields import ManifestError
 from tiermem.zero.collectives import exchange
 from tiermem.zero.topology import Topology
 
 T = TypeVar("T")
 
 Talk = Callable[[str], list[str]]
-"""Hands a string to every rank and returns everybody's, in the order of ranks."""
+"""Hands a string to every rank and returns those of all, in the order of ranks."""
 
 DAMAGE = (ManifestError, OSError)
 """Errors of a step that is not whole."""
@@ -43,7 +44,7 @@ def together(
     """Runs a stage and returns what it returned on every rank: JSON values, in the order of ranks. Collective; blocks.
 
     unheard: called, with whether this rank's own stage went well, when another rank is lost before it has been heard. What
-        the stage has done may stand then, or may not: whoever takes it back must know that it does not.
+        the stage has done may stand then, or may not: only a rank that knows that it does not may take it back.
 
     Raises this rank's own error as it is; where only others failed an OSError or RuntimeError that tells of them.
     """
@@ -69,7 +70,7 @@ def together(
 def everywhere(topology: Topology, what: str, act: Callable[[], T]) -> T:
     """Does something on every rank and returns what it has returned here. Collective; blocks.
 
-    Raises, where somebody failed: damage if all of them found damage (its own error on a rank that did, DamageElsewhere on the
+    Raises, where a rank failed: damage if all of them found damage (its own error on a rank that did, DamageElsewhere on the
     others); else what is no damage, and RuntimeError on ranks where nothing or damage was found.
     """
     done: list[T] = []
@@ -99,7 +100,7 @@ class _Failed(NamedTuple):
 
 
 def _heard(talk: Talk, value: Any, own: Exception | None) -> tuple[list[Any], list[_Failed]]:
-    """Everybody's values, and who failed."""
+    """The values of all ranks, and which ranks failed."""
     number = own.errno if isinstance(own, OSError) else None
     told = None if own is None else [f"{type(own).__name__}: {own}", number, isinstance(own, DAMAGE)]
     said = [json.loads(each) for each in talk(json.dumps([value, told]))]

@@ -36,7 +36,7 @@ class LazyTensor:
         """The tensor, on the CPU. Blocks; raises DamagedState, OSError."""
         with Source.open(self._where, self._tag) as source:
             found = next(w for w in weights_of(source, torch.float32) if w.parameter.name == self._name)
-            return _whole(found)
+            return found.whole()
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -50,7 +50,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     found: dict[str, Any] = {}
     with Source.open(where, tag) as source:
         for weight in weights_of(source, torch.float32, exclude_frozen_parameters):
-            value = LazyTensor(where, tag, weight) if lazy_mode else _whole(weight)
+            value = LazyTensor(where, tag, weight) if lazy_mode else weight.whole()
             found.update(dict.fromkeys(weight.names, value))
     return found
 
@@ -88,7 +88,7 @@ def convert_zero_checkpoint_to_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: PathLike, tag: str | None = None
 ) -> nn.Module:
-    """Moves an ordinary model to the CPU and loads fp32 weights into what of it they fit; returns it. Blocks."""
+    """Moves an ordinary model to the CPU and loads fp32 weights where names fit; returns it. Blocks."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     model.load_state_dict(state, strict=False)
@@ -108,14 +108,6 @@ def dtype_of(given: torch.dtype | str) -> torch.dtype:
         raise ValueError(f"the dtype is {given!r}; allowed are {', '.join(_DTYPES)}")
     assert found is not None
     return found
-
-
-def _whole(weight: Weight) -> torch.Tensor:
-    value = torch.empty(weight.parameter.shape, dtype=weight.dtype)
-    flat = value.view(-1)
-    for start, values in weight.pieces():
-        flat[start : start + values.numel()] = values
-    return value
 
 
 def _bytes(size: str | int) -> int:

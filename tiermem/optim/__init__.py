@@ -3,8 +3,8 @@
 Files in order: each imports only files before it.
 
     rules        what each optimizer keeps for a parameter, the scalars of a step, the step of one piece, the loss scale
-    tile         a range of one unit's states that is read, stepped and written as one, and how it moves
-    tile_step    what is done to a tile while it is in a buffer
+    tile         a range of one unit's states that is read, stepped and written as one
+    tile_step    a pass over tiles: which bytes are read and written, what is done to each in a buffer
     tiles        all tiles of a sharded model
     ordinary     states of ordinary parameters
     sharded      a sharded model's step as a whole

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tiermem.optim import ordinary
-from tiermem.optim.ordinary import MASTER, STEP, State, num_steps_of, value_of
+from tiermem.optim.ordinary import STEP, State, num_steps_of, value_of
 from tiermem.optim.rules import IMPLEMENTATION, Group, Rule, check_implementation
 from tiermem.optim.sharded import NonFiniteGradients, ShardedModel, check_room, clip_factor
 from tiermem.optim.tiles import StateTiles
@@ -20,6 +20,7 @@ from tiermem.precision import Precision
 from tiermem.swap.native import Workers, store_gradient
 from tiermem.zero import registry
 from tiermem.zero.shards import Shards
+from tiermem.zero.state_layout import MASTER
 from tiermem.zero.topology import fair_cores, fair_threads
 from tiermem.zero.unit import Shard
 
@@ -221,7 +222,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The states in torch's format, on the CPU: see base.py. Collective when a model is sharded; blocks."""
-        handle = self.register_state_dict_post_hook(_fill_state_dict, prepend=True)
+        handle = self.register_state_dict_post_hook(self._fill, prepend=True)
         try:
             return super().state_dict()
         finally:
@@ -234,7 +235,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         """
         # After the user's own hooks, and before them: those see what torch's optimizers would show them.
         sealing = self.register_load_state_dict_pre_hook(lambda _, given: seal(given))
-        opening = self.register_load_state_dict_post_hook(_open_state_dict, prepend=True)
+        opening = self.register_load_state_dict_post_hook(lambda _: self._restore(), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -246,10 +247,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
         names = {param: name for name, param in self.named()}
         for param, entry in entries.items():
-            self.state.pop(param, None)
-            if entry:
-                rule, precision = self.rule_of(self._groups[id(param)], param), self._ordinary_precision
-                self.state[param] = ordinary.restore_state(self._threads(), param, entry, rule, precision, names[param])
+            self._restore_one(names[param], param, entry)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._sharded:
@@ -263,20 +261,20 @@ class NativeOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._is_built = True
 
-    def _export(self, numbers: list[list[int]]) -> dict[int, ordinary.State]:
-        """The entries of every parameter that has been stepped, by its number in the dict."""
+    def _fill(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Puts the entries of every parameter that has been stepped into a dict, by its number there."""
         found: dict[int, ordinary.State] = {}
-        homes = {id(shard.param): (shards, shard) for shards in self._sharded for _, shard in shards.parameters()}
+        numbers = [group["params"] for group in state_dict["param_groups"]]
         for group, own in zip(self.param_groups, numbers, strict=True):
             for number, param in zip(own, group["params"], strict=True):
-                rule = self.rule_of(group, param)
-                if id(param) in homes:
-                    shards, shard = homes[id(param)]
+                rule, shards = self.rule_of(group, param), registry.keeper_of(param)
+                if isinstance(shards, Shards):
+                    shard = shards.find(param)[1]
                     if shard.num_steps or shard.has_moments or shard.has_master:
                         found[number] = export_sharded(shards, self._sharded[shards].tiles, shard, rule)
                 elif self.state.get(param):
                     found[number] = ordinary.export_state(self._threads(), param, self.state[param], rule)
-        return found
+        state_dict["state"] = found
 
     def _restore(self) -> None:
         """Opens what torch has put in `state`, once the groups are the dict's."""
@@ -287,19 +285,20 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._attach_all()
         sealed = dict(self.state)
         self.state.clear()
-        homes = {
-            id(shard.param): (shards, live, shard) for shards in self._sharded for live, shard in shards.parameters()
-        }
         for name, param in self.named():
-            rule = self.rule_of(self._groups[id(param)], param)
-            given = sealed[param].entry if param in sealed else None
-            if id(param) in homes:
-                shards, live, shard = homes[id(param)]
-                if live.unit.is_trainable:
-                    restore_sharded(shards, self._sharded[shards].tiles, shard, given, rule)
-            elif given:
-                precision = self._ordinary_precision
-                self.state[param] = ordinary.restore_state(self._threads(), param, given, rule, precision, name)
+            given, shards = sealed[param].entry if param in sealed else None, registry.keeper_of(param)
+            if not isinstance(shards, Shards):
+                self._restore_one(name, param, given)
+            elif (found := shards.find(param))[0].unit.is_trainable:
+                rule = self.rule_of(self._groups[id(param)], param)
+                restore_sharded(shards, self._sharded[shards].tiles, found[1], given, rule)
+
+    def _restore_one(self, name: str, param: nn.Parameter, given: Mapping[str, Any] | None) -> None:
+        """The state of an ordinary parameter."""
+        self.state.pop(param, None)
+        if given:
+            rule, precision = self.rule_of(self._groups[id(param)], param), self._ordinary_precision
+            self.state[param] = ordinary.restore_state(self._threads(), param, given, rule, precision, name)
 
     def _check_keepers(self) -> None:
         """Raises rather than pass over parameters that would never be stepped."""
@@ -323,6 +322,10 @@ class NativeOptimizer(torch.optim.Optimizer):
             number += len(group["params"])
             yield from zip(names, group["params"], strict=True)
 
+    def named_ordinary(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that no sharded model holds, as `named` gives them."""
+        return ((name, param) for name, param in self.named() if not isinstance(registry.keeper_of(param), Shards))
+
     # ---- sharded -----------------------------------------------------------------------------------------------------------
 
     def _attach_all(self) -> None:
@@ -332,26 +335,26 @@ class NativeOptimizer(torch.optim.Optimizer):
             keeper = registry.keeper_of(param)
             if isinstance(keeper, Shards):
                 check_room(keeper, self.rule_of(self._groups[id(param)], param), type(self).__name__)
-                if keeper not in self._sharded:
-                    self._attach(keeper)
-
-    def _attach(self, shards: Shards) -> None:
-        if self._precision is not None and self._precision != shards.policy.precision:
-            raise ValueError(
-                f"precision is {self._precision} and the sharded model's policy says {shards.policy.precision}; its states "
-                "are planned when it is sharded: set OffloadPolicy(precision=...) and leave this one out"
-            )
-        self._sharded[shards] = ShardedModel(shards, self._find_rule)
+                if keeper in self._sharded:
+                    continue
+                if self._precision is not None and self._precision != keeper.policy.precision:
+                    raise ValueError(
+                        f"precision is {self._precision} and the sharded model's policy says {keeper.policy.precision}; its "
+                        "states are planned when it is sharded: set OffloadPolicy(precision=...) and leave this one out"
+                    )
+                self._sharded[keeper] = ShardedModel(keeper, self._find_rule)
 
     def _find_rule(self, param: nn.Parameter) -> tuple[Group, Rule] | None:
         group = self._groups.get(id(param))
         return None if group is None else (group, self.rule_of(group, param))
 
     def _step_sharded(self, shards: Shards, scale: float, max_norm: float) -> None:
-        outcome = self._sharded[shards].step(scale, max_norm)
-        if outcome.grad_norm is not None:
-            self.grad_norm = outcome.grad_norm
-        if not outcome.was_refused:
+        model = self._sharded[shards]
+        norm = model.step(scale, max_norm)
+        if norm is None:
+            return
+        self.grad_norm = norm
+        if not model.is_refused(norm):
             return
         if shards.policy.on_nonfinite == "raise":
             raise NonFiniteGradients(
@@ -363,10 +366,10 @@ class NativeOptimizer(torch.optim.Optimizer):
     # ---- ordinary ----------------------------------------------------------------------------------------------------------
 
     def _check_ordinary(self, group: Group) -> None:
-        names = {id(param): name for name, param in self.named()}
-        for param in group["params"]:
-            if not isinstance(registry.keeper_of(param), Shards) and param.requires_grad:
-                ordinary.check_parameter(param, self._ordinary_precision, names[id(param)])
+        own = {id(param) for param in group["params"]}
+        for name, param in self.named_ordinary():
+            if id(param) in own and param.requires_grad:
+                ordinary.check_parameter(param, self._ordinary_precision, name)
 
     @property
     def _ordinary_precision(self) -> Precision:
@@ -379,11 +382,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         return self._workers
 
     def _step_ordinary(self, scale: float, max_norm: float) -> None:
-        due = [
-            (name, param)
-            for name, param in self.named()
-            if param.grad is not None and not isinstance(registry.keeper_of(param), Shards)
-        ]
+        due = [(name, param) for name, param in self.named_ordinary() if param.grad is not None]
         for name, param in due:
             ordinary.check_gradient(param, name)
         factor = 1.0 / scale
@@ -417,13 +416,3 @@ class NativeOptimizer(torch.optim.Optimizer):
         state[ordinary.STEP] += 1
         step = rule.scalars(group, int(state[ordinary.STEP]), factor, param.shape)
         ordinary.step_parameter(self._threads(), param, state, rule, step, precision, name)
-
-
-def _fill_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    assert isinstance(optimizer, NativeOptimizer)
-    state_dict["state"] = optimizer._export([group["params"] for group in state_dict["param_groups"]])
-
-
-def _open_state_dict(optimizer: torch.optim.Optimizer) -> None:
-    assert isinstance(optimizer, NativeOptimizer)
-    optimizer._restore()

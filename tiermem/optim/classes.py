@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 
 from tiermem.optim import rules
 from tiermem.optim.base import NativeOptimizer, Params
-from tiermem.optim.rules import MATRIX_LR_NAMES, Group, Rule, check_betas, check_range
+from tiermem.optim.rules import MATRIX_LR_NAMES, Group, Rule, check_betas, check_not_negative, check_range
 from tiermem.precision import Precision
 
 # ---- Adam and AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019; amsgrad: Reddi et al. 2018), with torch's -----------
@@ -108,10 +107,8 @@ class AdamW(Adam):
 
 def check_adam(group: Group) -> None:
     """Raises ValueError for values that Adam's groups may not hold."""
-    check_range("lr", float(group["lr"]), 0.0, math.inf)
     check_betas(group["betas"])
-    check_range("eps", group["eps"], 0.0, math.inf)
-    check_range("weight_decay", group["weight_decay"], 0.0, math.inf)
+    check_not_negative(group, "lr", "eps", "weight_decay")
 
 
 # ---- Adagrad (Duchi et al. 2011), with torch's arguments -------------------------------------------------------------
@@ -155,12 +152,10 @@ class Adagrad(NativeOptimizer):
         )
 
     def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
-        return rules.adagrad()
+        return rules.ADAGRAD
 
     def check_group(self, group: Group) -> None:
-        check_range("lr", float(group["lr"]), 0.0, math.inf)
-        for name in ("lr_decay", "weight_decay", "initial_accumulator_value", "eps"):
-            check_range(name, group[name], 0.0, math.inf)
+        check_not_negative(group, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
 
 
 # ---- Lion (Chen et al. 2023): the sign of an interpolated momentum, with decoupled weight decay. torch has none ------
@@ -193,12 +188,11 @@ class Lion(NativeOptimizer):
         super().__init__(params, defaults, {}, precision)
 
     def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
-        return rules.lion()
+        return rules.LION
 
     def check_group(self, group: Group) -> None:
-        check_range("lr", float(group["lr"]), 0.0, math.inf)
         check_betas(group["betas"])
-        check_range("weight_decay", group["weight_decay"], 0.0, math.inf)
+        check_not_negative(group, "lr", "weight_decay")
 
 
 # ---- SGD with momentum (Sutskever et al. 2013, in torch's variant), with torch's arguments ---------------------------
@@ -245,8 +239,7 @@ class SGD(NativeOptimizer):
         return rules.sgd(has_momentum=group["momentum"] != 0.0)
 
     def check_group(self, group: Group) -> None:
-        for name in ("lr", "momentum", "weight_decay"):
-            check_range(name, float(group[name]), 0.0, math.inf)
+        check_not_negative(group, "lr", "momentum", "weight_decay")
         if group["nesterov"] and (group["momentum"] <= 0.0 or group["dampening"] != 0.0):
             raise ValueError(
                 f"nesterov=True with momentum={group['momentum']} and dampening={group['dampening']}; it needs a momentum "
@@ -321,12 +314,11 @@ class Muon(NativeOptimizer):
         super().add_param_group(param_group)
 
     def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
-        return rules.matrix() if group["use_muon"] and param.ndim == 2 else rules.adamw_of_muon()
+        return rules.MATRIX if group["use_muon"] and param.ndim == 2 else rules.ADAMW_OF_MUON
 
     def check_group(self, group: Group) -> None:
         check_adam({**group, "eps": group["adam_eps"]})
-        check_range("momentum", group["momentum"], 0.0, math.inf)
-        check_range("eps", group["eps"], 0.0, math.inf)
+        check_not_negative(group, "momentum", "eps")
         check_range("ns_steps", group["ns_steps"], 0, _MOST_ITERATIONS)
         if len(group["ns_coefficients"]) != len(_COEFFICIENTS):
             raise ValueError(

@@ -22,8 +22,9 @@ from tiermem.optim.rules import AnyStep, Rule, step_parts
 from tiermem.precision import DTYPES, Precision
 from tiermem.swap.native import Workers, narrow_part, widen_part
 from tiermem.swap.parts import STORED, Dither, Moment, Quantised, StepParts, num_scales
+from tiermem.zero.state_layout import MASTER, is_positive
 
-MASTER, STEP = "master", "step"
+STEP = "step"
 
 State = dict[str, Any]
 
@@ -65,8 +66,11 @@ def check_gradient(param: nn.Parameter, name: str) -> torch.Tensor:
 def new_state(param: nn.Parameter, rule: Rule, precision: Precision) -> State:
     """A state before its first step, which fills it without reading it."""
     state: State = {STEP: torch.tensor(0.0)}
+    is_8bit = precision.moments == "8bit"
     for moment in rule.moments:
-        _make_moment(state, moment, param, precision)
+        state[moment] = torch.zeros(param.shape, dtype=torch.uint8 if is_8bit else DTYPES[precision.moments])
+        if is_8bit:
+            state[_scales(moment)] = torch.zeros(num_scales(param.numel()), dtype=torch.uint8)
     master = precision.master_of(param.dtype)
     if master is not None:
         dtype = torch.int16 if master == "split" else torch.float32
@@ -94,11 +98,11 @@ def step_parameter(
 def export_state(workers: Workers, param: nn.Parameter, state: State, rule: Rule) -> State:
     """A state as torch's own state dicts have it: fp32, in the parameter's shape. What is fp32 already is not copied."""
     found: State = {STEP: state[STEP]}
-    for moment, is_signed in zip(rule.moments, rule.signed, strict=True):
+    for moment in rule.moments:
         kept = _moment(state, moment)
         found[moment] = state[moment]
         if isinstance(kept, Quantised) or kept.dtype != torch.float32:
-            found[moment] = widen_part(workers, kept, is_positive=not is_signed).view(param.shape)
+            found[moment] = widen_part(workers, kept, is_positive=is_positive(moment)).view(param.shape)
     if MASTER in state:
         master = state[MASTER]
         weight = param.detach().contiguous().view(-1)
@@ -117,10 +121,9 @@ def restore_state(
     """
     state = new_state(param, rule, precision)
     state[STEP] = torch.tensor(float(num_steps_of(given, rule)))
-    for moment, is_signed in zip(rule.moments, rule.signed, strict=True):
-        if int(state[STEP]):
-            values = value_of(given, moment, param.shape, name).reshape(-1)
-            narrow_part(workers, values, _moment(state, moment), is_positive=not is_signed)
+    for moment in rule.moments if int(state[STEP]) else ():
+        values = value_of(given, moment, param.shape, name).reshape(-1)
+        narrow_part(workers, values, _moment(state, moment), is_positive=is_positive(moment))
     if MASTER in state:
         master = state[MASTER].view(-1)
         values = value_of(given, MASTER, param.shape, name) if MASTER in given else param.detach().float()
@@ -151,14 +154,6 @@ def value_of(given: Mapping[str, Any], key: str, shape: torch.Size, name: str) -
             f"the state dict's {key!r} for parameter {name!r} has shape {tuple(value.shape)}; the parameter has {tuple(shape)}"
         )
     return value.detach().to("cpu", torch.float32)
-
-
-def _make_moment(state: State, moment: str, param: nn.Parameter, precision: Precision) -> None:
-    if precision.moments == "8bit":
-        state[moment] = torch.zeros(param.shape, dtype=torch.uint8)
-        state[_scales(moment)] = torch.zeros(num_scales(param.numel()), dtype=torch.uint8)
-    else:
-        state[moment] = torch.zeros(param.shape, dtype=DTYPES[precision.moments])
 
 
 def _moment(state: State, moment: str) -> Moment:

@@ -11,7 +11,7 @@ import torch
 
 from tiermem.config.precision import Fp16Config
 from tiermem.swap.native import Workers, optimizer_step, widen_part
-from tiermem.swap.parts import MOMENTS, Dither, Quantised, StepParts, StepRule
+from tiermem.swap.parts import Dither, Quantised, StepParts, StepRule
 from tiermem.swap.torch_step import step_in_torch, widen_in_torch
 
 # ---- Arguments: what a parameter group may hold, said with what was given, what is allowed and what to change --------
@@ -32,6 +32,12 @@ def check_range(name: str, value: float, low: float, high: float, is_open: bool 
     """Raises ValueError unless low <= value <= high (< high when open); NaN is never in range."""
     if not low <= value <= high or (is_open and value == high):
         raise ValueError(f"{name} is {value}; allowed are {low} to {high}" + (" (excluded)" if is_open else ""))
+
+
+def check_not_negative(group: Group, *names: str) -> None:
+    """Raises ValueError unless each of these values is 0 or more."""
+    for name in names:
+        check_range(name, float(group[name]), 0.0, math.inf)
 
 
 def check_betas(betas: tuple[float, float]) -> None:
@@ -167,11 +173,6 @@ class Rule:
     is_matrix: bool = False
     """Whether a step needs the whole parameter at once, so that no tile may cut it."""
 
-    @property
-    def signed(self) -> tuple[bool, ...]:
-        """Of each moment, whether it may be negative: 8-bit codes differ."""
-        return tuple(not kind.is_positive for kind in MOMENTS[self.code][: len(self.moments)])
-
     def scalars(self, group: Group, num_steps: int, factor: float, shape: Sequence[int] = ()) -> AnyStep:
         """The scalars of a parameter's step number `num_steps`, from 1; gradients are multiplied by `factor` first.
 
@@ -186,29 +187,9 @@ def adam(is_decoupled: bool, amsgrad: bool = False) -> Rule:
     return Rule("adamw" if is_decoupled else "adam", moments, _adam_scalars)
 
 
-def adagrad() -> Rule:
-    """Adagrad."""
-    return Rule("adagrad", ("sum",), _adagrad_scalars)
-
-
-def lion() -> Rule:
-    """Lion."""
-    return Rule("lion", ("exp_avg",), _lion_scalars)
-
-
 def sgd(has_momentum: bool) -> Rule:
     """SGD; without momentum it keeps nothing."""
     return Rule("sgd", ("momentum_buffer",) if has_momentum else (), _sgd_scalars)
-
-
-def matrix() -> Rule:
-    """Muon's rule for matrices."""
-    return Rule("sgd", ("momentum_buffer",), _matrix_scalars, is_matrix=True)
-
-
-def adamw_of_muon() -> Rule:
-    """What Muon does to parameters that are no matrices: AdamW, with an eps of its own."""
-    return Rule("adamw", ("exp_avg", "exp_avg_sq"), _adamw_of_muon_scalars)
 
 
 def _adam_scalars(code: str, group: Group, num_steps: int, factor: float, _shape: Sequence[int]) -> StepRule:
@@ -300,6 +281,13 @@ def _match_adamw(num_rows: int, num_columns: int) -> float:
 _MATRIX_LR = {None: _keep_norm, "original": _keep_norm, "match_rms_adamw": _match_adamw}
 MATRIX_LR_NAMES = tuple(name for name in _MATRIX_LR if name is not None)
 """What `adjust_lr_fn` may be."""
+
+ADAGRAD = Rule("adagrad", ("sum",), _adagrad_scalars)
+LION = Rule("lion", ("exp_avg",), _lion_scalars)
+MATRIX = Rule("sgd", ("momentum_buffer",), _matrix_scalars, is_matrix=True)
+"""Muon's rule for matrices."""
+ADAMW_OF_MUON = Rule("adamw", ("exp_avg", "exp_avg_sq"), _adamw_of_muon_scalars)
+"""What Muon does to parameters that are no matrices: AdamW, with an eps of its own."""
 
 
 # ---- Loss scale: fp16 gradients are multiplied so that small ones survive, and divided again inside the step ---------

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -30,13 +29,6 @@ class NonFiniteGradients(RuntimeError):
     """The gradients hold NaN or infinity and the policy says that this is an error. No state was touched."""
 
 
-class Outcome(NamedTuple):
-    """Of one step."""
-
-    grad_norm: float | None  # before clipping, of all gradients together; None: they were used up in backward
-    was_refused: bool  # gradients are not finite, and the policy does not apply such
-
-
 class ShardedModel:
     """A sharded model and its states, which rest in its store and live as long as that does."""
 
@@ -48,8 +40,11 @@ class ShardedModel:
         if shards.policy.step_in_backward:
             shards.homes.step_with(lambda unit, grads: self._step_unit(shards.units[unit.index], grads))
 
-    def step(self, scale: float, max_norm: float) -> Outcome:
-        """Steps every parameter that has a gradient. Collective; blocks; raises OSError when a transfer failed.
+    def step(self, scale: float, max_norm: float) -> float | None:
+        """Steps every parameter that has a gradient, unless their norm `is_refused`. Collective; blocks; raises OSError when a
+        transfer failed.
+
+        Returns the norm of all gradients together, before clipping; None: they were used up in backward.
 
         Args:
             scale: the loss scale, by which gradients are divided.
@@ -64,26 +59,29 @@ class ShardedModel:
             if shards.policy.step_in_backward:
                 shards.homes.begin_step()
                 self._regather(trainable)
-                return Outcome(None, was_refused=False)
+                return None
             shards.residency.empty()
             shards.homes.write_zeros()
             shards.homes.settle()
             norm = shards.homes.norm() / scale
-            if not math.isfinite(norm) and shards.policy.on_nonfinite != "apply":
-                return Outcome(norm, was_refused=True)
+            if self.is_refused(norm):
+                return norm
             factor = clip_factor(norm, max_norm) / scale / shards.homes.divisor
             for live in trainable:
                 self._count_steps(live)
             self.tiles.step(lambda shard: self._step_of(shard, factor))
             self._regather(trainable)
             shards.residency.end_pass()
-        return Outcome(norm, was_refused=False)
+        return norm
+
+    def is_refused(self, norm: float) -> bool:
+        """Whether gradients of this norm are not finite, and the policy does not apply such."""
+        return not math.isfinite(norm) and self._shards.policy.on_nonfinite != "apply"
 
     def _step_unit(self, live: LiveUnit, grads: torch.Tensor) -> None:
         """Inside backward: steps a unit with gradients that are not kept."""
         shards = self._shards
-        sums = shards.homes.sums_of_squares(live.unit.shards)
-        if not all(math.isfinite(s) for s in sums) and shards.policy.on_nonfinite != "apply":
+        if any(self.is_refused(each) for each in shards.homes.sums_of_squares(live.unit.shards)):
             raise NonFiniteGradients(f"the gradients of unit {live.unit.name!r} hold NaN or infinity")
         self._count_steps(live)
         shards.residency.outdate(live)

@@ -1,4 +1,22 @@
-"""What is done to a tile while its states are in a buffer: a step, first states, a visit, states from elsewhere."""
+"""TilePass: one pass over tiles: which bytes of each are read and written, and what is done to it in a buffer.
+
+What is read depends on what has been written before and on what the work needs (zero/state_layout.py):
+
+    states             once they have been made
+    fp32 initial       before that, when zero.Init kept them for a master
+    parameters         when they are the master, or its upper half; and when the master is made from them
+    gradients          for a step, when they rest on NVME; they are final only at the end of backward
+
+States and the slice of the parameters are written back. The work is computed on the CPU. Steps of states that rest on an
+accelerator are computed there: data that lies elsewhere is copied there and back.
+
+What is done to a tile is a function of the `Places` of each parameter in it:
+
+    a step     one pass of a native kernel per parameter; elements between parameters are never stepped
+    a visit    a function of the user changes states of chosen parameters, in fp32
+    a fill     a function puts states from elsewhere in place, in the formats that they are kept in
+    nothing    the states are made and written
+"""
 
 from __future__ import annotations
 
@@ -9,187 +27,34 @@ from typing import NamedTuple
 import torch
 
 from tiermem.optim.rules import AnyStep, step_parts
-from tiermem.optim.tile import MomentsOf, Part, Segment, Tile, TileMoves, fp32_master
+from tiermem.optim.tile import MomentsOf, Tile
 from tiermem.policy import Tier
 from tiermem.swap.arena import Slot
-from tiermem.swap.native import narrow_part, widen_part
+from tiermem.swap.move import Move
+from tiermem.swap.native import BACKGROUND, Workers, narrow_part, widen_part
 from tiermem.swap.parts import Dither, Moment, StepParts
 from tiermem.zero.shards import Shards
-from tiermem.zero.state_layout import StateViews, is_positive
+from tiermem.zero.state_layout import FP32_BYTES, StateViews, is_positive
 from tiermem.zero.unit import Shard
+from tiermem.zero.values import initial_master
 
-# ---- TileStep: one optimizer step of a tile, and TileStart: its first states without a step --------------------------
-#
-# The step is one pass of a native kernel per parameter in the tile; elements between parameters are never stepped. How
-# a tile comes and goes: tile.py.
-#
-# Stochastic rounding is told the parameter's name, its own count of steps and where in the whole parameter the tile's
-# elements lie: not where the tile was cut, nor on which of how many ranks.
+FP32_PARAM = "fp32_param"
 
 RuleOf = Callable[[Shard], AnyStep | None]
 """The rule of a parameter's next step and its scalars, or None when it is not to be stepped."""
-
-
-class TileStep(TileMoves):
-    """One step of a model's tiles.
-
-    Args:
-        shards: the model.
-        rule_of, moments_of: how each parameter is stepped.
-        grads: of the one unit that is stepped, flat in its shard layout, when none rest at home.
-    """
-
-    def __init__(
-        self, shards: Shards, rule_of: RuleOf, moments_of: MomentsOf, grads: torch.Tensor | None = None
-    ) -> None:
-        super().__init__(shards, moments_of, reads_gradients=grads is None)
-        self._rule_of = rule_of
-        self._grads = grads
-
-    def _device(self, tile: Tile) -> torch.device:
-        return self._store.device if tile.home is Tier.DEVICE else super()._device(tile)
-
-    def _compute(self, tile: Tile, slot: Slot | None) -> None:
-        """Steps a tile."""
-        start_ns = time.monotonic_ns()
-        views, params = self.open(tile, slot)
-        grads = self._gradients(tile, slot)
-        for segment in tile.segments:
-            rule = self._rule_of(segment.shard)
-            if rule is not None:
-                self._step(tile, segment, rule, views, params, grads)
-            elif not tile.layout.reads_weight and tile.live.shard is None:
-                part = slice(segment.start, segment.start + segment.numel)
-                params[part].copy_(
-                    fp32_master(views)[part]
-                )  # it may not have been read, and the whole slice is written
-        self._store.recorder.add("compute", f"tile {tile.entry}", start_ns, time.monotonic_ns(), tile.state_bytes)
-
-    def _step(
-        self,
-        tile: Tile,
-        segment: Segment,
-        rule: AnyStep,
-        views: StateViews,
-        params: torch.Tensor,
-        grads: torch.Tensor,
-    ) -> None:
-        shard, part = segment.shard, slice(segment.start, segment.start + segment.numel)
-        own, names = views.piece(segment.start, segment.numel), self._moments_of(shard)
-        if len(names) > len(own.moments):
-            raise ValueError(too_many_moments(names, tile.layout.num_moments))
-        precision, dither = tile.layout.precision, None
-        if precision.is_stochastic:
-            first = tile.first_element(segment, self._shards.topology.shard_rank)
-            dither = Dither(precision.key(shard.name), shard.num_steps, first)
-        parts = StepParts(params[part], own.master, grads[part], own.moments[: len(names)])
-        starts = shard.num_steps == 1 and not shard.has_moments  # this parameter; its tile may have been stepped before
-        step_parts(self._shards.workers, rule, parts, dither, start_moments=starts)
-
-    def _gradients(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
-        at_home = self._grads if self._grads is not None else self._shards.homes.flat(tile.live.unit)
-        if at_home is not None:
-            return at_home[tile.elements].to(self._device(tile))
-        assert slot is not None
-        place = tile.room_bytes + tile.slice_bytes
-        return slot.tensor[place : place + tile.grad_bytes].view(tile.grad_dtype).to(self._device(tile))
-
-
-class TileStart(TileMoves):
-    """Makes states that have never been written, and steps nothing."""
-
-    def _compute(self, tile: Tile, slot: Slot | None) -> None:
-        """Makes a tile's first states."""
-        self.open(tile, slot)
-
-
-def too_many_moments(names: Sequence[str], num_moments: int) -> str:
-    """What is said when an optimizer keeps more than the plan has made room for."""
-    return (
-        f"this optimizer keeps {len(names)} moments of a parameter ({', '.join(names)}) and the plan made room for "
-        f"num_moments={num_moments}: {len(names)} > {num_moments}. Shard the model with "
-        f"OffloadPolicy(num_moments={len(names)})"
-    )
-
-
-# ---- TileVisit: lets a function change states of chosen parameters while their tiles pass through the buffers --------
-# once
-#
-#     read the next tile | widen -> the function -> round back | write the previous tile
-#
-# The function sees, for each chosen parameter in a tile, the elements that the tile holds of it, in fp32:
-#
-#     {"fp32_param": ..., "exp_avg": ..., "exp_avg_sq": ...}      flat tensors, to be changed in place
-#
-# Values that it leaves alone come back to the bit in every precision. The parameter follows its master.
-
-FP32_PARAM = "fp32_param"
 
 Visitor = Callable[[dict[str, torch.Tensor], Shard, slice], None]
 """Changes states in place: by name, of which parameter, and which of its elements, counted from its first."""
 
 
-class TileVisit(TileMoves):
-    """One visit to a model's tiles.
-
-    Args:
-        shards: the model.
-        moments_of: what is kept of each parameter.
-        chosen: the parameters whose states are shown.
-        visitor: what is called with them.
-    """
-
-    def __init__(self, shards: Shards, moments_of: MomentsOf, chosen: Collection[Shard], visitor: Visitor) -> None:
-        super().__init__(shards, moments_of, reads_weights=True)
-        self._chosen = chosen
-        self._visitor = visitor
-
-    def _compute(self, tile: Tile, slot: Slot | None) -> None:
-        """Shows a tile's chosen parameters to the visitor and keeps what it leaves."""
-        views, params = self.open(tile, slot)
-        for segment in tile.segments:
-            if segment.shard in self._chosen:
-                self._visit(tile, segment, views, params[segment.start : segment.start + segment.numel])
-
-    def _visit(self, tile: Tile, segment: Segment, views: StateViews, weight: torch.Tensor) -> None:
-        own, shard, workers = views.piece(segment.start, segment.numel), segment.shard, self._shards.workers
-        names = list(self._moments_of(shard))
-        is_split = own.master is not None and own.master.dtype == torch.int16
-        master = widen_part(workers, weight if own.master is None else own.master, weight if is_split else None)
-        values = {FP32_PARAM: master}
-        for name, moment in zip(names, own.moments, strict=False):  # a tile may have room for more
-            values[name] = widen_part(workers, moment, is_positive=is_positive(name))
-        first = tile.first_element(segment, self._shards.topology.shard_rank)
-        self._visitor(values, shard, slice(first, first + segment.numel))
-        for name, moment in zip(names, own.moments, strict=False):
-            narrow_part(workers, values[name], moment, is_positive=is_positive(name))
-            shard.has_moments |= shard.num_steps == 0 and bool(values[name].any())
-        if is_split:
-            assert own.master is not None
-            narrow_part(workers, values[FP32_PARAM], own.master, weight)
-            return
-        weight.copy_(values[FP32_PARAM])
-        if own.master is not None:
-            own.master.copy_(values[FP32_PARAM])
-
-
-# ---- TileFill: puts states from elsewhere where a model's tiles rest, each tile once ---------------------------------
-#
-#     fill a buffer with the next tile | write the previous one
-#
-# Whoever fills gets, for each parameter in a tile, the places of the elements that the tile holds of it, in the formats
-# that they are kept in (zero/state_layout.py), all zero: what it leaves alone is the state before the first step. With
-# `keeps` the tile is read first, and what it leaves alone stays as it was.
-#
-# Nothing is read back and nothing is gathered here: who shows the parameters is told afterwards (`Shards.refresh`).
-
-
 class Places(NamedTuple):
-    """Where elements of one parameter and its states lie, to be filled."""
+    """Where a tile has elements of one parameter and of its states."""
 
+    tile: Tile
     shard: Shard
     first: int  # element of the whole parameter that these begin with
     weight: torch.Tensor
+    grad: torch.Tensor | None  # in a step
     views: StateViews
     names: Sequence[str]  # of the moments, as torch names them
 
@@ -213,44 +78,278 @@ class Places(NamedTuple):
         for start in range(0, self.numel, most_numel):
             weight = self.weight[start : start + most_numel]
             views = self.views.piece(start, weight.numel())
-            yield Places(self.shard, self.first + start, weight, views, self.names)
+            yield self._replace(first=self.first + start, weight=weight, views=views)
 
 
-Filler = Callable[[Places], None]
+Act = Callable[[Places], None]
+"""What is done to a parameter's elements in a tile, in place."""
 
 
-class TileFill(TileMoves):
-    """One filling of a model's tiles.
+class TilePass:
+    """One pass over a model's tiles, as swap/pipeline.py runs it.
 
     Args:
         shards: the model.
         moments_of: what is kept of each parameter.
-        filler: is called with the places of each parameter in each tile, in the order of the tiles.
-        keeps: whether what the filler leaves alone stays as it was.
+        act: called for each parameter in each tile, in order, once the tile's states are made.
+        is_step: whether `act` is an optimizer step, which needs gradients.
+        grads: of the one unit that is stepped, flat in its shard layout, when none rest at home.
+        reads_weights: whether parameters are always read, not only where states are made of them.
+        is_blank: nothing is read: states and parameters are all zero when `act` is called.
     """
 
-    def __init__(self, shards: Shards, moments_of: MomentsOf, filler: Filler, keeps: bool) -> None:
-        super().__init__(shards, moments_of, reads_weights=True)
-        self._filler = filler
-        self._keeps = keeps
+    def __init__(
+        self,
+        shards: Shards,
+        moments_of: MomentsOf,
+        act: Act = lambda _: None,
+        *,
+        is_step: bool = False,
+        grads: torch.Tensor | None = None,
+        reads_weights: bool = False,
+        is_blank: bool = False,
+    ) -> None:
+        self._shards = shards
+        self._store = shards.store
+        self._moments_of = moments_of
+        self._act = act
+        self.is_step = is_step
+        self._grads = grads
+        self._reads_gradients = is_step and grads is None and shards.homes.home is Tier.NVME
+        self._reads_weights = reads_weights
+        self._is_blank = is_blank
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of what lies elsewhere, by its address
+
+    def compute(self, tile: Tile, slot: Slot | None) -> None:
+        """Does the work with a tile, in its buffer or where it rests. Blocks."""
+        start_ns = time.monotonic_ns()
+        try:
+            self._compute(tile, slot)
+            for original, copy in self._copies.values():
+                original.copy_(copy)
+        finally:
+            self._copies.clear()
+        if self.is_step:
+            self._store.recorder.add("compute", f"tile {tile.entry}", start_ns, time.monotonic_ns(), tile.state_bytes)
+
+    def read(self, tile: Tile, slot: Slot) -> Move:
+        """Starts filling a buffer with all that the work needs."""
+        parts = self._lasting_parts(tile) + self._gradient_parts(tile)
+        return self._store.read(_into(slot, parts), f"tile {tile.entry}")
+
+    def read_lasting(self, tile: Tile, slot: Slot) -> Move:
+        """Starts reading what rests from step to step; whatever else waits for the disk goes first."""
+        return self._store.read(_into(slot, self._lasting_parts(tile)), f"tile {tile.entry}", BACKGROUND)
+
+    def read_rest(self, tile: Tile, slot: Slot) -> Move:
+        """Starts reading what `read_lasting` leaves out."""
+        return self._store.read(_into(slot, self._gradient_parts(tile)), f"gradients of tile {tile.entry}")
+
+    def has_lasting(self, tile: Tile) -> bool:
+        """Whether a tile has anything on NVMe that is read and rests from step to step."""
+        return bool(self._lasting_parts(tile))
+
+    def write(self, tile: Tile, slot: Slot) -> Move:
+        """Starts writing states and parameters back."""
+        ranges = []
+        if tile.home is Tier.NVME:
+            ranges.append((tile.entry, 0, slot.tensor[: tile.state_bytes]))
+        if tile.live.entry is not None:
+            ranges.append((tile.live.entry, tile.start * tile.dtype.itemsize, self._params_in(tile, slot)))
+        return self._store.write(ranges, f"tile {tile.entry}")
+
+    # ---- with a tile that has come ---------------------------------------------------------------------------------------
 
     def _compute(self, tile: Tile, slot: Slot | None) -> None:
-        """Lets a tile be filled."""
-        views, params = self.open(tile, slot) if self._keeps else self._open_empty(tile, slot)
+        params, states = self._params(tile, slot), self._states(tile, slot)
+        views = tile.layout.views(states, tile.numel)
+        if self._is_blank:
+            states.zero_()
+            params.zero_()
+        elif not tile.is_started:
+            self._start(tile, slot, views, params)
+        grads, rank = self._gradients(tile, slot), self._shards.topology.shard_rank
         for segment in tile.segments:
-            self._filler(self._places(tile, segment, views, params))
+            part, shard = slice(segment.start, segment.start + segment.numel), segment.shard
+            own, grad = views.piece(segment.start, segment.numel), None if grads is None else grads[part]
+            first = tile.first_element(segment, rank)
+            self._act(Places(tile, shard, first, params[part], grad, own, self._moments_of(shard)))
 
-    def _open_empty(self, tile: Tile, slot: Slot | None) -> tuple[StateViews, torch.Tensor]:
-        states, params = self._states(tile, slot), self._params(tile, slot)
-        states.zero_()
-        params.zero_()
-        return tile.layout.views(states, tile.numel), params
+    def _start(self, tile: Tile, slot: Slot | None, views: StateViews, params: torch.Tensor) -> None:
+        """Makes a tile's first states: masters from initial values or from the weight, moments zero."""
+        initial, states = self._initial_values(tile, slot), self._states(tile, slot)
+        master = tile.layout.master
+        if master is None:
+            states.zero_()
+            return
+        assert views.master is not None
+        if master.kind == "fp32":
+            views.master.copy_(params if initial is None else initial)
+        else:
+            views.master.zero_()  # bits that a bf16 number does not have
+            for segment in tile.segments if initial is not None else ():
+                assert initial is not None
+                part = slice(segment.start, segment.start + segment.numel)
+                narrow_part(self._shards.workers, initial[part], views.master[part], params[part])
+        states[master.num_bytes(tile.numel) :].zero_()  # the initial values may have lain here
 
-    def _places(self, tile: Tile, segment: Segment, views: StateViews, params: torch.Tensor) -> Places:
-        own, start, numel = views.piece(segment.start, segment.numel), segment.start, segment.numel
-        names = self._moments_of(segment.shard)
-        first = tile.first_element(segment, self._shards.topology.shard_rank)
-        return Places(segment.shard, first, params[start : start + numel], own, names)
+    def _initial_of(self, tile: Tile) -> str | None:
+        """The entry of fp32 initial values that a tile's master starts from, when they were kept."""
+        name = initial_master(tile.live.unit)
+        return name if not tile.is_started and name in self._store else None
 
-    def _lasting_parts(self, tile: Tile) -> list[Part]:
-        return super()._lasting_parts(tile) if self._keeps else []
+    def _initial_values(self, tile: Tile, slot: Slot | None) -> torch.Tensor | None:
+        initial = self._initial_of(tile)
+        if initial is None:
+            return None
+        if self._store.home_of(initial) is Tier.HOST:
+            return self._store.view(initial)[tile.elements]
+        assert slot is not None
+        place = tile.layout.initial_offset_bytes(tile.numel)
+        return slot.tensor[place : place + tile.numel * FP32_BYTES].view(torch.float32)
+
+    # ---- where things are ------------------------------------------------------------------------------------------------
+
+    def _device(self, tile: Tile) -> torch.device:
+        """Where the work with a tile is computed."""
+        return self._store.device if self.is_step and tile.home is Tier.DEVICE else torch.device("cpu")
+
+    def _near(self, tile: Tile, data: torch.Tensor) -> torch.Tensor:
+        """A tile's data where its work is computed: themselves, or a copy that is copied back in the end."""
+        if data.device == self._device(tile) or not data.numel():
+            return data
+        if data.data_ptr() not in self._copies:
+            self._copies[data.data_ptr()] = data, data.to(self._device(tile))
+        return self._copies[data.data_ptr()][1]
+
+    def _lasting_parts(self, tile: Tile) -> list[_Part]:
+        """States, fp32 initial values and parameters, as far as they are read from NVMe."""
+        parts: list[_Part] = []
+        if self._is_blank:
+            return parts
+        if tile.is_started and tile.home is Tier.NVME:
+            parts.append((tile.entry, 0, 0, tile.state_bytes))
+        initial = self._initial_of(tile)
+        if initial is not None and self._store.home_of(initial) is Tier.NVME:
+            place = tile.layout.initial_offset_bytes(tile.numel)
+            parts.append((initial, tile.start * FP32_BYTES, place, tile.numel * FP32_BYTES))
+        is_weight_read = self._reads_weights or tile.layout.reads_weight or not tile.is_started
+        if tile.live.entry is not None and is_weight_read:
+            parts.append((tile.live.entry, tile.start * tile.dtype.itemsize, tile.room_bytes, tile.slice_bytes))
+        return parts
+
+    def _gradient_parts(self, tile: Tile) -> list[_Part]:
+        """Gradients, when they rest on NVME."""
+        if not self._reads_gradients:
+            return []
+        entry, offset = self._shards.homes.entry(tile.live.unit), tile.start * tile.grad_dtype.itemsize
+        return [(entry, offset, tile.room_bytes + tile.slice_bytes, tile.grad_bytes)]
+
+    def _gradients(self, tile: Tile, slot: Slot | None) -> torch.Tensor | None:
+        if not self.is_step:
+            return None
+        at_home = self._grads if self._grads is not None else self._shards.homes.flat(tile.live.unit)
+        if at_home is not None:
+            return at_home[tile.elements].to(self._device(tile))
+        assert slot is not None
+        place = tile.room_bytes + tile.slice_bytes
+        return slot.tensor[place : place + tile.grad_bytes].view(tile.grad_dtype).to(self._device(tile))
+
+    def _states(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
+        """The bytes of a tile's states, at home or in its buffer."""
+        if not tile.state_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        if tile.home is not Tier.NVME:
+            return self._near(tile, self._store.view(tile.entry))
+        assert slot is not None
+        return slot.tensor[: tile.state_bytes]
+
+    def _params(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
+        if tile.live.shard is not None:
+            tile.live.await_home()
+            return self._near(tile, tile.live.shard[tile.elements])
+        assert slot is not None
+        return self._near(tile, self._params_in(tile, slot).view(tile.dtype))
+
+    def _params_in(self, tile: Tile, slot: Slot) -> torch.Tensor:
+        """The bytes of a tile's buffer that hold its slice of the parameters."""
+        return slot.tensor[tile.room_bytes : tile.room_bytes + tile.slice_bytes]
+
+
+_Part = tuple[str, int, int, int]
+"""Bytes of an entry of the store and their place in a tile's buffer: entry, offset, place, bytes."""
+
+
+def _into(slot: Slot, parts: Sequence[_Part]) -> list[tuple[str, int, torch.Tensor]]:
+    """The ranges that the store reads: each part with its place in the buffer."""
+    return [(entry, offset, slot.tensor[place : place + num_bytes]) for entry, offset, place, num_bytes in parts]
+
+
+# ---- Acts ------------------------------------------------------------------------------------------------------------
+
+
+def stepping(workers: Workers, rule_of: RuleOf) -> Act:
+    """One optimizer step.
+
+    Stochastic rounding is told the parameter's name, its own count of steps and the elements' place in the whole
+    parameter: the bits do not depend on where tiles are cut, nor on the number of ranks.
+    """
+
+    def step(places: Places) -> None:
+        tile, shard, rule = places.tile, places.shard, rule_of(places.shard)
+        if rule is None:
+            if not tile.layout.reads_weight and tile.live.shard is None:
+                assert places.master is not None
+                places.weight.copy_(places.master)  # it may not have been read, and the whole slice is written
+            return
+        moments, precision, dither = places.views.moments, tile.layout.precision, None
+        if len(places.names) > len(moments):
+            raise ValueError(too_many_moments(places.names, tile.layout.num_moments))
+        if precision.is_stochastic:
+            dither = Dither(precision.key(shard.name), shard.num_steps, places.first)
+        assert places.grad is not None
+        parts = StepParts(places.weight, places.master, places.grad, moments[: len(places.names)])
+        starts = shard.num_steps == 1 and not shard.has_moments  # this parameter; its tile may have been stepped before
+        step_parts(workers, rule, parts, dither, start_moments=starts)
+
+    return step
+
+
+def too_many_moments(names: Sequence[str], num_moments: int) -> str:
+    """What is said when an optimizer keeps more than the plan has made room for."""
+    return (
+        f"this optimizer keeps {len(names)} moments of a parameter ({', '.join(names)}) and the plan made room for "
+        f"num_moments={num_moments}: {len(names)} > {num_moments}. Shard the model with "
+        f"OffloadPolicy(num_moments={len(names)})"
+    )
+
+
+def visiting(workers: Workers, chosen: Collection[Shard], visitor: Visitor) -> Act:
+    """Shows the states of chosen parameters to a function and keeps what it leaves.
+
+    The function gets flat fp32 tensors, {"fp32_param": ..., "exp_avg": ..., ...}, to be changed in place. Values that it
+    leaves alone come back to the bit in every precision. The parameter follows its master.
+    """
+
+    def visit(places: Places) -> None:
+        shard, weight, stored, moments = places.shard, places.weight, places.master, places.moments
+        if shard not in chosen:
+            return
+        is_split = stored is not None and stored.dtype == torch.int16
+        master = widen_part(workers, weight if stored is None else stored, weight if is_split else None)
+        values = {FP32_PARAM: master}
+        for name, moment in moments.items():
+            values[name] = widen_part(workers, moment, is_positive=is_positive(name))
+        visitor(values, shard, slice(places.first, places.first + places.numel))
+        for name, moment in moments.items():
+            narrow_part(workers, values[name], moment, is_positive=is_positive(name))
+            shard.has_moments |= shard.num_steps == 0 and bool(values[name].any())
+        if is_split:
+            assert stored is not None
+            narrow_part(workers, values[FP32_PARAM], stored, weight)
+            return
+        weight.copy_(values[FP32_PARAM])
+        if stored is not None:
+            stored.copy_(values[FP32_PARAM])
+
+    return visit

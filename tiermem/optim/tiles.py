@@ -1,33 +1,24 @@
 """StateTiles: the optimizer states of a sharded model, cut into tiles that are read, stepped and written as one.
 
-    tile.py         a tile and what it holds              tile.py   reading and writing one
-    state_layout.py       where its states lie, in bytes        tile_step.py    stepping one       tile_step.py   changing one
-    tile_step.py    filling one from elsewhere            here            all of them: homes, steps, looking and putting
-
 Before its first step a tile has no states on disk: masters are made from the parameters (or from the fp32 values that
 zero.Init saw, when those were kept), moments are zero.
 
-The first tiles are read before backward has ended (zero/hooks.py says when). States and parameters rest from one step to
-the next, so what has come stays right while micro-batches accumulate, a backward fails or a step is skipped; whoever
-writes them in between drops it (`Shards.drop_head_start`).
+The first tiles are read before backward has ended (zero/hooks.py says when). States and parameters rest from one step to the
+next, so these reads stay valid while micro-batches accumulate, a backward fails or a step is skipped; code that writes states
+in between drops the reads (`Shards.drop_head_start`).
 
-`state` and `load` are what an optimizer's state_dict is made of, one parameter and one state at a time:
-
-    for name in moments:  whole = gather(tiles.state(shard, name))     -> fp32, `shard_numel` elements less this rank's padding
-    for name in moments:  tiles.load(shard, name, my_part_of(whole)); shard.num_steps = step
-    for the master:       the same, with MASTER
-
-Both are exact in every precision: what was stored in fewer bits is found again when it is rounded to them.
+An optimizer's state_dict is made of `state` and `load`, one parameter and one state at a time. Both are exact in every
+precision: a value that was stored in fewer bits is found again when it is rounded to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
-from tiermem.optim.tile import MomentsOf, Segment, Tile, TileMoves, cut, rests_on_host, tile_runs
-from tiermem.optim.tile_step import Filler, RuleOf, TileFill, TileStart, TileStep, TileVisit, Visitor, too_many_moments
+from tiermem.optim.tile import MomentsOf, Segment, Tile, rests_on_host, stepped_ranges, tile_runs
+from tiermem.optim.tile_step import Act, RuleOf, TilePass, Visitor, stepping, too_many_moments, visiting
 from tiermem.policy import Tier
 from tiermem.swap.native import narrow_part, widen_part
 from tiermem.swap.pipeline import run_pipeline
@@ -97,27 +88,23 @@ class StateTiles:
         start = self._shards.head_start
         if start is None or not self._shards.policy.pipeline_read:
             return
-        work = TileMoves(self._shards, self._moments_of)
+        work = TilePass(self._shards, self._moments_of)
         start.begin((tile for tile in self.tiles if work.has_lasting(tile)), work.read_lasting)
 
     def step(self, rule_of: RuleOf) -> None:
         """Steps every tile once. Blocks; raises OSError when a transfer failed, and then the model is torn."""
-        with self._shards.changing_all():
-            self._run(self.tiles, TileStep(self._shards, rule_of, self._moments_of))
+        self._step(self.tiles, rule_of, None)
 
     def step_unit(self, live: LiveUnit, grads: torch.Tensor, rule_of: RuleOf) -> None:
         """Steps one unit's tiles with gradients that rest nowhere: flat, in its shard layout. Blocks."""
-        with self._shards.changing_all():
-            self._run(
-                [t for t in self.tiles if t.live is live], TileStep(self._shards, rule_of, self._moments_of, grads)
-            )
+        self._step([tile for tile in self.tiles if tile.live is live], rule_of, grads)
 
     def state(self, shard: Shard, name: str) -> torch.Tensor:
         """A copy of this rank's part of one state of a parameter, in fp32: flat, without padding. Blocks; raises OSError.
 
         `name` is MASTER, which every parameter has, or one of its moments. Takes memory for that part, twice.
         """
-        pieces = [self._read_piece(tile, segment, name) for tile, segment in self._pieces.get(shard, ())]
+        pieces = [self.piece(tile, segment, name) for tile, segment in self._pieces.get(shard, ())]
         return torch.cat(pieces) if pieces else torch.empty(0)
 
     def load(self, shard: Shard, name: str, values: torch.Tensor) -> None:
@@ -136,7 +123,7 @@ class StateTiles:
         self._shards.drop_head_start()
         unstarted = [tile for tile, _ in pieces if not tile.is_started]
         if unstarted:
-            self._run(unstarted, TileStart(self._shards, self._moments_of))
+            self._run(unstarted, TilePass(self._shards, self._moments_of))
         done = 0
         for tile, segment in pieces:
             self._write_piece(tile, segment, name, values[done : done + segment.numel].to(torch.float32))
@@ -155,22 +142,24 @@ class StateTiles:
         """
         self._shards.drop_head_start()
         due = [tile for tile in self.tiles if any(segment.shard in chosen for segment in tile.segments)]
-        self._run(due, TileVisit(self._shards, self._moments_of, chosen, visitor))
+        visit = visiting(self._shards.workers, chosen, visitor)
+        self._run(due, TilePass(self._shards, self._moments_of, visit, reads_weights=True))
         shown = {shard.index: shard for shard in chosen}
         for live in {self._shards.find(shard.param)[0]: None for _, shard in sorted(shown.items())}:
             self._shards.refresh(live.unit.shards[0].param)
         for shard in chosen:
             shard.has_master |= shard.num_steps == 0 and self._has_master(shard)
 
-    def fill(self, filler: Filler, keeps: bool = False) -> None:
-        """Lets a function put states and weights from elsewhere in place, each tile once: see tile_fill.
+    def fill(self, filler: Act, keeps: bool = False) -> None:
+        """Lets a function put states and weights from elsewhere in place, each tile once, in the formats that they are kept in.
 
         keeps: whether what it leaves alone stays as it was; else that becomes the state before the first step. Not collective:
         every rank calls `Shards.refresh` for every unit after, and sets `num_steps`, `has_moments` and `has_master` of every
         parameter. Blocks; raises OSError, and what the filler raises: then some tiles hold the one, some the other.
         """
         self._shards.drop_head_start()
-        self._run(self.tiles, TileFill(self._shards, self._moments_of, filler, keeps))
+        work = TilePass(self._shards, self._moments_of, filler, reads_weights=True, is_blank=not keeps)
+        self._run(self.tiles, work)
 
     def pieces(self, shard: Shard) -> list[tuple[Tile, Segment]]:
         """What each tile holds of a parameter, in the order of its elements."""
@@ -178,7 +167,15 @@ class StateTiles:
 
     def piece(self, tile: Tile, segment: Segment, name: str) -> torch.Tensor:
         """A copy of what a tile holds of one state of a parameter, in fp32; before its first step what it will be. Blocks."""
-        return self._read_piece(tile, segment, name)
+        part = self._part_of(tile, segment.shard, name)
+        if not tile.is_started:
+            return self._first_value(tile, segment, name)
+        if part is None:
+            return self._weight(tile, segment).float()
+        weight = self._weight(tile, segment) if part.kind == "split" else None
+        ranges = tile.layout.ranges(part, tile.numel, segment.start, segment.numel)
+        data = torch.cat([self._read_bytes(tile, each.offset, each.num_bytes) for each in ranges])
+        return widen_part(self._shards.workers, part.view(data, segment.numel), weight, is_positive(name))
 
     def names(self, shard: Shard) -> tuple[str, ...]:
         """What is kept of a parameter beside its master, under torch's names."""
@@ -186,11 +183,15 @@ class StateTiles:
 
     # ---- stepping --------------------------------------------------------------------------------------------------------
 
-    def _run(self, tiles: Sequence[Tile], work: TileStep | TileStart | TileVisit | TileFill) -> None:
-        if isinstance(work, TileStep):
-            first = [tile for tile in tiles if tile.home is Tier.DEVICE and not tile.is_started]
-            if first:
-                self._run(first, TileStart(self._shards, self._moments_of))
+    def _step(self, tiles: Sequence[Tile], rule_of: RuleOf, grads: torch.Tensor | None) -> None:
+        act = stepping(self._shards.workers, rule_of)
+        with self._shards.changing_all():
+            unstarted = [tile for tile in tiles if tile.home is Tier.DEVICE and not tile.is_started]
+            if unstarted:
+                self._run(unstarted, TilePass(self._shards, self._moments_of))
+            self._run(tiles, TilePass(self._shards, self._moments_of, act, is_step=True, grads=grads))
+
+    def _run(self, tiles: Sequence[Tile], work: TilePass) -> None:
         policy, pool = self._shards.policy, self._shards.tile_pool
         if pool is not None:
             start = self._shards.head_start
@@ -206,24 +207,24 @@ class StateTiles:
             if initial in self._store and all(t.is_started for t in self.tiles if t.live is live):
                 self._store.drop(initial)
 
-    def _cut(self, live: LiveUnit, num_moments: int, is_whole: Callable[[Shard], bool]) -> list[Tile]:
-        policy, plan = self._shards.policy, self._shards.plan
-        layout = StateLayout(live.unit.dtype, policy.precision, num_moments)
-        keeps_initial = keeps_initial_master(live.unit, policy)
-        rank, step = self._shards.topology.shard_rank, plan.tile_numel
-        if not plan.num_tile_slots and any(is_whole(shard) for shard in live.unit.shards):
-            step = live.unit.shard_numel  # no buffer bounds what is stepped where it rests
-        return cut(live, step, layout, keeps_initial, policy.optim, rank, is_whole)
+    def _cut(self, live: LiveUnit, num_moments: int, is_whole: Callable[[Shard], bool]) -> Iterator[Tile]:
+        """The tiles of a unit. Raises ValueError for a parameter that no tile may cut, and that does not fit in one."""
+        policy, plan, unit = self._shards.policy, self._shards.plan, live.unit
+        layout = StateLayout(unit.dtype, policy.precision, num_moments)
+        whole, step = [shard for shard in unit.shards if is_whole(shard)], plan.tile_numel
+        if not plan.num_tile_slots and whole:
+            step = unit.shard_numel  # no buffer bounds what is stepped where it rests
+        for start, numel, segments in stepped_ranges(unit, step, self._shards.topology.shard_rank, whole):
+            in_buffer = layout.buffer_bytes(numel, keeps_initial_master(unit, policy))
+            entry = f"state/{unit.index}/{unit.name}/{start}"
+            yield Tile(live, start, numel, layout, in_buffer, entry, plan.states, segments)
 
     def _choose_homes(self) -> None:
-        """States that rest in memory rest where the plan says; of those on NVME a share stays on HOST, spread evenly."""
-        if self._shards.plan.states is not Tier.NVME:
-            for tile in self.tiles:
-                tile.home = self._shards.plan.states
-            return
-        stays = rests_on_host([tile.state_bytes for tile in self.tiles], self._shards.plan.resident_bytes)
+        """Of states on NVME a share stays on HOST, spread evenly."""
+        plan = self._shards.plan
+        stays = rests_on_host([tile.state_bytes for tile in self.tiles], plan.resident_bytes)
         for tile, is_resident in zip(self.tiles, stays, strict=True):
-            if is_resident:
+            if is_resident and plan.states is Tier.NVME:
                 tile.home = Tier.HOST
 
     def _protect(self) -> None:
@@ -242,17 +243,6 @@ class StateTiles:
         return self._shards.policy.precision.master_of(shard.param.dtype) is not None
 
     # ---- looking and putting ---------------------------------------------------------------------------------------------
-
-    def _read_piece(self, tile: Tile, segment: Segment, name: str) -> torch.Tensor:
-        part = self._part_of(tile, segment.shard, name)
-        if not tile.is_started:
-            return self._first_value(tile, segment, name)
-        if part is None:
-            return self._weight(tile, segment).float()
-        weight = self._weight(tile, segment) if part.kind == "split" else None
-        ranges = tile.layout.ranges(part, tile.numel, segment.start, segment.numel)
-        data = torch.cat([self._read_bytes(tile, each.offset, each.num_bytes) for each in ranges])
-        return widen_part(self._shards.workers, part.view(data, segment.numel), weight, is_positive(name))
 
     def _write_piece(self, tile: Tile, segment: Segment, name: str, values: torch.Tensor) -> None:
         part = self._part_of(tile, segment.shard, name)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import json
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 
 import numpy as np
 import torch
@@ -26,13 +27,20 @@ def crc32c(data: bytes | memoryview) -> int:
     return int(crc32c_of(np.array([view.ctypes.data], np.uint64), np.array([len(data)], np.uint64))[0])
 
 
-# ---- Fields: strict readers of what a JSON file says, so that a hostile one is an error and nothing else -------------
+# ---- Fields: strict readers of JSON files, so that a hostile file is an error and nothing else ------------------------
 #
 #     text(data, source)    bytes -> one JSON object: UTF-8, no NaN, no key twice
-#     Fields(...)           its keys, each read once, as one type, within bounds; what is left over is an error
+#     Fields(...)           its keys, each read once; what is left over is an error
+#     Rule                  what a field may hold and what is made of it
+#     read, write           a record whose annotations hold the rules: `num_bytes: Annotated[int, whole(), "bytes"]`
 #
 # Every error is a ManifestError that names the file and the field. Nothing is executed. Time is linear in a file's
 # bytes, and what is made of it takes at most 26 bytes for each; usually it is 5.
+
+T = TypeVar("T")
+
+Json = Any
+"""What json.loads returns: None, bool, int, float, str, and lists and dicts of those."""
 
 LARGEST = (1 << 63) - 1
 MOST_TEXT = 4096  # characters of a name or a path
@@ -88,64 +96,33 @@ class Fields:
     """
 
     def __init__(self, value: Any, where: str) -> None:
-        self._where = where
+        self.where = where
         if not isinstance(value, dict):
             raise ManifestError(f"{where}: is {_kind(value)}; an object is due")
         self._left = dict(value)
 
-    def integer(self, name: str, most: int = LARGEST, least: int = 0) -> int:
-        """A whole number within bounds."""
-        value = self.any(name)
-        if type(value) is not int or not least <= value <= most:
-            self.refuse(name, value, f"a whole number of {least} to {most}")
-        return int(value)
-
-    def text(self, name: str, most: int = MOST_TEXT, allowed: frozenset[str] | None = None, least: int = 1) -> str:
-        """A string of at most so many characters, without NUL and half surrogate pairs; one of `allowed`."""
-        value = self.any(name)
-        if not _is_text(value, least, most):
-            self.refuse(name, value, f"a string of {least} to {most} characters, without NUL, that UTF-8 can hold,")
-        if allowed is not None and value not in allowed:
-            self.refuse(name, value, f"one of {', '.join(sorted(allowed))}")
-        return str(value)
-
-    def flag(self, name: str) -> bool:
-        """True or false."""
-        value = self.any(name)
-        if type(value) is not bool:
-            self.refuse(name, value, "true or false")
-        return bool(value)
-
-    def digest(self, name: str) -> int:
-        """A CRC-32C as 8 hexadecimal digits."""
-        value = self.text(name, 8)
-        if not re.fullmatch("[0-9a-f]{8}", value):
-            self.refuse(name, value, "8 hexadecimal digits")
-        return int(value, 16)
+    def any(self, name: str) -> Any:
+        """Whatever is there."""
+        if name not in self._left:
+            raise ManifestError(f"{self.where}: {name} is missing")
+        return self._left.pop(name)
 
     def items(self, name: str) -> Iterator[tuple[str, Any]]:
         """(where, value) of every item of a list."""
         value = self.any(name)
         if not isinstance(value, list):
             self.refuse(name, value, "a list")
-        return ((f"{self._where}: {name}[{i}]", item) for i, item in enumerate(value))
-
-    def integers(self, name: str, most: int = LARGEST) -> tuple[int, ...]:
-        """A list of whole numbers of 0 to `most`."""
-        value = self.any(name)
-        if not isinstance(value, list) or not all(type(item) is int and 0 <= item <= most for item in value):
-            self.refuse(name, value, f"a list of whole numbers of 0 to {most}")
-        return tuple(value)
+        return ((f"{self.where}: {name}[{i}]", item) for i, item in enumerate(value))
 
     def texts(self, name: str) -> tuple[str, ...]:
         """A list of strings, none of them twice."""
         value = self.any(name)
-        if not isinstance(value, list) or not all(_is_text(each, 1, MOST_TEXT) for each in value):
+        if not isinstance(value, list) or not all(_is_text(each, MOST_TEXT) for each in value):
             self.refuse(name, value, f"a list of strings of 1 to {MOST_TEXT} characters, without NUL, in UTF-8,")
         seen: set[str] = set()
         for each in value:
             if each in seen:
-                raise ManifestError(f"{self._where}: {name}: {each!r} is listed twice")
+                raise ManifestError(f"{self.where}: {name}: {each!r} is listed twice")
             seen.add(each)
         return tuple(value)
 
@@ -153,20 +130,99 @@ class Fields:
         """The names that have not been read."""
         return list(self._left)
 
-    def any(self, name: str) -> Any:
-        """Whatever is there."""
-        if name not in self._left:
-            raise ManifestError(f"{self._where}: {name} is missing")
-        return self._left.pop(name)
-
     def done(self) -> None:
-        """Raises ManifestError when there are fields that nobody has read."""
+        """Raises ManifestError when there are fields that have not been read."""
         if self._left:
-            raise ManifestError(f"{self._where}: {', '.join(map(repr, list(self._left)[:4]))}: no such field")
+            raise ManifestError(f"{self.where}: {', '.join(map(repr, list(self._left)[:4]))}: no such field")
 
     def refuse(self, name: str, value: Any, due: str) -> NoReturn:
         """Raises ManifestError for a field."""
-        raise ManifestError(f"{self._where}: {name} is {_kind(value)}; {due} is due")
+        raise ManifestError(f"{self.where}: {name} is {_kind(value)}; {due} is due")
+
+
+class Rule(NamedTuple):
+    """How a field is read, which may raise ManifestError, and how its value is written."""
+
+    read: Callable[[Fields, str], Any]
+    write: Callable[[Any], Json] = lambda value: value
+
+
+def rule(fits: Callable[[Any], Any], due: str, make: Callable[[Any], Any] | None = None) -> Rule:
+    """For values that fit. due: what is expected of others."""
+
+    def read(fields: Fields, name: str) -> Any:
+        value = fields.any(name)
+        if not fits(value):
+            fields.refuse(name, value, due)
+        return value if make is None else make(value)
+
+    return Rule(read)
+
+
+def whole(most: int = LARGEST, least: int = 0) -> Rule:
+    """A whole number within bounds."""
+    return rule(lambda value: type(value) is int and least <= value <= most, f"a whole number of {least} to {most}")
+
+
+def wholes(most: int = LARGEST) -> Rule:
+    """A list of whole numbers of 0 to `most`."""
+    due = f"a list of whole numbers of 0 to {most}"
+    return rule(lambda value: are_whole(value, most), due, tuple)
+
+
+def are_whole(value: Any, most: int = LARGEST) -> bool:
+    """Whether it is a list of whole numbers of 0 to `most`: without a step of Python for each of them."""
+    is_list = isinstance(value, list)
+    return is_list and (not value or ({*map(type, value)} == {int} and min(value) >= 0 and max(value) <= most))
+
+
+def string(most: int = MOST_TEXT) -> Rule:
+    """A string of 1 to so many characters, without NUL and half surrogate pairs."""
+    due = f"a string of 1 to {most} characters, without NUL, that UTF-8 can hold,"
+    return rule(lambda value: _is_text(value, most), due)
+
+
+def one_of(allowed: Collection[str]) -> Rule:
+    """One of these strings."""
+    return rule(lambda value: isinstance(value, str) and value in allowed, f"one of {', '.join(sorted(allowed))}")
+
+
+def records(kind: type[Any]) -> Rule:
+    """A list of records."""
+    return Rule(
+        lambda fields, name: tuple(read(kind, Fields(value, where)) for where, value in fields.items(name)),
+        lambda found: [write(each) for each in found],
+    )
+
+
+FLAG = rule(lambda value: type(value) is bool, "true or false")
+NAMES = Rule(Fields.texts)
+DIGEST = Rule(
+    rule(
+        lambda v: isinstance(v, str) and re.fullmatch("[0-9a-f]{8}", v), "8 hexadecimal digits", lambda v: int(v, 16)
+    ).read,
+    "{:08x}".format,
+)
+"""A CRC-32C."""
+
+
+def read(kind: type[T], fields: Fields) -> T:
+    """A record. Raises ManifestError, also for fields that are none of it."""
+    found = kind(**{attribute: rule.read(fields, name) for attribute, name, rule in _keys(kind)})  # type: ignore[arg-type]
+    fields.done()
+    return found
+
+
+def write(record: Any) -> dict[str, Json]:
+    """A record as JSON."""
+    return {name: rule.write(getattr(record, attribute)) for attribute, name, rule in _keys(type(record))}  # type: ignore[arg-type]
+
+
+@functools.cache
+def _keys(kind: Any) -> list[tuple[str, str, Rule]]:
+    """The attributes of a record, with their names in a file, which follow the rule where they differ, and their rules."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [(name, (*hint.__metadata__, name)[1], hint.__metadata__[0]) for name, hint in hints.items()]
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -187,9 +243,9 @@ def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-def _is_text(value: Any, least: int, most: int) -> bool:
+def _is_text(value: Any, most: int) -> bool:
     """Whether it is a string that can be written again: JSON may smuggle half a surrogate pair in."""
-    if not isinstance(value, str) or not least <= len(value) <= most or "\0" in value:
+    if not isinstance(value, str) or not 0 < len(value) <= most or "\0" in value:
         return False
     return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
@@ -204,19 +260,15 @@ def _kind(value: Any) -> str:
     return shown if 0 < len(shown) <= 80 else names.get(type(value), type(value).__name__)
 
 
-# ---- Plain: Python values as JSON and back, without pickle: what a client state, a scheduler or a generator's --------
-# state is made of
+# ---- Plain: Python values as JSON and back, without pickle: client states, schedulers, generators -------------------
 #
 #     None, bool, int, float, str, list, dict of strings          as JSON has them
 #     tuple, set, bytes, dict with other keys, inf and nan        {"$": "tuple", "value": [...]}, ... ($ names the type)
-#   torch.Tensor, numpy arrays and scalars, torch.dtype, Size   {"$": "tensor", "dtype": "float32", "shape": [2], "value": ...}
+#     torch.Tensor, numpy arrays and scalars, torch.dtype, Size   {"$": "tensor", "dtype": "fp32", "shape": [2], "value": ...}
 #
-# Everything else is refused with its place in the value (`client_state['args']`), rather than pickled: what is opened
-# must never execute anything. A decoded value equals what was encoded; dicts keep their order; an OrderedDict comes
-# back as a dict.
-
-Json = Any
-"""What json.loads returns: None, bool, int, float, str, and lists and dicts of those."""
+# Everything else is refused with its place in the value (`client_state['args']`), rather than pickled: opening must
+# never execute anything. A decoded value equals what was encoded; dicts keep their order; an OrderedDict comes back as a
+# dict.
 
 _TYPE = "$"
 _MOST_DEPTH = 100
@@ -224,29 +276,22 @@ _MOST_DEPTH = 100
 
 def encode(value: Any, where: str, depth: int = 0) -> Json:
     """A value as JSON. `where` names it in errors: TypeError for what has no place, naming it and its type."""
-    if value is None or type(value) in (bool, int, str):
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if depth > _MOST_DEPTH:
         raise TypeError(f"{where} is nested deeper than {_MOST_DEPTH}: lists and dicts of that depth cannot be saved")
-    if type(value) is float:
-        return value if math.isfinite(value) else {_TYPE: "float", "value": str(value)}
     if type(value) is list:
-        return [encode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-    if type(value) in (dict, OrderedDict):
-        return _encode_dict(value, where, depth)
-    for kind, write in _WRITERS:
-        if isinstance(value, kind) and (kind not in _EXACTLY or type(value) is kind):
-            return write(value, where, depth)
+        return _encode_items(value, where, depth)
+    if type(value) in (dict, OrderedDict) and all(type(key) is str for key in value) and _TYPE not in value:
+        return {key: encode(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
+    for name, codec in _CODECS.items():
+        if type(value) in codec.kinds or (codec.takes_more and isinstance(value, codec.kinds)):
+            said = codec.write(value, where, depth)
+            return {_TYPE: name, **(said if isinstance(said, dict) else {"value": said})}
     raise TypeError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: a checkpoint holds numbers, "
         "strings, lists, tuples, sets, dicts, bytes, tensors and arrays, and nothing is pickled. Save what it is made of"
     )
-
-
-def check(value: Json, where: str) -> Json:
-    """The same JSON value, once it is known that `decode` can make something of it. Raises ManifestError."""
-    decode(value, where)
-    return value
 
 
 def decode(value: Json, where: str, depth: int = 0) -> Any:
@@ -262,25 +307,30 @@ def decode(value: Json, where: str, depth: int = 0) -> Any:
             key: decode(item, f"{where}[{key!r:.80}]" if depth < 3 else where, depth + 1) for key, item in value.items()
         }
     fields = Fields(value, where[:200])
-    found = _READERS[fields.text(_TYPE, 20, frozenset(_READERS))](fields, where, depth + 1)
+    found = _CODECS[one_of(_CODECS).read(fields, _TYPE)].read(fields, where, depth + 1)
     fields.done()
     return found
 
 
-def _encode_dict(value: dict[Any, Any], where: str, depth: int) -> Json:
-    if all(type(key) is str for key in value) and _TYPE not in value:
-        return {key: encode(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
-    pairs = [
+def _read_plain(fields: Fields, name: str) -> Json:
+    value = fields.any(name)
+    decode(value, f"{fields.where}: {name}")
+    return value
+
+
+PLAIN = Rule(_read_plain)
+"""A value that `decode` can make something of, still encoded."""
+
+
+def _encode_items(value: Iterable[Any], where: str, depth: int) -> Json:
+    return [encode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+
+
+def _encode_dict(value: Mapping[Any, Any], where: str, depth: int) -> Json:
+    return [
         [encode(key, f"a key of {where}", depth + 1), encode(item, f"{where}[{key!r}]", depth + 1)]
         for key, item in value.items()
     ]
-    return {_TYPE: "dict", "value": pairs}
-
-
-def _encode_items(name: str) -> Callable[[Any, str, int], Json]:
-    return lambda value, where, depth: {
-        _TYPE: name, "value": [encode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-    }  # fmt: skip
 
 
 def _encode_tensor(value: torch.Tensor, where: str, depth: int) -> Json:
@@ -292,7 +342,7 @@ def _encode_tensor(value: torch.Tensor, where: str, depth: int) -> Json:
         raise TypeError(f"{where}: {error}") from None
     flat = value.detach().cpu().contiguous().view(-1)
     raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return {_TYPE: "tensor", "dtype": name, "shape": list(value.shape), "value": _base64(raw)}
+    return {"dtype": name, "shape": list(value.shape), "value": _base64(raw)}
 
 
 def _encode_array(value: np.ndarray[Any, Any] | np.generic, where: str, depth: int) -> Json:
@@ -300,29 +350,7 @@ def _encode_array(value: np.ndarray[Any, Any] | np.generic, where: str, depth: i
     if array.dtype.str[1:] not in _ARRAYS:
         raise TypeError(f"{where} is an array of {array.dtype}; those of numbers and bools can be saved")
     little = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<")))
-    kind = "ndarray" if isinstance(value, np.ndarray) else "scalar"
-    return {_TYPE: kind, "dtype": array.dtype.str[1:], "shape": list(array.shape), "value": _base64(little.tobytes())}
-
-
-_ARRAYS = frozenset(["b1", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)), "f2", "f4", "f8", "c8", "c16"])
-_EXACTLY = (tuple, set, frozenset, torch.Tensor, torch.nn.Parameter)  # a subclass is more than these
-_WRITERS: tuple[tuple[type, Callable[[Any, str, int], Json]], ...] = (
-    (torch.Size, _encode_items("size")),
-    (tuple, _encode_items("tuple")),
-    (set, _encode_items("set")),
-    (frozenset, _encode_items("frozenset")),
-    (torch.Tensor, _encode_tensor),
-    (torch.nn.Parameter, _encode_tensor),
-    (bytes, lambda value, where, depth: {_TYPE: "bytes", "value": _base64(value)}),
-    (np.generic, _encode_array),
-    (np.ndarray, _encode_array),
-    (torch.dtype, lambda value, where, depth: {_TYPE: "dtype", "value": name_of(value)}),
-    (complex, lambda value, where, depth: {_TYPE: "complex", "value": [str(value.real), str(value.imag)]}),
-)
-
-
-def _decode_float(fields: Fields, where: str, depth: int) -> float:
-    return float(fields.text("value", 4, frozenset({"inf", "-inf", "nan"})))
+    return {"dtype": array.dtype.str[1:], "shape": list(array.shape), "value": _base64(little.tobytes())}
 
 
 def _decode_complex(fields: Fields, where: str, depth: int) -> complex:
@@ -343,20 +371,16 @@ def _decode_dict(fields: Fields, where: str, depth: int) -> dict[Any, Any]:
     return found
 
 
-def _decode_items(make: Callable[[list[Any]], Any]) -> Callable[[Fields, str, int], Any]:
-    return lambda fields, where, depth: make([decode(item, place, depth) for place, item in fields.items("value")])
+def _decode_items(fields: Fields, where: str, depth: int) -> list[Any]:
+    return [decode(item, place, depth) for place, item in fields.items("value")]
 
 
-def _decode_set(make: Callable[[list[Any]], Any]) -> Callable[[Fields, str, int], Any]:
-    return _decode_items(lambda items: make([_hashable(item, "an item of a set") for item in items]))
-
-
-def _decode_size(fields: Fields, where: str, depth: int) -> torch.Size:
-    return torch.Size(fields.integers("value"))
+def _decode_keys(fields: Fields, where: str, depth: int) -> list[Any]:
+    return [_hashable(item, "an item of a set") for item in _decode_items(fields, where, depth)]
 
 
 def _decode_tensor(fields: Fields, where: str, depth: int) -> torch.Tensor:
-    dtype, shape = dtype_of(fields.text("dtype", allowed=DTYPES)), fields.integers("shape")
+    dtype, shape = dtype_of(_DTYPE.read(fields, "dtype")), _SHAPE.read(fields, "shape")
     raw = _raw(fields, math.prod(shape) * dtype.itemsize, shape)
     if not raw:
         return torch.empty(shape, dtype=dtype)
@@ -364,8 +388,8 @@ def _decode_tensor(fields: Fields, where: str, depth: int) -> torch.Tensor:
 
 
 def _decode_array(fields: Fields, where: str, depth: int) -> Any:
-    dtype = np.dtype("<" + fields.text("dtype", allowed=_ARRAYS))
-    shape = fields.integers("shape")
+    dtype = np.dtype("<" + one_of(_ARRAYS).read(fields, "dtype"))
+    shape = _SHAPE.read(fields, "shape")
     raw = _raw(fields, math.prod(shape) * dtype.itemsize, shape)
     return np.frombuffer(raw, dtype).reshape(shape).astype(dtype.newbyteorder("="))  # a copy: writable
 
@@ -377,20 +401,35 @@ def _decode_scalar(fields: Fields, where: str, depth: int) -> Any:
     return array[()]
 
 
-_READERS: dict[str, Callable[[Fields, str, int], Any]] = {
-    "float": _decode_float,
-    "complex": _decode_complex,
-    "dict": _decode_dict,
-    "tuple": _decode_items(tuple),
-    "set": _decode_set(set),
-    "frozenset": _decode_set(frozenset),
-    "size": _decode_size,
-    "bytes": lambda fields, where, depth: _raw(fields, None, ()),
-    "dtype": lambda fields, where, depth: dtype_of(fields.text("value", allowed=DTYPES)),
-    "tensor": _decode_tensor,
-    "ndarray": _decode_array,
-    "scalar": _decode_scalar,
+class _Codec(NamedTuple):
+    """How values of a type are written, as {"value": ...} or with more fields, and read."""
+
+    kinds: tuple[type, ...]
+    write: Callable[[Any, str, int], Json]
+    read: Callable[[Fields, str, int], Any]
+    takes_more: bool = True  # subclasses, which are no more than these
+
+
+_ARRAYS = frozenset(["b1", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)), "f2", "f4", "f8", "c8", "c16"])
+_DTYPE, _SHAPE = one_of(DTYPES), wholes()
+_NOT_FINITE = one_of(("inf", "-inf", "nan"))
+_CODECS: dict[str, _Codec] = {
+    "float": _Codec((float,), lambda v, *_: str(v), lambda fields, *_: float(_NOT_FINITE.read(fields, "value")), False),
+    "dict": _Codec((dict, OrderedDict), _encode_dict, _decode_dict, False),
+    "size": _Codec((torch.Size,), _encode_items, lambda fields, *_: torch.Size(_SHAPE.read(fields, "value"))),
+    "tuple": _Codec((tuple,), _encode_items, lambda *given: tuple(_decode_items(*given)), False),
+    "set": _Codec((set,), _encode_items, lambda *given: set(_decode_keys(*given)), False),
+    "frozenset": _Codec((frozenset,), _encode_items, lambda *given: frozenset(_decode_keys(*given)), False),
+    "tensor": _Codec((torch.Tensor, torch.nn.Parameter), _encode_tensor, _decode_tensor, False),
+    "bytes": _Codec((bytes,), lambda value, *_: _base64(value), lambda fields, *_: _raw(fields, None, ())),
+    "scalar": _Codec((np.generic,), _encode_array, _decode_scalar),
+    "ndarray": _Codec((np.ndarray,), _encode_array, _decode_array),
+    "dtype": _Codec(
+        (torch.dtype,), lambda value, *_: name_of(value), lambda fields, *_: dtype_of(_DTYPE.read(fields, "value"))
+    ),
+    "complex": _Codec((complex,), lambda value, *_: [str(value.real), str(value.imag)], _decode_complex),
 }
+"""By the name in "$"; the first codec that takes a value writes it."""
 
 
 def _base64(raw: bytes) -> str:

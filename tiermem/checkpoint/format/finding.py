@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.fields import MOST_BYTES, crc32c
+from tiermem.checkpoint.format.fields import MOST_BYTES, ManifestError, crc32c
 from tiermem.checkpoint.format.manifest import (
     CHECKSUM_BYTES,
     LATEST_FILE,
@@ -18,7 +18,6 @@ from tiermem.checkpoint.format.manifest import (
     POINTER_FILE,
     WEIGHT,
     Manifest,
-    ManifestError,
     Parameter,
     Part,
     Piece,
@@ -31,8 +30,8 @@ from tiermem.swap import durable
 
 # ---- Cover: whether the parts of a manifest, put together, hold every state once and whole ---------------------------
 #
-# Called by whoever has written or opened all parts of one; the pieces of a (parameter, state) are looked at in the
-# order of their elements, those of a file in the order of their bytes.
+# The pieces of a (parameter, state) are checked in the order of their elements, those of a file in the order of their
+# bytes.
 
 States = Mapping[tuple[str, str], Sequence[tuple[int, Piece]]]
 """(rank, piece) of each (parameter, state), by element."""
@@ -103,9 +102,8 @@ def _check_state(parameter: Parameter, state: str, pieces: Sequence[tuple[int, P
     kind = pieces[0][1].kind
     if state.split(".")[0] == WEIGHT and kinds.SCALES not in state and kind not in (parameter.dtype, kinds.PACKED):
         raise ManifestError(f"{what}: is {kind}; the parameter is {parameter.dtype}")
-    if (kind == kinds.SPLIT and (state.split(".")[0] != MASTER or parameter.dtype != "bf16")) or (
-        kind in (kinds.CODE_SCALES, kinds.PACKED_SCALES)
-    ) != (kinds.SCALES in state):
+    is_split_of_other = kind == kinds.SPLIT and (state.split(".")[0] != MASTER or parameter.dtype != "bf16")
+    if is_split_of_other or (kind in kinds.OF_SCALES) != (kinds.SCALES in state):
         raise ManifestError(f"{what}: is {kind}, which no such state is")
 
 
@@ -114,7 +112,7 @@ def _check_due(manifest: Manifest, found: States, source: str) -> None:
         if parameter.numel and (parameter.name, WEIGHT) not in found:
             raise ManifestError(f"{source}: {parameter.name[:80]!r} has no weight")
     for (param, state), pieces in found.items():
-        if pieces[0][1].kind in (kinds.CODES, kinds.PACKED) and (param, _scales_of(state)) not in found:
+        if pieces[0][1].kind in kinds.SCALED and (param, kinds.scales_of(state)) not in found:
             raise ManifestError(f"{source}: {state} of {param[:80]!r} is in 8 bits and has no scales")
         _check_sums(
             manifest.checksums.get(param, {}).get(state), total_bytes(pieces), f"{state} of {param[:80]!r}", source
@@ -130,11 +128,6 @@ def _check_sums(sums: Sequence[int] | None, num_bytes: int, what: str, source: s
     if sums is None or len(sums) != due:
         has = "no" if sums is None else len(sums)
         raise ManifestError(f"{source}: checksums: {what} has {has} checksums; {due} are due for {num_bytes} bytes")
-
-
-def _scales_of(state: str) -> str:
-    base, dot, variant = state.partition(".rank")
-    return f"{base}{kinds.SCALES}{dot}{variant}"
 
 
 # ---- Places: the paths of a checkpoint's files, and how one file names another ---------------------------------------
@@ -197,7 +190,7 @@ def copy_name(run_id: str, commit: int, rank: int | None, suffix: str) -> str:
 #     a run folder   the newest commit in it; then the others
 #     a file         that manifest, or where a pointer points
 #
-# Nothing is taken for another: what is asked for comes first, and what is older is only there for whoever asks for it.
+# The step that is asked for comes first; older ones follow for callers that allow them.
 # Files are looked at here, never the states they speak of (source.py). They are regular files: a FIFO or a link in the
 # place of one is an error. Folders may be links, and so may a file that the user names.
 
@@ -239,17 +232,16 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
     if not where.is_dir():
         raise NothingSaved(2, "there is no such checkpoint", str(where))
     tags = tags_of(where)
-    if tag is not None:
-        if not _is_of_tag(where / tag):
+    first = tag if tag is not None else read_latest(where)
+    if first is not None:
+        if not _is_of_tag(where / first):
             known = ", ".join(tags) or "none"
-            raise NothingSaved(2, f"there is no tag {tag!r} here; those there are: {known}", str(where))
-        return [_in_tag(where, name) for name in [tag, *(other for other in tags if other != tag)]]
-    latest = read_latest(where)
-    if latest is not None:
-        if not _is_of_tag(where / latest):
-            known = ", ".join(tags) or "none"
-            raise NothingSaved(2, f"latest names {latest!r}, which is not there; other tags: {known}", str(where))
-        return [_in_tag(where, name) for name in [latest, *(other for other in tags if other != latest)]]
+            what = f"there is no tag {tag!r} here; those there are: {known}"
+            if tag is None:
+                what = f"latest names {first!r}, which is not there; other tags: {known}"
+            raise NothingSaved(2, what, str(where))
+        names = [first, *(other for other in tags if other != first)]
+        return [_in_folder(where / name)[0]._replace(tag=name) for name in names]
     own = _in_folder(where)
     if not own:
         others = f"; name one of its tags: {', '.join(tags)}" if tags else ""
@@ -331,10 +323,6 @@ def _age(folder: Path) -> int:
     return max((file.lstat().st_mtime_ns for file in files if os.path.lexists(file)), default=0)
 
 
-def _in_tag(where: Path, tag: str) -> Found:
-    return _in_folder(where / tag)[0]._replace(tag=tag)
-
-
 def _in_folder(folder: Path) -> list[Found]:
     """A folder's pointer, or its manifests, newest first."""
     if os.path.lexists(folder / POINTER_FILE):
@@ -343,14 +331,8 @@ def _in_folder(folder: Path) -> list[Found]:
 
 
 def _commits(folder: Path) -> list[tuple[int, Path]]:
-    return list(_iter_commits(folder)) if folder.is_dir() else []
-
-
-def _iter_commits(folder: Path) -> Iterator[tuple[int, Path]]:
-    for file in folder.iterdir():
-        match = _MANIFEST.fullmatch(file.name)
-        if match is not None:
-            yield int(match[1]), file
+    files = list(folder.iterdir()) if folder.is_dir() else []
+    return [(int(match[1]), file) for file in files if (match := _MANIFEST.fullmatch(file.name)) is not None]
 
 
 def _read_whole(file: Path, num_bytes: int, crc: int, source: str) -> bytes:

@@ -18,6 +18,8 @@ import torch
 BLOCK = 64  # elements that share a scale
 SCALES = ".scales"
 """What the name of a state ends in that holds the scales of another."""
+OF_RANK = ".rank"
+"""Comes behind the name of a state that is not the same on every rank, before the rank."""
 
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,6 +36,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 SPLIT, CODES, CODE_SCALES, PACKED, PACKED_SCALES = "split", "8bit", "8bit-scales", "packed", "packed-scales"
 DTYPES = frozenset(_DTYPES)
 KINDS = DTYPES | {SPLIT, CODES, CODE_SCALES, PACKED, PACKED_SCALES}
+SCALED, OF_SCALES = frozenset({CODES, PACKED}), frozenset({CODE_SCALES, PACKED_SCALES})
+"""Codes, whose scales are a state of their own, and those scales."""
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -51,13 +55,19 @@ def dtype_of(name: str) -> torch.dtype:
 
 def bytes_of(kind: str, numel: int) -> int:
     """Bytes of so many elements from the first of a piece on."""
-    if kind in (CODES, PACKED):
+    if kind in SCALED:
         return numel
-    if kind in (CODE_SCALES, PACKED_SCALES):
+    if kind in OF_SCALES:
         return -(-numel // BLOCK) * (1 if kind == CODE_SCALES else 4)
     return numel * (2 if kind == SPLIT else _DTYPES[kind].itemsize)
 
 
 def grain_of(kind: str) -> tuple[int, int]:
     """The fewest bytes that hold whole elements, and how many those are: a block's, where there are scales."""
-    return bytes_of(kind, 1), BLOCK if kind in (CODE_SCALES, PACKED_SCALES) else 1
+    return bytes_of(kind, 1), BLOCK if kind in OF_SCALES else 1
+
+
+def scales_of(state: str) -> str:
+    """The name of the state that holds the scales of one in 8 bits."""
+    base, dot, rank = state.partition(OF_RANK)
+    return f"{base}{SCALES}{dot}{rank}"

@@ -50,36 +50,83 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.fields import LARGEST, Fields, Json, ManifestError, check, seal, text, unseal
-
-__all__ = [
-    "CHECKSUM_BYTES",
-    "POINTER_FILE",
-    "Manifest",
-    "ManifestError",
-    "Parameter",
-    "Part",
-    "PartFile",
-    "PartState",
-    "Piece",
-    "Pointer",
-    "parse_manifest",
-    "parse_part",
-    "parse_pointer",
-    "states_of",
-]
+from tiermem.checkpoint.format.fields import (
+    DIGEST,
+    FLAG,
+    LARGEST,
+    NAMES,
+    PLAIN,
+    Fields,
+    Json,
+    ManifestError,
+    Rule,
+    are_whole,
+    one_of,
+    read,
+    records,
+    rule,
+    seal,
+    string,
+    text,
+    unseal,
+    whole,
+    wholes,
+    write,
+)
 
 FORMAT, VERSION = "tiermem", 1
 CHECKSUM_BYTES = 1 << 20
 POINTER_FILE, LATEST_FILE = "tiermem.json", "latest"
 WEIGHT, MASTER = "weight", "master"
-_ROLES = frozenset({"parameter", "buffer", "ordinary"})
 _MOST_DIMENSIONS = 64
 _MOST_RANKS = 1 << 24
 _MOST_CRC = (1 << 32) - 1
+
+
+# ---- Fields that are more than a number or a name --------------------------------------------------------------------
+
+
+def _read_shape(fields: Fields, name: str) -> tuple[int, ...]:
+    shape: tuple[int, ...] = wholes().read(fields, name)
+    if len(shape) > _MOST_DIMENSIONS or math.prod(max(n, 1) for n in shape) > LARGEST:
+        fields.refuse(name, list(shape), f"at most {_MOST_DIMENSIONS} dimensions and {LARGEST} elements")
+    return shape
+
+
+def _read_pieces(fields: Fields, name: str) -> list[Sequence[int]]:
+    found: list[Sequence[int]] = []
+    for where, value in fields.items(name):
+        if not are_whole(value) or len(value) != 4:
+            raise ManifestError(f"{where}: four whole numbers of 0 to {LARGEST} are due: start, numel, file, offset")
+        found.append(tuple(value))
+    return found
+
+
+def _read_checksums(fields: Fields, name: str) -> dict[str, dict[str, tuple[int, ...]]]:
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    params = Fields(fields.any(name), f"{fields.where}: {name}")
+    for param in params.names():
+        states = Fields(params.any(param), f"{params.where} of {param[:80]!r}")
+        found[param] = {state: wholes(_MOST_CRC).read(states, state) for state in states.names()}
+    return found
+
+
+_RUN_ID = string(64)
+_TAG = rule(
+    lambda tag: tag is None or (isinstance(tag, str) and 0 < len(tag) <= 255),
+    "a string of 1 to 255 characters, or null",
+)
+_GROUP = rule(
+    lambda group: group is None or (type(group) is int and 0 <= group <= LARGEST),
+    "the number of a parameter group, or null",
+)
+_CHECKSUMS = Rule(_read_checksums, lambda found: {name: dict(states) for name, states in found.items()})
+
+
+# ---- Records: each attribute with its rule, and its name in the file where that is another one -----------------------
 
 
 class Piece(NamedTuple):
@@ -98,34 +145,23 @@ class Piece(NamedTuple):
 class PartState(NamedTuple):
     """What a part has of one state of one parameter; a piece is (start, numel, file, offset), as in Piece."""
 
-    param: str
-    state: str
-    kind: str
-    pieces: list[Sequence[int]]
-
-
-def states_of(pieces: Iterable[Piece]) -> tuple[PartState, ...]:
-    """Pieces as a part has them. Raises ValueError for two kinds of one state, which no part holds."""
-    found: dict[tuple[str, str], PartState] = {}
-    for each in pieces:
-        state = found.setdefault((each.param, each.state), PartState(each.param, each.state, each.kind, []))
-        if state.kind != each.kind:
-            raise ValueError(f"{each.state} of {each.param} is {state.kind} and {each.kind}")
-        state.pieces.append((each.start, each.numel, each.file, each.offset))
-    return tuple(found.values())
+    param: Annotated[str, string()]
+    state: Annotated[str, string(255)]
+    kind: Annotated[str, one_of(kinds.KINDS)]
+    pieces: Annotated[list[Sequence[int]], Rule(_read_pieces)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
     """What one rank saved."""
 
-    run_id: str
-    commit: int
-    rank: int
-    rng: Json
-    data: Json
-    files: tuple[str, ...]
-    states: tuple[PartState, ...]
+    run_id: Annotated[str, _RUN_ID]
+    commit: Annotated[int, whole()]
+    rank: Annotated[int, whole(_MOST_RANKS)]
+    rng: Annotated[Json, PLAIN]
+    data: Annotated[Json, PLAIN]
+    files: Annotated[tuple[str, ...], NAMES]
+    states: Annotated[tuple[PartState, ...], records(PartState)]
 
     @functools.cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -138,43 +174,32 @@ class Part:
 
     def dump(self) -> bytes:
         """The file's bytes. Raises ManifestError for what `parse_part` refuses."""
-        return _readable(
-            {
-                **_head(self.run_id, self.commit),
-                "rank": self.rank,
-                "rng": self.rng,
-                "data": self.data,
-                "files": self.files,
-                "states": [each._asdict() for each in self.states],
-            },
-            parse_part,
-            f"the part of rank {self.rank}",
-        )
+        return _sealed(self, parse_part, f"the part of rank {self.rank}")
 
 
 @dataclasses.dataclass(frozen=True)
 class PartFile:
     """Where the part of a rank is, and what it must be."""
 
-    rank: int
-    folder: str
-    file: str
-    num_bytes: int
-    crc32c: int
+    rank: Annotated[int, whole(_MOST_RANKS)]
+    folder: Annotated[str, string()]
+    file: Annotated[str, string(255)]
+    num_bytes: Annotated[int, whole(), "bytes"]
+    crc32c: Annotated[int, DIGEST]
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
     """One tensor of the model or the optimizer, whole."""
 
-    name: str
-    aliases: tuple[str, ...]
-    role: str
-    shape: tuple[int, ...]
-    dtype: str  # one of kinds.DTYPES
-    is_trainable: bool
-    num_steps: int
-    group: int | None
+    name: Annotated[str, string()]
+    aliases: Annotated[tuple[str, ...], NAMES]
+    role: Annotated[str, one_of(("parameter", "buffer", "ordinary"))]
+    shape: Annotated[tuple[int, ...], Rule(_read_shape)]
+    dtype: Annotated[str, one_of(kinds.DTYPES)]
+    is_trainable: Annotated[bool, FLAG, "trainable"]
+    num_steps: Annotated[int, whole()]
+    group: Annotated[int | None, _GROUP]
 
     @property
     def numel(self) -> int:
@@ -186,60 +211,42 @@ class Parameter:
 class Manifest:
     """What all ranks together saved."""
 
-    run_id: str
-    commit: int
-    tag: str | None
-    step: int
-    world: int
-    num_shards: int
-    parts: tuple[PartFile, ...]
-    optimizer: Json
-    scheduler: Json
-    loss_scaler: Json
-    engine: Json
-    client_state: Json
-    config: Json
-    parameters: tuple[Parameter, ...]
-    excluded: tuple[str, ...]
-    checksums: Mapping[str, Mapping[str, tuple[int, ...]]]
+    run_id: Annotated[str, _RUN_ID]
+    commit: Annotated[int, whole()]
+    tag: Annotated[str | None, _TAG]
+    step: Annotated[int, whole()]
+    world: Annotated[int, whole(_MOST_RANKS, 1)]
+    num_shards: Annotated[int, whole(_MOST_RANKS, 1)]
+    parts: Annotated[tuple[PartFile, ...], records(PartFile)]
+    optimizer: Annotated[Json, PLAIN]
+    scheduler: Annotated[Json, PLAIN]
+    loss_scaler: Annotated[Json, PLAIN]
+    engine: Annotated[Json, PLAIN]
+    client_state: Annotated[Json, PLAIN]
+    config: Annotated[Json, PLAIN]
+    parameters: Annotated[tuple[Parameter, ...], records(Parameter)]
+    excluded: Annotated[tuple[str, ...], NAMES]
+    checksums: Annotated[Mapping[str, Mapping[str, tuple[int, ...]]], _CHECKSUMS]
 
     def dump(self) -> bytes:
         """The file's bytes. Raises ManifestError for what `parse_manifest` refuses."""
-        shown = {name: getattr(self, name) for name in ("tag", "step", "world", "num_shards")}
-        parts = [
-            {"rank": p.rank, "folder": p.folder, "file": p.file, "bytes": p.num_bytes, "crc32c": f"{p.crc32c:08x}"}
-            for p in self.parts
-        ]
-        return _readable(
-            {
-                **_head(self.run_id, self.commit),
-                **shown,
-                "parts": parts,
-                **{name: getattr(self, name) for name in _VALUES},
-                "parameters": [_written(each) for each in self.parameters],
-                "excluded": self.excluded,
-                "checksums": {name: dict(states) for name, states in self.checksums.items()},
-            },
-            parse_manifest,
-            "the manifest",
-        )
+        return _sealed(self, parse_manifest, "the manifest")
 
 
 @dataclasses.dataclass(frozen=True)
 class Pointer:
     """Where the manifest of a tag is."""
 
-    run_id: str
-    commit: int
-    folder: str
-    file: str
-    num_bytes: int
-    crc32c: int
+    run_id: Annotated[str, _RUN_ID]
+    commit: Annotated[int, whole()]
+    folder: Annotated[str, string()]
+    file: Annotated[str, string(255)]
+    num_bytes: Annotated[int, whole(), "bytes"]
+    crc32c: Annotated[int, DIGEST, "crc32c_of"]
 
     def dump(self) -> bytes:
         """The file's bytes. Raises ManifestError for what `parse_pointer` refuses."""
-        place = {"folder": self.folder, "file": self.file, "bytes": self.num_bytes, "crc32c_of": f"{self.crc32c:08x}"}
-        return _readable({**_head(self.run_id, self.commit), **place}, parse_pointer, "the pointer")
+        return _sealed(self, parse_pointer, "the pointer")
 
 
 def manifest_name(commit: int) -> str:
@@ -257,189 +264,97 @@ def data_name(commit: int) -> str:
     return f"data-{commit}.bin"
 
 
+# ---- Reading: a record, and what its fields must be to each other ----------------------------------------------------
+
+
 def parse_pointer(data: bytes, source: str) -> Pointer:
     """A pointer from its file's bytes. `source` names the file in errors. Raises ManifestError."""
-    fields = _opened(data, source)
-    run_id, commit = fields.text("run_id", 64), fields.integer("commit")
-    found = Pointer(
-        run_id, commit, fields.text("folder"), fields.text("file", 255), *_size_and_crc(fields, "crc32c_of")
-    )
-    fields.done()
-    return found
+    return _opened(Pointer, data, source)
 
 
 def parse_part(data: bytes, source: str) -> Part:
     """A part from its file's bytes. `source` names the file in errors. Raises ManifestError."""
-    fields = _opened(data, source)
-    run_id, commit = fields.text("run_id", 64), fields.integer("commit")
-    rank, files = fields.integer("rank", _MOST_RANKS), fields.texts("files")
-    values = {name: check(fields.any(name), f"{source}: {name}") for name in ("rng", "data")}
-    states = tuple(_part_state(value, where, len(files)) for where, value in fields.items("states"))
-    fields.done()
+    part = _opened(Part, data, source)
     seen: set[tuple[str, str]] = set()
-    for each in states:
+    for number, each in enumerate(part.states):
         if (each.param, each.state) in seen:
             raise ManifestError(f"{source}: states: {each.state} of {each.param[:80]!r} is listed twice")
         seen.add((each.param, each.state))
-    return Part(run_id, commit, rank, values["rng"], values["data"], files, states)
+        for place, piece in enumerate(each.pieces):
+            if (wrong := _wrong_with(piece, each.kind, len(part.files))) is not None:
+                raise ManifestError(f"{source}: states[{number}]: pieces[{place}]: {wrong}")
+    return part
 
 
 def parse_manifest(data: bytes, source: str) -> Manifest:
     """A manifest from its file's bytes. `source` names the file in errors. Raises ManifestError."""
-    fields = _opened(data, source)
-    run_id, commit = fields.text("run_id", 64), fields.integer("commit")
-    tag = fields.any("tag")
-    if tag is not None and not (isinstance(tag, str) and 0 < len(tag) <= 255):
-        fields.refuse("tag", tag, "a string of 1 to 255 characters, or null")
-    step, world = fields.integer("step"), fields.integer("world", _MOST_RANKS, 1)
-    num_shards = fields.integer("num_shards", world, 1)
-    if world % num_shards:
-        fields.refuse("num_shards", num_shards, f"a divisor of world={world}")
-    parts = _part_files(fields, source, world)
-    values = {name: check(fields.any(name), f"{source}: {name}") for name in _VALUES}
-    parameters, excluded = _parameters(fields, source)
-    checksums = _checksums(fields.any("checksums"), {p.name for p in parameters}, source)
-    fields.done()
-    return Manifest(
-        run_id=run_id,
-        commit=commit,
-        tag=tag,
-        step=step,
-        world=world,
-        num_shards=num_shards,
-        parts=parts,
-        parameters=parameters,
-        excluded=excluded,
-        checksums=checksums,
-        **values,
-    )
+    found = _opened(Manifest, data, source)
+    if found.world % found.num_shards:
+        raise ManifestError(f"{source}: num_shards is {found.num_shards}; a divisor of world={found.world} is due")
+    if [part.rank for part in found.parts] != list(range(found.world)):
+        raise ManifestError(
+            f"{source}: parts: {len(found.parts)} are listed; one for each of world={found.world} ranks is due, in order"
+        )
+    if len({(part.folder, part.file) for part in found.parts}) != len(found.parts):
+        raise ManifestError(f"{source}: parts: a path is listed twice")
+    names = _check_names(found.parameters, found.excluded, source)
+    for name in found.checksums:
+        if name not in names:
+            raise ManifestError(f"{source}: checksums: {name[:80]!r} is none of the parameters")
+    return found
 
 
 def check_parameters(parameters: Iterable[Parameter], excluded: Sequence[str]) -> None:
     """Raises ManifestError for parameters that `parse_manifest` refuses: before anything is written."""
-    content = {"parameters": [_written(each) for each in parameters], "excluded": excluded}
-    _parameters(Fields(text(json.dumps(content).encode(), _NOT_SAVED), _NOT_SAVED), _NOT_SAVED)
+    content = {"parameters": [write(each) for each in parameters], "excluded": excluded}
+    fields = Fields(text(json.dumps(content).encode(), _NOT_SAVED), _NOT_SAVED)
+    _check_names(records(Parameter).read(fields, "parameters"), fields.texts("excluded"), _NOT_SAVED)
 
 
 _NOT_SAVED = "this cannot be saved, because it would not open again"
-_VALUES = ("optimizer", "scheduler", "loss_scaler", "engine", "client_state", "config")
+_Record = TypeVar("_Record", Pointer, Part, Manifest)
 
 
-def _head(run_id: str, commit: int) -> dict[str, Any]:
-    return {"format": FORMAT, "version": VERSION, "run_id": run_id, "commit": commit}
-
-
-def _written(parameter: Parameter) -> dict[str, Any]:
-    shown = dict(vars(parameter))
-    shown["trainable"] = shown.pop("is_trainable")
-    return shown
-
-
-def _readable(content: Mapping[str, Any], parse: Callable[[bytes, str], object], what: str) -> bytes:
-    """A sealed file that its reader takes."""
-    data = seal(content)
+def _sealed(record: _Record, parse: Callable[[bytes, str], _Record], what: str) -> bytes:
+    """A file that its reader takes."""
+    data = seal({"format": FORMAT, "version": VERSION, **write(record)})
     parse(data, f"{_NOT_SAVED}: {what}")
     return data
 
 
-def _opened(data: bytes, source: str) -> Fields:
-    """The fields behind `format` and `version`."""
+def _opened(kind: type[_Record], data: bytes, source: str) -> _Record:
     fields = Fields(unseal(data, source), source)
     if (found := fields.any("format")) != FORMAT:
         fields.refuse("format", found, f'"{FORMAT}"')
-    version = fields.integer("version", least=1)
+    version = whole(least=1).read(fields, "version")
     if version > VERSION:
         raise ManifestError(
             f"{source}: is of version {version} of the format; this tiermem reads version {VERSION}: open it with a newer one"
         )
-    return fields
+    return read(kind, fields)
 
 
-def _size_and_crc(fields: Fields, name: str) -> tuple[int, int]:
-    return fields.integer("bytes"), fields.digest(name)
-
-
-def _part_files(fields: Fields, source: str, world: int) -> tuple[PartFile, ...]:
-    found: list[PartFile] = []
-    for where, value in fields.items("parts"):
-        each = Fields(value, where)
-        rank = each.integer("rank", _MOST_RANKS)
-        found.append(PartFile(rank, each.text("folder"), each.text("file", 255), *_size_and_crc(each, "crc32c")))
-        each.done()
-    if len(found) != world or any(part.rank != rank for rank, part in enumerate(found)):
-        raise ManifestError(
-            f"{source}: parts: {len(found)} are listed; one for each of world={world} ranks is due, in order"
-        )
-    places = {(part.folder, part.file) for part in found}
-    if len(places) != len(found):
-        raise ManifestError(f"{source}: parts: a path is listed twice")
-    return tuple(found)
-
-
-def _parameters(fields: Fields, source: str) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
-    """What is saved, and what was left out; no name twice."""
-    parameters = tuple(_parameter(value, where) for where, value in fields.items("parameters"))
-    excluded = fields.texts("excluded")
-    seen: set[str] = set()
-    for name in (name for p in parameters for name in (p.name, *p.aliases)):
-        if name in seen:
-            raise ManifestError(f"{source}: parameters: {name!r} is listed twice")
-        seen.add(name)
+def _check_names(parameters: Iterable[Parameter], excluded: Sequence[str], source: str) -> set[str]:
+    """The names of what is saved. Raises ManifestError for a name that is there twice."""
+    names, seen = set[str](), set[str]()
+    for each in parameters:
+        names.add(each.name)
+        for name in (each.name, *each.aliases):
+            if name in seen:
+                raise ManifestError(f"{source}: parameters: {name!r} is listed twice")
+            seen.add(name)
     both = sorted(seen.intersection(excluded))
     if both:
         raise ManifestError(f"{source}: excluded: {both[0]!r} is among the parameters as well")
-    return parameters, excluded
+    return names
 
 
-def _parameter(value: Any, where: str) -> Parameter:
-    fields = Fields(value, where)
-    shape, group = fields.integers("shape"), fields.any("group")
-    if len(shape) > _MOST_DIMENSIONS or math.prod(max(n, 1) for n in shape) > LARGEST:
-        fields.refuse("shape", list(shape), f"at most {_MOST_DIMENSIONS} dimensions and {LARGEST} elements")
-    if group is not None and not (type(group) is int and 0 <= group <= LARGEST):
-        fields.refuse("group", group, "the number of a parameter group, or null")
-    found = Parameter(
-        fields.text("name", least=1),
-        fields.texts("aliases"),
-        fields.text("role", allowed=_ROLES),
-        shape,
-        fields.text("dtype", allowed=kinds.DTYPES),
-        fields.flag("trainable"),
-        fields.integer("num_steps"),
-        group,
-    )
-    fields.done()
-    return found
-
-
-def _checksums(value: Any, names: set[str], source: str) -> dict[str, dict[str, tuple[int, ...]]]:
-    fields = Fields(value, f"{source}: checksums")
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name in fields.names():
-        if name not in names:
-            raise ManifestError(f"{source}: checksums: {name[:80]!r} is none of the parameters")
-        states = Fields(fields.any(name), f"{source}: checksums of {name[:80]!r}")
-        found[name] = {state: states.integers(state, _MOST_CRC) for state in states.names()}
-    return found
-
-
-def _part_state(value: Any, where: str, num_files: int) -> PartState:
-    fields = Fields(value, where)
-    param, state = fields.text("param"), fields.text("state", 255)
-    kind = fields.text("kind", allowed=kinds.KINDS)
-    pieces: list[Sequence[int]] = [_piece(value, place, kind, num_files) for place, value in fields.items("pieces")]
-    fields.done()
-    return PartState(param, state, kind, pieces)
-
-
-def _piece(value: Any, where: str, kind: str, num_files: int) -> tuple[int, int, int, int]:
-    if not (isinstance(value, list) and len(value) == 4 and all(type(n) is int and 0 <= n <= LARGEST for n in value)):
-        raise ManifestError(f"{where}: four whole numbers of 0 to {LARGEST} are due: start, numel, file, offset")
-    start, numel, file, offset = value
+def _wrong_with(piece: Sequence[int], kind: str, num_files: int) -> str | None:
+    start, numel, file, offset = piece
     if not numel:
-        raise ManifestError(f"{where}: holds no element")
+        return "holds no element"
     if file >= num_files:
-        raise ManifestError(f"{where}: file is {file}; the number of one of {num_files} files is due")
+        return f"file is {file}; the number of one of {num_files} files is due"
     if start + numel > LARGEST or offset + kinds.bytes_of(kind, numel) > LARGEST:
-        raise ManifestError(f"{where}: ends beyond {LARGEST}")
-    return start, numel, file, offset
+        return f"ends beyond {LARGEST}"
+    return None

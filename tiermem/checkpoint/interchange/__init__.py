@@ -1,12 +1,7 @@
 """Interchange: checkpoints of other systems become ours, and ours become theirs.
 
-in    foreign.py         what a checkpoint of another system holds    write.py      which reader a path is for
-      from_torch.py      state dicts, safetensors                     from_torch.py  torch.save's files, nothing executed
-      from_deepspeed.py  ZeRO-3 folders of any number of ranks
-      from_dcp.py        torch.distributed.checkpoint                 from_dcp.py    its files, nothing executed
-      write.py           a Foreign as a tiermem checkpoint            scalars.py      its counters and scale
-out   export.py      an opened step's weights, in one dtype
-      export.py      safetensors and torch files, in shards
-      export.py          torch.distributed.checkpoint, optimizer states included
-both  foreign.py          parameter groups
+in    foreign           what a checkpoint of another system holds, and parameter groups in both directions
+      from_torch        state dicts and safetensors            from_deepspeed    ZeRO-3 folders of any number of ranks
+      from_dcp          torch.distributed.checkpoint           write             a Foreign as a tiermem checkpoint
+out   export            weights as safetensors and torch files, everything as torch.distributed.checkpoint
 """

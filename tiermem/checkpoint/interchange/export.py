@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import warnings
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.interchange.foreign import STEP, torch_groups
+from tiermem.checkpoint.interchange.write import new_folder
 from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Source
 from tiermem.swap import durable
 from tiermem.swap.direct import check_room
@@ -56,16 +58,11 @@ class Weight:
 
     def read(self, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel), flat. Blocks; raises DamagedState, OSError."""
-        name, stored = self.parameter.name, kinds.dtype_of(self.parameter.dtype)
-        if not numel:
-            return torch.empty(0, dtype=self.dtype)
-        if self.dtype != stored:
-            if stored == torch.float64:
-                return self.source.read(name, WEIGHT, start, numel).to(self.dtype)
-            return self.source.fp32(name, MASTER, start, numel).to(self.dtype)
-        if self.source.kind(name, WEIGHT) not in kinds.DTYPES:
-            return self.source.fp32(name, WEIGHT, start, numel).to(self.dtype)
-        return self.source.read(name, WEIGHT, start, numel)
+        return self.source.weight(self.parameter.name, start, numel, self.dtype)
+
+    def whole(self) -> torch.Tensor:
+        """The tensor, read in pieces. Blocks; raises DamagedState, OSError."""
+        return _filled(self.parameter, self.dtype, self.read)
 
 
 def weights_of(source: Source, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> list[Weight]:
@@ -84,7 +81,7 @@ def weights_of(source: Source, dtype: torch.dtype | None = None, exclude_frozen:
     return found
 
 
-# ---- Weights of a saved step as the files that everybody opens, in shards, streamed ----------------------------------
+# ---- Weights of a saved step as safetensors and torch files, in shards, streamed -------------------------------------
 #
 #     OUT/model.safetensors                       all of it, where it fits one shard
 #     OUT/model-00001-of-00003.safetensors ...    else, with model.safetensors.index.json
@@ -240,26 +237,16 @@ def export_dcp(source: Source, out: Path, dtype: torch.dtype | None = None, prog
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(17, "is there and not empty; choose another folder", str(out))
-    lazy = _Lazy(progress or (lambda _: None))
-    state: dict[str, Any] = {"model": _model(source, lazy, dtype or torch.float32)}
+    planner = _Planner(progress or (lambda _: None))
+    state: dict[str, Any] = {"model": _model(source, planner, dtype or torch.float32)}
     if any(_states(source, each) for each in source.manifest.parameters):
-        state["optim"] = {"state": _optimizer(source, lazy), "param_groups": torch_groups(source)}
-    new = out.with_name(f"{out.name}{durable.NEW_SUFFIX}")
-    durable.make_folder(out.parent)
-    with durable.named(new):
-        new.mkdir()
+        state["optim"] = {"state": _optimizer(source, planner), "param_groups": torch_groups(source)}
     with contextlib.ExitStack() as undoing:
-        undoing.callback(_remove_folder, new)
-        check_room(new, lazy.num_bytes + MOST_AROUND_BYTES * (lazy.num_tensors + 1))  # torch tells less well
-        _save(state, new, _Planner(lazy))
-        durable.sync_folder(new)
-        with contextlib.suppress(FileNotFoundError):
-            out.rmdir()
-        undoing.callback(_remove_folder, out)
-        durable.rename(new, out)
-        durable.sync_folder(out.parent)
+        with new_folder(out, undoing) as new:
+            check_room(new, planner.num_bytes + MOST_AROUND_BYTES * (planner.num_tensors + 1))  # torch tells less well
+            _save(state, new, planner)
         undoing.pop_all()
-    return lazy.num_bytes
+    return planner.num_bytes
 
 
 def _save(state: dict[str, Any], folder: Path, planner: DefaultSavePlanner) -> None:
@@ -276,84 +263,55 @@ def _save(state: dict[str, Any], folder: Path, planner: DefaultSavePlanner) -> N
         raise error from None
 
 
-class _Lazy:
-    """Tensors without values, and how each one's values are read when they are due."""
+class _Planner(DefaultSavePlanner):
+    """torch's own, which is given tensors without values and reads the values of one when it is written."""
 
     def __init__(self, progress: Progress) -> None:
+        super().__init__()
         self.num_bytes = 0
         self._progress = progress
-        self._reads: dict[int, Read] = {}
-        self._kept: list[torch.Tensor] = []  # so that no id is used twice
+        self._reads: dict[int, tuple[torch.Tensor, Read]] = {}  # by the id of the tensor, which is kept
 
     @property
     def num_tensors(self) -> int:
         """So far."""
-        return len(self._kept)
+        return len(self._reads)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> torch.Tensor:
         """A tensor on the meta device that stands for what `read` returns."""
         empty = torch.empty(shape, dtype=dtype, device="meta")
-        self._reads[id(empty)] = read
-        self._kept.append(empty)
+        self._reads[id(empty)] = empty, read
         self.num_bytes += empty.nbytes
         return empty
 
-    def read(self, empty: Any) -> Any:
-        """The values of a tensor that came from here; anything else as it is."""
-        read = self._reads.get(id(empty))
-        if read is None:
-            return empty
-        value = read()
-        self._progress(value.nbytes)
-        return value
-
-
-class _Planner(DefaultSavePlanner):
-    """torch's own, which asks for the values of one tensor when it is written."""
-
-    def __init__(self, lazy: _Lazy) -> None:
-        super().__init__()
-        self._lazy = lazy
-
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        return super().transform_object(write_item, self._lazy.read(object))
+        if id(object) in self._reads:
+            object = self._reads[id(object)][1]()
+            self._progress(object.nbytes)
+        return super().transform_object(write_item, object)
 
 
-def _model(source: Source, lazy: _Lazy, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _model(source: Source, planner: _Planner, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     found = {}
     for weight in weights_of(source, dtype):
-        read = _reader(weight)
         for name in weight.names:
-            found[name] = lazy.tensor(weight.parameter.shape, weight.dtype, read)
+            found[name] = planner.tensor(weight.parameter.shape, weight.dtype, weight.whole)
     return found
 
 
-def _reader(weight: Weight) -> Read:
-    def read() -> torch.Tensor:
-        return _filled(weight.parameter, weight.dtype, weight.read)
-
-    return read
-
-
-def _optimizer(source: Source, lazy: _Lazy) -> dict[str, dict[str, torch.Tensor]]:
+def _optimizer(source: Source, planner: _Planner) -> dict[str, dict[str, torch.Tensor]]:
     found = {}
     for each in source.manifest.parameters:
         if each.group is None or each.role != "parameter":
             continue
-        states = {
-            name: lazy.tensor(each.shape, torch.float32, _state(source, each, name)) for name in _states(source, each)
-        }
+        states = {}
+        for name in _states(source, each):
+            read = functools.partial(_filled, each, torch.float32, functools.partial(source.fp32, each.name, name))
+            states[name] = planner.tensor(each.shape, torch.float32, read)
         if states:
             steps = float(each.num_steps)
             found[each.name] = {STEP: torch.tensor(steps), **states}
     return found
-
-
-def _state(source: Source, parameter: Parameter, state: str) -> Read:
-    def part(start: int, numel: int) -> torch.Tensor:
-        return source.fp32(parameter.name, state, start, numel)
-
-    return lambda: _filled(parameter, torch.float32, part)
 
 
 def _states(source: Source, parameter: Parameter) -> list[str]:
@@ -382,11 +340,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _remove_folder(folder: Path) -> None:
-    """What was made here a moment ago, if it is there; what cannot be removed is left: the first error is told."""
-    with contextlib.suppress(OSError):
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tiermem.checkpoint.format.fields import Json, decode, encode
+from tiermem.checkpoint.format.manifest import WEIGHT
 from tiermem.checkpoint.opening.source import Source
 from tiermem.optim.rules import IMPLEMENTATION
 from tiermem.zero.state_layout import EXP_AVG, EXP_AVG_SQ, MASTER
@@ -20,7 +21,6 @@ from tiermem.zero.state_layout import EXP_AVG, EXP_AVG_SQ, MASTER
 # Values are read when they are asked for, piece by piece, so that a checkpoint larger than memory passes through.
 # Nothing here opens a file.
 
-WEIGHT = "weight"
 STEP = "step"
 STATES = (MASTER, EXP_AVG, EXP_AVG_SQ, "max_exp_avg_sq", "sum", "momentum_buffer")
 """States of a parameter that are taken over, as torch and we name them; others are left behind, and named."""
@@ -64,7 +64,7 @@ class ForeignParameter:
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """A loss scaler between two steps, as everybody who scales knows it."""
+    """A loss scaler between two steps, as other systems keep it."""
 
     scale: float
     is_dynamic: bool
@@ -88,7 +88,7 @@ class Foreign:
     loss_scale: LossScale | None = None
     scheduler: Mapping[str, Any] | None = None
     client_state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    left_behind: Sequence[str] = ()  # what of it tiermem has no place for, in words
+    left_behind: Sequence[str] = ()  # in words; tiermem has no place for it
 
 
 def of_tensor(value: torch.Tensor) -> ForeignState:

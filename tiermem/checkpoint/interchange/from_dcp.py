@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tiermem.checkpoint.format.manifest import WEIGHT
 from tiermem.checkpoint.interchange.foreign import (
     STATES,
     STEP,
-    WEIGHT,
     Foreign,
     ForeignParameter,
     ForeignState,
@@ -151,15 +151,13 @@ class _Metadata:
             path = tuple(paths.get(key, (key,)))
             if not path or not all(isinstance(each, str | int) for each in path):
                 raise TypeError(f"{key} has a path of {path!r:.80}")
-            stored[path] = self._tensor(key, what) if hasattr(what, "chunks") else self._plain(key)
+            is_tensor = hasattr(what, "chunks")
+            stored[path] = self._tensor(key, what) if is_tensor else Plain(key, *self._place(key, None))
         return stored
 
     def _index(self, index: Any) -> tuple[str, tuple[int, ...] | None]:
         offset = getattr(index, "offset", None)
         return index.fqn, None if offset is None else tuple(offset)
-
-    def _plain(self, key: str) -> Plain:
-        return Plain(key, *self._place(key, None))
 
     def _tensor(self, key: str, what: Any) -> Tensor:
         dtype, shape = what.properties.arguments_dtype(), _size(what.size)
@@ -249,7 +247,8 @@ class _Unpickler(pickle._Unpickler):
         self._stand_ins: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None) if _is_word(name) else None, torch.dtype):
+        is_word = re.fullmatch(r"[a-z]\w*", name) is not None
+        if module == "torch" and is_word and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) == ("torch", "Size"):
             return type("Size", (tuple,), {})
@@ -259,10 +258,6 @@ class _Unpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"it holds {module}.{name}, which is code, or an object that code would make")
         base = _Properties if name == "TensorProperties" else Attributes
         return self._stand_ins.setdefault((module, name), type(name, (base,), {}))
-
-
-def _is_word(name: str) -> bool:
-    return re.fullmatch(r"[a-z]\w*", name) is not None
 
 
 def _unpickle(file: Path) -> Any:

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tiermem.checkpoint.format.manifest import WEIGHT
 from tiermem.checkpoint.interchange.foreign import (
     STATES,
     STEP,
-    WEIGHT,
     Foreign,
     ForeignParameter,
     ForeignState,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import json
 import math
 import os
 import re
@@ -18,10 +17,10 @@ from typing import Any
 
 import torch
 
+from tiermem.checkpoint.format.manifest import WEIGHT
 from tiermem.checkpoint.interchange.foreign import (
     STATES,
     STEP,
-    WEIGHT,
     Foreign,
     ForeignParameter,
     ForeignState,
@@ -32,7 +31,7 @@ from tiermem.checkpoint.interchange.foreign import (
 )
 from tiermem.swap import durable
 from tiermem.swap.stream import FileReader
-from tiermem.weights import INDEX_NAME, find_files, read_header, read_ties
+from tiermem.weights import INDEX_NAME, find_files, names_in, read_header, read_ties
 
 # ---- What torch.save wrote, opened without executing any of it -------------------------------------------------------
 #
@@ -195,7 +194,6 @@ STEP_KEYS = ("global_step", "global_steps", "step")
 BIN_NAME, BIN_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _READ_BYTES = 16 << 20
 _MOST_VIEWS = 8  # how many times the bytes of a storage may be there, in tensors that overlap
-_MAX_INDEX_BYTES = 100 << 20
 
 State = Mapping[str, Any]
 
@@ -206,7 +204,8 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
     Raises ValueError when something is not understood, does not fit or would execute something, OSError when it cannot be read.
     """
     rest: dict[str, Any] = {}
-    if path.suffix == ".safetensors" or (path.is_dir() and _has_safetensors(path)):
+    has_safetensors = path.is_dir() and ((path / INDEX_NAME).is_file() or any(path.glob("*.safetensors")))
+    if path.suffix == ".safetensors" or has_safetensors:
         kind, parameters = "safetensors", _safetensors(path)
     else:
         files = _bin_files(path)
@@ -216,7 +215,7 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
             weights = {**weights, **_split(file, load_torch(file))[0]}
         parameters = _tensors(path, weights)
     kept = _optimizer_in(rest) if optimizer is None else _optimizer_file(optimizer)
-    groups, left_behind = [], [f"{key!r} of the file" for key in _strangers(rest)]
+    groups, left_behind = [], [f"{str(key)!r} of the file" for key in rest if key not in (*OPTIMIZER_KEYS, *STEP_KEYS)]
     if kept is not None:
         names = _names_of(parameters, kept, str(optimizer or path))
         parameters, more = _with_states(parameters, kept, names)
@@ -226,13 +225,6 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
     most = max((p.num_steps for p in parameters), default=0)
     global_steps = steps_in(steps[0], f"{path}: {STEP_KEYS}") if steps else most
     return Foreign(kind, parameters, groups, global_steps, left_behind=left_behind)
-
-
-def named_states(
-    parameters: Sequence[ForeignParameter], kept: State, what: str
-) -> tuple[list[ForeignParameter], list[str]]:
-    """The parameters with the states of an optimizer's state dict, and what is left behind. Raises ValueError."""
-    return _with_states(parameters, kept, _names_of(parameters, kept, what))
 
 
 def _safetensors(path: Path) -> list[ForeignParameter]:
@@ -256,35 +248,18 @@ def _range_of(file: Path, start: int, num_bytes: int, dtype: torch.dtype) -> Any
     return pieces
 
 
-def _has_safetensors(path: Path) -> bool:
-    return (path / INDEX_NAME).is_file() or any(path.glob("*.safetensors"))
-
-
 def _bin_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     index = path / BIN_INDEX_NAME
     if index.is_file():
-        return [path / name for name in _names_in(index)]
+        return [path / name for name in names_in(index)]
     if (path / BIN_NAME).is_file():
         return [path / BIN_NAME]
     raise FileNotFoundError(
         2, "no checkpoint that is known: no tiermem.json, manifest, *_optim_states.pt, .metadata, *.safetensors, "
         f"{BIN_NAME}", str(path)
     )  # fmt: skip
-
-
-def _names_in(index: Path) -> list[str]:
-    data = durable.read_file(index, _MAX_INDEX_BYTES, follows=True)
-    if len(data) > _MAX_INDEX_BYTES:
-        raise ValueError(f"{index}: more than {_MAX_INDEX_BYTES} bytes are too many for an index")
-    try:
-        names = sorted(set(json.loads(data)["weight_map"].values()))
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        names = [""]
-    if not names or not all(isinstance(name, str) and name == Path(name).name != "" for name in names):
-        raise ValueError(f"{index}: weight_map must be a map from tensor names to names of files in the same folder")
-    return names
 
 
 def _split(file: Path, found: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -354,10 +329,6 @@ def _checked(kept: Any, what: str) -> State:
             f"{what}: an optimizer's state dict holds param_groups, each with params, and a dict for each state"
         )
     return kept
-
-
-def _strangers(rest: Mapping[str, Any]) -> list[str]:
-    return [str(key) for key in rest if key not in (*OPTIMIZER_KEYS, *STEP_KEYS)]
 
 
 def _names_of(parameters: Sequence[ForeignParameter], kept: State, what: str) -> dict[Any, str]:

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.fields import Json, encode
-from tiermem.checkpoint.format.fields import crc32c as crc32c_of_text
+from tiermem.checkpoint.format.fields import Json, crc32c, encode
 from tiermem.checkpoint.format.finding import NothingSaved, copy_name, cover, find, is_tag
 from tiermem.checkpoint.format.manifest import (
-    CHECKSUM_BYTES,
     LATEST_FILE,
     Manifest,
     Parameter,
     Part,
     PartFile,
-    Piece,
     check_parameters,
-    states_of,
 )
 from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, ForeignState, LossScale, optimizer_of
 from tiermem.checkpoint.interchange.from_dcp import is_dcp, read_dcp
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed, read_deepspeed
 from tiermem.checkpoint.interchange.from_torch import read_torch
+from tiermem.checkpoint.saving.pieces import CHUNK_BYTES, Stretch, checksums, in_memory, write_data
 from tiermem.swap import durable
-from tiermem.swap.checksum import crc32c
-from tiermem.swap.direct import take_room
-from tiermem.swap.ranges import round_up
 
 # ---- Opening whatever is given: which system wrote it is seen from its files -----------------------------------------
 #
@@ -97,32 +93,20 @@ def _is_ours(path: Path, tag: str | None) -> bool:
 # What has no place in plain values is left behind, and named.
 
 
-class Scalars(NamedTuple):
-    """Fields of a Manifest, encoded."""
-
-    optimizer: Json
-    scheduler: Json
-    loss_scaler: Json
-    engine: Json
-    client_state: Json
-    config: Json
-
-
-def scalars_of(foreign: Foreign) -> tuple[Scalars, list[str]]:
-    """The scalars, and what of them could not be kept."""
+def scalars_of(foreign: Foreign) -> tuple[dict[str, Json], list[str]]:
+    """The scalars as fields of a Manifest, and what of them could not be kept."""
     lost: list[str] = []
+    engine = {name: getattr(foreign, name) for name in ("global_steps", "global_samples", "skipped_steps")}
     scheduler = None if foreign.scheduler is None else _kept(foreign.scheduler, "scheduler", lost)
-    return (
-        Scalars(
-            optimizer=optimizer_of(foreign, lost),
-            scheduler=scheduler,
-            loss_scaler=_scaler(foreign.loss_scale),
-            engine={name: getattr(foreign, name) for name in ("global_steps", "global_samples", "skipped_steps")},
-            client_state=_kept(foreign.client_state, "client_state", lost),
-            config=None,
-        ),
-        lost,
-    )
+    found = {
+        "scheduler": scheduler,
+        "optimizer": optimizer_of(foreign, lost),
+        "loss_scaler": _scaler(foreign.loss_scale),
+        "engine": engine,
+        "client_state": _kept(foreign.client_state, "client_state", lost),
+        "config": None,
+    }
+    return found, lost
 
 
 def _scaler(scale: LossScale | None) -> Json:
@@ -150,10 +134,8 @@ def _kept(values: Mapping[str, Any], what: str, lost: list[str]) -> dict[str, Js
 #     OUT/latest        the tag
 #
 # A checkpoint is whole or not there: what is written carries another name until it is synced, and is taken away when
-# something fails. Values pass through one buffer of 16 MiB, in which their checksums are taken.
+# something fails. Values are summed and written in chunks.
 
-_BUFFER_BYTES = 16 * CHECKSUM_BYTES
-_ALIGNMENT = 64
 _COMMIT = 1
 
 Progress = Callable[[int], None]
@@ -172,7 +154,7 @@ class Imported(NamedTuple):
 
 
 def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progress: Progress | None = None) -> Imported:
-    """Writes OUT/<tag>/ and OUT/latest. Blocks; takes 16 MiB beside what the reader of the values takes.
+    """Writes OUT/<tag>/ and OUT/latest. Blocks; takes 8 MiB beside what the reader of the values takes.
 
     Args:
         out: the folder of checkpoints, made if need be.
@@ -188,23 +170,34 @@ def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progre
     parameters = tuple(_parameter(p) for p in foreign.parameters)
     check_parameters(parameters, ())
     folder = out / tag
-    new = folder.with_name(f"{folder.name}{durable.NEW_SUFFIX}")
     if folder.exists():
         raise FileExistsError(17, "is there already; choose another tag or folder", str(folder))
+    with contextlib.ExitStack() as undoing:
+        with new_folder(folder, undoing) as new:
+            left_behind, num_bytes = _write_folder(foreign, parameters, new, tag, step, progress)
+        durable.write_file(out / LATEST_FILE, tag.encode())
+        undoing.pop_all()
+    return Imported(folder, tag, step, len(foreign.parameters), num_bytes, tuple(left_behind))
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, undoing: contextlib.ExitStack) -> Iterator[Path]:
+    """A folder under another name, which takes its own, in place of an empty folder, when the block ends. Raises OSError.
+
+    undoing: takes all of it away again; what cannot be removed is left.
+    """
+    new = folder.with_name(f"{folder.name}{durable.NEW_SUFFIX}")
     durable.make_folder(folder.parent)
     with durable.named(new):
         new.mkdir()
-    made = new
-    try:
-        left_behind, num_bytes = _write_folder(foreign, parameters, new, tag, step, progress)
-        durable.rename(new, folder)
-        made = folder
-        durable.sync_folder(folder.parent)
-        durable.write_file(out / LATEST_FILE, tag.encode())
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)  # a moment old
-        raise
-    return Imported(folder, tag, step, len(foreign.parameters), num_bytes, tuple(left_behind))
+    undoing.callback(shutil.rmtree, new, ignore_errors=True)
+    yield new
+    durable.sync_folder(new)
+    with contextlib.suppress(FileNotFoundError):
+        folder.rmdir()
+    undoing.callback(shutil.rmtree, folder, ignore_errors=True)
+    durable.rename(new, folder)
+    durable.sync_folder(folder.parent)
 
 
 def _write_folder(
@@ -212,9 +205,13 @@ def _write_folder(
 ) -> tuple[list[str], int]:
     run_id = secrets.token_hex(6)
     data = copy_name(run_id, _COMMIT, 0, "bin")
-    pieces, sums, num_bytes = _write_data(foreign, folder / data, progress or (lambda _: None))
+    stretches = list(_stretches(foreign))
+    rows, runs = write_data(stretches, folder / data, 0, progress=progress or (lambda _: None))
+    sums: dict[str, dict[str, tuple[int, ...]]] = {p.name: {} for p in foreign.parameters}
+    for (param, state), found in runs.items():
+        sums[param][state] = checksums(found, f"{state} of {param}")
     scalars, lost = scalars_of(foreign)
-    part = Part(run_id, _COMMIT, 0, None, None, (data,), states_of(pieces))
+    part = Part(run_id, _COMMIT, 0, None, None, (data,), rows.states())
     name, text = copy_name(run_id, _COMMIT, 0, "json"), part.dump()
     durable.write_file(folder / name, text)
     manifest = Manifest(
@@ -224,15 +221,15 @@ def _write_folder(
         step=step,
         world=1,
         num_shards=1,
-        parts=(PartFile(0, ".", name, len(text), crc32c_of_text(text)),),
+        parts=(PartFile(0, ".", name, len(text), crc32c(text)),),
         parameters=parameters,
         excluded=(),
         checksums=sums,
-        **scalars._asdict(),
+        **scalars,
     )
     cover(manifest, [part], str(folder))
     durable.write_file(folder / copy_name(run_id, _COMMIT, None, "json"), manifest.dump())
-    return [*foreign.left_behind, *lost], num_bytes
+    return [*foreign.left_behind, *lost], sum(each.num_bytes for each in stretches)
 
 
 def _parameter(p: ForeignParameter) -> Parameter:
@@ -241,73 +238,19 @@ def _parameter(p: ForeignParameter) -> Parameter:
     return Parameter(p.name, p.aliases, role, p.shape, kinds.name_of(p.dtype), is_trainable, p.num_steps, p.group)
 
 
-def _write_data(
-    foreign: Foreign, path: Path, progress: Progress
-) -> tuple[list[Piece], dict[str, dict[str, tuple[int, ...]]], int]:
-    """All states, one behind the other; their pieces, their checksums, their bytes."""
-    pieces = []
-    end = 0
+def _stretches(foreign: Foreign) -> Iterator[Stretch]:
+    """Every state, whole."""
     for p in foreign.parameters:
         for name, state in p.states.items():
             if numel := math.prod(p.shape):
-                kind = kinds.name_of(state.dtype)
-                pieces.append(Piece(p.name, name, kind, 0, numel, 0, end, kinds.bytes_of(kind, numel)))
-                end = round_up(end + pieces[-1].num_bytes, _ALIGNMENT)
-    sums: dict[str, dict[str, tuple[int, ...]]] = {p.name: {} for p in foreign.parameters}
-    states = {p.name: p.states for p in foreign.parameters}
-    with durable.named(path):
-        file = open(path, "wb", buffering=0)  # noqa: SIM115 - its own errors alone are named so
-    with file:
-        if end:
-            take_room(file.fileno(), 0, end, path)
-        buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
-        for piece in pieces:
-            state = states[piece.param][piece.state]
-            sums[piece.param][piece.state] = _write_state(file.fileno(), path, piece, state, buffer, progress)
-        durable.sync(file.fileno(), path)
-    return pieces, sums, sum(piece.num_bytes for piece in pieces)
+                chunks = functools.partial(_chunks, f"{p.name}: {name}", state)
+                yield Stretch(p.name, name, kinds.name_of(state.dtype), 0, numel, 0, chunks)
 
 
-def _write_state(
-    fd: int, path: Path, piece: Piece, state: ForeignState, buffer: torch.Tensor, progress: Progress
-) -> tuple[int, ...]:
-    """One state through the buffer, a multiple of 1 MiB at a time; its checksums."""
-    sums: list[int] = []
-    filled = done = 0
-
-    def flush() -> None:
-        nonlocal filled, done
-        data = buffer[:filled]
-        sums.extend(crc32c(data.split(CHECKSUM_BYTES)))
-        with durable.named(path):
-            _write_at(fd, data, piece.offset + done)
-        progress(filled)
-        done, filled = done + filled, 0
-
+def _chunks(what: str, state: ForeignState) -> Iterator[torch.Tensor]:
+    """The bytes of a state. Raises ValueError where the values have another dtype than was announced."""
     for values in state.pieces():
-        raw = (
-            values.contiguous().view(-1).view(torch.uint8) if values.numel() else values.new_empty(0).view(torch.uint8)
-        )
-        if values.dtype != state.dtype or done + filled + raw.numel() > piece.num_bytes:
-            raise ValueError(f"{piece.param}: {piece.state} has more than its {piece.numel} elements of {state.dtype}")
-        while raw.numel():
-            taken = raw[: buffer.numel() - filled]
-            buffer[filled : filled + taken.numel()] = taken
-            filled, raw = filled + taken.numel(), raw[taken.numel() :]
-            if filled == buffer.numel():
-                flush()
-    if done + filled != piece.num_bytes:
-        raise ValueError(f"{piece.param}: {piece.state} has {done + filled} bytes, not {piece.num_bytes}")
-    if filled:
-        flush()
-    return tuple(sums)
-
-
-def _write_at(fd: int, data: torch.Tensor, offset: int) -> None:
-    """All of it; written pages do not stay in the cache of a machine whose memory is needed."""
-    raw = memoryview(data.numpy())  # type: ignore[arg-type]  # numpy is a buffer
-    done = 0
-    while done < len(raw):
-        done += os.pwrite(fd, raw[done:], offset + done)
-    os.fdatasync(fd)
-    os.posix_fadvise(fd, offset, len(raw), os.POSIX_FADV_DONTNEED)
+        if values.dtype != state.dtype:
+            raise ValueError(f"{what} is {values.dtype}, not {state.dtype}")
+        if values.numel():
+            yield from in_memory(values.contiguous()).split(CHUNK_BYTES)

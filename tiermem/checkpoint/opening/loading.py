@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.fields import Json, decode
+from tiermem.checkpoint.format.fields import Json, ManifestError, decode
 from tiermem.checkpoint.format.finding import Found, NothingSaved, find, named_folder, read_latest, tags_of
-from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, ManifestError, Parameter
+from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.opening.restore import Fitted, Wants, fit, restore, shown_names
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.saving.saver import saver_of
@@ -29,15 +29,14 @@ from tiermem.optim.rules import IMPLEMENTATION
 from tiermem.optim.tiles import tiles_of
 from tiermem.swap.accelerator import is_accelerator, set_rng_state
 from tiermem.swap.run_folder import Owner, this_process
-from tiermem.zero import registry
 from tiermem.zero.agreement import agree
 from tiermem.zero.collectives import exchange
 from tiermem.zero.shards import Shards
 from tiermem.zero.topology import Topology
 
-# ---- SavedWeights: the weights of a saved step as a mapping, for whoever puts them in a model himself ----------------
+# ---- SavedWeights: the weights of a saved step as a mapping, for callers that put them in a model themselves ---------
 #
-# A tensor is read when it is asked for, whole, and not kept: who makes a dict of them has all in memory.
+# A tensor is read when it is asked for, whole, and not kept: a dict of them takes memory for all.
 
 
 class SavedWeights(Mapping[str, torch.Tensor]):
@@ -51,12 +50,8 @@ class SavedWeights(Mapping[str, torch.Tensor]):
                 self._names |= dict.fromkeys((each.name, *each.aliases), each)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        param, dtype = self._names[name], kinds.dtype_of(self._names[name].dtype)
-        if not param.numel:
-            return torch.empty(param.shape, dtype=dtype)
-        if self._source.kind(param.name, WEIGHT) == param.dtype:
-            return self._source.read(param.name, WEIGHT, 0, param.numel).view(param.shape)
-        return self._source.fp32(param.name, WEIGHT, 0, param.numel).to(dtype).view(param.shape)
+        param = self._names[name]
+        return self._source.weight(param.name, 0, param.numel, kinds.dtype_of(param.dtype)).view(param.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -76,7 +71,7 @@ _ROLE = "ordinary"
 
 def check_ordinary(source: Source, optimizer: NativeOptimizer) -> None:
     """Raises ValueError when other ordinary parameters were saved than the optimizer steps, with both lists."""
-    own = dict(_ordinary(optimizer))
+    own = _ordinary(optimizer)
     saved = {each.name: each for each in source.manifest.parameters if each.role == _ROLE}
     missing, extra = [n for n in own if n not in saved], [n for n in saved if n not in own]
     if missing or extra:
@@ -92,7 +87,7 @@ def check_ordinary(source: Source, optimizer: NativeOptimizer) -> None:
 def put_ordinary(source: Source, optimizer: NativeOptimizer, topology: Topology) -> None:
     """Puts weights and states back. Blocks; raises OSError."""
     entries: dict[nn.Parameter, dict[str, Any]] = {}
-    for name, param in _ordinary(optimizer):
+    for name, param in _ordinary(optimizer).items():
         entries[param] = _entry(source, name, param, topology)
     optimizer.restore_ordinary(entries)
 
@@ -117,12 +112,8 @@ def _entry(source: Source, name: str, param: nn.Parameter, topology: Topology) -
     return found if num_steps or kept else {}
 
 
-def _ordinary(optimizer: NativeOptimizer) -> list[tuple[str, nn.Parameter]]:
-    return [
-        (f"optimizer.{name}", param)
-        for name, param in optimizer.named()
-        if not isinstance(registry.keeper_of(param), Shards)
-    ]
+def _ordinary(optimizer: NativeOptimizer) -> dict[str, nn.Parameter]:
+    return {f"optimizer.{name}": param for name, param in optimizer.named_ordinary()}
 
 
 # ---- Resuming: what a step saved beside its states is put back: parameter groups and random generators ---------------
@@ -248,7 +239,7 @@ class Loaded:
 
 
 class Asked(NamedTuple):
-    """What of a saved step is asked for: the arguments of `load`."""
+    """The arguments of `load` that say what is taken from a saved step."""
 
     is_strict: bool
     takes_states: bool
@@ -350,7 +341,12 @@ def _open(
         agree(topology, {"saved step": f"run {manifest.run_id}, commit {manifest.commit}"}, "load_checkpoint")
         wants = _wants(source, shards, optimizer, asked)
         fitted = fit(shards, source, asked.is_strict)
-        groups = _check_optimizer(source, shards, optimizer, fitted) if wants.states else []
+        groups: list[tuple[Group, Group]] = []
+        if wants.states and manifest.optimizer is not None:
+            assert optimizer is not None
+            groups = saved_groups(source, optimizer, fitted)
+            check_moments(source, shards, fitted)
+            check_ordinary(source, optimizer)
         loaded = _loaded(source, wants)
         rest = [] if asked.module_only else _rest(source, shards, wants, asked)
         if asked.custom_load is not None:
@@ -374,18 +370,6 @@ def _wants(source: Source, shards: Shards, optimizer: NativeOptimizer | None, as
         logger.warning("%s holds no optimizer: its weights are opened, and states begin anew", source.file)
     has_masters = asked.custom_load is None and not asked.module_only and shards.policy.loads_masters
     return Wants(weights=asked.custom_load is None, states=has_states, masters=has_masters)
-
-
-def _check_optimizer(
-    source: Source, shards: Shards, optimizer: NativeOptimizer | None, fitted: Fitted
-) -> list[tuple[Group, Group]]:
-    assert optimizer is not None
-    if source.manifest.optimizer is None:
-        return []
-    groups = saved_groups(source, optimizer, fitted)
-    check_moments(source, shards, fitted)
-    check_ordinary(source, optimizer)
-    return groups
 
 
 def _rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> list[tuple[Any, Any, str]]:

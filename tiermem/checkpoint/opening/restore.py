@@ -13,7 +13,7 @@ from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Elements, Source
 from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES
-from tiermem.checkpoint.saving.capture import buffers
+from tiermem.checkpoint.saving.capture import buffers, names_of
 from tiermem.checkpoint.together import everywhere
 from tiermem.optim.tile import Tile
 from tiermem.optim.tile_step import Places
@@ -51,7 +51,8 @@ def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
     is_strict: names that only one of them has are a ValueError with both lists; else a warning, and the rest is fitted. Frozen
     parameters that were left out on purpose when they were saved are not missing. Raises ValueError for another shape.
     """
-    own = [(shard, names) for shard, names in _parameters(shards)]
+    aliases = names_of(shards.model)
+    own = [(shard, [shard.name, *aliases.get(id(shard.param), ())]) for _, shard in shards.parameters()]
     held = buffers(shards.model)
     params = {shard: found.name for shard, names in own if (found := _found(source, names)) is not None}
     placed = [(tensor, found.name) for names, tensor in held if (found := _found(source, names)) is not None]
@@ -77,14 +78,6 @@ def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
 def shown_names(names: Sequence[str]) -> str:
     """A list of names for a person."""
     return ", ".join(names) or "none"
-
-
-def _parameters(shards: Shards) -> list[tuple[Shard, list[str]]]:
-    """Every partitioned parameter with all its names, its own first."""
-    names: dict[int, list[str]] = {}
-    for name, param in shards.model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    return [(shard, [shard.name, *names.get(id(shard.param), ())]) for _, shard in shards.parameters()]
 
 
 def _found(source: Source, names: Sequence[str]) -> Parameter | None:
@@ -122,7 +115,7 @@ def _check_shapes(source: Source, found: Sequence[tuple[torch.Size, str]]) -> No
 
 
 class Wants(NamedTuple):
-    """What of a saved step is put in place."""
+    """Which of a saved step's values are put in place."""
 
     weights: bool = True
     states: bool = True  # moments and counts of steps
@@ -143,9 +136,7 @@ class Filling:
         self._source = source
         self._names = names
         self._workers = workers
-        self._has_weights = wants.weights
-        self._has_masters = wants.masters
-        self._has_states = wants.states
+        self._wants = wants
         self.conversions: set[tuple[str, str, str]] = set()  # (state, saved as, kept as)
         self.has_moments: set[Shard] = set()  # parameters never stepped with a moment that is not all zero
 
@@ -166,62 +157,50 @@ class Filling:
         if name is None:
             return
         for piece in places.cut(CHUNK_NUMEL):
-            if self._has_weights:
+            if self._wants.weights:
                 self._put_weight(name, piece)
             elif piece.master is not None:
                 self._master_from_weight(piece)
-            for moment, place in piece.moments.items() if self._has_states else ():
+            for moment, place in piece.moments.items() if self._wants.states else ():
                 self._put_moment(name, moment, piece, place)
 
     def weight(self, name: str, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Elements of a weight in a dtype: as saved, if it was that of the weight, else made of the saved master."""
-        if self._source.kind(name, WEIGHT) == kinds.name_of(dtype):
-            return self._source.read(name, WEIGHT, start, numel)
-        values = self._source.fp32(name, MASTER, start, numel)
         self._note(WEIGHT, self._source.kind(name, WEIGHT), kinds.name_of(dtype))
-        return values.to(dtype)
+        return self._source.weight(name, start, numel, dtype)
 
     def _states_of(self, name: str, tile: Tile) -> list[str]:
         """The saved states that are read for a parameter in a tile."""
         found, saved = [], self._source.kind(name, WEIGHT)
         master = tile.layout.master
-        is_from_master = (
-            master is not None and master.kind == "split" and self._source.kind(name, MASTER) != kinds.SPLIT
-        )
-        if self._has_weights and not (is_from_master and self._has_masters):
+        if self._wants.weights and not self._is_weight_of_master(name, master is not None and master.kind == "split"):
             found.append(WEIGHT if saved == kinds.name_of(tile.dtype) else MASTER)
-        if self._has_weights and self._has_masters and master is not None:
+        if self._wants.weights and self._wants.masters and master is not None:
             found.append(MASTER)
-        if self._has_states:
+        if self._wants.states:
             moments = (each for each in self._source.states(name) if each not in (WEIGHT, MASTER))
             found += [each for each in moments if not each.endswith(kinds.SCALES)]
         return found
 
+    def _is_weight_of_master(self, name: str, is_split: bool) -> bool:
+        """Whether the weight is the upper half of a split master that is made of another saved one."""
+        return is_split and self._wants.masters and self._source.kind(name, MASTER) != kinds.SPLIT
+
     def _put_weight(self, name: str, places: Places) -> None:
         """The weight and its master."""
-        master, is_split = places.master, places.master is not None and places.master.dtype == torch.int16
-        if is_split and self._has_masters and self._source.kind(name, MASTER) != kinds.SPLIT:
-            assert master is not None
-            values = self._source.fp32(name, MASTER, places.first, places.numel)
-            narrow_part(self._workers, values, master, places.weight)
-            self._note(MASTER, self._source.kind(name, MASTER), kinds.SPLIT)
-            return
-        self._put_own_weight(name, places)
+        master, weight = places.master, places.weight
+        is_of_master = self._is_weight_of_master(name, master is not None and master.dtype == torch.int16)
+        if not is_of_master:
+            if self._source.kind(name, WEIGHT) == kinds.name_of(weight.dtype):
+                self._source.read_into(name, WEIGHT, places.first, weight)
+            else:
+                weight.copy_(self.weight(name, places.first, places.numel, weight.dtype))
         if master is None:
             return
-        if not self._has_masters:
+        if self._wants.masters:
+            self._put(name, MASTER, places, master, weight if is_of_master else None)
+        else:
             self._master_from_weight(places)
-        elif is_split or self._source.kind(name, MASTER) == "fp32":
-            self._source.read_into(name, MASTER, places.first, master)
-        else:
-            master.copy_(self._source.fp32(name, MASTER, places.first, places.numel))
-            self._note(MASTER, self._source.kind(name, MASTER), "fp32")
-
-    def _put_own_weight(self, name: str, places: Places) -> None:
-        if self._source.kind(name, WEIGHT) == kinds.name_of(places.weight.dtype):
-            self._source.read_into(name, WEIGHT, places.first, places.weight)
-        else:
-            places.weight.copy_(self.weight(name, places.first, places.numel, places.weight.dtype))
 
     def _master_from_weight(self, places: Places) -> None:
         assert places.master is not None
@@ -231,38 +210,36 @@ class Filling:
             places.master.copy_(places.weight)
 
     def _put_moment(self, name: str, moment: str, places: Places, place: Moment) -> None:
-        saved = self._source.kind(name, moment)
-        if saved is None:
-            _zero(place)
+        stored = place if isinstance(place, Quantised) else (place,)
+        if self._source.kind(name, moment) is None:
+            for each in stored:
+                each.zero_()
             return
-        kept = kinds.CODES if isinstance(place, Quantised) else kinds.name_of(place.dtype)
-        if isinstance(place, torch.Tensor) and saved == kept:
-            self._source.read_into(name, moment, places.first, place)
-        else:
-            values = self._source.fp32(name, moment, places.first, places.numel)
-            narrow_part(self._workers, values, place, is_positive=is_positive(moment))
-        if saved != kept:
-            self._note(moment, saved, kept)
-        is_new = self._source.parameters[name].num_steps == 0  # of what was stepped nobody asks
-        if is_new and places.shard not in self.has_moments and _any(place):
+        self._put(name, moment, places, place)
+        is_new = self._source.parameters[name].num_steps == 0  # `has_moments` is for these alone
+        if is_new and places.shard not in self.has_moments and stored[0].any():
             self.has_moments.add(places.shard)
 
+    def _put(self, name: str, state: str, places: Places, place: Moment, weight: torch.Tensor | None = None) -> None:
+        """A state in the format of its place. weight: becomes the upper half of a split master."""
+        saved, kept = self._source.kind(name, state), kinds.CODES
+        if isinstance(place, torch.Tensor):
+            kept = kinds.SPLIT if place.dtype == torch.int16 else kinds.name_of(place.dtype)
+        if isinstance(place, torch.Tensor) and saved == kept:
+            self._source.read_into(name, state, places.first, place)
+        else:
+            values = self._source.fp32(name, state, places.first, places.numel)
+            narrow_part(self._workers, values, place, weight, is_positive=is_positive(state))
+        self._note(state, saved, kept)
+
     def _note(self, state: str, saved: str | None, kept: str) -> None:
-        self.conversions.add((state, saved or "the weight", kept))
+        if saved != kept:
+            self.conversions.add((state, saved or "the weight", kept))
 
 
 def shown_conversions(conversions: Collection[tuple[str, str, str]]) -> str:
     """Conversions in a line."""
     return ", ".join(f"{state} {saved} -> {kept}" for state, saved, kept in sorted(conversions))
-
-
-def _zero(place: Moment) -> None:
-    for each in place if isinstance(place, Quantised) else (place,):
-        each.zero_()
-
-
-def _any(place: Moment) -> bool:
-    return bool((place.codes if isinstance(place, Quantised) else place).any())
 
 
 # ---- Restore: a saved step put where a model's states rest, on any number of ranks, tiers, tiles and precisions ------
@@ -372,16 +349,14 @@ def _show(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling:
     for live in shards.units:
         shards.refresh(live.unit.shards[0].param)
         for shard in live.unit.shards if live.unit.is_trainable else ():
-            if shard in fitted.params:
-                _count(shards, source, fitted.params[shard], live, shard, filling, wants)
-
-
-def _count(
-    shards: Shards, source: Source, name: str, live: LiveUnit, shard: Shard, filling: Filling, wants: Wants
-) -> None:
-    if wants.states:
-        shard.num_steps = source.parameters[name].num_steps
-        shard.has_moments = shard.num_steps == 0 and shard in filling.has_moments
-    keeps_master = shards.policy.precision.master_of(live.unit.dtype) is not None
-    is_wider = source.kind(name, MASTER) is not None or source.kind(name, WEIGHT) == "fp32"  # than the weight here
-    shard.has_master = wants.masters and shard.num_steps == 0 and keeps_master and is_wider
+            name = fitted.params.get(shard)
+            if name is None:
+                continue
+            if wants.states:
+                shard.num_steps = source.parameters[name].num_steps
+                shard.has_moments = shard.num_steps == 0 and shard in filling.has_moments
+            keeps_master = shards.policy.precision.master_of(live.unit.dtype) is not None
+            is_wider = (
+                source.kind(name, MASTER) is not None or source.kind(name, WEIGHT) == "fp32"
+            )  # than the weight here
+            shard.has_master = wants.masters and shard.num_steps == 0 and keeps_master and is_wider

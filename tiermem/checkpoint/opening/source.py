@@ -4,11 +4,11 @@
     read, fp32             ->  elements of one state, by number in the whole parameter
 
 A read takes whole blocks of 1 MiB, compares each one's CRC-32C with the manifest's, and hands out what was asked for, so that
-nothing that was not saved is ever handed out, and a tile or a rank may be of any size. Who tells what will be read (`follow`)
-has it read ahead. Memory: verified.py.
+nothing that was not saved is ever handed out, and a tile or a rank may be of any size. What `follow` is
+told is read ahead. Memory: verified.py.
 
-A store that another live process works in is not read: its slots change. One that is read is shared: nobody takes it over or
-removes it meanwhile. Nothing is written.
+A store that another live process works in is not read: its slots change. A store that is read is locked as shared: no process
+takes it over or removes it meanwhile. Nothing is written.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.fields import ManifestError
 from tiermem.checkpoint.format.finding import Found, Opened, cover, find, read_manifest, read_parts
-from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Manifest, ManifestError, Parameter, Part
-from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES, Bytes, DamagedState, Span, Stream, Verified
+from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Manifest, Parameter, Part
+from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES, DamagedState, Span, Stream, Verified
 from tiermem.swap import durable
 from tiermem.swap.native import Workers, widen_part
 from tiermem.swap.parts import Quantised
@@ -37,10 +38,8 @@ from tiermem.zero.topology import fair_cores, fair_threads
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_SCALED = frozenset({kinds.CODES, kinds.PACKED})
-_OF_RANK = ".rank"  # of a state that is not the same on every rank, followed by the rank
 CHUNK_NUMEL = 4 << 20
-"""Elements that whoever takes a huge state should ask for at a time."""
+"""Elements of a huge state that should be asked for at a time."""
 
 
 class Elements(NamedTuple):
@@ -172,12 +171,12 @@ class Source:
     def follow(self, told: Iterable[Elements]) -> None:
         """What will be read from now on, in order, by `read`, `read_into` or `fp32`: it is read ahead. A hint. Raises OSError.
 
-        A state that is not there is what `fp32` makes it of.
+        For a state that is not there the state that `fp32` makes it of is read.
         """
         self._verified.follow(each for elements in told for each in self._bytes_of(elements))
 
     def lent(self, areas: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Reads through somebody else's memory within the block, what of it is large enough: see verified.py."""
+        """Reads through these areas of memory within the block, as far as they are large enough: see verified.py."""
         return self._verified.lent([area for area in areas if area.numel() >= LEAST_AREA_BYTES])
 
     def read(self, param: str, state: str, start: int, numel: int) -> torch.Tensor:
@@ -204,18 +203,30 @@ class Source:
 
         A master that was not kept beside its weight is the weight; a moment without pieces is zero.
         """
-        base, _, rank = state.partition(_OF_RANK)
+        base, _, rank = state.partition(kinds.OF_RANK)
         if base == MASTER and (param, state) not in self._streams:
             state = self._weight_beside(param, rank)
         stream = self._streams.get((param, state))
         if stream is None:
             return torch.zeros(numel)
-        if stream.kind in _SCALED:
+        if stream.kind in kinds.SCALED:
             return self._scaled(stream, start, numel)
         values = self.read(param, state, start, numel)
         if stream.kind == kinds.SPLIT:
             return widen_part(self._threads(), values, self.read(param, self._weight_beside(param, rank), start, numel))
         return values.float()
+
+    def weight(self, param: str, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Elements [start, start + numel) of a weight: as stored, if it was stored in this dtype, else made of the master.
+
+        Rounded to nearest. Blocks; raises as `read`.
+        """
+        stored = self.kind(param, WEIGHT)
+        if stored == kinds.name_of(dtype):
+            return self.read(param, WEIGHT, start, numel)
+        if stored == "float64":  # fp32 would lose bits of it
+            return self.read(param, WEIGHT, start, numel).to(dtype)
+        return self.fp32(param, MASTER, start, numel).to(dtype)
 
     def verify(self, param: str, state: str) -> Iterator[int]:
         """Compares every block of a state with its checksum, a chunk for each item: its bytes. Raises DamagedState, OSError."""
@@ -226,12 +237,10 @@ class Source:
     def _share(self, folder: Path, shared: contextlib.ExitStack) -> None:
         """Keeps a run's folder from being taken over or removed. Raises OSError (EBUSY) when another process works in it."""
         place = Path(os.path.normpath(folder))
-        if place in self._shared or RunName.of(place) is None:
-            return
-        owner, name = owner_of(place), RunName.of(place)
-        assert name is not None
-        shared.enter_context(share(place, name.run_id if owner in self._own else None))
-        self._shared.add(place)
+        name = RunName.of(place)
+        if name is not None and place not in self._shared:
+            shared.enter_context(share(place, name.run_id if owner_of(place) in self._own else None))
+            self._shared.add(place)
 
     def _check_files(self) -> None:
         """Every file is there, and as long as its pieces say."""
@@ -247,25 +256,22 @@ class Source:
                         "is another's"
                     )
 
-    def _bytes_of(self, told: Elements) -> Iterator[Bytes]:
-        """What of which streams holds elements of a state, and what else is needed to know them."""
-        base, _, rank = told.state.partition(_OF_RANK)
+    def _bytes_of(self, told: Elements) -> Iterator[Span]:
+        """The spans of streams that hold elements of a state, with those of its scales and of the weight beside it."""
+        base, _, rank = told.state.partition(kinds.OF_RANK)
         streams = [self._streams.get((told.param, told.state))]
         if base == MASTER and (streams[0] is None or streams[0].kind == kinds.SPLIT):
             streams.append(self._streams.get((told.param, self._weight_beside(told.param, rank))))
         for each in streams:
             for span in each.spans(told.start, told.numel) if each is not None else ():
                 assert each is not None
-                if each.kind in _SCALED:
-                    scales = self._scales_of(each)
-                    for own in scales.spans(span.start, span.numel):
-                        yield Bytes(scales, own.first_byte, own.first_byte + own.num_bytes)
-                yield Bytes(each, span.first_byte, span.first_byte + span.num_bytes)
+                if each.kind in kinds.SCALED:
+                    yield from self._scales_of(each).spans(span.start, span.numel)
+                yield span
 
     def _scales_of(self, stream: Stream) -> Stream:
         """What belongs to a state in 8 bits."""
-        base, dot, rank = stream.state.partition(_OF_RANK)
-        return self._streams[stream.param, f"{base}{kinds.SCALES}{dot}{rank}"]
+        return self._streams[stream.param, kinds.scales_of(stream.state)]
 
     def _dtype(self, stream: Stream) -> torch.dtype:
         if stream.kind == kinds.SPLIT:
@@ -278,7 +284,7 @@ class Source:
 
     def _weight_beside(self, param: str, rank: str) -> str:
         """The weight that a master lies beside: that rank's own, where it has one."""
-        own = f"{WEIGHT}{_OF_RANK}{rank}"
+        own = f"{WEIGHT}{kinds.OF_RANK}{rank}"
         return own if rank and (param, own) in self._streams else WEIGHT
 
     def _scaled(self, stream: Stream, start: int, numel: int) -> torch.Tensor:
@@ -287,8 +293,8 @@ class Source:
             own = list(scales.spans(span.start, span.numel))
             if any((each.start - span.start) % BLOCK for each in own):
                 raise ManifestError(f"{self.file}: {stream.state} of {stream.param}: its scales are of other blocks")
-            of_span = torch.cat([self._bytes(scales, each) for each in own])
-            values = self._unscaled(stream, self._bytes(stream, span), of_span)
+            of_span = torch.cat([self._bytes(each) for each in own])
+            values = self._unscaled(stream, self._bytes(span), of_span)
             parts.append(values[max(0, start - span.start) :])
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
@@ -300,9 +306,9 @@ class Source:
         filled = torch.nn.functional.pad(codes, (0, -numel % BLOCK))
         return unpack(torch.cat([filled, scales]), numel, torch.empty(numel))
 
-    def _bytes(self, stream: Stream, span: Span) -> torch.Tensor:
+    def _bytes(self, span: Span) -> torch.Tensor:
         out = torch.empty(span.num_bytes, dtype=torch.uint8)
-        self._verified.copy(stream, span.first_byte, out)
+        self._verified.copy(span.stream, span.first_byte, out)
         return out
 
     def _damage(self, stream: Stream, begin: int, stop: int, saved: int, seen: int) -> DamagedState:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from tiermem.checkpoint.format.kinds import BLOCK, CODE_SCALES, CODES, PACKED, PACKED_SCALES, bytes_of
+from tiermem.checkpoint.format.kinds import BLOCK, OF_SCALES, SCALED, bytes_of
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, Piece
 from tiermem.swap.arena import Arena
 from tiermem.swap.checksum import crc32c
@@ -63,13 +63,11 @@ class DamagedState(CorruptionError):
 # Which bytes a range of elements takes depends on the kind (fields.py): scales are counted from the first element of
 # their piece, so that a range that begins within a block of 64 begins at that block.
 
-_SCALED = frozenset({CODES, PACKED})
-_SCALES = frozenset({CODE_SCALES, PACKED_SCALES})
-
 
 class Span(NamedTuple):
     """Elements [start, start + numel) of a state that lie in one piece, and their bytes in the stream."""
 
+    stream: Stream
     start: int
     numel: int
     first_byte: int
@@ -106,12 +104,12 @@ class Stream:
         while start < stop:
             piece = self._pieces[number][1]
             first = start - piece.start
-            if self.kind in _SCALED or self.kind in _SCALES:
+            if self.kind in SCALED or self.kind in OF_SCALES:
                 first -= first % BLOCK
             last = min(stop - piece.start, piece.numel)
             begin = bytes_of(self.kind, first)
             end = bytes_of(self.kind, last)
-            yield Span(piece.start + first, last - first, self._bytes[number] + begin, end - begin)
+            yield Span(self, piece.start + first, last - first, self._bytes[number] + begin, end - begin)
             start, number = piece.start + last, number + 1
 
     def ranges(self, first_byte: int, last_byte: int) -> Iterator[FileRange]:
@@ -150,7 +148,7 @@ class Stream:
 
     def _element(self, number: int, byte: int, is_end: bool = False) -> int:
         piece, inside = self._pieces[number][1], byte - self._bytes[number]
-        if self.kind in _SCALES:
+        if self.kind in OF_SCALES:
             each = inside // bytes_of(self.kind, 1) * BLOCK
         else:
             each = -(-inside // bytes_of(self.kind, 1)) if is_end else inside // bytes_of(self.kind, 1)
@@ -180,14 +178,6 @@ Checksums = Mapping[str, Mapping[str, Sequence[int]]]
 Damage = Callable[[Stream, int, int, int, int], DamagedState]
 
 
-class Bytes(NamedTuple):
-    """Bytes [first, last) of a stream."""
-
-    stream: Stream
-    first: int
-    last: int
-
-
 class Verified:
     """What is read of one source's streams, for one thread at a time.
 
@@ -201,7 +191,7 @@ class Verified:
         self._checksums = checksums
         self._workers = workers
         self._damage = damage
-        self._told: Iterator[Bytes] = iter(())
+        self._told: Iterator[Span] = iter(())
         self._due: collections.deque[_Chunk] = collections.deque()  # in line
         self._coming: dict[_Chunk, Reading] = {}  # under way, in the order of their start
         self._known: dict[tuple[Stream, int], _Chunk] = {}  # by block: those in line and under way
@@ -209,7 +199,7 @@ class Verified:
         self._ahead: ReadAhead | None = None
         self._arena: Arena | None = None  # the memory, when it is its own
 
-    def follow(self, told: Iterator[Bytes]) -> None:
+    def follow(self, told: Iterator[Span]) -> None:
         """What will be asked for from now on, in order; looked at as far ahead as there is memory. Raises OSError."""
         self._told = told
         self._start_next()
@@ -217,7 +207,7 @@ class Verified:
     def copy(self, stream: Stream, first_byte: int, out: torch.Tensor) -> None:
         """Fills a flat uint8 tensor with bytes of a stream, from `first_byte` on. Blocks; raises DamagedState, OSError."""
         done, stop = 0, first_byte + out.numel()
-        self._expect(Bytes(stream, first_byte, stop))
+        self._expect(stream, first_byte, stop)
         self._start_next()
         while done < out.numel():
             at = first_byte + done
@@ -243,7 +233,7 @@ class Verified:
 
     def verify(self, stream: Stream) -> Iterator[int]:
         """Compares every block of a stream, a chunk for each item: its bytes. Raises DamagedState, OSError."""
-        self._expect(Bytes(stream, 0, stream.num_bytes))
+        self._expect(stream, 0, stream.num_bytes)
         self._start_next()
         for first in range(-(-stream.num_bytes // CHECKSUM_BYTES)):
             if (stream, first) in self._known:
@@ -254,7 +244,7 @@ class Verified:
 
     @contextlib.contextmanager
     def lent(self, areas: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Reads through somebody else's memory within the block: page-aligned, of LEAST_AREA_BYTES or more each."""
+        """Reads through the caller's memory within the block: page-aligned, of LEAST_AREA_BYTES or more each."""
         self.close()
         if areas:
             self._ahead = ReadAhead(areas)
@@ -281,20 +271,17 @@ class Verified:
 
     # ---- chunks --------------------------------------------------------------------------------------------------------
 
-    def _expect(self, wanted: Bytes) -> None:
-        """Puts in line what of those bytes is not there yet."""
-        stream, first, last = wanted.stream, None, -(-wanted.last // CHECKSUM_BYTES)
-        for block in range(wanted.first // CHECKSUM_BYTES, last + 1):
+    def _expect(self, stream: Stream, first_byte: int, last_byte: int) -> None:
+        """Puts the blocks of these bytes in line that are not there yet."""
+        first, last = None, -(-last_byte // CHECKSUM_BYTES)
+        for block in range(first_byte // CHECKSUM_BYTES, last + 1):
             is_new = block < last and (stream, block) not in self._known and (stream, block) not in self._edges
             if first is not None and (not is_new or block - first == _CHUNK_BLOCKS):
-                self._put_in_line(_Chunk(stream, first, block))
-                first = None
+                chunk, first = _Chunk(stream, first, block), None
+                self._due.append(chunk)
+                self._known.update(dict.fromkeys(chunk.blocks(), chunk))
             if is_new and first is None:
                 first = block
-
-    def _put_in_line(self, chunk: _Chunk) -> None:
-        self._due.append(chunk)
-        self._known.update(dict.fromkeys(chunk.blocks(), chunk))
 
     def _start_next(self) -> None:
         """Starts what is next in line, as far as there is room."""
@@ -303,7 +290,7 @@ class Verified:
                 told = next(self._told, None)
                 if told is None:
                     return
-                self._expect(told)
+                self._expect(told.stream, told.first_byte, told.first_byte + told.num_bytes)
             reading = self._reader().start(self._due[0].ranges())
             if reading is None:
                 return

@@ -11,14 +11,14 @@ zero.Init saw. What has never been stepped nor put has no states, which says the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
-from tiermem.checkpoint.saving.pieces import Read, Resting, Stretch, in_memory
+from tiermem.checkpoint.saving.pieces import CHUNK_BYTES, Resting, Stretch, in_memory
 from tiermem.optim import ordinary
 from tiermem.optim.tile import Segment, Tile
 from tiermem.optim.tiles import tiles_of
@@ -35,27 +35,12 @@ if TYPE_CHECKING:
     from tiermem.optim.base import NativeOptimizer
 
 
-class OwnTensor(NamedTuple):
-    """A tensor that every rank has for itself: a buffer, or what the optimizer keeps of an ordinary parameter."""
-
-    param: str
-    state: str
-    kind: str
-    numel: int
-    data: torch.Tensor
-
-    def stretch(self, rank: int) -> Stretch:
-        """To be saved as rank 0's, or as one that differs from it."""
-        variant = f".rank{rank}" if rank else ""
-        return Stretch(self.param, self.state + variant, self.kind, 0, self.numel, 0, in_memory(self.data))
-
-
 def parameters(
     shards: Shards, optimizer: NativeOptimizer | None, exclude_frozen: bool
 ) -> tuple[list[Parameter], list[str]]:
     """Every tensor that is saved, in the order of the model, and the names of frozen ones that are not."""
     groups = {id(p): i for i, g in enumerate(optimizer.param_groups if optimizer else ()) for p in g["params"]}
-    aliases = _aliases(shards.model)
+    aliases = names_of(shards.model)
     found, excluded = [], []
     for _, shard in sorted(shards.parameters(), key=lambda each: each[1].index):
         if exclude_frozen and not shard.param.requires_grad:
@@ -107,16 +92,18 @@ class Captures:
         return self._resting, list(stretches(self._shards, frozenset(names), is_on_nvme=False))
 
 
-def own(shards: Shards, optimizer: NativeOptimizer | None) -> list[OwnTensor]:
-    """What every rank has for itself: buffers, ordinary parameters and their states."""
-    found = [OwnTensor(n[0], WEIGHT, kinds.name_of(b.dtype), b.numel(), b) for n, b in buffers(shards.model)]
-    for name, param in _ordinary(shards, optimizer):
-        assert optimizer is not None
-        found.append(OwnTensor(name, WEIGHT, kinds.name_of(param.dtype), param.numel(), param))
-        for key, value in optimizer.state.get(param, {}).items():
+def own(shards: Shards, optimizer: NativeOptimizer | None) -> Iterator[Stretch]:
+    """What every rank has for itself, whole: buffers, ordinary parameters and their states."""
+    held = [(names[0], buffer) for names, buffer in buffers(shards.model)] + _ordinary(shards, optimizer)
+    for name, tensor in held:
+        if not tensor.numel():
+            continue
+        yield Stretch(name, WEIGHT, kinds.name_of(tensor.dtype), 0, tensor.numel(), 0, in_memory(tensor))
+        states = optimizer.state.get(tensor, {}) if optimizer is not None else {}
+        for key, value in states.items():
             if key != ordinary.STEP:
-                found.append(OwnTensor(name, *_ordinary_kind(key, value, optimizer.state[param]), param.numel(), value))
-    return [each for each in found if each.numel]
+                state, kind = _ordinary_kind(key, value, states)
+                yield Stretch(name, state, kind, 0, tensor.numel(), 0, in_memory(value))
 
 
 # ---- sharded -------------------------------------------------------------------------------------------------------------
@@ -133,7 +120,7 @@ def _what_decides(shards: Shards, names: Sequence[str]) -> tuple[object, ...]:
 
 
 def stretches(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterator[Stretch]:
-    """What of chosen parameters rests on NVMe, or in memory. Blocks on nothing; the bytes are read later."""
+    """The stretches of chosen parameters on NVMe, or those in memory. Blocks on nothing; the bytes are read later."""
     if shards.topology.replica:  # another rank saves the same
         return
     for live, shard in shards.parameters():
@@ -198,11 +185,12 @@ def _initial(shards: Shards, tile: Tile, segment: Segment) -> Stretch:
     assert tiles is not None
     first = tile.first_element(segment, shards.topology.shard_rank)
 
-    def read(offset: int, num_bytes: int) -> torch.Tensor:
-        part = Segment(segment.shard, segment.start + offset // 4, num_bytes // 4)
-        return tiles.piece(tile, part, MASTER).view(torch.uint8)
+    def chunks() -> Iterator[torch.Tensor]:
+        for start in range(0, segment.numel, CHUNK_BYTES // 4):
+            numel = min(CHUNK_BYTES // 4, segment.numel - start)
+            yield tiles.piece(tile, Segment(segment.shard, segment.start + start, numel), MASTER).view(torch.uint8)
 
-    return Stretch(segment.shard.name, MASTER, "fp32", first, segment.numel, first * 4, read)
+    return Stretch(segment.shard.name, MASTER, "fp32", first, segment.numel, first * 4, chunks)
 
 
 def _scales_before(shards: Shards, shard: Shard, kind: str) -> int:
@@ -210,7 +198,7 @@ def _scales_before(shards: Shards, shard: Shard, kind: str) -> int:
     return shards.topology.shard_rank * kinds.bytes_of(kind, shard.shard_numel)
 
 
-def _place(entry: str | None, memory: torch.Tensor | None, offset: int) -> tuple[str, int] | Read:
+def _place(entry: str | None, memory: torch.Tensor | None, offset: int) -> tuple[str, int] | torch.Tensor:
     """Where bytes lie: behind an offset of an entry on NVMe, or of memory."""
     if entry is not None:
         return entry, offset
@@ -221,26 +209,26 @@ def _place(entry: str | None, memory: torch.Tensor | None, offset: int) -> tuple
 # ---- what every rank has for itself ------------------------------------------------------------------------------------------
 
 
-def _aliases(model: nn.Module) -> dict[int, list[str]]:
+def names_of(model: nn.Module) -> dict[int, list[str]]:
+    """All names of every parameter, by its id."""
     found: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(param), []).append(name)
     return found
 
 
-def _ordinary(shards: Shards, optimizer: NativeOptimizer | None) -> list[tuple[str, nn.Parameter]]:
+def _ordinary(shards: Shards, optimizer: NativeOptimizer | None) -> list[tuple[str, torch.Tensor]]:
     """What the optimizer steps beside the sharded model: (`optimizer.<name or number>`, parameter).
 
     Raises ValueError when it steps another sharded model as well.
     """
-    found = []
-    for name, param in optimizer.named() if optimizer is not None else ():
+    if optimizer is None:
+        return []
+    for name, param in optimizer.named():
         keeper = registry.keeper_of(param)
         if keeper is not shards and isinstance(keeper, Shards):
             raise ValueError(f"parameter {name!r} is of another sharded model: save each with an optimizer of its own")
-        if keeper is not shards:
-            found.append((f"optimizer.{name}", param))
-    return found
+    return [(f"optimizer.{name}", param) for name, param in optimizer.named_ordinary()]
 
 
 def _ordinary_kind(key: str, value: torch.Tensor, state: Sequence[str] | dict[str, torch.Tensor]) -> tuple[str, str]:
@@ -252,4 +240,4 @@ def _ordinary_kind(key: str, value: torch.Tensor, state: Sequence[str] | dict[st
     return key, kinds.SPLIT if value.dtype == torch.int16 else kinds.name_of(value.dtype)
 
 
-__all__ = ["Captures", "OwnTensor", "buffers", "own", "parameters", "stretches"]
+__all__ = ["Captures", "buffers", "names_of", "own", "parameters", "stretches"]

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tiermem.checkpoint.format.fields import Json, encode
+from tiermem.checkpoint.format.fields import Json, ManifestError, encode
 from tiermem.checkpoint.format.finding import pointer_path, read_latest, written
-from tiermem.checkpoint.format.manifest import LATEST_FILE, Manifest, ManifestError, data_name, manifest_name, part_name
+from tiermem.checkpoint.format.manifest import LATEST_FILE, Manifest, data_name, manifest_name, part_name
 from tiermem.checkpoint.saving.pieces import put_together, write_data
 from tiermem.checkpoint.saving.publish import (
     Content,
@@ -96,7 +96,7 @@ def state_json(owner: Any, where: str) -> Json:
 # before or this one. An error on any rank is raised on all of them, everything new is removed and thawed, and what was
 # durable before is untouched; what cannot be removed then, the disk having turned read-only, goes with the next commit.
 # A rank that is lost while rank 0 writes leaves the others unsure whether the manifest stands: they leave all as it is,
-# and whoever opens the folder finds the one step or the other. Steps write to slots that no kept commit holds
+# and opening the folder finds the one step or the other. Steps write to slots that no kept commit holds
 # (swap/entry.py), as soon as this returns.
 #
 #     tags    the newest `keep`, of earlier runs too (publish.py); an older one is dropped, with a warning that names it
@@ -130,24 +130,13 @@ class Commits:
         self._shards = shards
         self.run_id = run_id
         self.number = 0  # of the last attempt
-        self.tags: list[Kept] = []  # in the order in which they were saved
-        self.last_step: Kept | None = None  # durability="step"
+        self.steps: list[Kept] = []  # every durable one, in order; one at most has no tag: durability="step"
         self._opened: Path | None = None  # an earlier run's step without a tag that this model was opened from
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether there is anything durable, for which the store's files must be left."""
-        return self.newest is not None
-
-    @property
-    def steps(self) -> list[Kept]:
-        """Every durable step."""
-        return [*self.tags, *filter(None, [self.last_step])]
 
     @property
     def newest(self) -> Kept | None:
         """The durable step that would be opened now."""
-        return max(self.steps, key=lambda kept: kept.commit, default=None)
+        return self.steps[-1] if self.steps else None
 
     def make(self, content: Content) -> None:
         """Makes the states as they are now durable. Collective; blocks; raises as the module says."""
@@ -209,23 +198,18 @@ class Commits:
 
     def _doomed(self, kept: Kept, is_whole: bool) -> list[Kept]:
         """What goes once the new one is durable: the step before, the same tag, tags beyond `keep`. The same on all ranks."""
-        before = [self.last_step] if self.last_step is not None and is_whole else []
+        untagged = [each for each in self.steps if each.tag is None]
         if kept.tag is None:
-            return before
-        same = [each for each in self.tags if each.pointer == kept.pointer]
-        others = [each for each in self.tags if each.pointer != kept.pointer]
-        return before + same + others[: max(0, len(others) + 1 - self._shards.policy.keep)]
+            return untagged
+        same = [each for each in self.steps if each.tag is not None and each.pointer == kept.pointer]
+        others = [each for each in self.steps if each.tag is not None and each.pointer != kept.pointer]
+        dropped = others[: max(0, len(others) + 1 - self._shards.policy.keep)]
+        return (untagged if is_whole else []) + same + dropped
 
     def _take_over(self, kept: Kept, doomed: Sequence[Kept], save_dir: Path | None) -> None:
         """The new commit stands; what it takes the place of goes."""
-        self.tags = [each for each in self.tags if each not in doomed]
-        if self.last_step in doomed:
-            self.last_step = None
-        if kept.tag is None:
-            self.last_step = kept
-        else:
-            self.tags.append(kept)
-        self._let_go(doomed)
+        self.steps.append(kept)
+        self.forget(doomed)
         for each in doomed:
             if self._shards.topology.rank == 0 and each.pointer is not None and each.pointer != kept.pointer:
                 self._drop_pointer(each, kept, save_dir)
@@ -238,7 +222,7 @@ class Commits:
         if opened is not None:
             drop_step(opened, f"{opened} is removed: this run has gone on from it, and has a durable step of its own")
         if save_dir is not None:
-            num_own = sum(each.pointer is not None and each.pointer.parent.parent == save_dir for each in self.tags)
+            num_own = sum(each.pointer is not None and each.pointer.parent.parent == save_dir for each in self.steps)
             drop_tags(save_dir, self.run_id, max(0, self._shards.policy.keep - num_own))
 
     def went_on_from(self, manifest: Path, opened: Manifest) -> None:
@@ -247,15 +231,12 @@ class Commits:
 
     def in_place_of(self, pointer: Path) -> list[Kept]:
         """The tags of this name, which something else takes the place of: `forget` them once their manifests are gone."""
-        return [each for each in self.tags if each.pointer == pointer]
+        return [each for each in self.steps if each.pointer == pointer]
 
     def forget(self, gone: Sequence[Kept]) -> None:
-        """Gives up what these tags held; rank 0 has removed their manifests, durably."""
-        self.tags = [each for each in self.tags if each not in gone]
-        self._let_go(gone)
-
-    def _let_go(self, gone: Sequence[Kept]) -> None:
-        self._shards.store.keep_files(self.is_kept)
+        """Gives up what these steps held; rank 0 has removed their manifests, durably."""
+        self.steps = [each for each in self.steps if each not in gone]
+        self._shards.store.keep_files(bool(self.steps))
         for each in gone:
             self._shards.store.thaw(each.freeze)
             for file in each.files:

@@ -69,7 +69,7 @@ class Extent(NamedTuple):
 
 
 class Pace:
-    """How much of its time a copy copies, until somebody waits for it: from then on all.
+    """The share of its time that a copy copies; all of it as soon as a thread waits for the copy.
 
     busy_share: more than 0, at most 1. What training loses to the copy is about as much of its time, whatever it waits for.
     """
@@ -79,11 +79,11 @@ class Pace:
         self._is_awaited = threading.Event()
 
     def hurry(self) -> None:
-        """Somebody waits. Never blocks; any thread may call it."""
+        """A thread waits for the copy. Never blocks; any thread may call it."""
         self._is_awaited.set()
 
     def rest(self, busy_s: float) -> None:
-        """Blocks for what is due after so many seconds of copying, or until somebody waits."""
+        """Blocks for what is due after so many seconds of copying, or until a thread waits for the copy."""
         self._is_awaited.wait(busy_s * self._rest_per_busy)
 
 

@@ -22,22 +22,22 @@ from tiermem.swap.native import Workers, crc32c_combine, crc32c_join
 from tiermem.swap.ranges import Numbers, round_up, spread
 from tiermem.swap.stream import FileWriter
 
-# ---- Stretch: elements of one state that lie in one range of bytes of this rank's, on NVMe or in memory --------------
-#
-# A stretch on NVMe is what the store's entry holds when it is frozen; nothing of it is copied (resting.py). One in
-# memory is read in bounded pieces while it is written to a file.
+CHUNK_BYTES = 4 << 20
 
-Read = Callable[[int, int], torch.Tensor]
-"""(offset, bytes) -> those bytes: uint8, contiguous, on the CPU; valid until the next call."""
+Chunks = Callable[[], Iterator[torch.Tensor]]
+"""Bytes in order: uint8, contiguous, on the CPU; each is valid until the next one is asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """Elements `start` to `start + numel` of one state of a parameter.
+    """Elements `start` to `start + numel` of one state of a parameter, in one range of bytes of this rank.
+
+    A stretch on NVMe is what the store's entry holds when it is frozen; nothing of it is copied. A stretch in memory is
+    read in chunks while it is written to a file.
 
     Attributes:
-        first_byte: of them in the bytes of the whole state.
-        place: where on NVMe, an entry and an offset in it; or how they are read from memory.
+        first_byte: of the elements in the bytes of the whole state.
+        place: on NVMe an entry and an offset in it; in memory the bytes, on any device, or what gives them.
     """
 
     param: str
@@ -46,18 +46,35 @@ class Stretch:
     start: int
     numel: int
     first_byte: int
-    place: tuple[str, int] | Read
+    place: tuple[str, int] | torch.Tensor | Chunks
 
     @property
     def num_bytes(self) -> int:
         """Bytes of these elements."""
         return kinds.bytes_of(self.kind, self.numel)
 
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """The bytes of a stretch in memory. Raises ValueError where there are fewer or more than the elements take."""
+        place, done = self.place, 0
+        assert not isinstance(place, tuple), f"{self.state} of {self.param} rests on NVMe"
+        for data in _cut(place[: self.num_bytes]) if isinstance(place, torch.Tensor) else place():
+            done += data.numel()
+            if done > self.num_bytes:
+                break
+            yield data
+        if done != self.num_bytes:
+            raise ValueError(
+                f"{self.param}: {self.state} has {done} bytes or more; {self.numel} elements take {self.num_bytes}"
+            )
 
-def in_memory(data: torch.Tensor, offset: int = 0) -> Read:
-    """Reads a tensor on any device, from a byte of it on."""
-    flat = data.detach().reshape(-1).view(torch.uint8)
-    return lambda start, num_bytes: flat[offset + start : offset + start + num_bytes].cpu()
+
+def in_memory(data: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """The bytes of a tensor on any device, from a byte of it on."""
+    return data.detach().reshape(-1).view(torch.uint8)[offset:]
+
+
+def _cut(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    return (data[at : at + CHUNK_BYTES].cpu() for at in range(0, data.numel(), CHUNK_BYTES))
 
 
 # ---- Rows: pieces of states as arrays, a row for each, of which a model has tens of thousands ------------------------
@@ -160,16 +177,14 @@ def checksums(runs: Iterable[Run], what: str) -> tuple[int, ...]:
     return tuple(found[0].crcs)
 
 
-# ---- Resting: what a rank saves of that which rests on NVMe, as arrays, and what a freeze and the store's ------------
-# checksums say of it
+# ---- Resting: the stretches of a rank on NVMe, as arrays: their places in a freeze, their checksums ------------------
 #
 #     stretches -> a row each: key, elements, entry and offset       once, as long as nothing moves between tiers
 #               -> pieces that have a checksum each, by state        the same
 #     freeze    -> where each row lies: one piece of a file or more  in every save
 #     checksums -> of every MiB of every state                       in every save
 #
-# A save of a step that rests on the disk costs a sync and what is done here, so nothing of it is done row by row in
-# Python.
+# A save of a step that rests on the disk costs a sync and this; hence no loop over rows in Python.
 
 ReadEntry = Callable[[str, int, int], torch.Tensor]
 """(entry, start, stop) -> those bytes of it, uint8."""
@@ -313,12 +328,11 @@ class _Known:
 
 # ---- Pieces of a part: what a rank captured, as ranges of files, with the checksums of their bytes -------------------
 #
-#     on NVMe      frozen: rows of the store's own files, one for each run of bytes; nothing is copied (resting.py)
+#     on NVMe      frozen: rows of the store's own files, one for each run of bytes; nothing is copied
 #     in memory    written once to a data file, one stretch behind the other, each at a multiple of 64 bytes
 #
 # Memory: a chunk of CHUNK_BYTES and the writer's buffers, whatever the size of the states.
 
-CHUNK_BYTES = 4 << 20
 _ALIGN = 64  # bytes
 
 Runs = Mapping[tuple[str, str], Sequence[Run]]
@@ -338,13 +352,20 @@ def put_together(placed: Sequence[Placed]) -> Placed:
     for each in placed:
         for key, runs in each.sums.items():
             sums.setdefault(key, []).extend(runs)
-    return Placed(joined_rows([each.rows for each in placed]), _merged(sums))
+    return Placed(joined_rows([each.rows for each in placed]), {key: joined(runs) for key, runs in sums.items()})
 
 
-def write_data(stretches: Sequence[Stretch], path: Path, file: int, workers: Workers) -> Placed:
+def write_data(
+    stretches: Sequence[Stretch],
+    path: Path,
+    file: int,
+    workers: Workers | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Placed:
     """Writes stretches in memory to a new file, which is number `file` of the part, and makes it durable. Blocks.
 
-    Raises OSError, and then there is no such file.
+    progress: told how many bytes more have been put. Raises OSError, and ValueError as `Stretch.chunks`; then there is no such
+    file.
     """
     keys: dict[Key, int] = {}
     rows = []
@@ -354,11 +375,14 @@ def write_data(stretches: Sequence[Stretch], path: Path, file: int, workers: Wor
             out.skip_to(round_up(out.position, _ALIGN))
             key = keys.setdefault((stretch.param, stretch.state, stretch.kind), len(keys))
             rows.append((key, stretch.start, stretch.numel, file, out.position, stretch.num_bytes))
-            found = sums.setdefault((stretch.param, stretch.state), [])
-            for start, data in _chunks(stretch):
+            at, found = stretch.first_byte, sums.setdefault((stretch.param, stretch.state), [])
+            for data in stretch.chunks():
                 out.put(data)
-                found.append(_sum(start, data, workers))
-    return Placed(rows_of(list(keys), rows), _merged(sums))
+                lengths = [num_bytes for _, num_bytes in cuts(at, data.numel())]
+                found.append(Run(at, data.numel(), crc32c(data.split(lengths), workers)))
+                at += data.numel()
+                progress(data.numel())
+    return Placed(rows_of(list(keys), rows), {key: joined(runs) for key, runs in sums.items()})
 
 
 def data_bytes(stretches: Iterable[Stretch]) -> int:
@@ -367,21 +391,3 @@ def data_bytes(stretches: Iterable[Stretch]) -> int:
     for stretch in stretches:
         end = round_up(end, _ALIGN) + stretch.num_bytes
     return end
-
-
-def _sum(start: int, data: torch.Tensor, workers: Workers) -> Run:
-    """The checksums of bytes that begin at `start` of their state."""
-    parts = [data[at - start : at - start + num_bytes] for at, num_bytes in cuts(start, data.numel())]
-    return Run(start, data.numel(), crc32c(parts, workers))
-
-
-def _chunks(stretch: Stretch) -> Iterator[tuple[int, torch.Tensor]]:
-    """(byte of the whole state, bytes) of a stretch, a chunk at a time."""
-    assert not isinstance(stretch.place, tuple), f"{stretch.state} of {stretch.param} rests on NVMe"
-    for offset in range(0, stretch.num_bytes, CHUNK_BYTES):
-        num_bytes = min(CHUNK_BYTES, stretch.num_bytes - offset)
-        yield stretch.first_byte + offset, stretch.place(offset, num_bytes)
-
-
-def _merged(sums: Mapping[tuple[str, str], list[Run]]) -> Runs:
-    return {key: joined(runs) for key, runs in sums.items()}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tiermem.checkpoint.format.fields import Json, crc32c
+from tiermem.checkpoint.format.fields import Json, ManifestError, crc32c
 from tiermem.checkpoint.format.finding import (
     Found,
     Opened,
@@ -30,7 +30,6 @@ from tiermem.checkpoint.format.finding import (
 from tiermem.checkpoint.format.manifest import (
     POINTER_FILE,
     Manifest,
-    ManifestError,
     Parameter,
     Part,
     PartFile,
@@ -135,18 +134,18 @@ _MOST_BYTES = 1 << 20  # far more than a pointer has, and `latest`
 
 
 class SavingInto:
-    """A tag's folder, made if it is missing, that nobody tidies (publish.py) until `close`, or the end of this process.
+    """A tag's folder, made if it is missing. No save tidies it until `close`, or the end of this process.
 
     undo: takes the folder away again. Raises OSError.
     """
 
     def __init__(self, folder: Path, undo: contextlib.ExitStack) -> None:
         self._fd = -1
-        while self._fd < 0:  # again, where somebody has just tidied it away
+        while self._fd < 0:  # again, where another save has just tidied it away
             make_folder(folder, undo)
             with contextlib.suppress(FileNotFoundError):
                 self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                with contextlib.suppress(OSError):  # without locks nobody tidies
+                with contextlib.suppress(OSError):  # without locks no save tidies
                     fcntl.flock(self._fd, fcntl.LOCK_SH)
                 if not (folder.exists() and os.path.samestat(folder.stat(), os.fstat(self._fd))):
                     self.close()
@@ -220,15 +219,14 @@ def _restore(path: Path, data: bytes) -> None:
         logger.warning("%s could not be put back: %s", path, error.strerror)
 
 
-# ---- Unfinished: what a save leaves in a tag's folder whose process dies before the tag's pointer names it, and ------
-# how it goes
+# ---- Unfinished copies: files in a tag's folder that were left by a process that died before the pointer named them --
 #
-#   <dir>/<tag>/    held by flock of the folder itself while somebody saves into it (publish.py), which ends with its process
-#         data-<run id>-<commit>-<rank>.bin, part-..., tiermem.json.new    named by no pointer: a copy that was not finished
+#     <dir>/<tag>/    a process that saves into it holds flock of the folder itself, which ends with the process
+#         data-<run id>-<commit>-<rank>.bin, part-..., tiermem.json.new    no pointer names them: an unfinished copy
 #
-# The next save into <dir> removes them, unless somebody holds that folder, or might on another host. A folder with a
-# manifest but no pointer is left alone, for somebody may have moved a whole copy there; so are empty folders, which may
-# be anybody's.
+# The next save into <dir> removes them, unless a process holds that folder, or may hold it on another host. A folder
+# with a manifest but no pointer is left alone: a user may have moved a whole copy there. So are empty folders, which may
+# belong to other programs.
 
 OURS = re.compile(r"(?:manifest|part|data)-([0-9a-f]{1,32}-\d+)(?:-(\d+))?\.(?:json|bin)(?:\.new)?")
 """A file of a complete copy: its run and commit, and the rank; the manifest has none."""
@@ -243,7 +241,7 @@ def remove_unfinished(save_dir: Path) -> None:
     except OSError:  # not there yet, or not to be read: the save will tell
         return
     for folder in below:
-        with contextlib.suppress(OSError):  # what somebody else does there meanwhile
+        with contextlib.suppress(OSError):  # another process may change it meanwhile
             if RunName.of(folder) is None and _unfinished(folder):
                 _tidy(folder)
 
@@ -262,7 +260,7 @@ def _tidy(folder: Path) -> None:
 
 
 def _unfinished(folder: Path) -> list[Path]:
-    """The files in a tag's folder that no pointer names, nor will: unless somebody saves into it now."""
+    """The files in a tag's folder that no pointer names, nor will name, unless a save into it goes on."""
     names = {file.name for file in folder.iterdir()}
     kept = ""
     if POINTER_FILE in names:
@@ -280,7 +278,7 @@ def _unfinished(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Whether nobody saves into a folder, nor begins to while the block runs."""
+    """Whether no process saves into a folder, nor begins to while the block runs."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -299,11 +297,11 @@ def alone(folder: Path) -> Iterator[bool]:
 # saved:
 #
 #     the step that it was opened from    goes with this run's first durable step, unless it is a tag's
-#     tags of one folder of checkpoints   the newest `keep` stay, whoever saved them; older ones go, with a warning each
+#     tags of one folder of checkpoints   the newest `keep` of all runs stay; older ones go, with a warning each
 #
 # With each goes a step without a tag that the same run saved before, which it stands in for: that run died before it
 # could remove it. A run's folders go with the last durable step in them. What goes is taken over first: a run that
-# lives, or a folder that somebody reads, is left as it is, with a word. Complete copies are never dropped. Rank 0 does
+# lives, or a folder that a process reads, is left as it is, with a warning. Complete copies are never dropped. Rank 0 does
 # all of it, on what it can see; whatever a death in between leaves is taken away by the next save.
 
 
@@ -348,7 +346,10 @@ def drop_step(manifest: Path, why: str) -> bool:
         return False
     with contextlib.ExitStack() as undo:
         try:
-            claimed = [_claim(folder, undo) for folder in folders]
+            claimed = []
+            for folder in folders:
+                claimed.append(RunFolder.claim(folder))
+                undo.callback(claimed[-1].close, True)
         except OSError as error:
             logger.warning("%s is left: %s: %s", manifest, error.filename, error.strerror)
             return False
@@ -377,12 +378,6 @@ def _superseded(opened: Opened) -> list[int]:
             if other.tag is None and other.commit < newer.commit:
                 found.append(other.commit)
     return found
-
-
-def _claim(folder: Path, undo: contextlib.ExitStack) -> RunFolder:
-    claimed = RunFolder.claim(folder)
-    undo.callback(claimed.close, True)
-    return claimed
 
 
 def _folders(opened: Opened) -> Sequence[Path]:

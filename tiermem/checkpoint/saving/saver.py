@@ -7,17 +7,19 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from tiermem.checkpoint.format.fields import Json, encode
 from tiermem.checkpoint.format.finding import named_folder, tag_folder
+from tiermem.checkpoint.format.kinds import OF_RANK
 from tiermem.checkpoint.format.manifest import check_parameters
 from tiermem.checkpoint.saving import capture
-from tiermem.checkpoint.saving.capture import Captures, OwnTensor
+from tiermem.checkpoint.saving.capture import Captures
 from tiermem.checkpoint.saving.commit import WHAT, Commits, Kept, optimizer_json, rng_json, state_json
 from tiermem.checkpoint.saving.copies import Copies, remove_other_copies
+from tiermem.checkpoint.saving.pieces import Stretch
 from tiermem.checkpoint.saving.publish import Content, remove_unfinished
 from tiermem.checkpoint.together import talk_over, together
 from tiermem.optim.base import NativeOptimizer
@@ -35,31 +37,7 @@ from tiermem.zero.shards import Shards
 # are among its.
 
 
-class DurableStep(Protocol):
-    """What has to be known of one."""
-
-    @property
-    def commit(self) -> int:
-        """Counts durable steps of a run upwards."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps."""
-
-    @property
-    def tag(self) -> str | None:
-        """None: it was made durable without one."""
-
-    @property
-    def freeze(self) -> Freeze:
-        """Its bytes on the paths."""
-
-    @property
-    def manifest(self) -> Path:
-        """Says what it consists of."""
-
-
-def advice_on(place: Place, steps: Iterable[DurableStep]) -> str:
+def advice_on(place: Place, steps: Iterable[Kept]) -> str:
     """What is best done about a corruption, in a sentence or two: the newest of these steps that does not hold the place."""
     newest_first = sorted(steps, key=lambda each: each.commit, reverse=True)
     if not newest_first:
@@ -91,7 +69,7 @@ def holds(freeze: Freeze, place: Place) -> bool:
     return False
 
 
-def _name(step: DurableStep) -> str:
+def _name(step: Kept) -> str:
     return f"step {step.step}" + (f" (tag {step.tag!r})" if step.tag else "")
 
 
@@ -136,9 +114,7 @@ class Saver:
     def __init__(self, shards: Shards, saves_each_step: bool = False) -> None:
         run_id = shards.store.run.run_id
         self._shards = shards
-        self._saves_each_step = (
-            saves_each_step  # after an optimizer's; an engine saves when it has counted the step, too
-        )
+        self._saves_each_step = saves_each_step  # after the optimizer's; an engine does so when it has counted the step
         self.captures = Captures(shards)
         self.commits = Commits(shards, run_id)
         self._copies = Copies(shards, self.commits)
@@ -165,7 +141,7 @@ class Saver:
     @property
     def keeps_files(self) -> bool:
         """Whether the store's files must stay when it is closed."""
-        return self.commits.is_kept
+        return bool(self.commits.steps)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes the step durable if each one is to be. Collective then; blocks; raises as `save`."""
@@ -185,8 +161,7 @@ class Saver:
     @property
     def _has_free_slot(self) -> bool:
         """Whether steps have a slot to write to while a copy holds one."""
-        num_held = len(self.commits.tags) + (self.commits.last_step is not None)
-        return num_held + 2 <= self._shards.policy.num_slots
+        return len(self.commits.steps) + 2 <= self._shards.policy.num_slots
 
 
 def save(
@@ -229,27 +204,17 @@ def save(
     found = beside or Beside(scheduler, loss_scaler, loader, client_state=dict(client_state or {}))
 
     def draft() -> _Draft:
-        steps = _steps(shards, found)
-        name = f"global_step{steps}" if tag is None else str(tag)
         folder = named_folder("save_dir", save_dir).absolute()
-        tag_folder(folder, name)
-        is_copy = copy or not _may_stay(shards, folder)
-        return _draft(shards, optimizer, found, steps, name, folder, save_latest, exclude_frozen_parameters, is_copy)
+        return _draft(shards, optimizer, found, folder, tag, save_latest, exclude_frozen_parameters, copy)
 
-    content, is_copy = _agree(shards, draft, tag_validation)
-    saver.save(content, is_copy)
+    saver.save(*_agree(shards, draft, tag_validation))
     return True
 
 
 def make_durable(shards: Shards, optimizer: NativeOptimizer | None, beside: Beside | None = None) -> None:
     """Makes the step at hand durable, in the place of the one before; no tag names it. Collective; blocks; raises as `save`."""
     saver, found = saver_of(shards), beside or Beside()
-    content, _ = _agree(
-        shards,
-        lambda: _draft(shards, optimizer, found, _steps(shards, found), None, None, False, False, False),
-        "Ignore",
-    )
-    saver.save(content, copies=False)
+    saver.save(*_agree(shards, lambda: _draft(shards, optimizer, found), "Ignore"))
 
 
 def wait(shards: Shards) -> None:
@@ -272,7 +237,7 @@ class _Draft(NamedTuple):
     """What a rank would save, before it has heard of the others."""
 
     content: Content
-    own: list[OwnTensor]
+    own: list[Stretch]  # what every rank has for itself
     facts: dict[str, Json]  # must be the same on every rank
     is_copy: bool
 
@@ -281,14 +246,19 @@ def _draft(
     shards: Shards,
     optimizer: NativeOptimizer | None,
     beside: Beside,
-    steps: int,
-    tag: str | None,
-    save_dir: Path | None,
-    save_latest: bool,
-    exclude_frozen: bool,
-    is_copy: bool,
+    save_dir: Path | None = None,
+    tag: str | None = None,
+    save_latest: bool = False,
+    exclude_frozen: bool = False,
+    copies: bool = False,
 ) -> _Draft:
+    """What a rank would save, as a tag of `save_dir` or, without one, as a step of no tag."""
     shards.check_whole()
+    steps = int(beside.engine.get("global_steps", max((s.num_steps for _, s in shards.parameters()), default=0)))
+    if save_dir is not None:
+        tag = f"global_step{steps}" if tag is None else str(tag)
+        tag_folder(save_dir, tag)
+        copies = copies or not _may_stay(shards, save_dir)
     parameters, excluded = capture.parameters(shards, optimizer, exclude_frozen)
     check_parameters(parameters, excluded)
     values = {
@@ -305,7 +275,7 @@ def _draft(
         state_json(beside.loader, "loader"), resting, in_memory,
     )  # fmt: skip
     facts = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen, "steps": steps}
-    return _Draft(content, capture.own(shards, optimizer), facts, is_copy)
+    return _Draft(content, list(capture.own(shards, optimizer)), facts, copies)
 
 
 def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValidation) -> tuple[Content, bool]:
@@ -318,7 +288,7 @@ def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValida
     def tell() -> Json:
         drafts.append(make())
         [draft] = drafts
-        sums = [[each.param, each.state, [each.kind, each.numel], _sum(each.data)] for each in draft.own]
+        sums = [[each.param, each.state, [each.kind, each.numel], _sum(each)] for each in draft.own]
         return {"tag": draft.content.tag, "is_copy": draft.is_copy, "facts": draft.facts, "own": sums}
 
     told = together(talk_over(shards.topology), WHAT, tell)
@@ -331,9 +301,10 @@ def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValida
                 )
     tag = _agreed_tag([each["tag"] for each in told], tag_validation, rank)
     first = _agreed_own([each["own"] for each in told])
-    own = [each for each in draft.own if rank == 0 or first.get((each.param, each.state)) != _sum(each.data)]
-    in_memory = [*draft.content.in_memory, *(each.stretch(rank) for each in own)]
-    content = dataclasses.replace(draft.content, tag=tag, in_memory=in_memory)
+    own = [each for each in draft.own if rank == 0 or first.get((each.param, each.state)) != _sum(each)]
+    variant = f"{OF_RANK}{rank}" if rank else ""
+    own = [dataclasses.replace(each, state=each.state + variant) for each in own]
+    content = dataclasses.replace(draft.content, tag=tag, in_memory=[*draft.content.in_memory, *own])
     return content, any(each["is_copy"] for each in told)
 
 
@@ -365,10 +336,6 @@ def _agreed_tag(tags: list[str | None], validation: TagValidation, rank: int) ->
     return tags[0]
 
 
-def _steps(shards: Shards, beside: Beside) -> int:
-    return int(beside.engine.get("global_steps", max((s.num_steps for _, s in shards.parameters()), default=0)))
-
-
 def _may_stay(shards: Shards, save_dir: Path) -> bool:
     """Whether what rests on NVMe may be the checkpoint: on the file system that it is asked for, and with slots to freeze."""
     policy = shards.policy
@@ -378,5 +345,6 @@ def _may_stay(shards: Shards, save_dir: Path) -> bool:
     return folder.stat().st_dev == as_paths(policy.paths)[0].path.stat().st_dev
 
 
-def _sum(data: torch.Tensor) -> int:
-    return crc32c([data.detach().cpu().contiguous()])[0] if data.numel() else 0
+def _sum(own: Stretch) -> int:
+    assert isinstance(own.place, torch.Tensor)
+    return crc32c([own.place.cpu()])[0]
