@@ -82,15 +82,13 @@ def forecast_step(
     Raises ValueError for a forward in which a module needs more units at once than the plan has buffers for.
     """
     of_rank = rates.of_rank(ranks_on_node)
-    course = Course(division.units, uses, plan, policy, topology, of_rank, is_gpu, num_micro, most_tiles)
+    course = Course(plan.division.units, uses, plan, policy, topology, of_rank, is_gpu, num_micro, most_tiles)
     return _second_step(play(build_steps(course, 2)))
 
 
 def forecast_shards(shards: Shards, compute: Compute, rates: Rates, num_micro: int = 1) -> Forecast:
     """Plays a step of a model that is sharded, as it was divided and planned; see `forecast_step`. Calls no collective."""
-    division = divide(shards.model, shards.policy, shards.topology.num_shards)
-    for unit, live in zip(division.units, shards.units, strict=True):
-        unit.is_resident = live.unit.is_resident
+    division = shards.plan.division
     return forecast_step(
         division,
         shards.plan,
@@ -235,7 +233,6 @@ class _Search:
         self._policy = policy
         self._topology = plan_topology(world, policy, ranks_on_node)
         self._division = divide(model, policy, self._topology.num_shards)
-        self._residents = [unit.is_resident for unit in self._division.units]
         self._uses = uses_of(model, self._division, compute)
         self._rates = rates
         self._is_gpu = is_gpu
@@ -267,7 +264,7 @@ class _Search:
 
     def _residency(self, best: Tried) -> Iterator[Fields]:
         """Units in place of states, within what is left of the budget."""
-        policy, units = self._policy, [unit for unit in self._division.units if not unit.is_resident]
+        policy, units = self._policy, [unit for unit in best.plan.division.units if not unit.is_resident]
         left = best.plan.resident_bytes + self._host_units_bytes(best)
         is_open = policy.host_param_numel is None and policy.resident_bytes is None
         if policy.params is not Tier.NVME or not is_open or not units or not left:
@@ -304,8 +301,6 @@ class _Search:
 
     def _play(self, fields: Fields) -> Tried:
         policy = dataclasses.replace(self._policy, **fields)
-        for unit, is_resident in zip(self._division.units, self._residents, strict=True):
-            unit.is_resident = is_resident  # as it was before a plan made some of them so
         plan = make_plan(self._division, policy, self._topology, self._is_gpu, self._ranks_on_node)
         forecast = forecast_step(
             self._division,

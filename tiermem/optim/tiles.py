@@ -211,7 +211,7 @@ class StateTiles:
         layout = StateLayout(live.unit.dtype, policy.precision, num_moments)
         keeps_initial = keeps_initial_master(live.unit, policy)
         rank, step = self._shards.topology.shard_rank, plan.tile_numel
-        if not plan.num_tile_slots and any(is_whole(shard) for shard in live.unit.shards):
+        if not plan.tiles.num and any(is_whole(shard) for shard in live.unit.shards):
             step = live.unit.shard_numel  # no buffer bounds what is stepped where it rests
         return cut(live, step, layout, keeps_initial, policy.optim, rank, is_whole)
 

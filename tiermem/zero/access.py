@@ -17,7 +17,7 @@ from tiermem.zero.collectives import exchange, share, total
 from tiermem.zero.init_params import Nursery
 from tiermem.zero.shards import Shards
 from tiermem.zero.topology import Topology, ranks_per_node
-from tiermem.zero.unit_state import LiveUnit, UnitState
+from tiermem.zero.unit_state import LiveUnit
 
 # ---- External parameters: those that are used outside their own module's forward -------------------------------------
 #
@@ -203,7 +203,7 @@ def _partitioned(params: Any) -> list[tuple[nn.Parameter, _Keeper]]:
 
 def _is_regathered(param: nn.Parameter, keeper: _Keeper) -> bool:
     """Whether a parameter's memory is filled again when another one of its unit is replaced: small ones are all one unit."""
-    return isinstance(keeper, Shards) and keeper.find(param)[0].unit.is_resident and keeper.topology.num_shards > 1
+    return isinstance(keeper, Shards) and not keeper.find(param)[0].is_streamed and keeper.topology.num_shards > 1
 
 
 def _check_rank(rank: int, topology: Topology) -> None:
@@ -241,18 +241,19 @@ def unwrap_model_for_generation(model: _Model) -> Iterator[_Model]:
     when weights are stepped or replaced, OSError when a read failed. However the block ends, units are streamed again.
     """
     shards = _shards_of(model)
-    streamed = [] if shards is None else [live for live in shards.units if not live.unit.is_resident]
+    streamed = [] if shards is None else [live for live in shards.units if live.is_streamed]
     if shards is None or not streamed or not _has_room(shards, streamed):
         yield model
         return
     with shards.held_present():
         try:
             for live in streamed:
-                _bring(shards, live)
+                shards.residency.outdate(live)
+                shards.values.keep_present(live)
             yield model
         finally:
             for live in streamed:
-                _let_go(live)
+                live.end_keeping()
 
 
 def _shards_of(model: _Model) -> Shards | None:
@@ -285,21 +286,3 @@ def _room(shards: Shards) -> tuple[int | None, str]:
         return None, ""
     planned = shards.plan.host_bytes
     return budget // ranks - planned, f"bytes = host_bytes {budget} // {ranks} ranks - {planned} planned"
-
-
-def _bring(shards: Shards, live: LiveUnit) -> None:
-    shards.residency.outdate(live)
-    whole = slice(0, live.unit.shard_numel)
-    shard = live.shard if live.shard is not None else shards.values.elements(live, whole)
-    live.memory.allocate()
-    shards.values.regather(live.unit, shard, live.memory)
-    live.memory.show()
-    live.state, live.unit.is_resident = UnitState.PRESENT, True
-
-
-def _let_go(live: LiveUnit) -> None:
-    live.unit.is_resident = False
-    if live.memory.is_present:
-        live.memory.leave()
-    live.state = UnitState.HOME
-    live.let_all_go()

@@ -160,7 +160,7 @@ def estimate_mem_needs(
     topology = Topology(None, 0, num_ranks, num_shards, 0)
     plan = make_plan(division, policy, topology, is_gpu, num_gpus_per_node)
     present = sum(row.num_bytes for row in plan.rows if row.tier is Tier.DEVICE)
-    device = present + _passing_bytes(division.units) if is_gpu else 0
+    device = present + _passing_bytes(plan.division.units) if is_gpu else 0
     return MemoryNeeds(plan.host_bytes * num_gpus_per_node, device, plan.disk_bytes * num_gpus_per_node)
 
 

@@ -38,10 +38,21 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from tiermem.swap.store import TensorStore
 from tiermem.zero.absent import RestingParameter
-from tiermem.zero.backward_marks import handed_back, handed_over, made_by, mark, outside_graphs, tensors_in
+from tiermem.zero.backward_marks import (
+    EndOfBackward,
+    WeakCall,
+    handed_back,
+    handed_over,
+    in_backward,
+    made_by,
+    mark,
+    outside_graphs,
+    tensors_in,
+)
 from tiermem.zero.gradients import GradientHomes
-from tiermem.zero.prefetcher import Residency, Use, Uses, reads_weights_again
+from tiermem.zero.prefetcher import Prefetcher, Use, Uses, reads_weights_again
 from tiermem.zero.unit_state import LiveUnit
 
 
@@ -63,6 +74,7 @@ class Hooks:
         units: all of them.
         residency: makes units present.
         homes: receives gradients.
+        store: its recorder gets an event for every forward and backward of a unit.
     """
 
     def __init__(
@@ -70,13 +82,14 @@ class Hooks:
         root: nn.Module,
         triggers: dict[nn.Module, list[LiveUnit]],
         units: list[LiveUnit],
-        residency: Residency,
+        residency: Prefetcher[LiveUnit],
         homes: GradientHomes,
+        store: TensorStore,
     ) -> None:
         self._root = root
         self._units = units
         self._residency = residency
-        self._recorder = residency.recorder
+        self._store = store
         self._homes = homes
         self._uses = Uses(units)
         self._held: list[Use] = []  # asked for by the backward under way
@@ -85,7 +98,7 @@ class Hooks:
         self._leader: nn.Module | None = None  # whose call began the pass
         self._pass_kind: tuple[bool, bool] | None = None
         self._is_training_pass = False  # the outermost forward under way began with gradients
-        self._ending: weakref.ref[_EndOfBackward] | None = None  # of the backward under way; dead after an exception
+        self._ending: weakref.ref[EndOfBackward] | None = None  # of the backward under way; dead after an exception
         self._watched = -1  # torch's number of the backward whose end is being watched
         self.num_backwards = 0  # begun
         self._clock = 0  # counts forwards that begin and end
@@ -103,11 +116,12 @@ class Hooks:
             inside = (self._by_module.get(each) for each in module.modules() if each is not module)
             hooks.covers([each for each in inside if each is not None and each.is_inner])
         for live in units:
-            if live.unit.is_resident:
+            if not live.is_streamed:
                 for shard in live.unit.shards:
                     self.see_gradient_of(live, shard.param)
             if live.memory.has_streams and live.unit.is_trainable:
-                self._handles += [_note_stream(live, shard.param) for shard in live.unit.shards]
+                note = WeakCall(live, _note_gradient)
+                self._handles += [s.param.register_post_accumulate_grad_hook(note) for s in live.unit.shards]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(
@@ -146,8 +160,10 @@ class Hooks:
         """A parameter's gradient may come in a backward of which no module tells: it is a sign of it."""
         if live.unit.is_trainable and param.requires_grad and id(param) not in self._seen_params:
             self._seen_params.add(id(param))
-            hooks = weakref.ref(self)  # torch keeps hooks of parameters where the garbage collector does not look
-            self._handles.append(param.register_hook(unserializable_hook(lambda grad: _see_backward(hooks))))
+            see = WeakCall(
+                self, Hooks._see_backward
+            )  # torch keeps hooks of parameters where the garbage collector is blind
+            self._handles.append(param.register_hook(unserializable_hook(see)))
 
     # ---- forward ---------------------------------------------------------------------------------------------------------
 
@@ -162,7 +178,7 @@ class Hooks:
             if self._is_training_pass:
                 self._uses.promise(frame.needed, 1)
             return frame
-        if _in_backward():
+        if in_backward():
             self._uses.promise(frame.needed, -1)
         use = frame.use = Use(frame.needed, reads_again)
         if not frame.needed:
@@ -183,7 +199,7 @@ class Hooks:
             pass  # frames above were left by an exception
         for live in (*frame.needed, *frame.borrowed):
             live.let_go()
-            if not _in_backward():
+            if not in_backward():
                 self._residency.release(live)
         if frame.use is not None and frame.use.units:
             frame.use.left = self._tick()
@@ -200,7 +216,7 @@ class Hooks:
         A pass goes on while its modules are called one after the other; it ends when the module that began it is called again,
         or the model, or in another mode.
         """
-        if _in_backward() or (self._frames and module is not self._root):
+        if in_backward() or (self._frames and module is not self._root):
             return False
         self._abandon_backward()
         self._drop_frames()
@@ -211,6 +227,7 @@ class Hooks:
         kind = (self._is_training_pass and module.training, module.training)
         if module in (self._root, self._leader) or kind != self._pass_kind or self._residency.order.is_long:
             self._leader, self._pass_kind = module, kind
+            self._store.check_process()
             self._residency.begin_pass(kind, has_backward=kind[0])
         return True
 
@@ -237,7 +254,7 @@ class Hooks:
     @property
     def may_lend(self) -> bool:
         """Whether a forward or a backward is at work, so that every rank will ask for the same."""
-        return bool(self._frames) or _in_backward()
+        return bool(self._frames) or in_backward()
 
     def lend(self, params: Sequence[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function of torch's with resting parameters brought back: see access.py."""
@@ -377,7 +394,7 @@ class Hooks:
     def _record(self, phase: str, use: Use) -> None:
         end_ns = time.monotonic_ns()
         for live in use.units:
-            self._recorder.add("unit", f"{phase} {live.unit.name}", use.start_ns, end_ns)
+            self._store.recorder.add("unit", f"{phase} {live.unit.name}", use.start_ns, end_ns)
 
     def watch_backward(self) -> None:
         """At the first sign of a backward: clears the way for autograd's gradients and asks to be told of its end."""
@@ -385,7 +402,7 @@ class Hooks:
             if self._ending() is not None:
                 return
             self._abandon_backward()  # of one that an exception has ended
-        ending = _EndOfBackward(self)
+        ending = EndOfBackward(self.finish_backward)
         self._ending = weakref.ref(ending)
         self._watched = torch._C._current_graph_task_id()
         self.num_backwards += 1
@@ -401,16 +418,6 @@ class Hooks:
         while self._held:
             self._let_go(self._held[-1])
         self._returned.clear()
-
-
-class _EndOfBackward:
-    """What torch calls when a backward has ended. It forgets it, uncalled, when that ends in an exception."""
-
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks = hooks
-
-    def __call__(self) -> None:
-        self._hooks.finish_backward()
 
 
 class _ModuleHooks:
@@ -531,7 +538,7 @@ def _needed_by_module(
             found[module] = []
         else:
             units = {by_param[id(param)]: None for param in module.parameters() if id(param) in by_param}
-            streamed = [live for live in units if not live.unit.is_resident]
+            streamed = [live for live in units if live.is_streamed]
             if streamed:
                 found[module] = streamed
         return is_around or module in triggers
@@ -541,24 +548,6 @@ def _needed_by_module(
     return {module: found[module] for module in root.modules() if module in found}
 
 
-def _note_stream(live: LiveUnit, param: nn.Parameter) -> RemovableHandle:
+def _note_gradient(live: LiveUnit, param: torch.Tensor) -> None:
     """Autograd accumulates a gradient on the stream on which the parameter was first used, in this graph or an older one."""
-    reference = weakref.ref(live)
-
-    def note(param: torch.Tensor) -> None:
-        living = reference()
-        if living is not None:
-            living.memory.note_gradient()
-
-    handle: RemovableHandle = param.register_post_accumulate_grad_hook(note)
-    return handle
-
-
-def _see_backward(hooks: weakref.ref[Hooks]) -> None:
-    living = hooks()
-    if living is not None:
-        living.watch_backward()
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+    live.memory.note_gradient()

@@ -45,7 +45,7 @@ from tiermem.zero.hooks import Hooks
 from tiermem.zero.init_params import built_with
 from tiermem.zero.joining import join_ranks
 from tiermem.zero.plan import BOUNCE_BYTES, carve, make_plan
-from tiermem.zero.prefetcher import Residency, first_order
+from tiermem.zero.prefetcher import Prefetcher, first_order, limits_of
 from tiermem.zero.settle import check_model, move_buffers, release, settle, show_parts
 from tiermem.zero.state_layout import MASTER
 from tiermem.zero.topology import (
@@ -123,7 +123,7 @@ class Shards:
         self._handles: list[RemovableHandle] = []
         division = divide(model, policy, self.topology.num_shards, is_trained)
         self.plan = make_plan(division, policy, self.topology, is_accelerator(self.device), ranks_per_node())
-        agree(self.topology, facts_of_plan(self.plan, division.units), "the plan of tiermem.shard")
+        agree(self.topology, facts_of_plan(self.plan), "the plan of tiermem.shard")
         arena_bytes = max(self.plan.host_bytes, 1)
         paths = paths_of_rank(policy.paths)
         self.store = TensorStore(
@@ -143,7 +143,7 @@ class Shards:
         try:
             if self.plan.disk_bytes:
                 self.store.reserve_disk(self.plan.disk_bytes, self.plan.why_disk(policy))
-            self._build(division)
+            self._build(self.plan.division)
         except BaseException:
             self.store.close()
             self.workers.close()
@@ -165,7 +165,7 @@ class Shards:
     def weight(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter's whole value, on the CPU, in its own dtype. Collective; blocks."""
         live, shard = self.find(param)
-        if live.unit.is_resident:
+        if not live.is_streamed:
             index = live.unit.shards.index(shard)
             return live.memory.views[index].detach().to("cpu", copy=True)
         return self.values.assemble(shard, self.local_weight(param)).view(shard.shape)
@@ -178,7 +178,7 @@ class Shards:
     def refresh(self, param: nn.Parameter) -> None:
         """Lets a parameter's unit show what was put where it rests, unless a module holds it. Collective; blocks."""
         live, _ = self.find(param)
-        if not live.unit.is_resident:
+        if live.is_streamed:
             if not self.hooks.may_lend:
                 live.let_all_go()  # what a forward without backward has left
             if not live.num_users:
@@ -256,7 +256,7 @@ class Shards:
             self.states.load(shard, MASTER, self.values.mine(shard, value.detach()).cpu().float())
         else:
             self.replace_mine(live, shard, self.values.mine(shard, value.detach()).cpu())
-        if live.num_users and not live.unit.is_resident:
+        if live.num_users and live.is_streamed:
             live.memory.views[live.unit.shards.index(shard)].copy_(value.view(shard.shape))
 
     def replace_mine(self, live: LiveUnit, shard: Shard, mine: torch.Tensor) -> None:
@@ -290,7 +290,7 @@ class Shards:
     def take_out(self, param: nn.Parameter) -> None:
         """Gives a parameter its whole values until `put_back`. Collective; blocks; takes memory for this parameter alone."""
         live, shard = self.find(param)
-        if live.unit.is_resident:
+        if not live.is_streamed:
             return
         self.hooks.see_gradient_of(live, param)
         if self.hooks.may_lend:
@@ -374,7 +374,7 @@ class Shards:
     def add_need(self, module: nn.Module, param: nn.Parameter) -> None:
         """A module needs a parameter that is not its own whenever it runs; nothing to do for one that is always present."""
         live, _ = self._by_param.get(id(param), (None, None))
-        if live is not None and not live.unit.is_resident and self.hooks.add_need(module, live):
+        if live is not None and live.is_streamed and self.hooks.add_need(module, live):
             self._added.append((module, live))
 
     def drop_need(self, module: nn.Module, param: nn.Parameter) -> None:
@@ -433,13 +433,13 @@ class Shards:
         self.units = settle(units, self.plan, self.policy, self.values, pools)
         move_buffers(self.model, self.device)
         self.store.settle()
-        self.residency = Residency(self.units, self.store, order, self.policy, pools.units, pools.shards, self.device)
+        self.residency = Prefetcher(self.units, order, limits_of(self.plan, self.policy))
         trainable = [u for u in units if u.is_trainable]
         plan, grads, sums = self.plan.grads, pools.gradients, pools.sums
         self.homes = GradientHomes(trainable, plan, self.store, self.topology, self.workers, grads, sums, self.policy)
         live = {module: [self.units[u.index] for u in needed] for module, needed in division.triggers.items()}
         self.triggers = list(live)  # modules that make units present
-        self.hooks = Hooks(self.model, live, self.units, self.residency, self.homes)
+        self.hooks = Hooks(self.model, live, self.units, self.residency, self.homes, self.store)
         lowered = [s.param for u in units if u.full_dtype != u.dtype for s in u.shards]
         self._handles += serve_islands(self.model, lowered, self.policy, self.device, self.weight)
         self._handles += StateDicts(self.weight, self.replace).watch(self.model)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -232,6 +232,12 @@ class Division:
     units: list[Unit]
     triggers: dict[nn.Module, list[Unit]]  # modules whose forward needs units, in the order of the model
     most_at_once: int  # streamed units that a module needs, with those of the modules around it
+
+    def with_residents(self, indices: Collection[int]) -> Division:
+        """The same division with these units present all the time."""
+        units = [dataclasses.replace(u, is_resident=True) if u.index in indices else u for u in self.units]
+        triggers = {module: [units[u.index] for u in needed] for module, needed in self.triggers.items()}
+        return dataclasses.replace(self, units=units, triggers=triggers)
 
     def order(self, counts: Callable[[nn.Module], bool] = lambda module: True) -> list[Unit]:
         """The streamed units in the order in which their modules, those that count, were defined: the first guess."""

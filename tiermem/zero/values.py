@@ -136,6 +136,11 @@ class Values:
         else:
             gather_unit(self.topology, unit, shard.to(self.device), memory.full)
 
+    def keep_present(self, live: LiveUnit) -> None:
+        """Brings a unit that is at HOME, in memory beside the arena, until `end_keeping`. Collective; blocks."""
+        shard = live.shard if live.shard is not None else self.elements(live, slice(0, live.unit.shard_numel))
+        live.keep(lambda memory: self.regather(live.unit, shard, memory))
+
     # ---- packed ---------------------------------------------------------------------------------------------------------
 
     def _unpacked_elements(self, live: LiveUnit, part: slice) -> torch.Tensor:
