@@ -188,8 +188,6 @@ def gathers(unit: Unit, policy: OffloadPolicy, topology: Topology, is_second: bo
         return [_to_all("within", whole_bytes, topology)]
     if unit.is_packed or (policy.quantised_gather and unit.dtype.is_floating_point):
         return [_to_all("shard", packed_bytes(unit.packed_numel) * num_shards, topology)]
-    if policy.gather_way == "all_reduce":
-        return [_added_up("shard", unit.full_bytes, topology)]
     return _plain(whole_bytes, topology)
 
 

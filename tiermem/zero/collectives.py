@@ -152,6 +152,25 @@ class Pending:
             failure = None  # its traceback holds this frame
 
 
+class Then(Pending):
+    """Several collectives under way, and what is done with what they bring.
+
+    on_end: called by the first wait, when all have ended.
+    """
+
+    def __init__(self, pending: Sequence[Pending], on_end: Callable[[], None] = lambda: None) -> None:
+        self._pending = list(pending)
+        self._on_end: Callable[[], None] | None = on_end
+
+    def wait(self) -> None:
+        """Blocks until all have ended (on a GPU: orders the current stream after them). Raises RankLost; safe to repeat."""
+        on_end, self._on_end = self._on_end, None
+        for each in self._pending:
+            each.wait()
+        if on_end is not None:
+            on_end()
+
+
 def newest(collective: Callable[..., Any]) -> Callable[..., Any]:
     """A collective by the name that this torch prefers: newer ones warn of the names that older ones have alone."""
     found: Callable[..., Any] = getattr(dist, _NEWER_NAMES.get(collective.__name__, ""), collective)

@@ -38,16 +38,6 @@ class Norms(Protocol):
         """Per parameter, over all ranks, of the sums over ranks. Collective."""
 
 
-def forget(shard: Shard) -> None:
-    """Says that no gradient of a parameter rests at home."""
-    shard.has_gradient, shard.is_zeroed, shard.grad_factor, shard.block_sums = False, False, 1.0, []
-
-
-def _zero(shard: Shard) -> None:
-    """Makes a gradient that rests at home zero; what lies there is overwritten by the next one, or before the step."""
-    shard.is_zeroed, shard.grad_factor, shard.block_sums = True, 1.0, []
-
-
 class ShardedGrad(torch.Tensor):
     """Stands for a gradient that rests elsewhere: shape, dtype, norms and scaling; everything else raises.
 
@@ -108,7 +98,7 @@ class ShardedGrad(torch.Tensor):
             return None
         if name in ("aten::zero_", "aten::_foreach_zero_"):
             for grad in args[0] if name == "aten::_foreach_zero_" else args:
-                _zero(grad.shard)
+                grad.shard.gradient.clear()
             return args[0] if name == "aten::zero_" else None
         raise RuntimeError(
             f"{name} on the gradient of a sharded parameter: its values rest elsewhere. Norms and scaling work in place; "
@@ -141,7 +131,7 @@ def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None
     factors = factor if isinstance(factor, (list, tuple)) else [factor] * len(grads)
     for grad, value in zip(grads, factors, strict=True):
         number = float(value)
-        grad.shard.grad_factor *= 1.0 / number if is_division else number
+        grad.shard.gradient.scale(1.0 / number if is_division else number)
 
 
 # ---- GradientStore: where gradients rest until the step, unit by unit ------------------------------------------------
@@ -226,44 +216,41 @@ class GradientStore:
             raise
         return OpenHome(unit, data.view(dtype), slot)
 
-    def put(self, opened: OpenHome, shard: Shard, part: torch.Tensor, start: int, adds: bool) -> None:
+    def put(self, opened: OpenHome, shard: Shard, part: torch.Tensor, start: int) -> None:
         """Copies or adds a part of this rank's share, flat, which begins at element `start` of it; the last one measures."""
         with self._at_home(part):
-            self._put(opened, shard, part, start, adds)
+            self._put(opened, shard, part, start)
 
-    def _put(self, opened: OpenHome, shard: Shard, part: torch.Tensor, start: int, adds: bool) -> None:
-        stop = start + part.numel()
+    def _put(self, opened: OpenHome, shard: Shard, part: torch.Tensor, start: int) -> None:
+        adds, stop = shard.gradient.takes_more, start + part.numel()
         first = shard.shard_numel * self._shard_rank
         num_valid = min(shard.shard_numel, max(0, shard.numel - first))
         share = opened.flat[shard.shard_offset : shard.shard_offset + num_valid]
-        if start == 0 and adds and shard.grad_factor != 1.0:
-            share.mul_(shard.grad_factor)  # what the user scaled is what is at home, not what comes
+        if start == 0 and adds and shard.gradient.factor != 1.0:
+            share.mul_(shard.gradient.factor)  # what the user scaled is what is at home, not what comes
         source = part[: max(0, num_valid - start)]
         is_last = stop >= num_valid
         if is_accelerator(share.device):
             target = share[start : start + source.numel()]
             target.add_(source) if adds else target.copy_(source)
             if is_last:
-                shard.block_sums = block_sums_in_torch(share, first)
-                shard.grad_factor, shard.is_zeroed = 1.0, False
+                shard.gradient.arrive(block_sums_in_torch(share, first))
             return
         source = source.cpu()
         if start == 0 and is_last:
-            shard.block_sums = store_gradient(self._workers, share, source, first, accumulate=adds)
+            shard.gradient.arrive(store_gradient(self._workers, share, source, first, accumulate=adds))
         elif source.numel():
             target = share[start : start + source.numel()]
             target.add_(source) if adds else target.copy_(source)
             if is_last:
-                shard.block_sums = store_gradient(self._workers, None, share, first)
-        if is_last:
-            shard.grad_factor, shard.is_zeroed = 1.0, False
+                shard.gradient.arrive(store_gradient(self._workers, None, share, first))
 
     def clear(self, opened: OpenHome, shard: Shard) -> None:
         """Writes zeros in place of a parameter's gradient."""
         share = opened.flat[shard.shard_offset : shard.shard_offset + shard.shard_numel]
         with self._at_home(share):
             share.zero_()
-        shard.is_zeroed = False
+        shard.gradient.arrive(())
 
     def close(self, opened: OpenHome) -> None:
         """Sends a unit's gradients where they rest; a write to NVME goes on behind. Raises OSError."""

@@ -58,6 +58,7 @@ class Piece(NamedTuple):
 class Bucket:
     """What one reduction takes."""
 
+    unit: Unit
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
     column_numel: int
@@ -85,7 +86,7 @@ def cut(unit: Unit, num_shards: int, limit_numel: int, is_packed: bool = True) -
     buckets: list[Bucket] = []
     for dtype, alike in _by_dtype(unit.shards).items():
         for group in [alike] if is_packed else [[shard] for shard in alike]:
-            buckets += _fill(dtype or unit.dtype, group, num_shards, room)
+            buckets += _fill(unit, dtype or unit.dtype, group, num_shards, room)
     return buckets
 
 
@@ -121,7 +122,7 @@ def _by_dtype(shards: Sequence[Shard]) -> dict[torch.dtype | None, list[Shard]]:
     return kinds
 
 
-def _fill(dtype: torch.dtype, shards: Sequence[Shard], num_shards: int, room: int) -> Iterator[Bucket]:
+def _fill(unit: Unit, dtype: torch.dtype, shards: Sequence[Shard], num_shards: int, room: int) -> Iterator[Bucket]:
     pieces: list[Piece] = []
     place = 0
     for shard in shards:
@@ -132,10 +133,10 @@ def _fill(dtype: torch.dtype, shards: Sequence[Shard], num_shards: int, room: in
             place += stop - start
             start = stop
             if place == room:
-                yield Bucket(dtype, tuple(pieces), place, num_shards)
+                yield Bucket(unit, dtype, tuple(pieces), place, num_shards)
                 pieces, place = [], 0
     if pieces:
-        yield Bucket(dtype, tuple(pieces), place, num_shards)
+        yield Bucket(unit, dtype, tuple(pieces), place, num_shards)
 
 
 # ---- Reduce: buckets of gradients, added up over ranks while backward goes on ----------------------------------------

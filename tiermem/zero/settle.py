@@ -14,7 +14,7 @@ from tiermem.swap.arena import Pool
 from tiermem.zero import registry
 from tiermem.zero.absent import ZeroParamStatus, absent_part, describe, undescribe
 from tiermem.zero.collectives import share
-from tiermem.zero.gather import Gather, NearGather, Secondary, UnitGather, secondary_numel
+from tiermem.zero.gather import Gather, NearGather, UnitGather, secondary_numel
 from tiermem.zero.init_params import Nursery
 from tiermem.zero.packed import PackedGather
 from tiermem.zero.plan import Plan, Pools, keeps_initial_master, keeps_secondary
@@ -178,7 +178,7 @@ class _Settler:
         if unit.is_packed or (policy.quantised_gather and unit.dtype.is_floating_point):
             plain: Gather = PackedGather(topology, unit, memory.full, self._wires)
         elif topology.num_shards > 1:
-            plain = UnitGather(topology, unit, memory.full, policy.gather_way)
+            plain = UnitGather(topology, unit, memory.full, policy.gather_way == "single")
         else:
             return None
         if not keeps_secondary(policy, topology.num_shards):
@@ -187,7 +187,7 @@ class _Settler:
         name, numel = f"secondary/{unit.index}/{unit.name}", secondary_numel(unit, topology.across.size)
         home = Tier.DEVICE if self._is_accelerated else Tier.HOST
         self._store.reserve(name, (numel,), memory.full.dtype, home)
-        return NearGather(Secondary(topology, unit, self._store.view(name)), plain, memory.full)
+        return NearGather(topology, unit, plain, memory.full, self._store.view(name))
 
     def _make_resident(self, unit: Unit) -> LiveUnit:
         memory = UnitMemory(unit, self._passage)

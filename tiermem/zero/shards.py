@@ -197,15 +197,15 @@ class Shards:
     def local_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """This rank's part of a reduced gradient, without padding, in fp32: flat, on the CPU; or None. Blocks."""
         live, shard = self.find(param)
-        if not shard.has_gradient or param.grad is None:
+        if not shard.gradient.is_there or param.grad is None:
             return None
-        if shard.is_zeroed:
+        if shard.gradient.is_zero:
             return torch.zeros(self.values.num_mine(shard))
         self.homes.settle()
         part = slice(shard.shard_offset, shard.shard_offset + self.values.num_mine(shard))
         flat, dtype = self.homes.flat(live.unit), self.homes.dtype(live.unit)
         local = self.values.read_part(self.homes.entry(live.unit), dtype, part) if flat is None else flat[part].cpu()
-        return local.float() * (shard.grad_factor / self.homes.divisor)
+        return local.float() * (shard.gradient.factor / self.homes.divisor)
 
     def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
         """A parameter's unit and its part there. Raises ValueError for one of another model, RuntimeError in a fork."""

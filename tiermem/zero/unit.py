@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import logging
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -161,6 +162,66 @@ UNIT_ALIGN = 4096  # elements
 _PAGE = 4096  # bytes
 
 
+class GradientState(enum.Enum):
+    """What rests at the home of a parameter's reduced gradient; see the diagram of Gradient."""
+
+    NONE = enum.auto()  # nothing that counts
+    ARRIVED = enum.auto()  # what was reduced in this backward; whether any rank had a gradient is not known yet
+    HOME = enum.auto()  # the gradient
+    ZERO = enum.auto()  # anything: the gradient is zero
+
+
+class Gradient:
+    """The reduced gradient of a parameter, of which this rank's part rests at its home.
+
+    NONE --arrive--> ARRIVED --confirm--> HOME      another micro-batch: HOME --arrive--> HOME
+    HOME --clear--> ZERO --arrive--> HOME           any state --forget--> NONE
+    """
+
+    def __init__(self) -> None:
+        self.state = GradientState.NONE
+        self.factor = 1.0  # what clip_grad_norm_ or GradScaler multiplied it by
+        self.block_sums: Sequence[float] | torch.Tensor = ()  # of its squares
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the parameter has a gradient."""
+        return self.state in (GradientState.HOME, GradientState.ZERO)
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it is zero, whatever rests at home."""
+        return self.state is GradientState.ZERO
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether what arrives is added to what rests at home."""
+        return self.state in (GradientState.ARRIVED, GradientState.HOME)
+
+    def arrive(self, block_sums: Sequence[float] | torch.Tensor, factor: float = 1.0) -> None:
+        """NONE -> ARRIVED, any other state -> HOME: all of this rank's part is at home, with these sums of squares."""
+        self.state = GradientState.HOME if self.is_there else GradientState.ARRIVED
+        self.factor, self.block_sums = factor, block_sums
+
+    def confirm(self) -> None:
+        """ARRIVED or NONE (a parameter without elements) -> HOME: some rank had a gradient."""
+        if not self.is_there:
+            self.state = GradientState.HOME
+
+    def scale(self, factor: float) -> None:
+        """HOME: multiplies the gradient; what rests at home stays."""
+        self.factor *= factor
+
+    def clear(self) -> None:
+        """HOME -> ZERO: what rests at home is overwritten by the next gradient, or before the step."""
+        if self.is_there:
+            self.state, self.factor, self.block_sums = GradientState.ZERO, 1.0, ()
+
+    def forget(self) -> None:
+        """-> NONE."""
+        self.state, self.factor, self.block_sums = GradientState.NONE, 1.0, ()
+
+
 @dataclasses.dataclass(eq=False)
 class Shard:
     """This rank's part of one parameter, and its place in its unit's two layouts (elements)."""
@@ -173,12 +234,7 @@ class Shard:
     shard_numel: int  # ceil(numel / shards)
     full_offset: int
     shard_offset: int
-    has_gradient: bool = False  # a reduced gradient rests at its home
-    grad_factor: float = 1.0  # what clip_grad_norm_ or GradScaler multiplied that gradient by
-    is_zeroed: bool = False  # that gradient is zero, whatever rests at its home
-    block_sums: list[float] | torch.Tensor = dataclasses.field(
-        default_factory=list
-    )  # squares of that gradient, per block
+    gradient: Gradient = dataclasses.field(default_factory=Gradient)
     num_steps: int = 0  # optimizer steps taken
     has_moments: bool = False  # moments were put before the first step, which reads them then
     has_master: bool = False  # a master was put before the first step
