@@ -40,8 +40,8 @@ def agree(topology: Topology, facts: Mapping[str, Any], where: str = "tiermem.sh
         return
     text = json.dumps([where, {name: str(value) for name, value in facts.items()}])
     digests = exchange_digests(topology, hashlib.sha256(text.encode()).digest())
-    if topology.roll_call is not None:
-        topology.roll_call.meet()
+    if topology.watch is not None:
+        topology.watch.meet()
     if len(set(digests)) == 1:
         return
     said = [json.loads(each) for each in exchange(topology, text)]

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.accelerator import control_device
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths
-from tiermem.zero.failures import RollCall, Traffic, Watch
+from tiermem.zero.failures import Traffic, Watch
 
 # ---- Topology: which ranks share the parts of a tensor, and which hold copies of the same part -----------------------
 #
@@ -46,7 +46,6 @@ class Topology:
     world: int
     num_shards: int
     shard_rank: int
-    roll_call: RollCall | None = dataclasses.field(default=None, compare=False)
     timeout_s: float = dataclasses.field(default=1800.0, compare=False)  # longest wait for the other ranks
     traffic: Traffic = dataclasses.field(default_factory=Traffic, compare=False)
     watch: Watch | None = dataclasses.field(default=None, compare=False)  # of waits for others; None in a world of one
@@ -107,9 +106,8 @@ def find_topology(
     bound_waits(group, timeout_s)
     control = control_device(group, device or torch.device("cpu"))
     ranks, traffic = dist.get_process_group_ranks(group), Traffic()
-    roll_call, watch = RollCall(ranks), Watch(ranks, traffic)
     found = Topology(
-        group, rank, world, 1, 0, roll_call, timeout_s, traffic, watch, replica_group=group, control_device=control
+        group, rank, world, 1, 0, timeout_s, traffic, Watch(ranks, traffic), replica_group=group, control_device=control
     )
     if stage == 0:
         return found
