@@ -13,6 +13,7 @@ from tiermem.optim.tile import rests_on_host, stepped_ranges
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.precision import DTYPES
 from tiermem.zero.gather import cut_span, spans_of
+from tiermem.zero.packed import gathers_packed
 from tiermem.zero.plan import Plan, keeps_secondary, planned_layout
 from tiermem.zero.prefetcher import reads_weights_again
 from tiermem.zero.quantised import packed_bytes
@@ -186,7 +187,7 @@ def gathers(unit: Unit, policy: OffloadPolicy, topology: Topology, is_second: bo
     whole_bytes = numel * num_shards * unit.full_dtype.itemsize
     if is_second and topology.within is not None:
         return [_to_all("within", whole_bytes, topology)]
-    if unit.is_packed or (policy.quantised_gather and unit.dtype.is_floating_point):
+    if gathers_packed(unit, policy):
         return [_to_all("shard", packed_bytes(unit.packed_numel) * num_shards, topology)]
     return _plain(whole_bytes, topology)
 

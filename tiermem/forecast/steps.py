@@ -30,6 +30,7 @@ from tiermem.forecast.loads import (
 )
 from tiermem.forecast.rates import Rates, Task
 from tiermem.policy import OffloadPolicy, Tier
+from tiermem.zero.packed import gathers_packed
 from tiermem.zero.plan import Plan
 from tiermem.zero.prefetcher import Order, Prefetcher, limits_of
 from tiermem.zero.reduce import Bucket, num_under_way
@@ -363,12 +364,11 @@ class _PlayedUnit:
     """A unit whose transitions are tasks on the clock; the prefetcher decides them."""
 
     def __init__(self, unit: Unit, builder: _Builder, course: Course) -> None:
-        is_packed = unit.is_packed or (course.policy.quantised_gather and unit.dtype.is_floating_point)
         self.unit = unit
         self.state = UnitState.HOME
         self.num_users = 0
         self.is_streamed = not unit.is_resident
-        self.is_gathered = course.topology.num_shards > 1 or is_packed
+        self.is_gathered = course.topology.num_shards > 1 or gathers_packed(unit, course.policy)
         self.is_staged = self.is_gathered or course.is_gpu
         self._builder = builder
         self._is_on_nvme = course.plan.unit_homes.get(unit.index) is Tier.NVME

@@ -17,6 +17,7 @@ from tiermem.swap.move import Move
 from tiermem.swap.native import Workers, store_gradient
 from tiermem.swap.store import TensorStore
 from tiermem.swap.torch_step import block_sums_in_torch
+from tiermem.zero.state_layout import own_numel
 from tiermem.zero.unit import Shard, Unit
 
 # ---- ShardedGrad: what `p.grad` holds while the gradient itself rests at home ----------------------------------------
@@ -224,7 +225,7 @@ class GradientStore:
     def _put(self, opened: OpenHome, shard: Shard, part: torch.Tensor, start: int) -> None:
         adds, stop = shard.gradient.takes_more, start + part.numel()
         first = shard.shard_numel * self._shard_rank
-        num_valid = min(shard.shard_numel, max(0, shard.numel - first))
+        num_valid = own_numel(shard, self._shard_rank)
         share = opened.flat[shard.shard_offset : shard.shard_offset + num_valid]
         if start == 0 and adds and shard.gradient.factor != 1.0:
             share.mul_(shard.gradient.factor)  # what the user scaled is what is at home, not what comes

@@ -12,7 +12,7 @@ from tiermem.precision import DTYPES
 from tiermem.swap.arena import Arena, Pool
 from tiermem.swap.ranges import round_up
 from tiermem.zero.gather import secondary_numel, span_bytes
-from tiermem.zero.packed import wire_bytes
+from tiermem.zero.packed import gathers_packed, wire_bytes
 from tiermem.zero.reduce import buffer_bytes, largest_bucket, num_under_way
 from tiermem.zero.state_layout import FP32_BYTES, StateLayout
 from tiermem.zero.topology import Topology
@@ -273,7 +273,7 @@ class _Planner:
 
     def _add_wires(self, sheet: _Sheet, streamed: list[Unit], num_units: int) -> Buffers:
         """Adds the buffers of packed gathers, one for each that may be under way."""
-        packed = [u for u in streamed if u.is_packed or self._policy.quantised_gather]
+        packed = [u for u in streamed if gathers_packed(u, self._policy)]
         if self._is_gpu:
             return Buffers(0, 0)
         sizes = [wire_bytes(u, self._num_shards) for u in packed]

@@ -16,7 +16,7 @@ from tiermem.zero.absent import ZeroParamStatus, absent_part, describe, undescri
 from tiermem.zero.collectives import share
 from tiermem.zero.gather import Gather, NearGather, UnitGather, secondary_numel
 from tiermem.zero.init_params import Nursery
-from tiermem.zero.packed import PackedGather
+from tiermem.zero.packed import PackedGather, gathers_packed
 from tiermem.zero.plan import Plan, Pools, keeps_initial_master, keeps_secondary
 from tiermem.zero.quantised import pack_into
 from tiermem.zero.state_layout import StatePieces, keeps_sums, weight_runs
@@ -175,7 +175,7 @@ class _Settler:
     def _gather_of(self, unit: Unit, memory: UnitMemory) -> Gather | None:
         """How a unit is gathered; None: it is not, since it rests as it is present."""
         policy, topology = self._policy, self._topology
-        if unit.is_packed or (policy.quantised_gather and unit.dtype.is_floating_point):
+        if gathers_packed(unit, policy):
             plain: Gather = PackedGather(topology, unit, memory.full, self._wires)
         elif topology.num_shards > 1:
             plain = UnitGather(topology, unit, memory.full, policy.gather_way == "single")

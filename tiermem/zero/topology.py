@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -196,6 +196,11 @@ class Layout(NamedTuple):
         """Ranks that share one copy of the states."""
         return self.num_across * self.num_within
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether a shard group spreads over several nodes, with several ranks on each."""
+        return self.num_across > 1 and self.num_within > 1
+
     def place(self, rank: int) -> tuple[int, int, int]:
         """A rank's place in each dimension."""
         outer, within = divmod(rank, self.num_within)
@@ -232,19 +237,7 @@ def plan_layout(world: int, policy: OffloadPolicy, ranks_on_node: int) -> Layout
 
 def plan_topology(world: int, policy: OffloadPolicy, ranks_on_node: int) -> Topology:
     """Rank 0's place among ranks that are not there: sizes without groups, for plans. Raises ValueError as `plan_layout`."""
-    layout = plan_layout(world, policy, ranks_on_node)
-    has_stages = layout.num_across > 1 and layout.num_within > 1
-    return Topology(
-        None,
-        0,
-        world,
-        layout.num_shards,
-        0,
-        across=Peers(None, 0, layout.num_across) if has_stages else None,
-        within=Peers(None, 0, layout.num_within) if has_stages else None,
-        gathers_in_stages=has_stages and policy.two_stage_gather,
-        packs_reductions=policy.quantised_reduction and layout.num_shards > 1,
-    )
+    return _placed(Topology(None, 0, world, 1, 0), plan_layout(world, policy, ranks_on_node), 0, policy, {})
 
 
 def numbered(topology: Topology, parts: Sequence[int]) -> Topology:
@@ -277,15 +270,22 @@ def arrange(
         return topology
     own = range(topology.world) if parts is None else parts
     everyone, place = _in_order_of_parts(topology, own), own[topology.rank]
-    has_stages = layout.num_across > 1 and layout.num_within > 1
     groups: dict[str, dist.ProcessGroup] = {}
-    for dimension in ("replica", "shard", *(("across", "within") if has_stages else ())):
+    for dimension in ("replica", "shard", *(("across", "within") if layout.has_stages else ())):
         ranks = [everyone[r] for r in layout.peers(place, dimension)]
         if ranks == dist.get_process_group_ranks(topology.group):
             groups[dimension] = topology.group
         elif len(ranks) > 1:
             groups[dimension] = _group_of(topology, ranks, dimension)
     has_parts = any(group is not topology.group for group in groups.values())
+    mesh = _mesh(layout, everyone, groups, device_type) if has_parts else None
+    return dataclasses.replace(_placed(topology, layout, place, policy, groups), mesh=mesh)
+
+
+def _placed(
+    topology: Topology, layout: Layout, place: int, policy: OffloadPolicy, groups: Mapping[str, dist.ProcessGroup]
+) -> Topology:
+    """The topology of the rank that takes a place in a layout."""
     replica, across, within = layout.place(place)
     return dataclasses.replace(
         topology,
@@ -293,12 +293,11 @@ def arrange(
         shard_rank=across * layout.num_within + within,
         shard_group=groups.get("shard"),
         replica_group=groups.get("replica"),
-        across=Peers(groups["across"], across, layout.num_across) if has_stages else None,
-        within=Peers(groups["within"], within, layout.num_within) if has_stages else None,
-        gathers_in_stages=has_stages and policy.two_stage_gather,
+        across=Peers(groups.get("across"), across, layout.num_across) if layout.has_stages else None,
+        within=Peers(groups.get("within"), within, layout.num_within) if layout.has_stages else None,
+        gathers_in_stages=layout.has_stages and policy.two_stage_gather,
         packs_reductions=policy.quantised_reduction and layout.num_shards > 1,
         replica=replica,
-        mesh=_mesh(layout, everyone, groups, device_type) if has_parts else None,
     )
 
 

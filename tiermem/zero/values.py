@@ -16,6 +16,7 @@ from tiermem.swap.stream import Bounce
 from tiermem.zero import registry
 from tiermem.zero.gather import Updating, gather, gather_unit
 from tiermem.zero.quantised import byte_ranges, pack, pack_into, unpack
+from tiermem.zero.state_layout import own_numel
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Shard, Unit
 from tiermem.zero.unit_state import LiveUnit, UnitMemory
@@ -127,7 +128,7 @@ class Values:
 
     def num_mine(self, shard: Shard) -> int:
         """Elements of this rank's part of a parameter, without its padding."""
-        return min(shard.shard_numel, max(0, shard.numel - shard.shard_numel * self.topology.shard_rank))
+        return own_numel(shard, self.topology.shard_rank)
 
     def regather(self, unit: Unit, shard: torch.Tensor, memory: UnitMemory) -> None:
         """Refreshes a present unit's full layout from every rank's shard. Collective."""
