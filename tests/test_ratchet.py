@@ -14,7 +14,7 @@ import pytest
 from test_floors import ROOT, Module, read_modules
 
 # These numbers may only be lowered. Whoever makes the code lighter lowers them in the same commit; nobody raises them.
-MOST = {"files": 169, "lines": 31400, "file": 395}
+MOST = {"files": 169, "lines": 31345, "file": 393}
 
 
 def code_lines(tree: ast.Module, source: str) -> int:

@@ -45,7 +45,7 @@ RANK_TO_RANK, RANK_TO_NEAR = "rank -> rank", "rank -> rank of its node"
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 MATHS = "maths"
 
-_BEHIND = 1  # priority of what nobody waits for yet
+_BEHIND = 1  # priority of what is not waited for yet
 _GRAD_BUFFERS = 2
 _CHECKED = {"always": 1.0, "sample": 1 / 16, "resume": 0.0}  # part of what is read
 
@@ -68,7 +68,6 @@ class Course:
 class _Reducing(NamedTuple):
     """A bucket of gradients between ranks."""
 
-    unit: Unit
     bucket: Bucket
     sent: int  # the task that ends its way
     is_first: bool  # of the micro-batches
@@ -172,10 +171,13 @@ class _Builder:
     def copy_unit(self, unit: Unit, after: int | None = None) -> None:
         """The end of a unit's way, over a GPU's link."""
         after = self._last if after is None else after
-        if self._course.is_gpu:
-            seconds = unit.shard_bytes / self._rates.link_bytes_s
-            after = self._add(f"to GPU {unit.name}", "link down", seconds, [after], HOST_TO_DEVICE, unit.shard_bytes)
-        self._arrivals[unit.index] = after
+        self._arrivals[unit.index] = self._to_gpu(unit, after)
+
+    def _to_gpu(self, unit: Unit, after: int) -> int:
+        if not self._course.is_gpu:
+            return after
+        seconds = unit.shard_bytes / self._rates.link_bytes_s
+        return self._add(f"to GPU {unit.name}", "link down", seconds, [after], HOST_TO_DEVICE, unit.shard_bytes)
 
     def _streamed(self, uses: Iterable[Sequence[int]]) -> list[int]:
         return [index for units in uses for index in units if self._played[index].is_streamed]
@@ -195,21 +197,21 @@ class _Builder:
             packed = self._last if course.is_gpu else self._put(f"pack {unit.name}", 2 * bucket.num_bytes, [self._last])
             self._goes_on(packed)
             sent = self._send(f"reduce {unit.name}", reductions(bucket, course.policy, course.topology), packed)
-            self._under_way.append(_Reducing(unit, bucket, sent, is_first, number == len(buckets) - 1))
+            self._under_way.append(_Reducing(bucket, sent, is_first, number == len(buckets) - 1))
             if not course.policy.overlap_reduce:
                 self._arrive()
 
     def _arrive(self) -> None:
         """The oldest reduction ends; with its unit's last, the gradients are brought home."""
         oldest = self._under_way.pop(0)
-        after = self._last
+        unit, after = oldest.bucket.unit, self._last
         if self._course.is_gpu:
             after = oldest.sent
         else:
-            after = self._put(f"add up {oldest.unit.name}", oldest.bucket.num_bytes, [after, oldest.sent])
+            after = self._put(f"add up {unit.name}", oldest.bucket.num_bytes, [after, oldest.sent])
             self._goes_on(after)
         if oldest.is_last:
-            self._bring_home(oldest.unit, oldest.is_first, after)
+            self._bring_home(unit, oldest.is_first, after)
 
     def _bring_home(self, unit: Unit, is_first: bool, after: int) -> None:
         """This rank's part of a unit's gradients is copied or added to where it rests, or stepped with."""
@@ -292,11 +294,8 @@ class _Builder:
     def _update(self, unit: Unit) -> None:
         """The new weights of a unit that stays present reach every rank's copy."""
         course = self._course
-        self._last = self._send(f"update {unit.name}", updates(unit, course.policy, course.topology), self._last)
-        if course.is_gpu:
-            seconds = unit.shard_bytes / self._rates.link_bytes_s
-            name = f"to GPU {unit.name}"
-            self._last = self._add(name, "link down", seconds, [self._last], HOST_TO_DEVICE, unit.shard_bytes)
+        sent = self._send(f"update {unit.name}", updates(unit, course.policy, course.topology), self._last)
+        self._last = self._to_gpu(unit, sent)
 
     # ---- tasks ---------------------------------------------------------------------------------------------------------
 

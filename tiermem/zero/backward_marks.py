@@ -54,7 +54,7 @@ def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
 # dataclasses, plain objects.
 #
 # A module that is given no tensor that requires gradients (token ids) tells nothing when it is done, and one that
-# shares all its inputs with others tells late: whoever asks has to look at what else has begun since (hooks.py).
+# shares all its inputs with others tells late: hooks.py looks at what else has begun since.
 
 Owner = TypeVar("Owner")
 

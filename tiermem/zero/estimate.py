@@ -5,7 +5,7 @@
 
 Two kinds of figures, and the printed tables say which is which:
 
-    the reference's   closed formulas for its settings, to the digit: what somebody who sized a machine by them expects.
+    the reference's   closed formulas for its settings, to the digit, for machines that were sized by them.
                       They hold a safety factor of 1.5 for host memory, know no NVMe, and count no buffer
     tiermem's         the rows that `zero/plan.py` would allocate for such a model, summed: homes and buffers, exact for
                       this library, with no factor; bytes on NVMe too, with room for a checkpoint there ("keep")

@@ -287,18 +287,14 @@ def gather_unit(
 
 
 def gather(topology: Topology, mine: torch.Tensor, whole: torch.Tensor, what: str) -> None:
-    """Fills `whole` with the parts of the ranks that share it, in their order. Blocks."""
-    if topology.gathers_in_stages:
-        _gather_in_stages(topology, mine, whole, what)
-    else:
-        call(topology, what, dist.all_gather_into_tensor, whole, mine, among="shard")
+    """Fills `whole` with the parts of the ranks that share it, in their order. Blocks.
 
-
-def _gather_in_stages(topology: Topology, mine: torch.Tensor, whole: torch.Tensor, what: str) -> None:
-    """Gathers from this rank's place on every node, then one node's parts after the other within this node.
-
-    A byte crosses to this node once for all its ranks. The first stage takes a buffer of num_across parts.
+    In two stages: from this rank's place on every node, then one node's parts after the other within this node. A byte crosses
+    to this node once for all its ranks. The first stage takes a buffer of num_across parts.
     """
+    if not topology.gathers_in_stages:
+        call(topology, what, dist.all_gather_into_tensor, whole, mine, among="shard")
+        return
     assert topology.across is not None
     num_nodes = topology.across.size
     from_nodes = mine.new_empty(num_nodes, mine.numel())

@@ -143,7 +143,7 @@ def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None
 #
 #     HOST, DEVICE    the memory is their home
 #     NVME            it is a buffer, read from home if need be and written behind; a unit is read only once it is written
-#     None            (step_in_backward) it is a buffer, handed to whoever steps the unit
+#     None            (step_in_backward) it is a buffer, handed to the step of the unit
 #
 # Measured are sums of squares of fixed blocks of each parameter, in float64, in the order of elements: they do not
 # depend on how a share was cut into parts.
@@ -184,7 +184,11 @@ class GradientStore:
         self._pool = pool
         self._stream = new_stream(store.device) if home is Tier.DEVICE and is_accelerator(store.device) else None
         self._leaving: list[tuple[Unit, Slot, Move]] = []
-        self.consume: Consume | None = None  # takes them at once when none is held
+        self._consume: Consume | None = None  # takes them at once when none is held
+
+    def step_with(self, consume: Consume) -> None:
+        """Says who steps units in backward, when no gradients are held."""
+        self._consume = consume
 
     @staticmethod
     def entry(unit: Unit) -> str:
@@ -260,8 +264,8 @@ class GradientStore:
             return
         try:
             if self.home is None:
-                assert self.consume is not None
-                self.consume(unit, flat)
+                assert self._consume is not None
+                self._consume(unit, flat)
                 self._give_back(slot)
                 return
             data = slot.tensor[: flat.nbytes]

@@ -1,7 +1,7 @@
 """Gradients: from where autograd leaves them to where they rest until the step.
 
 When every use of a unit in a backward has been answered, its parameters' `p.grad` are packed and let go, added up over ranks
-while backward goes on (reduce.py, reduce.py), copied (or added, when micro-batches accumulate) into the unit's gradient home
+while backward goes on (reduce.py), copied (or added, when micro-batches accumulate) into the unit's gradient home
 and measured in the same pass (gradient_store.py): global norm and the check for NaN and infinity are made of that.
 
 A home may be in another dtype than the parameters (`Precision.grads`): micro-batches of a bf16 model then add up in fp32.
@@ -12,8 +12,8 @@ in the same sequence:
     stage 3        units that are gathered are reduced as they are answered, which is as they were gathered
     stages 0 to 2  nothing is gathered in backward, so units are reduced in the reverse order of definition, each as soon as it
                    and all before it are there; what never came is reduced at the end of backward
-    the end        one exchange says which parameters anybody had a gradient of (the others have none and are not stepped),
-                   and which units anybody still has something for, which came late; those are reduced once more
+    the end        one exchange says which parameters any rank had a gradient of (the others have none and are not stepped),
+                   and for which units any rank still has gradients, which came late; those are reduced once more
 
 In place of the gradient `p.grad` holds a ShardedGrad (gradient_store.py). A backward that ends in an exception takes the
 gradients of its step with it (`abandon`): what of them was reduced cannot be told from what was not.
@@ -100,7 +100,7 @@ class GradientHomes:
 
     def step_with(self, consume: Consume) -> None:
         """Says who steps units in backward, when no gradients are held."""
-        self._homes.consume = consume
+        self._homes.step_with(consume)
 
     @property
     def divisor(self) -> float:
@@ -150,14 +150,14 @@ class GradientHomes:
         self.receive_rest()
 
     def receive_rest(self) -> None:
-        """Receives whatever `p.grad` anybody still has, as before a step. Collective; blocks."""
+        """Receives every `p.grad` that any rank still has, as before a step. Collective; blocks."""
         if self._reducer is None:
             self.finish()
             return
         for unit in self._units:
             self._note_given(unit)
         flags = [any(_fresh(shard) for shard in unit.shards) for unit in self._units]
-        flags = self._anybody(flags + [shard in self._given for shard in self._shards])
+        flags = self._on_any_rank(flags + [shard in self._given for shard in self._shards])
         for unit in (unit for unit, is_left in zip(self._units, flags, strict=False) if is_left):
             self._reduce(unit)
         self._drain()
@@ -306,13 +306,13 @@ class GradientHomes:
         self._given.update(shard for shard in unit.shards if _fresh(shard))
 
     def _tell_given(self, unit: Unit) -> None:
-        """Before a unit is stepped in backward: its parameters that nobody had a gradient of have none."""
-        flags = self._anybody([shard in self._given for shard in unit.shards])
+        """Before a unit is stepped in backward: its parameters that no rank had a gradient of have none."""
+        flags = self._on_any_rank([shard in self._given for shard in unit.shards])
         for shard, is_given in zip(unit.shards, flags, strict=True):
             if is_given:
                 shard.gradient.confirm()
 
-    def _anybody(self, flags: Sequence[bool]) -> list[bool]:
+    def _on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Each flag: whether it is true on any rank. What is under way arrives meanwhile. Collective; blocks."""
         found = self._on_wire(flags, torch.uint8)
         pending = start(

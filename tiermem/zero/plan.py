@@ -81,7 +81,7 @@ class Plan:
     resident_bytes: int  # what those states take at most that are kept on HOST though their home is NVME
 
     def why_disk(self, policy: OffloadPolicy) -> str:
-        """The arithmetic behind disk_bytes, for whoever is told that there is no room for them."""
+        """The arithmetic behind disk_bytes, for the error that says that there is no room for them."""
         if not self.frozen_disk_bytes:
             return ""
         less = self.disk_bytes - self.frozen_disk_bytes
@@ -216,10 +216,14 @@ class _Planner:
         shards = sheet.buffers(
             "shard", 2 * needs_stage, shard_sizes, "read ahead of a gather", crosses_link=self._is_gpu
         )
-        wires = self._add_wires(sheet, streamed, units.num)
+        wire_sizes = (wire_bytes(u, self._num_shards) for u in streamed if gathers_packed(u, policy))
+        wires = sheet.buffers("wire", units.num, wire_sizes, "8-bit blocks on their way between ranks")
         gradients = self._add_gradients(sheet, grads)
-        sums = self._add_reductions(sheet)
-        updates = self._add_updates(sheet)
+        num_sums = num_under_way(policy) * (self._world > 1 and not self._is_gpu and policy.contiguous_gradients)
+        sum_sizes = map(self._reduce_bytes, self._trainable)
+        sums = sheet.buffers("reduce", num_sums, sum_sizes, "gradients on their way between ranks")
+        spans = (span_bytes(u, self._num_shards, policy) for u in self._units if u.is_resident)
+        updates = sheet.buffers("update", int(not self._is_gpu), spans, "new weights on their way from their owner")
         resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         frozen = self._add_frozen(sheet, at_home[Tier.NVME])
         streams = Tier.NVME in (policy.optim, grads, *self._homes.values())
@@ -271,14 +275,6 @@ class _Planner:
             sheet.add("secondary copies", place, _pages(sizes), "backward gathers from them (hpZ)")
         return at_home
 
-    def _add_wires(self, sheet: _Sheet, streamed: list[Unit], num_units: int) -> Buffers:
-        """Adds the buffers of packed gathers, one for each that may be under way."""
-        packed = [u for u in streamed if gathers_packed(u, self._policy)]
-        if self._is_gpu:
-            return Buffers(0, 0)
-        sizes = [wire_bytes(u, self._num_shards) for u in packed]
-        return sheet.buffers("wire", num_units, sizes, "8-bit blocks on their way between ranks")
-
     def _add_gradients(self, sheet: _Sheet, home: Tier | None) -> Buffers:
         """Adds what holds gradients; returns the buffers they pass through."""
         sizes = [u.shard_numel * self._policy.precision.grad_dtype(u.dtype).itemsize for u in self._trainable]
@@ -287,21 +283,8 @@ class _Planner:
         passes = home in (None, Tier.NVME)
         return sheet.buffers("gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home")
 
-    def _add_reductions(self, sheet: _Sheet) -> Buffers:
-        """Adds the buffers in which gradients are added up over ranks, between CPUs."""
-        policy = self._policy
-        if self._world == 1 or self._is_gpu or not policy.contiguous_gradients:
-            return Buffers(0, 0)
-        sizes = [self._reduce_bytes(unit) for unit in self._trainable]
-        return sheet.buffers("reduce", num_under_way(policy), sizes, "gradients on their way between ranks")
-
-    def _add_updates(self, sheet: _Sheet) -> Buffers:
-        """Adds the buffer in which a CPU receives new weights that are broadcast."""
-        present = [] if self._is_gpu else [unit for unit in self._units if unit.is_resident]
-        sizes = [span_bytes(unit, self._num_shards, self._policy) for unit in present]
-        return sheet.buffers("update", 1, sizes, "new weights on their way from their owner")
-
     def _reduce_bytes(self, unit: Unit) -> int:
+        """Bytes of the buffer in which a unit's gradients are added up over ranks, between CPUs."""
         policy, num_shards = self._policy, self._num_shards
         dtype = unit.dtype if policy.reduce_dtype is None else DTYPES[policy.reduce_dtype]
         bucket = largest_bucket(unit, num_shards, policy.reduce_bucket_numel, dtype)
@@ -330,8 +313,8 @@ class _Planner:
     def _add_frozen(self, sheet: _Sheet, resting: list[Unit]) -> int:
         """Adds room for what checkpoints hold while steps write elsewhere; returns its bytes.
 
-        resting: units on NVME. Those that training never writes stay where they are, for all checkpoints: whoever does
-        write one makes the files grow by it.
+        resting: units on NVME. Those that training never writes stay where they are, for all checkpoints: writing
+        one makes the files grow by it.
         """
         policy = self._policy
         written = _pages(u.shard_bytes for u in resting if u.is_trainable)

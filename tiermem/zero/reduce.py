@@ -32,7 +32,7 @@ from tiermem.zero.unit import Shard, Unit
 # column, for an all-reduce.
 #
 # Which elements of two ranks are added up does not depend on where a bucket is cut, and neither does the order in which
-# reduce.py adds them.
+# reductions add them.
 
 
 class Piece(NamedTuple):
@@ -156,7 +156,7 @@ def _fill(unit: Unit, dtype: torch.dtype, shards: Sequence[Shard], num_shards: i
 # bits of a sum depend on the gradients and the number of ranks alone: on no bucket's size, no tier, no overlap. All-
 # reduces, reduces and NCCL add in an order of their own; with two ranks the bits are the same all the same.
 #
-# At most two reductions are under way (one without overlap): whoever starts a third finishes the first. What is under
+# At most two reductions are under way (one without overlap): the first is finished before a third is started. What is under
 # way owns its buffers, which come from the arena on CPUs, where gradients are packed; a parameter reduced by itself is
 # sent from where autograd put it, if its size, dtype and layout allow.
 

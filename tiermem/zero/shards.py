@@ -124,22 +124,14 @@ class Shards:
         division = divide(model, policy, self.topology.num_shards, is_trained)
         self.plan = make_plan(division, policy, self.topology, is_accelerator(self.device), ranks_per_node())
         agree(self.topology, facts_of_plan(self.plan), "the plan of tiermem.shard")
-        arena_bytes = max(self.plan.host_bytes, 1)
-        paths = paths_of_rank(policy.paths)
-        self.store = TensorStore(
-            paths,
-            arena_bytes,
-            policy.io,
-            policy.disk_bytes,
-            self.device,
-            self.plan.link_bytes if policy.pin_memory else 0,
-            num_slots=policy.num_slots,
-            run=self._name_run(),
-        )
+        self.store = self._open_store()
         self.workers = Workers(give_fair_threads(), fair_cores())
         self.store.sums.use(self.workers, policy.verify)
-        weakref.finalize(self, self.workers.close)  # when nobody closes; closing twice does nothing
-        self._watch_ranks()
+        weakref.finalize(self, self.workers.close)  # for a model that is never closed; closing twice does nothing
+        self._end_watch: Callable[[], object] = lambda: None
+        if self.topology.group is not None and self.topology.watch is not None:
+            self.topology.watch.start(self.topology.group, self.topology.groups)
+            self._end_watch = weakref.finalize(self, self.topology.watch.close)
         try:
             if self.plan.disk_bytes:
                 self.store.reserve_disk(self.plan.disk_bytes, self.plan.why_disk(policy))
@@ -329,7 +321,7 @@ class Shards:
         """An optimizer steps this model. `on_last_read` is called when a backward has no more reads to ask for (hooks.py)."""
         self.states = states
         if on_last_read is not None:
-            self.hooks.on_last_read = on_last_read
+            self.hooks.call_on_last_read(on_last_read)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped this model, and all that it changes has changed. Collective where an attachment is."""
@@ -415,12 +407,22 @@ class Shards:
         for param, value in weights:
             param.data = value.to(self.device)
 
-    def _name_run(self) -> RunName:
-        """The run's id is rank 0's on every rank; the folders of several ranks are told apart. Collective."""
-        [run_id, *_] = exchange(self.topology, RunName.new().run_id)
-        return RunName(run_id, None if self.topology.world == 1 else self.topology.rank)
-
     # ---- building ------------------------------------------------------------------------------------------------------
+
+    def _open_store(self) -> TensorStore:
+        """The run's id is rank 0's on every rank; the folders of several ranks are told apart. Collective."""
+        policy, plan, topology = self.policy, self.plan, self.topology
+        [run_id, *_] = exchange(topology, RunName.new().run_id)
+        return TensorStore(
+            paths_of_rank(policy.paths),
+            max(plan.host_bytes, 1),
+            policy.io,
+            policy.disk_bytes,
+            self.device,
+            plan.link_bytes if policy.pin_memory else 0,
+            num_slots=policy.num_slots,
+            run=RunName(run_id, None if topology.world == 1 else topology.rank),
+        )
 
     def _build(self, division: Division) -> None:
         units, order = division.units, first_order(division)
@@ -444,16 +446,6 @@ class Shards:
         self._handles += serve_islands(self.model, lowered, self.policy, self.device, self.weight)
         self._handles += StateDicts(self.weight, self.replace).watch(self.model)
         self._take_charge()
-
-    def _watch_ranks(self) -> None:
-        group, watch = self.topology.group, self.topology.watch
-        if group is not None and watch is not None:
-            watch.start(group, self.topology.groups)
-            weakref.finalize(self, watch.close)
-
-    def _end_watch(self) -> None:
-        if self.topology.watch is not None:
-            self.topology.watch.close()
 
     def _take_charge(self) -> None:
         """The parameters are found, shown and needed as partitioned ones from here on; none is present."""

@@ -22,7 +22,7 @@ from tiermem.zero.failures import Traffic, Watch
 # ---- Topology: which ranks share the parts of a tensor, and which hold copies of the same part -----------------------
 #
 #     stage 0        every rank holds everything (shards = 1), gradients are averaged over all ranks (replicas = world)
-#     stage 1 to 3   every rank holds one part (shards = world), nobody holds a copy (replicas = 1)
+#     stage 1 to 3   every rank holds one part (shards = world), no rank holds a copy (replicas = 1)
 #     MiCS           ranks share the parts in groups (shards = the group's size), replicas across the groups (topology.py)
 #
 # Gradients are added up among those that share the parts, each getting its own, and then among those that hold copies
@@ -81,7 +81,7 @@ class Topology:
         near = peers.group if peers is not None else None
         groups = {"world": self.group, "shard": self.shard_group, "replica": self.replica_group}
         group = groups.get(among, near)
-        assert group is not None, f"nobody to call {among!r}"  # torch would take the world for it
+        assert group is not None, f"no ranks are {among!r}"  # torch would take the world for it
         return group
 
 
@@ -179,7 +179,7 @@ def give_fair_threads() -> int:
 # the mesh. Sizes that do not divide are refused with the arithmetic before any group is made.
 
 # Parts of a group by their ranks. torch finds the members of a group by a name made of their ranks, under which the keys of a
-# destroyed one are still in the store: a group is made once for every list of ranks, whoever asks.
+# destroyed one are still in the store: a group is made once for every list of ranks.
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 _ASIDE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 

@@ -241,7 +241,7 @@ class Shard:
     reduce_dtype: torch.dtype | None = None  # what its gradient is reduced in; None: the gradient's own
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Unit:
     """Parameters fetched, gathered and released together."""
 
@@ -327,10 +327,10 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
         needed: dict[int, Unit] = {owners[p].index: owners[p] for p in params if p in owners}
         fresh = [p for p in params if p not in owners and p not in persistent]
         for kind, alike in _by_kind(fresh, is_trained, lowered).items():
+            is_packed = policy.quantised_frozen and not kind.is_trainable and kind.dtype.is_floating_point
             unit = _lay_out(name, len(units), alike, names, kind, policy.stage != 3, num_shards)
-            unit.is_leaf = is_leaf
+            unit = dataclasses.replace(unit, is_leaf=is_leaf, is_packed=is_packed)
             _check_size(unit, policy)
-            unit.is_packed = policy.quantised_frozen and not unit.is_trainable and unit.dtype.is_floating_point
             units.append(unit)
             owners.update((p, unit) for p in alike)
             needed[unit.index] = unit
@@ -380,8 +380,10 @@ def _groups(model: nn.Module, limit: int | None, persistent: set[nn.Parameter], 
         seen.add(module)
         params = list(module.parameters())
         fits = limit is None or sum(p.numel() for p in params if p not in persistent) <= limit
-        is_whole = fits and not _must_split(module, num_shards) and (is_listed or not _holds_list(module))
-        is_leaf = _is_leaf(module, num_shards)
+        holds_list = any(isinstance(m, nn.ModuleList) and len(m) > 0 for m in module.modules())
+        is_whole = fits and not _must_split(module, num_shards) and (is_listed or not holds_list)
+        # One unit at any size: marked so, or several ranks could go different ways inside it.
+        is_leaf = z3_leaf_module(module) or (num_shards > 1 and is_routed(module))
         runs = module if has_forward(module) else runs
         if is_leaf or (module is not model and is_whole and runs is module):
             yield _Group(name or "root", runs, params, is_leaf)
@@ -394,15 +396,6 @@ def _groups(model: nn.Module, limit: int | None, persistent: set[nn.Parameter], 
             yield from visit(f"{name}.{child_name}" if name else child_name, child, runs, is_listed)
 
     yield from visit("", model, model, False)
-
-
-def _is_leaf(module: nn.Module, num_shards: int) -> bool:
-    """Whether a module is one unit at any size: marked so, or several ranks could go different ways inside it."""
-    return z3_leaf_module(module) or (num_shards > 1 and is_routed(module))
-
-
-def _holds_list(module: nn.Module) -> bool:
-    return any(isinstance(m, nn.ModuleList) and len(m) > 0 for m in module.modules())
 
 
 def _must_split(module: nn.Module, num_shards: int) -> bool:

@@ -558,7 +558,7 @@ def become(param: nn.Parameter, value: torch.Tensor) -> None:
     """Gives a parameter another value, on another device too; the Parameter stays the same object.
 
     torch assigns `data` within a device alone (but from CPU to CUDA), so the tensors behind the two objects change places: what
-    torch.utils.swap_tensors does once it has made sure that nobody holds weak references (ours stay right: they are of the
+    torch.utils.swap_tensors does once it has made sure that there are no weak references (ours stay right: they are of the
     Python object).
     """
     if param.device == value.device:

@@ -27,9 +27,8 @@ from tiermem.zero.unit_state import LiveUnit, UnitMemory
 #     memory   the shard itself                      NVMe   through a small bounce buffer, a piece at a time
 #     packed   int8 codes and their scales (Packed)  initial master   fp32 values kept until the first step
 #
-# A unit rests in its shard layout (unit.py): every parameter's part of this rank, padding included. What is done here
-# is not seen by anybody who holds the unit's full layout: that a unit is present, and shows what changed at home, is
-# residency's.
+# A unit rests in its shard layout (unit.py): every parameter's part of this rank, padding included. A full layout that is
+# present does not follow what is written here: `Shards.refresh` makes it show the change.
 
 
 def initial_master(unit: Unit) -> str:
@@ -193,7 +192,7 @@ class StateDicts:
         self._gathered_by: Callable[[], object] = lambda: None  # the state_dict under way, held weakly
 
     def watch(self, model: nn.Module) -> list[RemovableHandle]:
-        """Hooks every module that has parameters; whoever calls takes the hooks off."""
+        """Hooks every module that has parameters; the caller takes the hooks off."""
         handles: list[RemovableHandle] = []
         for module in model.modules():
             if module._parameters:
