@@ -113,8 +113,9 @@ class OffloadPolicy:
     leaves: LeafRules = dataclasses.field(default_factory=LeafRules)
     """Modules that are fetched as one, beside those that are marked (zero/leaf.py)."""
     gather_way: Literal["coalesced", "single", "all_reduce"] = "coalesced"
-    """How the ranks' parts of a unit come together (zero/gather.py): all parameters in one call; one parameter after
-    the other, with units as small as the model's modules allow and nothing fetched ahead, for the smallest peak; or added."""
+    """How the ranks' parts of a unit come together (zero/gather.py): all parameters in one call; or one parameter after
+    the other, with units as small as the model's modules allow and nothing fetched ahead, for the smallest peak. "all_reduce"
+    is accepted and gathers as "coalesced" does."""
     gather_dtype: Literal["bf16", "fp16"] | None = None
     """The dtype of the torch.autocast that forward runs under: wider weights of `lowered_modules` are cast to it before they
     are gathered, not after (zero/unit.py). None: everything is gathered as it rests."""

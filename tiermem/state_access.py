@@ -22,7 +22,7 @@ from tiermem.zero.unit_state import LiveUnit
 # step
 #
 # The values are the gradient itself, the mean over ranks; at home lie sums. So the values rest as they are, and the
-# factor that every gradient carries to the step (`Shard.grad_factor`) says that they have been divided. The norm of the
+# factor that every gradient carries to the step (`Gradient.factor`) says that they have been divided. The norm of the
 # step is made of them: their sums of squares take the place of those that were measured when the gradient came.
 
 
@@ -46,8 +46,8 @@ def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tenso
         sums = store_gradient(workers, None, values, first)
         offset = shard.shard_offset * values.element_size()
         shards.values.write_part(homes.entry(live.unit), offset, values.view(torch.uint8))
-    shard.block_sums, shard.grad_factor = sums, homes.divisor
-    shard.has_gradient, shard.is_zeroed = True, False
+    shard.gradient.arrive(sums, homes.divisor)
+    shard.gradient.confirm()
     homes.show(live.unit)
 
 
@@ -326,7 +326,7 @@ def _check_phase(place: _Place) -> None:
 
 
 def _has_gradient(shard: Shard) -> bool:
-    return shard.has_gradient and shard.param.grad is not None
+    return shard.gradient.is_there and shard.param.grad is not None
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------------

@@ -300,7 +300,7 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
 
 def tiling_hint(planned: Planned) -> str | None:
     """A sentence on the largest unit when its buffers are most of a tier that is too small; no plan is made of it."""
-    units = [unit for unit in planned.division.units if not unit.is_resident]
+    units = [unit for unit in planned.plan.division.units if not unit.is_resident]
     largest = max(units, key=lambda unit: unit.full_bytes, default=None)
     tight = {"DEVICE": "the GPU of a rank", "HOST": "the memory of a node"}
     names = {problem.where for problem in planned.problems}

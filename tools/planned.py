@@ -105,7 +105,6 @@ class Planned:
     scenario: Scenario
     num_params: int
     policy: OffloadPolicy
-    division: Division
     plan: Plan
     lines: tuple[Line, ...]
     forecast: Forecast
@@ -160,7 +159,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
             policy = choice.policy
     division, plan, policy = _plan(model, policy, topology, is_gpu, cluster.ranks_per_node)
     lines = [Line(row.what, row.tier.name, row.num_bytes, row.why) for row in plan.rows]
-    lines += passing_lines(division.units, policy) if is_gpu else []
+    lines += passing_lines(plan.division.units, policy) if is_gpu else []
     uses = uses_of(model, division, compute)
     forecast = forecast_step(
         division, plan, policy, topology, uses, scenario.speed.rates, is_gpu, cluster.ranks_per_node, batch.accumulation
@@ -169,7 +168,6 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
         scenario=scenario,
         num_params=sum(p.numel() for p in model.parameters()),
         policy=policy,
-        division=division,
         plan=plan,
         lines=(*lines, *extra),
         forecast=forecast,

@@ -21,8 +21,7 @@ from tiermem.swap.arena import Arena
 from tiermem.zero import hooks, shards
 from tiermem.zero.gradient_store import GradientStore
 from tiermem.zero.hooks import Hooks
-from tiermem.zero.prefetcher import Residency
-from tiermem.zero.unit_state import Arrival, LiveUnit, UnitMemory
+from tiermem.zero.unit_state import LiveUnit, UnitMemory
 from tiermem.zero.values import Values
 
 
@@ -37,25 +36,25 @@ class Mutant(NamedTuple):
 
 MUTANTS = {
     "a wait for the copy is removed": Mutant(
-        UnitMemory, "use", "stream.wait_event(filled)", "pass", "plain", "host"
+        UnitMemory, "use", "stream.wait_event(self._filled)", "pass", "plain", "host"
     ),
     "the copy does not wait for the memory that it fills": Mutant(
         UnitMemory, "allocate", "stream.wait_stream(self._owner)", "pass", "plain", "host"
     ),
     "memory is freed while compute uses it": Mutant(
-        UnitMemory, "leave", "self._owner.wait_event(self._ends[number])", "pass", "plain", "host"
+        UnitMemory, "free", "self._owner.wait_event(self._ends[number])", "pass", "plain", "host"
     ),
     "memory is allocated on the caller's stream": Mutant(
         UnitMemory, "allocate", "with on(self._owner):", "if True:", "on_side_streams", "host"
     ),
     "the stream of a second use is forgotten": Mutant(
-        Residency, "ensure", "live.memory.use(live.filled)", "pass", "on_side_streams", "host"
+        LiveUnit, "use", "self.memory.use()", "pass", "on_side_streams", "host"
     ),
     "gradients of another stream are not waited for": Mutant(
         Hooks, "answer", "live.memory.join()", "pass", "two_streams_one_backward", "host"
     ),
     "the stream that gradients are accumulated on is not noted": Mutant(
-        hooks, "_note_stream", "living.memory.note_gradient()", "pass", "two_streams_one_backward", "host"
+        hooks, "_note_gradient", "live.memory.note_gradient()", "pass", "two_streams_one_backward", "host"
     ),
     "a home is overwritten while it is read, by a step": Mutant(
         TilePass, "_params", "tile.live.await_home()", "pass", "evaluated_between", "host"
@@ -64,20 +63,19 @@ MUTANTS = {
         Values, "put_elements", "live.await_home()", "pass", "loaded_while_copies_are_pending", "host"
     ),
     "a home's last event does not hold its writer": Mutant(
-        LiveUnit, "await_home", "self.home_read.synchronize()", "pass", "loaded_while_copies_are_pending", "host"
+        LiveUnit, "await_home", "self._home_read.synchronize()", "pass", "loaded_while_copies_are_pending", "host"
     ),
     "the last event of a copy is forgotten": Mutant(
-        Arrival, "_copy_in", "live.filled = live.home_read = record(self._copy_stream)",
-        "live.filled = record(self._copy_stream)", "loaded_while_copies_are_pending", "host",
+        LiveUnit, "copy", "self._home_read = copied", "pass", "loaded_while_copies_are_pending", "host"
     ),
     "a buffer is given back while it is copied": Mutant(
-        Arrival, "_drop_stage", "live.await_home()", "pass", "plain", "nvme"
+        LiveUnit, "_give_stage_back", "self.await_home()", "pass", "plain", "nvme"
     ),
     "the copy's event is recorded on another stream": Mutant(
-        Arrival, "_copy_in", "= record(self._copy_stream)", "= record(current_stream(self._device))", "plain", "host"
+        LiveUnit, "copy", "= record(copies)", "= record(current_stream(self._passage.device))", "plain", "host"
     ),
     "the copy runs on another stream than its event": Mutant(
-        Arrival, "_copy_in", "with on(self._copy_stream):", "if True:", "plain", "host"
+        LiveUnit, "copy", "with on(copies):", "if True:", "plain", "host"
     ),
     "a gradient is read before it is there": Mutant(
         GradientStore, "_put", "source = source.cpu()",
@@ -109,12 +107,12 @@ MUTANTS = {
 
 
 ON_RANKS = {
-    "a gather is not waited for": Mutant(Arrival, "_await_gather", "pending.wait()", "pass", "", ""),
+    "a gather is not waited for": Mutant(LiveUnit, "_await_gather", "gathering.pending.wait()", "pass", "", ""),
     "a gather does not wait for the memory that it fills": Mutant(
         UnitMemory, "allocate", "stream.wait_stream(self._owner)", "pass", "", ""
     ),
     "a home is overwritten while a gather reads it": Mutant(
-        Arrival, "gather", "live.home_read = record(current_stream(self._device))", "pass", "", ""
+        LiveUnit, "gather", "self._home_read = record(current_stream(self._passage.device))", "pass", "", ""
     ),
 }
 """Those of several ranks (parity_on_ranks.py)."""

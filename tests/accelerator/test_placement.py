@@ -76,6 +76,29 @@ def test_stages_without_offload_keep_everything_on_the_device(stage: int, sim: M
     engine.close()
 
 
+def test_resident_weights_leave_the_device_and_come_back_as_they_were(sim: ModuleType) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+    engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config)
+    for step in range(2):
+        tokens, targets = (each.to(engine.device) for each in batch(step))
+        loss = nn.functional.cross_entropy(zoo.logits_of(engine(tokens)).flatten(0, 1), targets.flatten())
+        engine.backward(loss)
+        engine.step()
+        before = [param.cpu() for param in engine.module.parameters()]
+        engine.offload_states()
+        assert not any(live.is_present for live in engine.shards.units)
+        engine.reload_states()
+        assert all(live.is_present for live in engine.shards.units)
+        assert all(map(torch.equal, before, (param.cpu() for param in engine.module.parameters())))
+    with pytest.raises(RuntimeError, match="cannot go from PRESENT to PRESENT"):
+        engine.shards.values.keep_present(engine.shards.units[0])
+    engine.close()
+
+
 def test_a_model_stays_on_the_cpu_when_that_is_asked_for(sim: ModuleType, policy: OffloadPolicy) -> None:
     model = seeded(Counted)
     with tiermem.shard(model, policy, device="cpu") as shards:

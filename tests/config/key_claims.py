@@ -144,9 +144,6 @@ CLAIMS: dict[str, Claim] = {
     ZERO + "stage3_model_persistence_threshold": Claim(
         300, GATHERS + "test_persistence_thresholds_say_what_is_never_gathered", {"model_persistence_numel": 300}, STAGE_3
     ),
-    ZERO + "stage3_use_all_reduce_for_fetch_params": Claim(
-        True, GATHERS + "test_an_all_reduce_adds_up_the_whole_layout", {"gather_way": "all_reduce"}
-    ),
     ZERO + "stage3_allgather_sequential": Claim(
         True, GATHERS + "test_single_parameters_are_gathered_one_by_one", {"gather_way": "single"}
     ),

@@ -81,7 +81,7 @@ def test_massive_models_are_built_in_the_context_and_the_cache_is_emptied(tmp_pa
 
     # Free memory consumed by model parameters
     ds_engine.empty_partition_cache()
-    assert not any(live.memory.is_present for live in ds_engine.shards.units if not live.unit.is_resident)
+    assert not any(live.is_present for live in ds_engine.shards.units if not live.unit.is_resident)
     ds_engine.destroy()
 
 

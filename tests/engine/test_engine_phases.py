@@ -43,7 +43,7 @@ def micro_batch(engine: tiermem.Engine, number: int) -> float:
 
 
 def num_present(engine: tiermem.Engine) -> int:
-    return sum(live.memory.is_present and not live.unit.is_resident for live in engine.shards.units)
+    return sum(live.is_present and not live.unit.is_resident for live in engine.shards.units)
 
 
 # ---- giving memory back ------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_units_are_streamed_again_after_an_error_in_the_block(tmp_path: Path) ->
     engine = started(tmp_path, seeded(zoo.Tower))
     try:
         with unwrap_model_for_generation(engine):
-            assert all(live.memory.is_present for live in engine.shards.units)
+            assert all(live.is_present for live in engine.shards.units)
             raise KeyError("the user's own")
     except KeyError:
         pass
@@ -165,7 +165,7 @@ def test_a_model_larger_than_what_the_budget_leaves_is_streamed(
     with tiermem.shard(model, tight) as shards, caplog.at_level(logging.WARNING, "tiermem"):
         with unwrap_model_for_generation(model):
             assert loss_of(model, 0).isfinite()
-            assert not all(live.memory.is_present for live in shards.units)
+            assert not all(live.is_present for live in shards.units)
         assert "does not fit on rank 0" in caplog.text
         assert f"host_bytes {needed + 9000} // 1 ranks - {shards.plan.host_bytes} planned" in caplog.text
 

@@ -317,14 +317,14 @@ def test_masters_are_loaded_or_made_from_the_weights_as_load_from_fp32_weights_s
 def test_parameter_buffers_on_nvme_are_as_many_as_buffer_count(tmp_path: Path) -> None:
     for count in (2, 4):
         with engine_of(tmp_path, offloaded(tmp_path, {"buffer_count": count})) as engine:
-            assert engine.shards.plan.num_unit_slots == count
+            assert engine.shards.plan.units.num == count
 
 
 def test_a_unit_larger_than_buffer_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unit"), engine_of(tmp_path, offloaded(tmp_path, {"buffer_size": 1000})):
         pass
     with engine_of(tmp_path, offloaded(tmp_path, {"buffer_size": 100_000})) as engine:
-        assert engine.shards.plan.unit_slot_bytes <= 400_000
+        assert engine.shards.plan.units.slot_bytes <= 400_000
 
 
 def test_max_in_cpu_keeps_parameters_off_the_disk(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_max_in_cpu_keeps_parameters_off_the_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("count", "tiles"), [(4, 1), (8, 2), (12, 3)])
 def test_four_optimizer_buffers_hold_one_tile(count: int, tiles: int, tmp_path: Path) -> None:
     with engine_of(tmp_path, offloaded(tmp_path, buffer_count=count)) as engine:
-        assert engine.shards.plan.num_tile_slots == tiles
+        assert engine.shards.plan.tiles.num == tiles
 
 
 @pytest.mark.parametrize("key", ["pipeline_read", "pipeline_write"])
@@ -349,7 +349,7 @@ def test_a_pipeline_that_is_off_takes_fewer_buffers_and_ends_each_tile_first(key
         zero = {**offloaded(tmp_path, **{key: is_on}), "sub_group_size": 4096}
         with engine_of(tmp_path, zero, tiermem={"resident_bytes": 0}) as engine:
             train(engine, 2)
-            slots.append(engine.shards.plan.num_tile_slots)
+            slots.append(engine.shards.plan.tiles.num)
             events = [e for e in engine.shards.store.recorder.events if e.name.startswith("tile ")]
     assert slots[1] < slots[0]
     moves = {"pipeline_read": "read", "pipeline_write": "write"}[key]

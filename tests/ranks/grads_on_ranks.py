@@ -127,7 +127,7 @@ def train(case: dict[str, Any], nvme: Path) -> dict[str, Any]:
         found["rows"] = {row.what: row.num_bytes for row in shards.plan.rows}
         found["events"] = [list(each) for each in events if each.lane == "reduce"]
         found["norm"] = optim.grad_norm
-        found["buffers"] = [shards.plan.num_reduce_slots, shards.plan.reduce_slot_bytes]
+        found["buffers"] = [shards.plan.sums.num, shards.plan.sums.slot_bytes]
         found["steps"] = {shard.name: shard.num_steps for _, shard in shards.parameters()}
         found["units"] = [[live.unit.name, sum(s.shard_numel for s in live.unit.shards)] for live in shards.units]
         found["ends"] = {live.unit.name: end_of(live.unit.shards) for live in shards.units}

@@ -190,7 +190,7 @@ def test_memory_holds_the_gathered_set_and_not_its_unit(model: nn.Module, tmp_pa
         with GatheredParameters(weight):
             assert weight.untyped_storage().nbytes() == weight.nbytes
             assert model.layers[0].down.weight.isnan().all()
-            assert not any(live.memory.is_present for live in shards.units if not live.unit.is_resident)
+            assert not any(live.is_present for live in shards.units if not live.unit.is_resident)
         assert weight.untyped_storage().nbytes() == 4  # one NaN
 
 

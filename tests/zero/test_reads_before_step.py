@@ -272,7 +272,7 @@ def test_what_was_read_early_changes_no_bit(
             run(sharded, optim)
             results.append((dict(sharded.state_dict()), states_of(shards, optim)))
             shards.drop_head_start()
-            assert num_free_buffers(shards) == shards.plan.num_tile_slots
+            assert num_free_buffers(shards) == shards.plan.tiles.num
     plain = copy.deepcopy(model)
     run(plain, tiermem.AdamW(plain.parameters(), lr=1e-2))
     for weights, states in results:

@@ -153,7 +153,7 @@ def test_parameters_at_work_fall_with_the_number_of_tiles(tmp_path: Path) -> Non
 
 
 def note_present(shards: tiermem.Shards, present: list[int], *_: object) -> None:
-    present.append(sum(live.unit.full_bytes for live in shards.units if live.memory.is_present))
+    present.append(sum(live.unit.full_bytes for live in shards.units if live.is_present))
 
 
 def test_a_layer_of_another_shape_is_not_copied() -> None:
@@ -169,7 +169,7 @@ def test_unit_buffers_shrink_with_the_number_of_tiles(tmp_path: Path) -> None:
         model = Wide(layer)
         nn.init.constant_(next(model.parameters()), 0.01)
         with tiermem.shard(model, policy) as shards:
-            sizes.append(shards.plan.unit_slot_bytes)
+            sizes.append(shards.plan.units.slot_bytes)
             losses.append(model(torch.ones(2, 512)).shape)
     assert sizes[0] == 512 * 512 * 4
     assert sizes[1] == sizes[0] // 8

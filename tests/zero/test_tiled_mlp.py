@@ -113,7 +113,7 @@ def test_backward_keeps_no_bytes_of_a_released_weight(tmp_path: Path) -> None:
             y = model(x)
         views = [t for t in saved if any(live.memory.sees(t) for live in shards.units)]
         assert len(views) >= 2
-        away = [t for t in views if not any(live.memory.sees(t) and live.memory.is_present for live in shards.units)]
+        away = [t for t in views if not any(live.memory.sees(t) and live.is_present for live in shards.units)]
         assert away
         assert sum(t.untyped_storage().nbytes() for t in away) == 0
         y.sum().backward()

@@ -123,6 +123,7 @@ COMPUTED: Mapping[str, str] = MappingProxyType(
     {
         f"{_ZERO}.log_trace_cache_warnings": "there is no trace cache; an order that changes costs fetches, not correctness",
         f"{_ZERO}.enable_sanity_checks": "ranks that differ, gradients that are not finite and damaged reads are always found",
+        f"{_ZERO}.stage3_use_all_reduce_for_fetch_params": "units are gathered by all-gathers: the same bits, half the bytes",
         "optimizer.params.ns_method": "the standard iteration; gram is the same with fewer operations, but for rounding",
         f"{_ZERO}.elastic_checkpoint": "what is saved opens on any number of ranks, with it or without",
         f"{_ZERO}.pipeline_loading_checkpoint": "weights are read tensor by tensor, so ranks need not take turns",

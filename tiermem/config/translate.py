@@ -119,8 +119,8 @@ def policy_of(zero: ZeroConfig, aio: AioConfig, own: OwnConfig, overrides: Mappi
     )
     fields |= rank_fields(zero)
     fields["overlap_reduce"] = zero.overlap_comm
-    if zero.use_all_reduce_for_fetch_params or zero.allgather_sequential:
-        fields["gather_way"] = "all_reduce" if zero.use_all_reduce_for_fetch_params else "single"
+    if zero.allgather_sequential:
+        fields["gather_way"] = "single"
     fields |= _offload_fields(zero)
     fields |= {name: getattr(own, name) for name in _OWN_FIELDS if own.is_set(name)}
     if own.grads not in (None, OffloadDevice.none):

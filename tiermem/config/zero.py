@@ -334,12 +334,7 @@ class ZeroConfig(ConfigModel):
         return self.offload_optimizer.device if self.offload_optimizer else OffloadDevice.none
 
     def contradictions(self) -> list[tuple[str, str]]:
-        two_ways = "allgather_sequential is true as well; a unit is gathered in one way: remove one of the two"
-        ways = [("stage3_use_all_reduce_for_fetch_params", two_ways)] if self._gathers_in_two_ways() else []
-        return [*self._offload_without_shards(), *self._old_beside_new(), *ways]
-
-    def _gathers_in_two_ways(self) -> bool:
-        return self.use_all_reduce_for_fetch_params and self.allgather_sequential
+        return [*self._offload_without_shards(), *self._old_beside_new()]
 
     def _offload_without_shards(self) -> list[tuple[str, str]]:
         found = []

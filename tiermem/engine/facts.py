@@ -301,19 +301,16 @@ def offload(shards: Shards, states: Collection[OffloadState]) -> list[LiveUnit]:
         return []
     shards.residency.empty()
     away = [live for live in shards.units if live.unit.is_resident and live.shard is not live.memory.full]
-    away = [live for live in away if is_accelerator(shards.device) and live.memory.is_present]
+    away = [live for live in away if is_accelerator(shards.device) and live.is_present]
     for live in away:
-        live.memory.leave()
+        live.drop()
     return away
 
 
 def bring_back(shards: Shards, away: Iterable[LiveUnit]) -> None:
     """Makes those units present again. Collective; blocks in stream order."""
     for live in away:
-        assert live.shard is not None
-        live.memory.allocate()
-        shards.values.regather(live.unit, live.shard, live.memory)
-        live.memory.show()
+        shards.values.keep_present(live)
 
 
 # ---- EngineFacts: what launchers, trainers and monitors ask of an engine: plain answers, under the reference's -------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # ---- Forecast: what one step of one rank moves over each edge and how long each phase takes, once training is --------
 # under way
 #
-# Two steps are played (steps.py, timeline.py) and the second is told: the first has nothing read ahead of it. A rank
+# Two steps are played (steps.py, rates.py) and the second is told: the first has nothing read ahead of it. A rank
 # shares its node's disks with the other ranks there, all doing the same at the same time.
 
 PHASES = (FORWARD, BACKWARD, STEP)
@@ -82,15 +82,13 @@ def forecast_step(
     Raises ValueError for a forward in which a module needs more units at once than the plan has buffers for.
     """
     of_rank = rates.of_rank(ranks_on_node)
-    course = Course(division.units, uses, plan, policy, topology, of_rank, is_gpu, num_micro, most_tiles)
+    course = Course(plan.division.units, uses, plan, policy, topology, of_rank, is_gpu, num_micro, most_tiles)
     return _second_step(play(build_steps(course, 2)))
 
 
 def forecast_shards(shards: Shards, compute: Compute, rates: Rates, num_micro: int = 1) -> Forecast:
     """Plays a step of a model that is sharded, as it was divided and planned; see `forecast_step`. Calls no collective."""
-    division = divide(shards.model, shards.policy, shards.topology.num_shards)
-    for unit, live in zip(division.units, shards.units, strict=True):
-        unit.is_resident = live.unit.is_resident
+    division = shards.plan.division
     return forecast_step(
         division,
         shards.plan,
@@ -203,8 +201,19 @@ def choose(
 
     Not collective; allocates nothing. Raises ValueError when not even the rule's plan fits.
     """
-    search = _Search(model, policy, rates, compute, world, ranks_on_node, is_gpu, num_micro)
-    return search.run()
+    topology = plan_topology(world, policy, ranks_on_node)
+    division = divide(model, policy, topology.num_shards)
+    uses = uses_of(model, division, compute)
+
+    def play(fields: Fields) -> Tried:
+        changed = dataclasses.replace(policy, **fields)
+        plan = make_plan(division, changed, topology, is_gpu, ranks_on_node)
+        forecast = forecast_step(
+            division, plan, changed, topology, uses, rates, is_gpu, ranks_on_node, num_micro, _MOST_TILES
+        )
+        return Tried(fields, plan, forecast)
+
+    return _Search(policy, division, topology.num_shards, play).run()
 
 
 def agreed(rates: Rates, compute: Compute, group: dist.ProcessGroup | None = None) -> tuple[Rates, Compute]:
@@ -222,25 +231,12 @@ class _Search:
     """Tries one change after the other; what was tried is remembered."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        policy: OffloadPolicy,
-        rates: Rates,
-        compute: Compute,
-        world: int,
-        ranks_on_node: int,
-        is_gpu: bool,
-        num_micro: int,
+        self, policy: OffloadPolicy, division: Division, num_shards: int, play: Callable[[Fields], Tried]
     ) -> None:
         self._policy = policy
-        self._topology = plan_topology(world, policy, ranks_on_node)
-        self._division = divide(model, policy, self._topology.num_shards)
-        self._residents = [unit.is_resident for unit in self._division.units]
-        self._uses = uses_of(model, self._division, compute)
-        self._rates = rates
-        self._is_gpu = is_gpu
-        self._ranks_on_node = ranks_on_node
-        self._num_micro = num_micro
+        self._division = division
+        self._num_shards = num_shards
+        self._play = play
         self._tried: dict[str, Tried | None] = {}
 
     def run(self) -> Choice:
@@ -267,18 +263,18 @@ class _Search:
 
     def _residency(self, best: Tried) -> Iterator[Fields]:
         """Units in place of states, within what is left of the budget."""
-        policy, units = self._policy, [unit for unit in self._division.units if not unit.is_resident]
+        policy, units = self._policy, [unit for unit in best.plan.division.units if not unit.is_resident]
         left = best.plan.resident_bytes + self._host_units_bytes(best)
         is_open = policy.host_param_numel is None and policy.resident_bytes is None
         if policy.params is not Tier.NVME or not is_open or not units or not left:
             return
         itemsize = max(unit.dtype.itemsize for unit in units)
         for share in _SHARES:
-            yield {"host_param_numel": int(share * left) // itemsize * self._topology.num_shards}
+            yield {"host_param_numel": int(share * left) // itemsize * self._num_shards}
 
     def _host_units_bytes(self, best: Tried) -> int:
         itemsize = max((unit.dtype.itemsize for unit in self._division.units), default=1)
-        return int(best.fields.get("host_param_numel", 0)) * itemsize // self._topology.num_shards
+        return int(best.fields.get("host_param_numel", 0)) * itemsize // self._num_shards
 
     def _units(self) -> Iterator[Fields]:
         if self._policy.unit_buffers is None and self._policy.gather_way != "single":
@@ -301,25 +297,6 @@ class _Search:
             except ValueError:
                 self._tried[key] = None
         return self._tried[key]
-
-    def _play(self, fields: Fields) -> Tried:
-        policy = dataclasses.replace(self._policy, **fields)
-        for unit, is_resident in zip(self._division.units, self._residents, strict=True):
-            unit.is_resident = is_resident  # as it was before a plan made some of them so
-        plan = make_plan(self._division, policy, self._topology, self._is_gpu, self._ranks_on_node)
-        forecast = forecast_step(
-            self._division,
-            plan,
-            policy,
-            self._topology,
-            self._uses,
-            self._rates,
-            self._is_gpu,
-            self._ranks_on_node,
-            self._num_micro,
-            _MOST_TILES,
-        )
-        return Tried(fields, plan, forecast)
 
 
 def _words(name: str, value: Any) -> str:

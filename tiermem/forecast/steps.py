@@ -14,14 +14,11 @@ Lanes: `disk` (or `disk read` and `disk write` when both go at once), `network`,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tiermem.forecast.loads import (
-    Buffers,
-    Fetching,
     Send,
-    Start,
     TileLoad,
     Use,
     buckets_of,
@@ -33,11 +30,14 @@ from tiermem.forecast.loads import (
 )
 from tiermem.forecast.rates import Rates, Task
 from tiermem.policy import OffloadPolicy, Tier
+from tiermem.zero.packed import gathers_packed
 from tiermem.zero.plan import Plan
+from tiermem.zero.prefetcher import Order, Prefetcher, limits_of
 from tiermem.zero.reduce import Bucket, num_under_way
 from tiermem.zero.state_layout import keeps_sums
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Unit
+from tiermem.zero.unit_state import UnitState
 
 NVME_TO_HOST, HOST_TO_NVME = "NVME -> HOST", "HOST -> NVME"
 HOST_TO_DEVICE, DEVICE_TO_HOST = "HOST -> DEVICE", "DEVICE -> HOST"
@@ -45,7 +45,7 @@ RANK_TO_RANK, RANK_TO_NEAR = "rank -> rank", "rank -> rank of its node"
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 MATHS = "maths"
 
-_BEHIND = 1  # priority of what nobody waits for yet
+_BEHIND = 1  # priority of what is not waited for yet
 _GRAD_BUFFERS = 2
 _CHECKED = {"always": 1.0, "sample": 1 / 16, "resume": 0.0}  # part of what is read
 
@@ -68,7 +68,6 @@ class Course:
 class _Reducing(NamedTuple):
     """A bucket of gradients between ranks."""
 
-    unit: Unit
     bucket: Bucket
     sent: int  # the task that ends its way
     is_first: bool  # of the micro-batches
@@ -93,18 +92,13 @@ class _Builder:
         self._loads = tile_loads(
             course.units, course.plan, course.policy, course.topology.shard_rank, course.most_tiles
         )
-        streamed = {unit.index: unit.full_numel for unit in course.units if not unit.is_resident}
-        num_slots = course.plan.num_unit_slots or course.policy.unit_buffers or 3
-        policy = course.policy
-        ahead = 0 if policy.gather_way == "single" else policy.prefetch_numel
-        bounds = Buffers(num_slots, ahead, policy.max_live_numel, policy.max_reuse_numel, course.plan.num_stage_slots)
-        on_nvme = [index for index, home in course.plan.unit_homes.items() if home is Tier.NVME]
-        self._fetching = Fetching(streamed, bounds, on_nvme, self._gathered_units())
+        self._played = [_PlayedUnit(unit, self, course) for unit in course.units]
+        again = [use.units for use in reversed(course.uses) if use.reads_again]
+        order = Order(self._streamed([use.units for use in course.uses]), self._streamed(again))
+        self._prefetcher = Prefetcher(self._played, order, limits_of(course.plan, course.policy))
         self._begun: list[int] = []  # head start: tasks that read the first tiles
         self._grad_writes: list[int] = []
         self._unchecked: set[int] = set()  # units that have been read and not been used yet
-        self._staged: dict[int, int] = {}  # unit -> the task that reads its shard
-        self._seconds: set[int] = set()  # units of which a second copy is near by
         self._under_way: list[_Reducing] = []  # oldest first
 
     def build(self, num_steps: int) -> list[Task]:
@@ -119,9 +113,7 @@ class _Builder:
 
     def _forward(self, number: int) -> None:
         self._phase = f"{FORWARD} {number}"
-        again = [use.units for use in reversed(self._course.uses) if use.reads_again]
-        for begun in self._fetching.begin([use.units for use in self._course.uses] + again):
-            self._begin(begun)
+        self._prefetcher.begin_pass("training", has_backward=True)
         for use in self._course.uses:
             self._run(use.name, use.units, use.forward_s)
 
@@ -132,7 +124,7 @@ class _Builder:
         }
         for use in reversed(self._course.uses):
             self._run(use.name, use.units if use.reads_again else (), use.backward_s)
-            if not self._fetching.expects_reads():
+            if not self._prefetcher.expects_reads():
                 self._begin_tiles()
             for index in use.units:
                 left[index] -= 1
@@ -146,44 +138,49 @@ class _Builder:
 
     def _run(self, name: str, units: Sequence[int], seconds: float) -> None:
         """One module's maths, once its units have come; what is fetched ahead is begun before it."""
-        for begun in self._fetching.use(units):
-            self._begin(begun)
+        needed = [self._played[index] for index in units]
+        try:
+            for played in needed:
+                played.num_users += 1
+                self._prefetcher.ensure(played)
+        except RuntimeError as error:  # too few buffers
+            raise ValueError(str(error)) from error
+        for played in needed:
+            played.num_users -= 1
+            self._prefetcher.release(played)
         arrivals = [self._arrivals[index] for index in units if index in self._arrivals]
         landing = [self._unit(index).shard_bytes for index in units if index in self._unchecked]
         self._unchecked.difference_update(units)
         seconds += self._rates.use_s + self._sum_s(sum(landing), 0)
         self._last = self._add(name, MATHS, seconds, [self._last, *arrivals])
 
-    def _begin(self, start: Start) -> None:
-        """A unit begins its way, or a part of it."""
-        course, after, unit = self._course, self._last, self._unit(start.unit)
-        if start.what != "gather" and course.plan.unit_homes.get(unit.index) is Tier.NVME:
-            after = self._read(unit.name, unit.shard_bytes, [after])
-            self._unchecked.add(unit.index)
-        if start.what == "read":
-            self._staged[unit.index] = after
-            return
-        if unit.index in self._staged:
-            after = self._last = self._add("read", MATHS, 0.0, [self._last, self._staged.pop(unit.index)])
-        has_second = unit.index in self._seconds
-        after = self._send(f"gather {unit.name}", gathers(unit, course.policy, course.topology, has_second), after)
-        if start.what == "gather" and keeps_second(course.policy, course.topology):
-            self._seconds.add(unit.index)
-            self._fetching.kept_near(unit.index)
-        if course.is_gpu:
-            num_bytes = unit.shard_bytes
-            seconds = num_bytes / self._rates.link_bytes_s
-            after = self._add(f"to GPU {unit.name}", "link down", seconds, [after], HOST_TO_DEVICE, num_bytes)
-        self._arrivals[unit.index] = after
+    # ---- units: what their transitions take ----------------------------------------------------------------------------
 
-    def _gathered_units(self) -> list[int]:
-        """Streamed units that do not rest as they are present: in parts on several ranks, or as blocks."""
-        is_cut = self._course.topology.num_shards > 1
-        return [
-            unit.index
-            for unit in self._course.units
-            if not unit.is_resident and (is_cut or _is_packed(unit, self._course))
-        ]
+    def read_unit(self, unit: Unit) -> int:
+        """The read of a unit's shard."""
+        self._unchecked.add(unit.index)
+        return self._read(unit.name, unit.shard_bytes, [self._last])
+
+    def gather_unit(self, unit: Unit, read: int | None, has_second: bool) -> None:
+        """A unit's exchange; the program waits for its read."""
+        if read is not None:
+            self._last = self._add("read", MATHS, 0.0, [self._last, read])
+        sends = gathers(unit, self._course.policy, self._course.topology, has_second)
+        self.copy_unit(unit, self._send(f"gather {unit.name}", sends, self._last))
+
+    def copy_unit(self, unit: Unit, after: int | None = None) -> None:
+        """The end of a unit's way, over a GPU's link."""
+        after = self._last if after is None else after
+        self._arrivals[unit.index] = self._to_gpu(unit, after)
+
+    def _to_gpu(self, unit: Unit, after: int) -> int:
+        if not self._course.is_gpu:
+            return after
+        seconds = unit.shard_bytes / self._rates.link_bytes_s
+        return self._add(f"to GPU {unit.name}", "link down", seconds, [after], HOST_TO_DEVICE, unit.shard_bytes)
+
+    def _streamed(self, uses: Iterable[Sequence[int]]) -> list[int]:
+        return [index for units in uses for index in units if self._played[index].is_streamed]
 
     # ---- gradients -----------------------------------------------------------------------------------------------------
 
@@ -200,21 +197,21 @@ class _Builder:
             packed = self._last if course.is_gpu else self._put(f"pack {unit.name}", 2 * bucket.num_bytes, [self._last])
             self._goes_on(packed)
             sent = self._send(f"reduce {unit.name}", reductions(bucket, course.policy, course.topology), packed)
-            self._under_way.append(_Reducing(unit, bucket, sent, is_first, number == len(buckets) - 1))
+            self._under_way.append(_Reducing(bucket, sent, is_first, number == len(buckets) - 1))
             if not course.policy.overlap_reduce:
                 self._arrive()
 
     def _arrive(self) -> None:
         """The oldest reduction ends; with its unit's last, the gradients are brought home."""
         oldest = self._under_way.pop(0)
-        after = self._last
+        unit, after = oldest.bucket.unit, self._last
         if self._course.is_gpu:
             after = oldest.sent
         else:
-            after = self._put(f"add up {oldest.unit.name}", oldest.bucket.num_bytes, [after, oldest.sent])
+            after = self._put(f"add up {unit.name}", oldest.bucket.num_bytes, [after, oldest.sent])
             self._goes_on(after)
         if oldest.is_last:
-            self._bring_home(oldest.unit, oldest.is_first, after)
+            self._bring_home(unit, oldest.is_first, after)
 
     def _bring_home(self, unit: Unit, is_first: bool, after: int) -> None:
         """This rank's part of a unit's gradients is copied or added to where it rests, or stepped with."""
@@ -235,8 +232,7 @@ class _Builder:
             self._grad_writes.append(self._write(f"gradients {unit.name}", grad_bytes, [after]))
         self._goes_on(after)
         if course.policy.step_in_backward:
-            self._fetching.outdate(unit.index)
-            self._seconds.discard(unit.index)
+            self._prefetcher.outdate(self._played[unit.index])
             writes = self._tiles([load for load in self._loads if load.unit == unit.index], [], after)
             self._last = self._add(f"stepped {unit.name}", MATHS, 0.0, [self._last, after, *writes])
 
@@ -253,7 +249,7 @@ class _Builder:
         if self._begun or not course.policy.pipeline_read or course.policy.step_in_backward:
             return
         lasting = [load.lasting_bytes for load in self._loads if load.lasting_bytes]
-        for num_bytes in lasting[: course.plan.num_tile_slots]:
+        for num_bytes in lasting[: course.plan.tiles.num]:
             self._begun.append(self._read("tile", num_bytes, [self._last], _BEHIND))
 
     def _step(self, number: int) -> None:
@@ -264,6 +260,7 @@ class _Builder:
         self._last = self._add("norm", MATHS, 0.0, waited)
         begun, self._begun = self._begun, []
         if not course.policy.step_in_backward:
+            self._prefetcher.empty()
             writes = self._tiles(self._loads, begun, self._last)
             self._last = self._add("written", MATHS, 0.0, [self._last, *writes])
         if course.topology.num_shards > 1 or course.is_gpu:
@@ -272,19 +269,17 @@ class _Builder:
                     self._update(unit)
             self._last = self._add("gathered", MATHS, 0.0, [self._last])
         if not course.policy.step_in_backward:
-            self._seconds.clear()
-            for start in self._fetching.step():
-                self._begin(start)
+            self._prefetcher.end_pass()
 
     def _tiles(self, loads: Sequence[TileLoad], begun: list[int], first: int) -> list[int]:
         """Tiles through read, kernel and write, once `first` has ended; returns the writes."""
-        policy, num_buffers = self._course.policy, max(1, self._course.plan.num_tile_slots)
+        policy, num_buffers = self._course.policy, max(1, self._course.plan.tiles.num)
         kernels: list[int] = []
         writes: list[int] = []
         pending = list(begun)
         for place, load in enumerate(loads):
             after = [first]
-            if self._course.plan.num_tile_slots:
+            if self._course.plan.tiles.num:
                 after += writes[place - num_buffers : place - num_buffers + 1] if place >= num_buffers else []
                 after += [] if policy.pipeline_read else kernels[-1:]
             if pending and load.lasting_bytes:
@@ -299,11 +294,8 @@ class _Builder:
     def _update(self, unit: Unit) -> None:
         """The new weights of a unit that stays present reach every rank's copy."""
         course = self._course
-        self._last = self._send(f"update {unit.name}", updates(unit, course.policy, course.topology), self._last)
-        if course.is_gpu:
-            seconds = unit.shard_bytes / self._rates.link_bytes_s
-            name = f"to GPU {unit.name}"
-            self._last = self._add(name, "link down", seconds, [self._last], HOST_TO_DEVICE, unit.shard_bytes)
+        sent = self._send(f"update {unit.name}", updates(unit, course.policy, course.topology), self._last)
+        self._last = self._to_gpu(unit, sent)
 
     # ---- tasks ---------------------------------------------------------------------------------------------------------
 
@@ -367,5 +359,65 @@ class _Builder:
         return self._course.units[index]
 
 
-def _is_packed(unit: Unit, course: Course) -> bool:
-    return unit.is_packed or (course.policy.quantised_gather and unit.dtype.is_floating_point)
+class _PlayedUnit:
+    """A unit whose transitions are tasks on the clock; the prefetcher decides them."""
+
+    def __init__(self, unit: Unit, builder: _Builder, course: Course) -> None:
+        self.unit = unit
+        self.state = UnitState.HOME
+        self.num_users = 0
+        self.is_streamed = not unit.is_resident
+        self.is_gathered = course.topology.num_shards > 1 or gathers_packed(unit, course.policy)
+        self.is_staged = self.is_gathered or course.is_gpu
+        self._builder = builder
+        self._is_on_nvme = course.plan.unit_homes.get(unit.index) is Tier.NVME
+        self._keeps_second = keeps_second(course.policy, course.topology)
+        self._has_second = False  # a second copy is near by
+        self._read: int | None = None  # the task of the read under way
+
+    @property
+    def reads(self) -> bool:
+        """Whether bringing the unit begins with a read."""
+        return self._is_on_nvme and not self._has_second
+
+    @property
+    def holds_stage(self) -> bool:
+        """Whether it occupies a buffer of a shard."""
+        return self._read is not None and self.is_staged
+
+    def read(self, is_urgent: bool) -> None:
+        """HOME -> READING; of what is not gathered, all of its way."""
+        self.state, self._read = UnitState.READING, self._builder.read_unit(self.unit)
+        if not self.is_gathered:
+            self._builder.copy_unit(self.unit, self._read)
+
+    def gather(self) -> None:
+        """HOME or READING -> GATHERING."""
+        self._builder.gather_unit(self.unit, self._read, self._has_second)
+        self.state, self._read, self._has_second = UnitState.GATHERING, None, self._keeps_second
+
+    def copy(self) -> None:
+        """HOME -> COPYING."""
+        self._builder.copy_unit(self.unit)
+        self.state = UnitState.COPYING
+
+    def land(self) -> None:
+        """-> PRESENT."""
+        self.state, self._read = UnitState.PRESENT, None
+
+    def drop(self) -> None:
+        """-> HOME."""
+        self.state, self._read = UnitState.HOME, None
+
+    def outdate(self) -> None:
+        """The weights are about to change: the second copy is not gathered from again."""
+        self._has_second = False
+
+    def promote(self) -> None:
+        """Nothing: a read is as quick either way."""
+
+    def use(self) -> None:
+        """Nothing: the maths is a task of its own."""
+
+    def let_all_go(self) -> None:
+        """Nothing: between uses a unit has no users."""

@@ -87,19 +87,19 @@ class ShardedModel:
         shards.residency.outdate(live)
         self.tiles.step_unit(live, grads, lambda shard: self._step_of(shard, 1.0 / shards.homes.divisor))
         for shard in live.unit.shards:
-            shard.has_gradient = False
+            shard.gradient.forget()
 
     def _count_steps(self, live: LiveUnit) -> None:
         """Counts the step at hand for every parameter that takes part in it."""
         for shard in live.unit.shards:
-            shard.num_steps += int(shard.has_gradient and self._find_rule(shard.param) is not None)
+            shard.num_steps += int(shard.gradient.is_there and self._find_rule(shard.param) is not None)
 
     def _step_of(self, shard: Shard, factor: float) -> AnyStep | None:
         found = self._find_rule(shard.param)
-        if found is None or not shard.has_gradient:
+        if found is None or not shard.gradient.is_there:
             return None
         group, rule = found
-        return rule.scalars(group, shard.num_steps, factor * shard.grad_factor, shard.shape)
+        return rule.scalars(group, shard.num_steps, factor * shard.gradient.factor, shard.shape)
 
     def _moments_of(self, shard: Shard) -> Sequence[str]:
         found = self._find_rule(shard.param)

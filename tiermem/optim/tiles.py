@@ -212,7 +212,7 @@ class StateTiles:
         policy, plan, unit = self._shards.policy, self._shards.plan, live.unit
         layout = StateLayout(unit.dtype, policy.precision, num_moments)
         whole, step = [shard for shard in unit.shards if is_whole(shard)], plan.tile_numel
-        if not plan.num_tile_slots and whole:
+        if not plan.tiles.num and whole:
             step = unit.shard_numel  # no buffer bounds what is stepped where it rests
         for start, numel, segments in stepped_ranges(unit, step, self._shards.topology.shard_rank, whole):
             in_buffer = layout.buffer_bytes(numel, keeps_initial_master(unit, policy))

@@ -18,7 +18,7 @@ from tiermem.zero import registry
 #                 NVMe, and while zero.Init builds, NaN of that size that takes no memory
 #
 # They are there in stage 3, from zero.Init or `shard` on until the shards are closed. They are for looking: setting one
-# does nothing. Whoever wants values uses tiermem.zero.GatheredParameters or the functions of tiermem.utils.
+# does nothing. For values there are tiermem.zero.GatheredParameters and the functions of tiermem.utils.
 
 _NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status")
 
@@ -65,7 +65,7 @@ def absent_part(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 # ---- Touch: which of torch's calls need a parameter's values, and which only ask what it is --------------------------
 #
-# torch hands every call that a parameter is given to over to whoever asked for it (`__torch_function__`). Asking for a
+# torch hands every call that takes a parameter to the parameter's class (`__torch_function__`). Asking for a
 # shape, a dtype or a gradient needs no values; everything else does.
 
 _ASKS = {
@@ -80,6 +80,7 @@ _ASKS = {
     "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full",
     "_has_compatible_shallow_copy_type",
 }  # fmt: skip
+_NOT_IN_PLACE = {"__index__", "__int__", "__invert__", "__iter__"}
 _SETS = {"grad", "requires_grad", "_backward_hooks", "names", "_post_accumulate_grad_hooks", "_grad", "grad_dtype"}
 
 
@@ -99,7 +100,8 @@ def replaces_data(func: Any) -> bool:
 def writes_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[nn.Parameter]:
     """The parameters that a call writes: the first argument of `name_`, an `out`, the target of an assignment."""
     name = getattr(func, "__name__", "")
-    is_in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or _is_operator(name)
+    is_operator = name.startswith("__i") and name.endswith("__") and name not in _NOT_IN_PLACE
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or is_operator
     written = [*args[:1], *(kwargs[key] for key in ("tensor", "input", "self") if key in kwargs)] if is_in_place else []
     if len(args) > 1 and args[1] is args[0]:  # a copy to itself, as torch's load_state_dict makes when we have loaded
         return []
@@ -123,14 +125,6 @@ def _attribute_of(func: Any) -> str | None:
     return None
 
 
-def _is_operator(name: str) -> bool:
-    return (
-        name.startswith("__i")
-        and name.endswith("__")
-        and name not in ("__index__", "__int__", "__invert__", "__iter__")
-    )
-
-
 # ---- Resting parameters: what a streamed parameter is while no module that holds it runs, so that every use of it ----
 # is seen
 #
@@ -142,10 +136,10 @@ def _is_operator(name: str) -> bool:
 # A resting parameter is the same object with another class (as torch's lazy modules do it when they come to life), a
 # Parameter whose calls come here first: `F.linear(x, self.embed.weight)` in a module that does not own the embedding,
 # or `bias` that a module has returned. While a forward or a backward is at work its keeper lends it (access.py).
-# Elsewhere nobody may wait for the other ranks, so reading gives NaN, and writing in place, copying and pickling raise.
+# Elsewhere no rank may wait for the others, so reading gives NaN, and writing in place, copying and pickling raise.
 # While it is held a parameter is an ordinary one again, and torch's calls on it cost what they always do.
 #
-# Only plain parameters change: a subclass of Parameter keeps its class, and is lent to nobody.
+# Only plain parameters change: a subclass of Parameter keeps its class, and is never lent.
 
 
 class Lender(Protocol):
@@ -168,7 +162,7 @@ class Adopter(Protocol):
 
 
 class RestingParameter(nn.Parameter):
-    """A parameter whose unit nobody holds; see above."""
+    """A parameter whose unit has no users; see above."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -209,14 +203,14 @@ class RestingParameter(nn.Parameter):
 
 
 def rest(params: Iterable[nn.Parameter]) -> None:
-    """Nobody holds these any more."""
+    """The unit of these has no users any more."""
     for param in params:
         if type(param) is nn.Parameter:
             param.__class__ = RestingParameter
 
 
 def wake(params: Iterable[nn.Parameter]) -> None:
-    """Somebody holds these: they are ordinary parameters."""
+    """The unit of these has users: they are ordinary parameters."""
     for param in params:
         if type(param) is RestingParameter:
             param.__class__ = nn.Parameter  # type: ignore[assignment]

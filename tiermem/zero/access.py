@@ -17,12 +17,12 @@ from tiermem.zero.collectives import exchange, share, total
 from tiermem.zero.init_params import Nursery
 from tiermem.zero.shards import Shards
 from tiermem.zero.topology import Topology, ranks_per_node
-from tiermem.zero.unit_state import LiveUnit, UnitState
+from tiermem.zero.unit_state import LiveUnit
 
 # ---- External parameters: those that are used outside their own module's forward -------------------------------------
 #
 #     F.linear(x, self.embed.weight)        another module's weight           both are seen when they happen, because a
-#     output, bias = self.layer(x)          a parameter that was returned     parameter that nobody holds says so (resting.py)
+#     output, bias = self.layer(x)          a parameter that was returned     parameter without users says so (absent.py)
 #
 # A call that is given resting parameters is treated as a small module: their units are made present before it and let
 # go after it, and backward asks for them again when the gradient of its result arrives. When the result sees a
@@ -83,9 +83,9 @@ def _check(module: Any, parameter: Any) -> None:
 #     Shards, outside forward          its home; memory holds one copy of what was asked for, whatever the size of its unit
 #   Shards, in forward or backward   its unit, which the running module holds until it ends (access.py): autograd may need it
 #     Shards, always present           it is there already
-#     nobody                           it is an ordinary parameter, and nothing happens
+#     none                             it is an ordinary parameter, and nothing happens
 #
-# With a `modifier_rank` that rank's values replace everybody's when the context ends: in the parameter's home, and in
+# With a `modifier_rank` that rank's values replace those of all when the context ends: in the parameter's home, and in
 # the optimizer's master, which becomes exactly the new value (moments stay). Without one a parameter that was written
 # in place raises on every rank, because the ranks may differ by then; writing through `.data` or NumPy is not noticed.
 # An exception inside drops what was written.
@@ -98,7 +98,7 @@ class GatheredParameters:
 
     Args:
         params: one parameter, or any iterable of them; what is not a partitioned parameter is passed over.
-        modifier_rank: the rank (of the group that shares the parameters) whose changes are kept; None: nobody changes them.
+        modifier_rank: the rank (of the group that shares the parameters) whose changes are kept; None: they are not changed.
         fwd_module: a module that will use the parameters in its forward; they are registered with it as external ones.
         enabled: False makes the context do nothing.
 
@@ -162,7 +162,8 @@ class GatheredParameters:
     def _refuse_changes(self) -> None:
         for keeper in {id(k): k for _, k, _ in self._taken}.values():
             changed = [p for p, k, version in self._taken if k is keeper and p._version != version]
-            sums = torch.tensor([float(len(changed))], dtype=torch.float64, device=_device_of(keeper))
+            device = keeper.device if isinstance(keeper, Shards) else "cpu"
+            sums = torch.tensor([float(len(changed))], dtype=torch.float64, device=device)
             num_changed = int(total(keeper.topology, sums, "world").item())
             if num_changed:
                 shapes = ", ".join(str(tuple(p.shape)) for p in changed[:3]) or "none on this rank"
@@ -203,16 +204,12 @@ def _partitioned(params: Any) -> list[tuple[nn.Parameter, _Keeper]]:
 
 def _is_regathered(param: nn.Parameter, keeper: _Keeper) -> bool:
     """Whether a parameter's memory is filled again when another one of its unit is replaced: small ones are all one unit."""
-    return isinstance(keeper, Shards) and keeper.find(param)[0].unit.is_resident and keeper.topology.num_shards > 1
+    return isinstance(keeper, Shards) and not keeper.find(param)[0].is_streamed and keeper.topology.num_shards > 1
 
 
 def _check_rank(rank: int, topology: Topology) -> None:
     if type(rank) is not int or not 0 <= rank < topology.world:
         raise ValueError(f"modifier_rank is {rank!r}; allowed are 0 to {topology.world - 1}, and None for nobody")
-
-
-def _device_of(keeper: _Keeper) -> torch.device:
-    return keeper.device if isinstance(keeper, Shards) else torch.device("cpu")
 
 
 # ---- Present: all of a model's units in memory at once, while something uses them over and over, such as -------------
@@ -230,34 +227,29 @@ def _device_of(keeper: _Keeper) -> torch.device:
 
 logger = logging.getLogger("tiermem")
 
-_Model = nn.Module
-
 
 @contextlib.contextmanager
-def unwrap_model_for_generation(model: _Model) -> Iterator[_Model]:
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     """Keeps a sharded model, or an engine's, whole in memory inside the block; yields what it was given.
 
     Collective; blocks for the gathers. A model that is not sharded is yielded as it is. Raises RuntimeError inside the block
     when weights are stepped or replaced, OSError when a read failed. However the block ends, units are streamed again.
     """
-    shards = _shards_of(model)
-    streamed = [] if shards is None else [live for live in shards.units if not live.unit.is_resident]
+    keepers = (registry.keeper_of(param) for param in model.parameters())
+    shards = next((keeper for keeper in keepers if isinstance(keeper, Shards)), None)
+    streamed = [] if shards is None else [live for live in shards.units if live.is_streamed]
     if shards is None or not streamed or not _has_room(shards, streamed):
         yield model
         return
     with shards.held_present():
         try:
             for live in streamed:
-                _bring(shards, live)
+                shards.residency.outdate(live)
+                shards.values.keep_present(live)
             yield model
         finally:
             for live in streamed:
-                _let_go(live)
-
-
-def _shards_of(model: _Model) -> Shards | None:
-    keepers = (registry.keeper_of(param) for param in model.parameters())
-    return next((keeper for keeper in keepers if isinstance(keeper, Shards)), None)
+                live.end_keeping()
 
 
 def _has_room(shards: Shards, streamed: Sequence[LiveUnit]) -> bool:
@@ -277,7 +269,7 @@ def _has_room(shards: Shards, streamed: Sequence[LiveUnit]) -> bool:
 
 
 def _room(shards: Shards) -> tuple[int | None, str]:
-    """Bytes that may be taken beside the plan; None: nobody named a limit."""
+    """Bytes that may be taken beside the plan; None: there is no limit."""
     if is_accelerator(shards.device):
         return free_and_total(shards.device)[0], f"bytes free on {shards.device}"
     budget, ranks = shards.policy.host_bytes, ranks_per_node()
@@ -285,21 +277,3 @@ def _room(shards: Shards) -> tuple[int | None, str]:
         return None, ""
     planned = shards.plan.host_bytes
     return budget // ranks - planned, f"bytes = host_bytes {budget} // {ranks} ranks - {planned} planned"
-
-
-def _bring(shards: Shards, live: LiveUnit) -> None:
-    shards.residency.outdate(live)
-    whole = slice(0, live.unit.shard_numel)
-    shard = live.shard if live.shard is not None else shards.values.elements(live, whole)
-    live.memory.allocate()
-    shards.values.regather(live.unit, shard, live.memory)
-    live.memory.show()
-    live.state, live.unit.is_resident = UnitState.PRESENT, True
-
-
-def _let_go(live: LiveUnit) -> None:
-    live.unit.is_resident = False
-    if live.memory.is_present:
-        live.memory.leave()
-    live.state = UnitState.HOME
-    live.let_all_go()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from tiermem.policy import OffloadPolicy
 from tiermem.zero.collectives import exchange, exchange_digests
 from tiermem.zero.plan import Plan
 from tiermem.zero.topology import Topology, ranks_per_node
-from tiermem.zero.unit import Unit
 
 # ---- Agreement: all ranks run the same program on the same model under the same policy, or stop and say what ---------
 # differs
@@ -41,8 +40,8 @@ def agree(topology: Topology, facts: Mapping[str, Any], where: str = "tiermem.sh
         return
     text = json.dumps([where, {name: str(value) for name, value in facts.items()}])
     digests = exchange_digests(topology, hashlib.sha256(text.encode()).digest())
-    if topology.roll_call is not None:
-        topology.roll_call.meet()
+    if topology.watch is not None:
+        topology.watch.meet()
     if len(set(digests)) == 1:
         return
     said = [json.loads(each) for each in exchange(topology, text)]
@@ -63,13 +62,13 @@ def facts_of(model: nn.Module, policy: OffloadPolicy, device: torch.device) -> d
     return facts
 
 
-def facts_of_plan(plan: Plan, units: Sequence[Unit]) -> dict[str, Any]:
+def facts_of_plan(plan: Plan) -> dict[str, Any]:
     """What of a plan decides the sequence of collectives: the units, and how many are present at once.
 
     Nodes that have different memory or numbers of ranks may plan different buffers. Then ranks would keep different units.
     """
-    facts: dict[str, Any] = {"unit buffers (policy.unit_buffers)": plan.num_unit_slots}
-    for unit in units:
+    facts: dict[str, Any] = {"unit buffers (policy.unit_buffers)": plan.units.num}
+    for unit in plan.division.units:
         facts[f"unit {unit.name}"] = f"{unit.full_numel} elements{', always present' if unit.is_resident else ''}"
     return facts
 

@@ -54,7 +54,7 @@ def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
 # dataclasses, plain objects.
 #
 # A module that is given no tensor that requires gradients (token ids) tells nothing when it is done, and one that
-# shares all its inputs with others tells late: whoever asks has to look at what else has begun since (hooks.py).
+# shares all its inputs with others tells late: hooks.py looks at what else has begun since.
 
 Owner = TypeVar("Owner")
 
@@ -91,11 +91,11 @@ def mark(tensors: list[torch.Tensor], owner: Owner, on_gradient: Callable[[Owner
         if tensor.grad_fn is not None:
             tensor.register_hook(lambda grad: on_gradient(owner, grad))
         else:
-            handle = tensor.register_hook(_WeakCall(owner, on_gradient))
+            handle = tensor.register_hook(WeakCall(owner, on_gradient))
             weakref.finalize(owner, handle.remove).atexit = False
 
 
-class _WeakCall(Generic[Owner]):
+class WeakCall(Generic[Owner]):
     """A hook that does not hold its owner."""
 
     def __init__(self, owner: Owner, on_gradient: Callable[[Owner, torch.Tensor], None]) -> None:
@@ -106,6 +106,21 @@ class _WeakCall(Generic[Owner]):
         owner = self._owner()
         if owner is not None:
             self._on_gradient(owner, grad)
+
+
+def in_backward() -> bool:
+    """Whether autograd computes a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class EndOfBackward:
+    """What torch calls when a backward has ended. It forgets it, uncalled, when that ends in an exception."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+
+    def __call__(self) -> None:
+        self._on_end()
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tiermem.zero.failures import OtherGroups, RanksDiffer, meet
+from tiermem.zero.failures import OtherGroups, meet
 from tiermem.zero.topology import Topology
 
 # ---- Messages: what ranks on CPUs send each other directly where gloo's collectives would copy, or mistake one -------
@@ -152,6 +152,25 @@ class Pending:
             failure = None  # its traceback holds this frame
 
 
+class Then(Pending):
+    """Several collectives under way, and what is done with what they bring.
+
+    on_end: called by the first wait, when all have ended.
+    """
+
+    def __init__(self, pending: Sequence[Pending], on_end: Callable[[], None] = lambda: None) -> None:
+        self._pending = list(pending)
+        self._on_end: Callable[[], None] | None = on_end
+
+    def wait(self) -> None:
+        """Blocks until all have ended (on a GPU: orders the current stream after them). Raises RankLost; safe to repeat."""
+        on_end, self._on_end = self._on_end, None
+        for each in self._pending:
+            each.wait()
+        if on_end is not None:
+            on_end()
+
+
 def newest(collective: Callable[..., Any]) -> Callable[..., Any]:
     """A collective by the name that this torch prefers: newer ones warn of the names that older ones have alone."""
     found: Callable[..., Any] = getattr(dist, _NEWER_NAMES.get(collective.__name__, ""), collective)
@@ -204,8 +223,8 @@ def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:
         work = newest(dist.all_gather_into_tensor)(whole, mine, group=topology.group, async_op=True)
         meet(topology.group, work, topology.timeout_s) if device.type == "cpu" else work.wait()
     except OtherGroups:
-        if topology.roll_call is not None:
-            topology.roll_call.outlive(time.monotonic())
+        if topology.watch is not None:
+            topology.watch.outlive(time.monotonic())
         raise
     except RuntimeError as error:
         raise explained(topology, _COMPARING, error) from error
@@ -226,15 +245,5 @@ def exchange(topology: Topology, value: str) -> list[str]:
 
 
 def explained(topology: Topology, what: str, error: RuntimeError) -> RuntimeError:
-    """The error to raise for one of a collective: where ranks differ, or which is gone. Asks around for a few seconds."""
-    if topology.roll_call is None or topology.watch is None:
-        return error
-    since = time.monotonic()
-    difference = topology.watch.difference()
-    if difference is not None:
-        found: RuntimeError = RanksDiffer(f"{what} cannot go on: {difference}")
-    else:
-        found = topology.roll_call.explain(what, error)
-    topology.watch.end_waits()
-    topology.roll_call.outlive(since)
-    return found
+    """The error to raise for one of a collective: where ranks differ, or which is gone. Takes a few seconds."""
+    return error if topology.watch is None else topology.watch.explain(what, error)

@@ -5,7 +5,7 @@
 
 Two kinds of figures, and the printed tables say which is which:
 
-    the reference's   closed formulas for its settings, to the digit: what somebody who sized a machine by them expects.
+    the reference's   closed formulas for its settings, to the digit, for machines that were sized by them.
                       They hold a safety factor of 1.5 for host memory, know no NVMe, and count no buffer
     tiermem's         the rows that `zero/plan.py` would allocate for such a model, summed: homes and buffers, exact for
                       this library, with no factor; bytes on NVMe too, with room for a checkpoint there ("keep")
@@ -160,7 +160,7 @@ def estimate_mem_needs(
     topology = Topology(None, 0, num_ranks, num_shards, 0)
     plan = make_plan(division, policy, topology, is_gpu, num_gpus_per_node)
     present = sum(row.num_bytes for row in plan.rows if row.tier is Tier.DEVICE)
-    device = present + _passing_bytes(division.units) if is_gpu else 0
+    device = present + _passing_bytes(plan.division.units) if is_gpu else 0
     return MemoryNeeds(plan.host_bytes * num_gpus_per_node, device, plan.disk_bytes * num_gpus_per_node)
 
 

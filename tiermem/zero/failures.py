@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,23 +63,58 @@ class Traffic:
         return sum(payload.num_bytes for payload in self.payloads if payload.what.startswith(what))
 
 
-# ---- Roll call: which rank is gone, when a collective has failed -----------------------------------------------------
-#
-# A backend only reports that a connection was closed, and closes its own in turn, so that the rank that really stopped
-# drowns in errors of its neighbours. So every rank says in the rendezvous store where it runs (host, process), and
-# whoever fails asks
-#
-#     1  whether another rank has named the lost one already (it posts what it found)
-#     2  whether a process of its own host is no longer alive
-#     3  whether a rank has never said where it runs
-#
-# for a few seconds, and raises with the answer. When nobody is gone it says who did not come: whoever waits in vain
-# says so, and for what. torchrun's store belongs to its agent and outlives ranks. A store that rank 0 keeps goes with
-# it, which is an answer too; so a rank 0 that has its answer stays until the others have theirs: they would take it for
-# the one that is gone.
+# ---- Board: what ranks tell each other in the rendezvous store -------------------------------------------------------
+
+
+class Board:
+    """Notes of all ranks, as JSON, in the rendezvous store.
+
+    torchrun's store belongs to its agent and outlives ranks. A store that rank 0 keeps goes with it: then nothing can be posted
+    or read any more, and `is_gone` says so.
+    """
+
+    def __init__(self) -> None:
+        self.is_gone = False
+        self._store = dist.distributed_c10d._get_default_store()
+
+    @property
+    def is_kept_by_rank_0(self) -> bool:
+        """Whether the store ends with rank 0."""
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    def post(self, key: str, note: Any) -> None:
+        """Writes a note; another one under the same key is replaced."""
+        with self._noticing():
+            self._store.set(f"tiermem/{key}", json.dumps(note))
+
+    def read(self, key: str) -> Any:
+        """A note, or None where there is none. Does not wait for one."""
+        with self._noticing():
+            if self._store.check([f"tiermem/{key}"]):
+                return self.wait(key)
+        return None
+
+    def wait(self, key: str) -> Any:
+        """A note, once it is there. Blocks; raises RuntimeError."""
+        return json.loads(self._store.get(f"tiermem/{key}"))
+
+    @contextlib.contextmanager
+    def _noticing(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:
+            self.is_gone = True
+
+
+# ---- Watch: what has become of the ranks that this one waits for -----------------------------------------------------
 
 _GRACE_S = 10.0
-_RANK_PREFIX = "tiermem/rank"
+_PATIENCE_S = 2.0  # before a wait is long
+_LOOK_S = 1.0
+_UNUSED_TAG = 1 << 30  # of a message that no rank sends
+
+# How many watches were started on a group: all ranks start the same ones in the same order, so that the number names one.
+_STARTED: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class RankLost(RuntimeError):
@@ -87,35 +122,131 @@ class RankLost(RuntimeError):
 
 
 class RanksDiffer(RankLost):
-    """Ranks have gone different ways and would wait for each other; the message says where (failures.py)."""
+    """Ranks have gone different ways and would wait for each other; the message says where."""
 
 
-class RollCall:
-    """This rank's entry in the rendezvous store, and the look at everybody's when something fails.
+class Watch:
+    """Looks after this rank's waits for others, and finds out why one has failed.
+
+    A rank that is gone. A backend only reports that a connection was closed, and closes its own in turn, so that the rank that
+    really stopped drowns in errors of its neighbours. So every rank posts where it runs (host, process), and a rank whose
+    collective has failed looks for a few seconds:
+
+        1  whether another rank has named the lost one already (it posts what it found)
+        2  whether a process of its own host is no longer alive
+        3  whether a rank has never posted where it runs
+
+    When no rank is gone the error says which one did not come: a rank whose wait failed posts what it waited for. A store that
+    rank 0 keeps goes with it, which is an answer too; so a rank 0 that has its answer stays until the others have theirs, which
+    would otherwise take it for the one that is gone.
+
+    Ranks that have gone different ways find out while they wait for each other, long before the time-out:
+
+        number    rank 0                 rank 1
+            40    gathering layers.0     gathering layers.0
+            41    gathering layers.1     gathering layers.2      <- here, for certain, whatever is slow
+
+    What ranks hand to collectives is one sequence, the same on all of them. A rank that has waited for a while posts the end of
+    its own and reads those of the others; where one number has two names, the wait is ended and says so. With equal names it
+    goes on: a rank is slow. A wait costs two assignments; a thread looks now and then, and touches the store only while there
+    is something to wait for.
+
+    A wait of gloo's is ended by another one on the same connections that times out: that closes them, on the other ranks as
+    well, which then look for the difference in turn. A rank that fails ends its other waits like this: the ranks that it waits
+    for may wait for it. NCCL waits on the GPU, and its own watch ends them.
 
     Args:
         ranks: the global ranks that work together.
+        traffic: what this rank has handed to collectives; calls of all its threads are one sequence.
     """
 
-    def __init__(self, ranks: list[int]) -> None:
+    def __init__(self, ranks: Sequence[int], traffic: Traffic) -> None:
         self._ranks = ranks
         self._me = dist.get_rank()
-        self._store = dist.distributed_c10d._get_default_store()
-        self._store.set(f"{_RANK_PREFIX}/{self._me}", json.dumps(_this_process()))
-        self._known: dict[int, tuple[str, int, str]] = {}  # what others said, read while the store lives
+        self._others = [rank for rank in ranks if rank != self._me]
+        self._traffic = traffic
+        self._board = Board()
+        self._board.post(f"rank/{self._me}", _this_process())
+        self._known: dict[int, tuple[str, int, str]] = {}  # where ranks run, read while the store lives
+        self._groups: list[dist.ProcessGroup] = []
+        self._key = ""  # of the sequences; empty until the watch is started
+        self._waits_since = 0.0  # 0: this rank does not wait
+        self._num_posted = -1
+        self._is_closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, group: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Begins to look at waits. Every rank of `group` starts its watches in the same order. Does not block.
+
+        groups: those whose waits are ended when a difference is found.
+        """
+        number = _STARTED[group] = _STARTED.get(group, 0) + 1
+        self._key = f"watch/{'-'.join(map(str, self._ranks))}/{number}"
+        self._groups = [each for each in groups if "cpu:gloo" in dist.get_backend_config(each)]
+        if self._groups:
+            self._thread = threading.Thread(target=self._run, name="tiermem watch", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Ends the looking. Safe to repeat; waits for the thread, which may be asking the store."""
+        self._is_closed.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
     def meet(self) -> None:
         """Remembers where every rank runs. To be called when all have come: after a collective. Raises RankLost."""
         if len(self._known) == len(self._ranks):
             return
         try:
-            self._known = {rank: tuple(json.loads(self._store.get(f"{_RANK_PREFIX}/{rank}"))) for rank in self._ranks}
+            self._known = {rank: self._board.wait(f"rank/{rank}") for rank in self._ranks}
         except RuntimeError as error:
-            raise self.explain("the roll call", error) from error
+            raise self._explain_loss("the roll call", error) from error
+
+    def begin_wait(self) -> None:
+        """This rank waits for others from now on."""
+        self._waits_since = time.monotonic()
+
+    def end_wait(self) -> None:
+        """It waits no more."""
+        self._waits_since = 0.0
+
+    def end_waits(self) -> None:
+        """Ends what this rank still waits for, and what waits for it, once something has failed. Safe to repeat."""
+        self._post_newest()
+        for group in self._groups:
+            for rank in set(range(group.size())) - {group.rank()}:  # one that is connected still is enough
+                with contextlib.suppress(RuntimeError):  # the time-out, which is what it is for
+                    group.recv([torch.zeros(1)], rank, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def explain(self, what: str, error: Exception) -> RankLost:
-        """The error to raise when a collective has failed; asks around for a few seconds."""
-        self._say_waiting(what)
+        """The error to raise when a collective has failed: where ranks differ, or which is gone. Takes a few seconds."""
+        since = time.monotonic()
+        difference = self.difference()
+        if difference is not None:
+            found: RankLost = RanksDiffer(f"{what} cannot go on: {difference}")
+        else:
+            found = self._explain_loss(what, error)
+        self.end_waits()
+        self.outlive(since)
+        return found
+
+    def outlive(self, since: float) -> None:
+        """Posts that this rank has its answer; if it keeps the store, waits until all who are alive have one too.
+
+        Args:
+            since: when this rank began to ask (`time.monotonic()`). It waits no longer than it asks for.
+        """
+        self._board.post(f"rank/{self._me}/answered", True)
+        is_keeper = self._me == 0 and self._board.is_kept_by_rank_0
+        while is_keeper and not self._board.is_gone and time.monotonic() < since + _GRACE_S:
+            if all(self._board.read(f"rank/{rank}/answered") for rank in set(self._others) - self._lost()):
+                return
+            time.sleep(0.05)
+
+    # ---- a rank that is gone -----------------------------------------------------------------------------------------
+
+    def _explain_loss(self, what: str, error: Exception) -> RankLost:
+        self._board.post(f"rank/{self._me}/waits", what)
         lost, deadline = self._lost(), time.monotonic() + _GRACE_S
         while not lost and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -128,207 +259,54 @@ class RollCall:
                 "slower than timeout_s"
             )
         names = ", ".join(f"rank {rank}{self._place(rank)}" for rank in sorted(lost))
-        self._post(lost)
+        self._board.post(f"rank/{self._me}/lost", sorted(lost))
         return RankLost(f"{what} cannot go on: {names} is gone. Its own output says why. (On rank {self._me}: {error})")
 
-    def outlive(self, since: float) -> None:
-        """Says that this rank has its answer; if it keeps the store, waits until all who are alive have one too.
-
-        Args:
-            since: when this rank began to ask (`time.monotonic()`). It waits no longer than it asks for.
-        """
-        try:
-            self._store.set(self._answered(self._me), "")
-            others = [rank for rank in self._ranks if rank != self._me]
-            while self._me == 0 and not _is_agents_store() and time.monotonic() < since + _GRACE_S:
-                if all(self._store.check([self._answered(rank)]) for rank in set(others) - self._lost()):
-                    return
-                time.sleep(0.05)
-        except RuntimeError:
-            return  # the store is gone
-
-    @staticmethod
-    def _answered(rank: int) -> str:
-        return f"{_RANK_PREFIX}/{rank}/answered"
-
-    def _who_stays_away(self, what: str) -> str:
-        """What the ranks that are alive do instead, as far as they have said: those that wait say for what."""
-        said = {rank: self._waits_for(rank) for rank in self._ranks if rank != self._me}
-        absent = [f"rank {rank}{self._place(rank)}" for rank, other in said.items() if other is None]
-        elsewhere = [f"rank {rank} waits in {other!r}" for rank, other in said.items() if other not in (None, what)]
-        missing = [f"{', '.join(absent)} did not come to it, nor to anything else that failed"] if absent else []
-        return "".join(f"{sentence[0].upper()}{sentence[1:]}. " for sentence in (*missing, *elsewhere))
-
-    def _say_waiting(self, what: str) -> None:
-        try:
-            self._store.set(f"{_RANK_PREFIX}/{self._me}/waits", what)
-        except RuntimeError:
-            return  # nobody can be told: the store is gone
-
-    def _waits_for(self, rank: int) -> str | None:
-        """What a rank that has failed was waiting for; None when it has not."""
-        key = f"{_RANK_PREFIX}/{rank}/waits"
-        try:
-            return self._store.get(key).decode() if self._store.check([key]) else None
-        except RuntimeError:
-            return None
-
-    def _hear(self) -> None:
-        """Takes note of where ranks run that have said so since, or before all could meet."""
-        for rank in set(self._ranks) - set(self._known):
-            key = f"{_RANK_PREFIX}/{rank}"
-            try:
-                if self._store.check([key]):
-                    self._known[rank] = tuple(json.loads(self._store.get(key)))
-            except RuntimeError:
-                return  # the store is gone
-
     def _lost(self) -> set[int]:
-        self._hear()
-        lost = {rank for rank, (host, pid, started) in self._known.items() if _has_died(host, pid, started)}
-        try:
-            for rank in self._ranks:
-                key = f"{_RANK_PREFIX}/{rank}/lost"
-                if rank != self._me and self._store.check([key]):
-                    lost |= set(json.loads(self._store.get(key)))
-        except RuntimeError:
-            return lost or ({0} if self._me != 0 and not _is_agents_store() else set())  # rank 0 kept the store
+        for rank in set(self._ranks) - set(self._known):  # which may have posted since
+            place = self._board.read(f"rank/{rank}")
+            if place is not None:
+                self._known[rank] = place
+        lost = {rank for rank, place in self._known.items() if _has_died(*place)}
+        for rank in self._others:
+            lost.update(self._board.read(f"rank/{rank}/lost") or ())
+        if not lost and self._me != 0 and self._board.is_gone and self._board.is_kept_by_rank_0:
+            return {0}
         return lost
 
     def _absent(self) -> set[int]:
-        """Ranks that never said where they run: they stopped before, or run something else."""
-        try:
-            return {rank for rank in self._ranks if not self._store.check([f"{_RANK_PREFIX}/{rank}"])}
-        except RuntimeError:
-            return set()
+        """Ranks that never posted where they run: they stopped before, or run something else."""
+        absent = {rank for rank in self._ranks if self._board.read(f"rank/{rank}") is None}
+        return set() if self._board.is_gone else absent
 
-    def _post(self, lost: set[int]) -> None:
-        try:
-            self._store.set(f"{_RANK_PREFIX}/{self._me}/lost", json.dumps(sorted(lost)))
-        except RuntimeError:
-            return  # nobody can be told: the store is gone
+    def _who_stays_away(self, what: str) -> str:
+        """What the ranks that are alive do instead, as far as they have posted it: those whose wait failed say for what."""
+        waits = {rank: self._board.read(f"rank/{rank}/waits") for rank in self._others}
+        absent = [f"rank {rank}{self._place(rank)}" for rank, other in waits.items() if other is None]
+        elsewhere = [f"rank {rank} waits in {other!r}" for rank, other in waits.items() if other not in (None, what)]
+        missing = [f"{', '.join(absent)} did not come to it, nor to anything else that failed"] if absent else []
+        return "".join(f"{sentence[0].upper()}{sentence[1:]}. " for sentence in (*missing, *elsewhere))
 
     def _place(self, rank: int) -> str:
         known = self._known.get(rank)
         return f" (process {known[1]} on {known[0]})" if known else " (which has not come here)"
 
-
-def _this_process() -> tuple[str, int, str]:
-    return socket.gethostname(), os.getpid(), _start_of(os.getpid())
-
-
-def _has_died(host: str, pid: int, started: str) -> bool:
-    """Whether a process of this host is gone, a zombie, or another one by now; False for other hosts."""
-    if host != socket.gethostname():
-        return False
-    return _start_of(pid) != started
-
-
-def _start_of(pid: int) -> str:
-    """When a process started, in the kernel's clock ticks; empty for one that runs no more."""
-    try:
-        fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return "" if fields[0] in ("Z", "X") else str(fields[19])
-
-
-def _is_agents_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-# ---- Watch: ranks that have gone different ways find out while they wait for each other, long before the time-out ----
-#
-#     number    rank 0                 rank 1
-#         40    gathering layers.0     gathering layers.0
-#         41    gathering layers.1     gathering layers.2      <- here, for certain, whatever is slow
-#
-# What ranks hand to collectives is one sequence, the same on all of them. A rank that has waited for a while posts the
-# end of its own in the rendezvous store and reads what others have posted; where one number has two names, the wait is
-# ended and says so. With equal names it goes on: somebody is slow. A wait costs two assignments; a thread looks now and
-# then, and touches the store only while there is something to wait for.
-#
-# A wait of gloo's is ended by another one on the same connections that times out: that closes them, on the other ranks
-# as well, which then look for the difference in turn. Whoever fails ends its other waits like this: those it waits for
-# may wait for it. NCCL waits on the GPU, and its own watch ends them.
-
-_PATIENCE_S = 2.0  # before a wait is long
-_LOOK_S = 1.0
-_NOBODYS_TAG = 1 << 30  # of a message that nobody sends
-
-# How many watches were started on a group: all ranks start the same ones in the same order, so that the number names one.
-_STARTED: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-
-
-class Watch:
-    """Looks after the waits of one sharded model on this rank. Does nothing until it is started.
-
-    Args:
-        ranks: the global ranks that work together.
-        traffic: what this rank has handed to collectives; calls of all its threads are one sequence.
-    """
-
-    def __init__(self, ranks: Sequence[int], traffic: Traffic) -> None:
-        self._ranks = ranks
-        self._me = dist.get_rank()
-        self._traffic = traffic
-        self._store = dist.distributed_c10d._get_default_store()
-        self._groups: list[dist.ProcessGroup] = []
-        self._key = ""
-        self._waits_since = 0.0  # 0: nobody waits
-        self._num_posted = -1
-        self._is_closed = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self, group: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Begins to look. Every rank of `group` starts its watches in the same order. Does not block.
-
-        groups: those whose waits are ended when a difference is found.
-        """
-        number = _STARTED[group] = _STARTED.get(group, 0) + 1
-        self._key = f"tiermem/watch/{'-'.join(map(str, self._ranks))}/{number}"
-        self._groups = [each for each in groups if "cpu:gloo" in dist.get_backend_config(each)]
-        if self._groups:
-            self._thread = threading.Thread(target=self._run, name="tiermem watch", daemon=True)
-            self._thread.start()
-
-    def close(self) -> None:
-        """Ends the looking. Safe to repeat; waits for the thread, which may be asking the store."""
-        self._is_closed.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def begin_wait(self) -> None:
-        """This rank waits for others from now on."""
-        self._waits_since = time.monotonic()
-
-    def end_wait(self) -> None:
-        """It waits no more."""
-        self._waits_since = 0.0
-
-    def end_waits(self) -> None:
-        """Ends what this rank still waits for, and what waits for it, once something has failed. Safe to repeat."""
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            self._post()
-        for group in self._groups:
-            for rank in set(range(group.size())) - {group.rank()}:  # one that is connected still is enough
-                with contextlib.suppress(RuntimeError):  # which is what it is for
-                    group.recv([torch.zeros(1)], rank, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+    # ---- ranks that differ -------------------------------------------------------------------------------------------
 
     def difference(self) -> str | None:
         """Where the ranks that wait, or have waited, went different ways, as far as this one can see; None: nowhere.
 
-        Posts this rank's own end of the sequence first. Asks the store; does not wait for anybody.
+        Posts this rank's own end of the sequence first. Asks the store; does not wait for any rank.
         """
         if not self._key:
             return None
-        try:
-            self._post()
-            said = {rank: self._posted_by(rank) for rank in self._ranks if rank != self._me}
-        except RuntimeError:
-            return None  # the store is gone, and a rank with it
-        said[self._me] = self._traffic.newest()
-        return _difference({rank: calls for rank, calls in sorted(said.items()) if calls})
+        self._post_newest()
+        posted = {rank: self._board.read(f"{self._key}/{rank}") or {} for rank in self._others}
+        if self._board.is_gone:
+            return None
+        sequences = {rank: {int(number): what for number, what in calls.items()} for rank, calls in posted.items()}
+        sequences[self._me] = self._traffic.newest()
+        return _difference({rank: calls for rank, calls in sorted(sequences.items()) if calls})
 
     def _run(self) -> None:
         while not self._is_closed.wait(_LOOK_S):
@@ -338,18 +316,29 @@ class Watch:
                 self.end_waits()
                 return
 
-    def _post(self) -> None:
-        if not self._key:
-            return
+    def _post_newest(self) -> None:
         newest = self._traffic.newest()
-        if max(newest, default=0) != self._num_posted:
+        if self._key and max(newest, default=0) != self._num_posted:
             self._num_posted = max(newest, default=0)
-            self._store.set(f"{self._key}/{self._me}", json.dumps(newest))
+            self._board.post(f"{self._key}/{self._me}", newest)
 
-    def _posted_by(self, rank: int) -> dict[int, str]:
-        key = f"{self._key}/{rank}"
-        said = json.loads(self._store.get(key)) if self._store.check([key]) else {}
-        return {int(number): what for number, what in said.items()}
+
+def _this_process() -> tuple[str, int, str]:
+    return socket.gethostname(), os.getpid(), _start_of(os.getpid())
+
+
+def _has_died(host: str, pid: int, started: str) -> bool:
+    """Whether a process of this host is gone, a zombie, or another one by now; False for other hosts."""
+    return host == socket.gethostname() and _start_of(pid) != started
+
+
+def _start_of(pid: int) -> str:
+    """When a process started, in the kernel's clock ticks; empty for one that runs no more."""
+    try:
+        fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] in ("Z", "X") else str(fields[19])
 
 
 def _difference(said: dict[int, dict[int, str]]) -> str | None:
@@ -367,16 +356,13 @@ def _difference(said: dict[int, dict[int, str]]) -> str | None:
     return None
 
 
-# ---- Meeting: the wait with which ranks come together, in which those that were given different groups find each -----
-# other
+# ---- Meeting: the first wait of some ranks, in which those that were given different groups find each other ----------
 #
 #     rank 0 waits among 0, 1, 2      rank 1 waits among 0, 1      each waits for the other, and neither will come
 #
-# Whoever has waited for a while says in the rendezvous store among whom, as long as it waits. Two ranks that wait for
-# each other in different groups, seen twice in a row, will do so for ever: they say so where the others of their groups
-# look, and all stop. Whoever is only slow says nothing and is waited for.
-
-_MEETING_PREFIX = "tiermem/meeting"
+# A rank that has waited for a while posts among which ranks, as long as it waits. Two ranks that wait for each other in
+# different groups, seen twice in a row, will do so for ever: they post that where the others of their groups look, and
+# all stop. A rank that is only slow posts nothing and is waited for.
 
 # How often a group has met: the same number on all its ranks, which names one meeting.
 _MET: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -399,7 +385,7 @@ def meet(group: dist.ProcessGroup, work: Any, timeout_s: float) -> None:
             look = look or _Look(group, meeting)
             look.again()
     except RuntimeError:
-        (look or _Look(group, meeting)).raise_verdict()  # who has found it has closed the connections
+        (look or _Look(group, meeting)).raise_verdict()  # the rank that found it has closed the connections
         raise
     finally:
         if look is not None:
@@ -418,67 +404,44 @@ def _has_ended(work: Any, wait_s: float, is_last: bool) -> bool:
 
 
 class _Look:
-    """What this rank says and reads while it waits in one meeting."""
+    """What this rank posts and reads while it waits in one meeting."""
 
     def __init__(self, group: dist.ProcessGroup, meeting: int) -> None:
         self._me = dist.get_rank()
         self._ranks = dist.get_process_group_ranks(group)
-        self._store = dist.distributed_c10d._get_default_store()
+        self._board = Board()
         self._verdict = _verdict_of(meeting, self._ranks)
-        self._before: list[tuple[int, str]] = []  # who waits for this rank elsewhere, seen in the look before
-        self._said = json.dumps([meeting, self._ranks])
-        self._say(lambda: self._store.set(f"{_MEETING_PREFIX}/{self._me}", self._said))
+        self._before: list[tuple[int, Any]] = []  # ranks that wait for this one elsewhere, seen in the look before
+        self._board.post(f"meeting/{self._me}", [meeting, self._ranks])
 
     def again(self) -> None:
         """Raises OtherGroups when a rank waits for this one in another group, or another one of this group has found one."""
-        found: list[tuple[int, str]] = []
-        self._say(lambda: found.extend(self._waiting_elsewhere()))
+        found = [(rank, self._board.read(f"meeting/{rank}")) for rank in self._ranks if rank != self._me]
+        found = [(rank, note) for rank, note in found if note and note[1] != self._ranks and self._me in note[1]]
         self.raise_verdict()
         twice = [each for each in found if each in self._before]
         self._before = found
         if twice:
-            rank, said = twice[0]
+            rank, note = twice[0]
             message = (
                 f"ranks disagree: rank {self._me} shares the model among ranks {self._ranks} and rank {rank} among "
-                f"{json.loads(said)[1]}, and each waits for the other. Give every rank of a group the same group or mesh"
+                f"{note[1]}, and each waits for the other. Give every rank of a group the same group or mesh"
             )
-            self._say(lambda: self._store.set(self._verdict, message))
-            self._say(lambda: self._store.set(_verdict_of(*json.loads(said)), message))
+            self._board.post(self._verdict, message)
+            self._board.post(_verdict_of(*note), message)
             raise OtherGroups(message)
 
     def raise_verdict(self) -> None:
         """Raises OtherGroups when another rank of this group has found one that waits elsewhere."""
-        if self._store_has(self._verdict):
-            raise OtherGroups(self._store.get(self._verdict).decode())
+        message = self._board.read(self._verdict)
+        if message is not None:
+            raise OtherGroups(message)
 
     def end(self) -> None:
         """This rank waits no more."""
-        self._say(lambda: self._store.set(f"{_MEETING_PREFIX}/{self._me}", ""))
-
-    def _waiting_elsewhere(self) -> list[tuple[int, str]]:
-        """The ranks of this group that wait for this rank in another group, with what they say."""
-        found = []
-        for rank in self._ranks:
-            key = f"{_MEETING_PREFIX}/{rank}"
-            said = self._store.get(key).decode() if rank != self._me and self._store.check([key]) else ""
-            ranks = json.loads(said)[1] if said else self._ranks
-            if ranks != self._ranks and self._me in ranks:
-                found.append((rank, said))
-        return found
-
-    def _store_has(self, key: str) -> bool:
-        try:
-            return bool(self._store.check([key]))
-        except RuntimeError:
-            return False
-
-    def _say(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except RuntimeError:
-            return  # nobody can be told: the store is gone, and the wait will fail
+        self._board.post(f"meeting/{self._me}", None)
 
 
 def _verdict_of(meeting: int, ranks: list[int]) -> str:
     """The key of what was found about a meeting of some ranks."""
-    return f"{_MEETING_PREFIX}/{'-'.join(map(str, ranks))}/{meeting}"
+    return f"meeting/{'-'.join(map(str, ranks))}/{meeting}"

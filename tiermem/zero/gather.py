@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,17 @@ import torch.distributed as dist
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.arena import Pool
 from tiermem.swap.ranges import round_up
-from tiermem.zero.collectives import GATHER_TAG, Pending, call, explained, newest, send_to_all, sends_directly, start
+from tiermem.zero.collectives import (
+    GATHER_TAG,
+    Pending,
+    Then,
+    call,
+    explained,
+    newest,
+    send_to_all,
+    sends_directly,
+    start,
+)
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Shard, Unit
 
@@ -35,9 +45,6 @@ from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Shard, Unit
 # Over gloo an all-gather collects into a tensor of its own, as large as all that is gathered, and copies from there; so
 # between CPUs each rank's part travels as a message to each of the others, received where it belongs. NCCL gathers in
 # place.
-
-Way = Literal["coalesced", "single", "all_reduce"]
-"""How the parts of a unit are exchanged; see above."""
 
 _Call = Callable[[], Sequence[Any]]  # starts something and returns what is to be waited for
 
@@ -66,16 +73,16 @@ class UnitGather:
         topology: over which ranks.
         unit: what is gathered.
         full: its full layout; has bytes under it whenever a gather runs.
-        way: how parts are exchanged.
+        is_single: one parameter after the other, with nothing buffered for more than one; else all as one call.
         span: elements of the shard layout that are gathered; default: all of it.
     """
 
     def __init__(
-        self, topology: Topology, unit: Unit, full: torch.Tensor, way: Way = "coalesced", span: slice | None = None
+        self, topology: Topology, unit: Unit, full: torch.Tensor, is_single: bool = False, span: slice | None = None
     ) -> None:
         self._topology = topology
         self._full = full
-        self._way = way
+        self._is_single = is_single
         self._what = f"gathering {unit.name}"
         self._first = span.start if span is not None else 0
         self._parts = cut_span(unit, span)
@@ -117,8 +124,6 @@ class UnitGather:
 
     def _start(self) -> Iterable[Sequence[Any]]:
         """Starts the first round; those after it are started as the wait asks for them."""
-        if self._way == "all_reduce" and self._topology.num_shards > 1 and self._parts:
-            return [[self._add_up()]]
         if not self._exchanges:
             return []
         first = self._begin(self._exchanges[0])
@@ -137,7 +142,7 @@ class UnitGather:
         if self._topology.num_shards == 1 or not self._parts:
             return
         everything = list(range(len(self._parts)))
-        calls = [[index] for index in everything] if self._way == "single" else [everything]
+        calls = [[index] for index in everything] if self._is_single else [everything]
         is_direct = sends_directly(self._topology.group, self._full.device)
         make = self._messages if is_direct else self._all_gathers
         self._exchanges = [make(call, each) for call in calls for each in _rounds_of(self._topology)]
@@ -173,15 +178,6 @@ class UnitGather:
         if self._full.device.type == "cpu":  # nothing to win, and what is grouped cannot be waited for with a time-out
             return _Exchange(each.among, num_bytes, calls)
         return _Exchange(each.among, num_bytes, calls, _grouping(group, None if is_whole else self._full.device))
-
-    def _add_up(self) -> Any:
-        """An all-reduce of the full layout, in which the parts of others are zero."""
-        for pieces in self._pieces:
-            for rank, piece in enumerate(pieces):
-                if rank != self._topology.shard_rank:
-                    piece.zero_()
-        self._topology.traffic.add("all_reduce", self._what, self._full.nbytes, "shard")
-        return dist.all_reduce(self._full.view(torch.int32), group=self._topology.group_of("shard"), async_op=True)
 
 
 class _Exchange(NamedTuple):
@@ -291,18 +287,14 @@ def gather_unit(
 
 
 def gather(topology: Topology, mine: torch.Tensor, whole: torch.Tensor, what: str) -> None:
-    """Fills `whole` with the parts of the ranks that share it, in their order. Blocks."""
-    if topology.gathers_in_stages:
-        _gather_in_stages(topology, mine, whole, what)
-    else:
-        call(topology, what, dist.all_gather_into_tensor, whole, mine, among="shard")
+    """Fills `whole` with the parts of the ranks that share it, in their order. Blocks.
 
-
-def _gather_in_stages(topology: Topology, mine: torch.Tensor, whole: torch.Tensor, what: str) -> None:
-    """Gathers from this rank's place on every node, then one node's parts after the other within this node.
-
-    A byte crosses to this node once for all its ranks. The first stage takes a buffer of num_across parts.
+    In two stages: from this rank's place on every node, then one node's parts after the other within this node. A byte crosses
+    to this node once for all its ranks. The first stage takes a buffer of num_across parts.
     """
+    if not topology.gathers_in_stages:
+        call(topology, what, dist.all_gather_into_tensor, whole, mine, among="shard")
+        return
     assert topology.across is not None
     num_nodes = topology.across.size
     from_nodes = mine.new_empty(num_nodes, mine.numel())
@@ -311,15 +303,7 @@ def _gather_in_stages(topology: Topology, mine: torch.Tensor, whole: torch.Tenso
         call(topology, what, dist.all_gather_into_tensor, of_node, node, among="within")
 
 
-# ---- Secondary: a second copy of a unit's gathered parameters, kept among ranks that are near each other (hpZ) -------
-#
-#     forward    gathers from the shards of all ranks, over every node    and each rank keeps its part of what came
-#     backward   gathers from those parts, within `Topology.within`       no byte leaves the node
-#
-# Of every parameter a rank keeps a num_within-th of its full layout, contiguous, so that it is gathered straight into
-# place, too. It holds the very bits that forward computed with. It is outdated when weights change at home; until then
-# every gather of the unit is served from it, those of further micro-batches included. Costs num_across shards of memory
-# per unit.
+# ---- NearGather: a second copy of a unit's gathered parameters, kept among ranks that are near each other (hpZ) ------
 
 
 def secondary_numel(unit: Unit, num_across: int) -> int:
@@ -330,114 +314,68 @@ def secondary_numel(unit: Unit, num_across: int) -> int:
 class NearGather:
     """The gather of one unit with a second copy: from all ranks, and then from near ones until the weights change.
 
+        forward    gathers from the shards of all ranks, over every node    and each rank keeps its part of what came
+        backward   gathers from those parts, within `Topology.within`       no byte leaves the node
+
+    Of every parameter a rank keeps a num_within-th of its full layout, contiguous, so that it is gathered straight into place,
+    too. It holds the very bits that forward computed with. Until weights change at home every gather of the unit is served from
+    the copy, those of further micro-batches included. It costs num_across shards of memory per unit.
+
     Args:
-        second: this rank's part of the copy.
+        topology: with `within` and `across`.
         far: gathers from all ranks.
         full: the unit's full layout.
+        copy: `secondary_numel` elements in the dtype of the full layout, for this rank's part.
     """
 
-    def __init__(self, second: Secondary, far: Far, full: torch.Tensor) -> None:
-        self._second = second
+    def __init__(self, topology: Topology, unit: Unit, far: Gather, full: torch.Tensor, copy: torch.Tensor) -> None:
+        assert topology.across is not None
+        self._topology = topology
+        self._unit = unit
         self._far = far
         self._full = full
+        self._is_filled = False
+        self._parts: list[torch.Tensor] = []  # of the copy, one per parameter
+        offset = 0
+        for shard in unit.shards:
+            numel = shard.shard_numel * topology.across.size
+            self._parts.append(copy[offset : offset + numel])
+            offset += round_up(numel, ALIGN)
 
     @property
     def needs_shard(self) -> bool:
         """Whether the next gather begins at the shard; else it need not be read."""
-        return not self._second.is_filled
+        return not self._is_filled
 
     def put(self, shard: torch.Tensor | None) -> None:
         """Takes this rank's flat shard layout, when it is needed."""
-        if not self._second.is_filled:
+        if not self._is_filled:
             self._far.put(shard)
 
     def start(self) -> Pending:
         """Starts the exchange, after `put`. Collective; does not block. Raises RankLost."""
-        if self._second.is_filled:
-            return self._second.gather(self._full)
-        return _Kept(self._far.start(), self._second, self._full)
+        if not self._is_filled:
+            return Then([self._far.start()], self._keep)
+        what = f"gathering {self._unit.name}"
+        pairs = [pair for pair in zip(self._wholes(), self._parts, strict=True) if pair[0].numel()]
+        collective = dist.all_gather_into_tensor
+        return Then([start(self._topology, what, collective, *pair, among="within") for pair in pairs])
 
     def outdate(self) -> None:
         """The weights are about to change at home."""
-        self._second.is_filled = False
+        self._is_filled = False
 
-
-class Far(Protocol):
-    """A gather from all ranks."""
-
-    def put(self, shard: torch.Tensor | None) -> None:
-        """Takes this rank's flat shard layout."""
-
-    def start(self) -> Pending:
-        """Starts the exchange."""
-
-
-class _Kept(Pending):
-    """A gather from all ranks, of which this rank's part is kept when it has ended."""
-
-    def __init__(self, pending: Pending, second: Secondary, full: torch.Tensor) -> None:
-        self._pending: Pending | None = pending
-        self._second = second
-        self._full = full
-
-    def wait(self) -> None:
-        """Blocks until the full layout is filled (on a GPU: in stream order). Raises RankLost; safe to repeat."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.wait()
-            self._second.keep(self._full)
-
-
-class All(Pending):
-    """Several collectives under way."""
-
-    def __init__(self, pending: Sequence[Pending]) -> None:
-        self._pending = pending
-
-    def wait(self) -> None:
-        """Blocks until all have ended (on a GPU: orders the current stream after them). Raises RankLost; safe to repeat."""
-        for each in self._pending:
-            each.wait()
-
-
-class Secondary:
-    """This rank's part of one unit's second copy.
-
-    Args:
-        topology: with `within` and `across`.
-        unit: whose parameters these are.
-        flat: `secondary_numel` elements in the dtype of the full layout; belongs to this object.
-    """
-
-    def __init__(self, topology: Topology, unit: Unit, flat: torch.Tensor) -> None:
-        assert topology.across is not None
-        self.is_filled = False
-        self._topology = topology
-        self._unit = unit
-        self._parts: list[torch.Tensor] = []  # one per parameter
-        offset = 0
-        for shard in unit.shards:
-            numel = shard.shard_numel * topology.across.size
-            self._parts.append(flat[offset : offset + numel])
-            offset += round_up(numel, ALIGN)
-
-    def keep(self, full: torch.Tensor) -> None:
-        """Copies this rank's part out of a full layout that has just been gathered."""
+    def _keep(self) -> None:
+        """Copies this rank's part out of the full layout, which has just been gathered."""
         assert self._topology.within is not None
-        for mine, whole in zip(self._parts, self._wholes(full), strict=True):
+        for mine, whole in zip(self._parts, self._wholes(), strict=True):
             mine.copy_(whole.view(self._topology.within.size, -1)[self._topology.within.rank])
-        self.is_filled = True
+        self._is_filled = True
 
-    def gather(self, full: torch.Tensor) -> Pending:
-        """Starts filling the full layout from the parts of the near ranks. Collective; does not block."""
-        assert self.is_filled
-        what = f"gathering {self._unit.name}"
-        pairs = [pair for pair in zip(self._wholes(full), self._parts, strict=True) if pair[0].numel()]
-        return All([start(self._topology, what, dist.all_gather_into_tensor, *pair, among="within") for pair in pairs])
-
-    def _wholes(self, full: torch.Tensor) -> list[torch.Tensor]:
+    def _wholes(self) -> list[torch.Tensor]:
+        """The parameters in the full layout; its memory comes and goes, so the views are made anew."""
         num_shards = self._topology.num_shards
-        return [full[s.full_offset : s.full_offset + s.shard_numel * num_shards] for s in self._unit.shards]
+        return [self._full[s.full_offset : s.full_offset + s.shard_numel * num_shards] for s in self._unit.shards]
 
 
 # ---- Updating: the weights of units that stay present, brought from the ranks that have stepped them to all the ------

@@ -17,6 +17,7 @@ from tiermem.swap.move import Move
 from tiermem.swap.native import Workers, store_gradient
 from tiermem.swap.store import TensorStore
 from tiermem.swap.torch_step import block_sums_in_torch
+from tiermem.zero.state_layout import own_numel
 from tiermem.zero.unit import Shard, Unit
 
 # ---- ShardedGrad: what `p.grad` holds while the gradient itself rests at home ----------------------------------------
@@ -36,16 +37,6 @@ class Norms(Protocol):
 
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
         """Per parameter, over all ranks, of the sums over ranks. Collective."""
-
-
-def forget(shard: Shard) -> None:
-    """Says that no gradient of a parameter rests at home."""
-    shard.has_gradient, shard.is_zeroed, shard.grad_factor, shard.block_sums = False, False, 1.0, []
-
-
-def _zero(shard: Shard) -> None:
-    """Makes a gradient that rests at home zero; what lies there is overwritten by the next one, or before the step."""
-    shard.is_zeroed, shard.grad_factor, shard.block_sums = True, 1.0, []
 
 
 class ShardedGrad(torch.Tensor):
@@ -108,7 +99,7 @@ class ShardedGrad(torch.Tensor):
             return None
         if name in ("aten::zero_", "aten::_foreach_zero_"):
             for grad in args[0] if name == "aten::_foreach_zero_" else args:
-                _zero(grad.shard)
+                grad.shard.gradient.clear()
             return args[0] if name == "aten::zero_" else None
         raise RuntimeError(
             f"{name} on the gradient of a sharded parameter: its values rest elsewhere. Norms and scaling work in place; "
@@ -141,7 +132,7 @@ def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None
     factors = factor if isinstance(factor, (list, tuple)) else [factor] * len(grads)
     for grad, value in zip(grads, factors, strict=True):
         number = float(value)
-        grad.shard.grad_factor *= 1.0 / number if is_division else number
+        grad.shard.gradient.scale(1.0 / number if is_division else number)
 
 
 # ---- GradientStore: where gradients rest until the step, unit by unit ------------------------------------------------
@@ -152,7 +143,7 @@ def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None
 #
 #     HOST, DEVICE    the memory is their home
 #     NVME            it is a buffer, read from home if need be and written behind; a unit is read only once it is written
-#     None            (step_in_backward) it is a buffer, handed to whoever steps the unit
+#     None            (step_in_backward) it is a buffer, handed to the step of the unit
 #
 # Measured are sums of squares of fixed blocks of each parameter, in float64, in the order of elements: they do not
 # depend on how a share was cut into parts.
@@ -193,7 +184,11 @@ class GradientStore:
         self._pool = pool
         self._stream = new_stream(store.device) if home is Tier.DEVICE and is_accelerator(store.device) else None
         self._leaving: list[tuple[Unit, Slot, Move]] = []
-        self.consume: Consume | None = None  # takes them at once when none is held
+        self._consume: Consume | None = None  # takes them at once when none is held
+
+    def step_with(self, consume: Consume) -> None:
+        """Says who steps units in backward, when no gradients are held."""
+        self._consume = consume
 
     @staticmethod
     def entry(unit: Unit) -> str:
@@ -226,44 +221,41 @@ class GradientStore:
             raise
         return OpenHome(unit, data.view(dtype), slot)
 
-    def put(self, opened: OpenHome, shard: Shard, part: torch.Tensor, start: int, adds: bool) -> None:
+    def put(self, opened: OpenHome, shard: Shard, part: torch.Tensor, start: int) -> None:
         """Copies or adds a part of this rank's share, flat, which begins at element `start` of it; the last one measures."""
         with self._at_home(part):
-            self._put(opened, shard, part, start, adds)
+            self._put(opened, shard, part, start)
 
-    def _put(self, opened: OpenHome, shard: Shard, part: torch.Tensor, start: int, adds: bool) -> None:
-        stop = start + part.numel()
+    def _put(self, opened: OpenHome, shard: Shard, part: torch.Tensor, start: int) -> None:
+        adds, stop = shard.gradient.takes_more, start + part.numel()
         first = shard.shard_numel * self._shard_rank
-        num_valid = min(shard.shard_numel, max(0, shard.numel - first))
+        num_valid = own_numel(shard, self._shard_rank)
         share = opened.flat[shard.shard_offset : shard.shard_offset + num_valid]
-        if start == 0 and adds and shard.grad_factor != 1.0:
-            share.mul_(shard.grad_factor)  # what the user scaled is what is at home, not what comes
+        if start == 0 and adds and shard.gradient.factor != 1.0:
+            share.mul_(shard.gradient.factor)  # what the user scaled is what is at home, not what comes
         source = part[: max(0, num_valid - start)]
         is_last = stop >= num_valid
         if is_accelerator(share.device):
             target = share[start : start + source.numel()]
             target.add_(source) if adds else target.copy_(source)
             if is_last:
-                shard.block_sums = block_sums_in_torch(share, first)
-                shard.grad_factor, shard.is_zeroed = 1.0, False
+                shard.gradient.arrive(block_sums_in_torch(share, first))
             return
         source = source.cpu()
         if start == 0 and is_last:
-            shard.block_sums = store_gradient(self._workers, share, source, first, accumulate=adds)
+            shard.gradient.arrive(store_gradient(self._workers, share, source, first, accumulate=adds))
         elif source.numel():
             target = share[start : start + source.numel()]
             target.add_(source) if adds else target.copy_(source)
             if is_last:
-                shard.block_sums = store_gradient(self._workers, None, share, first)
-        if is_last:
-            shard.grad_factor, shard.is_zeroed = 1.0, False
+                shard.gradient.arrive(store_gradient(self._workers, None, share, first))
 
     def clear(self, opened: OpenHome, shard: Shard) -> None:
         """Writes zeros in place of a parameter's gradient."""
         share = opened.flat[shard.shard_offset : shard.shard_offset + shard.shard_numel]
         with self._at_home(share):
             share.zero_()
-        shard.is_zeroed = False
+        shard.gradient.arrive(())
 
     def close(self, opened: OpenHome) -> None:
         """Sends a unit's gradients where they rest; a write to NVME goes on behind. Raises OSError."""
@@ -272,8 +264,8 @@ class GradientStore:
             return
         try:
             if self.home is None:
-                assert self.consume is not None
-                self.consume(unit, flat)
+                assert self._consume is not None
+                self._consume(unit, flat)
                 self._give_back(slot)
                 return
             data = slot.tensor[: flat.nbytes]

@@ -1,7 +1,7 @@
 """Gradients: from where autograd leaves them to where they rest until the step.
 
 When every use of a unit in a backward has been answered, its parameters' `p.grad` are packed and let go, added up over ranks
-while backward goes on (reduce.py, reduce.py), copied (or added, when micro-batches accumulate) into the unit's gradient home
+while backward goes on (reduce.py), copied (or added, when micro-batches accumulate) into the unit's gradient home
 and measured in the same pass (gradient_store.py): global norm and the check for NaN and infinity are made of that.
 
 A home may be in another dtype than the parameters (`Precision.grads`): micro-batches of a bf16 model then add up in fp32.
@@ -12,8 +12,8 @@ in the same sequence:
     stage 3        units that are gathered are reduced as they are answered, which is as they were gathered
     stages 0 to 2  nothing is gathered in backward, so units are reduced in the reverse order of definition, each as soon as it
                    and all before it are there; what never came is reduced at the end of backward
-    the end        one exchange says which parameters anybody had a gradient of (the others have none and are not stepped),
-                   and which units anybody still has something for, which came late; those are reduced once more
+    the end        one exchange says which parameters any rank had a gradient of (the others have none and are not stepped),
+                   and for which units any rank still has gradients, which came late; those are reduced once more
 
 In place of the gradient `p.grad` holds a ShardedGrad (gradient_store.py). A backward that ends in an exception takes the
 gradients of its step with it (`abandon`): what of them was reduced cannot be told from what was not.
@@ -35,7 +35,7 @@ from tiermem.swap.arena import Pool
 from tiermem.swap.native import Workers
 from tiermem.swap.store import TensorStore
 from tiermem.zero.collectives import start, total
-from tiermem.zero.gradient_store import Consume, GradientStore, OpenHome, ShardedGrad, forget
+from tiermem.zero.gradient_store import Consume, GradientStore, OpenHome, ShardedGrad
 from tiermem.zero.reduce import Bucket, Reducer, cut, predivided
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Shard, Unit
@@ -75,16 +75,11 @@ class GradientHomes:
         self._shards = [shard for unit in units for shard in unit.shards]
         self._stand_ins: dict[Shard, ShardedGrad] = {}  # what `p.grad` is between backward and step
         self._shown: set[Shard] = set()  # whose `p.grad` was left to be that
-        self._arriving: list[Unit] = []  # under way between ranks, a unit for each bucket, oldest first
         self._open: OpenHome | None = None  # what some buckets of a unit have reached
-        self._in_turn: list[Unit] = []  # stages 0 to 2: what this backward has not begun to reduce
-        self._ready: set[Unit] = set()  # of those, what has been answered
+        self._waiting: dict[Unit, bool] = {}  # what this backward has not begun to reduce, and whether it is answered
         self.num_micro_batches = 1  # a step's gradient is the mean of so many; 1: their losses were divided already
-        self._begun: set[Unit] = set()  # what this backward has begun to reduce
         self._given: set[Shard] = set()  # what this rank had a gradient of in this backward
-        self._stored: set[Shard] = set()  # what has reached its home in this backward
-        self._stepped: set[Unit] = set()  # in backward, since the last step
-        self._stepped_shards: set[Shard] = set()  # of those units, what had a gradient
+        self._stepped: dict[Unit, list[Shard]] = {}  # in backward, since the last step; with what had a gradient
         for unit in units:
             for shard in unit.shards:
                 shard.reduce_dtype = DTYPES[policy.reduce_dtype] if policy.reduce_dtype is not None else None
@@ -105,7 +100,7 @@ class GradientHomes:
 
     def step_with(self, consume: Consume) -> None:
         """Says who steps units in backward, when no gradients are held."""
-        self._homes.consume = consume
+        self._homes.step_with(consume)
 
     @property
     def divisor(self) -> float:
@@ -119,9 +114,8 @@ class GradientHomes:
 
     def begin(self) -> None:
         """A backward begins: clears the way for autograd's gradients."""
-        self._in_turn = [] if self._policy.stage == 3 else list(reversed(self._units))
-        for each in (self._ready, self._begun, self._given, self._stored):
-            each.clear()
+        self._waiting = dict.fromkeys(self._units if self._policy.stage == 3 else reversed(self._units), False)
+        self._given.clear()
         self.forget_replaced()
         for shard in self._shown:
             shard.param.grad = None
@@ -134,13 +128,12 @@ class GradientHomes:
         """
         if self._reducer is None:
             self._take(unit)
-        elif self._policy.stage == 3:
-            if unit not in self._begun:
-                self._reduce(unit)
-        else:
-            self._ready.add(unit)
-            while self._in_turn and self._in_turn[0] in self._ready:
-                self._reduce(self._in_turn.pop(0))
+        elif unit in self._waiting and self._policy.stage == 3:
+            self._reduce(unit)
+        elif unit in self._waiting:
+            self._waiting[unit] = True
+            while self._waiting and self._waiting[first := next(iter(self._waiting))]:
+                self._reduce(first)
 
     def finish(self) -> None:
         """The end of a backward, or the way of what is left to a step: every gradient is at home after it. Collective; blocks.
@@ -151,35 +144,35 @@ class GradientHomes:
             for unit in self._units:
                 self._take(unit)
             return
-        rest = [unit for unit in self._units if unit.is_resident and unit not in self._begun]
-        for unit in rest if self._policy.stage == 3 else self._in_turn:
-            self._reduce(unit)
-        self._in_turn = []
+        for unit in list(self._waiting):
+            if unit.is_resident or self._policy.stage != 3:
+                self._reduce(unit)
         self.receive_rest()
 
     def receive_rest(self) -> None:
-        """Receives whatever `p.grad` anybody still has, as before a step. Collective; blocks."""
+        """Receives every `p.grad` that any rank still has, as before a step. Collective; blocks."""
         if self._reducer is None:
             self.finish()
             return
         for unit in self._units:
             self._note_given(unit)
         flags = [any(_fresh(shard) for shard in unit.shards) for unit in self._units]
-        flags = self._anybody(flags + [shard in self._given for shard in self._shards])
+        flags = self._on_any_rank(flags + [shard in self._given for shard in self._shards])
         for unit in (unit for unit, is_left in zip(self._units, flags, strict=False) if is_left):
             self._reduce(unit)
         self._drain()
         for shard, is_given in zip(self._shards, flags[len(self._units) :], strict=True):
-            self._confirm(shard, is_given)
+            if self.home is not None and is_given:
+                shard.gradient.confirm()
+            elif not shard.gradient.is_there:
+                shard.gradient.forget()
         self._given.clear()
-        self._stored.clear()
 
     def abandon(self) -> None:
         """Forgets every gradient, after a backward that ended in an exception. Waits for what is under way."""
         logger.warning("a backward ended in an exception: the gradients of its step are forgotten")
         while self._reducer is not None and not self._reducer.is_idle:
             self._reducer.release(self._reducer.finish()[0])
-        self._arriving.clear()
         if self._open is not None:
             self._homes.drop(self._open)
             self._open = None
@@ -187,7 +180,7 @@ class GradientHomes:
         self.begin_step()
         for shard in self._shards:
             shard.param.grad = None
-            forget(shard)
+            shard.gradient.forget()
         self._shown.clear()
 
     # ---- between backward and step -------------------------------------------------------------------------------------------
@@ -195,7 +188,7 @@ class GradientHomes:
     def show(self, unit: Unit) -> None:
         """Lets `p.grad` stand for the gradients that rest at home."""
         for shard in unit.shards:
-            if shard.has_gradient and shard.param.grad is None:
+            if shard.gradient.is_there and shard.param.grad is None:
                 if shard not in self._stand_ins:
                     self._stand_ins[shard] = ShardedGrad(shard, self)
                 shard.param.grad = self._stand_ins[shard]
@@ -204,16 +197,16 @@ class GradientHomes:
     def forget_replaced(self) -> None:
         """Outside backward: forgets the gradients in whose place the user has put None, or values of another kind."""
         for shard in self._shards:
-            if not shard.has_gradient or isinstance(shard.param.grad, ShardedGrad):
+            if not shard.gradient.is_there or isinstance(shard.param.grad, ShardedGrad):
                 continue
             if shard.param.grad is None or shard in self._shown:
-                forget(shard)
+                shard.gradient.forget()
                 self._shown.discard(shard)
 
     def write_zeros(self) -> None:
         """Before a step: makes the gradients that the user has zeroed zero at home. Blocks; raises OSError."""
         for unit in self._units:
-            zeroed = [shard for shard in unit.shards if shard.is_zeroed]
+            zeroed = [shard for shard in unit.shards if shard.gradient.is_zero]
             if zeroed:
                 opened = self._homes.open(unit, self.dtype(unit), adds=len(zeroed) < len(unit.shards))
                 for shard in zeroed:
@@ -225,7 +218,8 @@ class GradientHomes:
         if self._policy.ignore_unused:
             return
         in_order = sorted(self._shards, key=lambda s: s.index)
-        unused = [s.name for s in in_order if not s.has_gradient and s not in self._stepped_shards]
+        stepped = {shard for shards in self._stepped.values() for shard in shards}
+        unused = [s.name for s in in_order if not s.gradient.is_there and s not in stepped]
         if unused:
             raise RuntimeError(
                 f"{len(unused)} of {len(self._shards)} parameters took no part in the loss on any rank since the last step: "
@@ -236,7 +230,6 @@ class GradientHomes:
     def begin_step(self) -> None:
         """With step_in_backward: what was stepped in the last backward may be stepped in the next."""
         self._stepped.clear()
-        self._stepped_shards.clear()
 
     def settle(self) -> None:
         """Waits until every gradient is at home. Raises OSError."""
@@ -246,7 +239,7 @@ class GradientHomes:
         """Per parameter, over all ranks, in float64, with what was multiplied since. Collective."""
         self._homes.join()
         sums = block_sums_of(shards)
-        local = [math.fsum(sums[s]) * s.grad_factor**2 if s.has_gradient else 0.0 for s in shards]
+        local = [math.fsum(sums[s]) * s.gradient.factor**2 if s.gradient.is_there else 0.0 for s in shards]
         values: list[float] = total(self._topology, self._on_wire(local, torch.float64)).tolist()
         return values
 
@@ -262,7 +255,7 @@ class GradientHomes:
         assert self._reducer is not None
         if unit in self._stepped:
             raise _stepped_already(unit)
-        self._begun.add(unit)
+        self._waiting.pop(unit, None)
         self._note_given(unit)
         buckets = self._cut.get(unit.index)
         if buckets is None:
@@ -280,7 +273,6 @@ class GradientHomes:
             for piece in bucket.pieces:
                 if piece.is_last:
                     piece.shard.param.grad = None
-            self._arriving.append(unit)
             if not self._policy.overlap_reduce:
                 self._arrive()
         for shard in unit.shards:
@@ -290,15 +282,13 @@ class GradientHomes:
         """Waits for the oldest reduction and stores what came of it; with the last of a unit, its home is closed."""
         assert self._reducer is not None
         done, column = self._reducer.finish()
-        unit = self._arriving.pop(0)
+        unit = done.bucket.unit
         try:
             if self._open is None:
                 self._open = self._open_home(unit)
             for piece in done.bucket.pieces:
                 part = column[piece.place : piece.place + piece.stop - piece.start]
-                self._homes.put(self._open, piece.shard, part, piece.start, self._is_added(piece.shard))
-                if piece.is_last:
-                    self._stored.add(piece.shard)
+                self._homes.put(self._open, piece.shard, part, piece.start)
         finally:
             self._reducer.release(done)
         self._homes.recorder.add("reduce", done.what, done.start_ns, time.monotonic_ns(), done.bucket.num_bytes)
@@ -316,18 +306,13 @@ class GradientHomes:
         self._given.update(shard for shard in unit.shards if _fresh(shard))
 
     def _tell_given(self, unit: Unit) -> None:
-        """Before a unit is stepped in backward: its parameters that nobody had a gradient of have none."""
-        flags = self._anybody([shard in self._given for shard in unit.shards])
+        """Before a unit is stepped in backward: its parameters that no rank had a gradient of have none."""
+        flags = self._on_any_rank([shard in self._given for shard in unit.shards])
         for shard, is_given in zip(unit.shards, flags, strict=True):
-            shard.has_gradient = is_given
+            if is_given:
+                shard.gradient.confirm()
 
-    def _confirm(self, shard: Shard, is_given: bool) -> None:
-        if self.home is not None and is_given:
-            shard.has_gradient = True
-        elif not shard.has_gradient:
-            forget(shard)
-
-    def _anybody(self, flags: Sequence[bool]) -> list[bool]:
+    def _on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Each flag: whether it is true on any rank. What is under way arrives meanwhile. Collective; blocks."""
         found = self._on_wire(flags, torch.uint8)
         pending = start(
@@ -355,8 +340,8 @@ class GradientHomes:
         try:
             for shard in fresh:
                 assert shard.param.grad is not None
-                self._homes.put(opened, shard, shard.param.grad.reshape(-1), 0, self._is_added(shard))
-                shard.has_gradient = True
+                self._homes.put(opened, shard, shard.param.grad.reshape(-1), 0)
+                shard.gradient.confirm()
         except BaseException:
             self._homes.drop(opened)
             raise
@@ -366,28 +351,23 @@ class GradientHomes:
             shard.param.grad = None
 
     def _open_home(self, unit: Unit) -> OpenHome:
-        return self._homes.open(unit, self.dtype(unit), any(self._is_added(shard) for shard in unit.shards))
+        return self._homes.open(unit, self.dtype(unit), any(shard.gradient.takes_more for shard in unit.shards))
 
     def _close_home(self, opened: OpenHome) -> None:
         if self.home is None:
-            self._stepped.add(opened.unit)
-            self._stepped_shards.update(shard for shard in opened.unit.shards if shard.has_gradient)
+            self._stepped[opened.unit] = [shard for shard in opened.unit.shards if shard.gradient.is_there]
         self._homes.close(opened)
-
-    def _is_added(self, shard: Shard) -> bool:
-        """Whether what comes is added to what is at home."""
-        return (shard.has_gradient and not shard.is_zeroed) or shard in self._stored
 
 
 def block_sums_of(shards: Sequence[Shard]) -> dict[Shard, Sequence[float]]:
     """The sums of squares of each gradient's blocks, on the CPU: those of an accelerator come in one copy. Blocks for it."""
     sums: dict[Shard, Sequence[float]] = {}
-    away = {shard: shard.block_sums for shard in shards if isinstance(shard.block_sums, torch.Tensor)}
+    away = {s: s.gradient.block_sums for s in shards if isinstance(s.gradient.block_sums, torch.Tensor)}
     if away:
         whole = torch.cat(list(away.values())).tolist()
         for shard, own in away.items():
             sums[shard], whole = whole[: own.numel()], whole[own.numel() :]
-    return sums | {s: s.block_sums for s in shards if not isinstance(s.block_sums, torch.Tensor)}
+    return sums | {s: s.gradient.block_sums for s in shards if not isinstance(s.gradient.block_sums, torch.Tensor)}
 
 
 def _fresh(shard: Shard) -> bool:

@@ -9,22 +9,22 @@ Only hooks that torch offers are used. For every module that needs units:
                      (backward_marks.py says why everything in between has been computed then); the unit's own parameters
                      have their gradients, since autograd accumulates those at once
 
-Each forward with gradients makes a *use* (uses.py), which backward answers. When none of a unit is left unanswered its
+Each forward with gradients makes a *use* (prefetcher.py), which backward answers. When none of a unit is left unanswered its
 gradients are final; what is left when backward ends (inputs without gradients, such as token ids) is finished there.
 Gradients add up at home, so a use that is answered late costs time, never correctness.
 
 Any module of the tree may be called by itself, any number of times:
 
-    a module that triggers units            needs them, whoever calls it
+    a module that triggers units            needs them, from any caller
     a module inside such a one              needs the units of its own parameters. Its hooks are off while the module around it
                                             runs, which holds them already (and which torch.compile then sees without hooks)
     a module around such ones               needs nothing; its call tells where a pass begins, and backward with its output
     a parameter that is always present      needs no module: a hook on the parameter itself tells that a backward has begun
 
-When backward has asked for a unit and no further read of parameters is expected, `on_last_read` is called: from then on the
-disk would be idle, and whoever has something to read for the step may begin. Earlier, such reads would stand in the way
-of fetches that somebody waits for, and could fetch no more, since what they fill is a fixed number of buffers. It may be
-called again in the same backward, and for every micro-batch; it is called at the end of backward in any case.
+When backward has asked for a unit and no further read of parameters is expected, the function of `call_on_last_read` is
+called: the disk would be idle from then on, so reads for the step may begin. Earlier, they would delay fetches that backward
+waits for, and could fetch no more, since they fill a fixed number of buffers. The function may be called again in the same
+backward, and for every micro-batch; it is called at the end of backward in any case.
 """
 
 from __future__ import annotations
@@ -38,10 +38,21 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from tiermem.swap.store import TensorStore
 from tiermem.zero.absent import RestingParameter
-from tiermem.zero.backward_marks import handed_back, handed_over, made_by, mark, outside_graphs, tensors_in
+from tiermem.zero.backward_marks import (
+    EndOfBackward,
+    WeakCall,
+    handed_back,
+    handed_over,
+    in_backward,
+    made_by,
+    mark,
+    outside_graphs,
+    tensors_in,
+)
 from tiermem.zero.gradients import GradientHomes
-from tiermem.zero.prefetcher import Residency, Use, Uses, reads_weights_again
+from tiermem.zero.prefetcher import Prefetcher, Use, Uses, reads_weights_again
 from tiermem.zero.unit_state import LiveUnit
 
 
@@ -61,8 +72,9 @@ class Hooks:
         root: the model.
         triggers: its modules that need units, with them.
         units: all of them.
-        residency: makes units present.
+        prefetcher: makes units present.
         homes: receives gradients.
+        store: its recorder gets an event for every forward and backward of a unit.
     """
 
     def __init__(
@@ -70,13 +82,14 @@ class Hooks:
         root: nn.Module,
         triggers: dict[nn.Module, list[LiveUnit]],
         units: list[LiveUnit],
-        residency: Residency,
+        prefetcher: Prefetcher[LiveUnit],
         homes: GradientHomes,
+        store: TensorStore,
     ) -> None:
         self._root = root
         self._units = units
-        self._residency = residency
-        self._recorder = residency.recorder
+        self._prefetcher = prefetcher
+        self._store = store
         self._homes = homes
         self._uses = Uses(units)
         self._held: list[Use] = []  # asked for by the backward under way
@@ -85,12 +98,12 @@ class Hooks:
         self._leader: nn.Module | None = None  # whose call began the pass
         self._pass_kind: tuple[bool, bool] | None = None
         self._is_training_pass = False  # the outermost forward under way began with gradients
-        self._ending: weakref.ref[_EndOfBackward] | None = None  # of the backward under way; dead after an exception
+        self._ending: weakref.ref[EndOfBackward] | None = None  # of the backward under way; dead after an exception
         self._watched = -1  # torch's number of the backward whose end is being watched
         self.num_backwards = 0  # begun
         self._clock = 0  # counts forwards that begin and end
         self._may_receive: Callable[[], bool] = lambda: True  # False: autograd goes on adding to p.grad
-        self.on_last_read: Callable[[], None] = lambda: None
+        self._on_last_read: Callable[[], None] = lambda: None
         self._handles: list[RemovableHandle] = []
         self._by_param = {id(shard.param): live for live in units for shard in live.unit.shards}
         self._seen_params: set[int] = set()  # whose gradients tell that a backward has begun
@@ -103,11 +116,12 @@ class Hooks:
             inside = (self._by_module.get(each) for each in module.modules() if each is not module)
             hooks.covers([each for each in inside if each is not None and each.is_inner])
         for live in units:
-            if live.unit.is_resident:
+            if not live.is_streamed:
                 for shard in live.unit.shards:
                     self.see_gradient_of(live, shard.param)
             if live.memory.has_streams and live.unit.is_trainable:
-                self._handles += [_note_stream(live, shard.param) for shard in live.unit.shards]
+                note = WeakCall(live, _note_gradient)
+                self._handles += [s.param.register_post_accumulate_grad_hook(note) for s in live.unit.shards]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(
@@ -146,8 +160,10 @@ class Hooks:
         """A parameter's gradient may come in a backward of which no module tells: it is a sign of it."""
         if live.unit.is_trainable and param.requires_grad and id(param) not in self._seen_params:
             self._seen_params.add(id(param))
-            hooks = weakref.ref(self)  # torch keeps hooks of parameters where the garbage collector does not look
-            self._handles.append(param.register_hook(unserializable_hook(lambda grad: _see_backward(hooks))))
+            see = WeakCall(
+                self, Hooks.watch_backward
+            )  # torch keeps hooks of parameters where the garbage collector is blind
+            self._handles.append(param.register_hook(unserializable_hook(see)))
 
     # ---- forward ---------------------------------------------------------------------------------------------------------
 
@@ -156,13 +172,13 @@ class Hooks:
         frame = Frame(tuple(needed))
         for live in frame.needed:
             live.hold()
-            self._residency.ensure(live)
+            self._prefetcher.ensure(live)
         self._frames.append(frame)
         if not torch.is_grad_enabled():
             if self._is_training_pass:
                 self._uses.promise(frame.needed, 1)
             return frame
-        if _in_backward():
+        if in_backward():
             self._uses.promise(frame.needed, -1)
         use = frame.use = Use(frame.needed, reads_again)
         if not frame.needed:
@@ -183,8 +199,8 @@ class Hooks:
             pass  # frames above were left by an exception
         for live in (*frame.needed, *frame.borrowed):
             live.let_go()
-            if not _in_backward():
-                self._residency.release(live)
+            if not in_backward():
+                self._prefetcher.release(live)
         if frame.use is not None and frame.use.units:
             frame.use.left = self._tick()
             self._record("forward", frame.use)
@@ -200,7 +216,7 @@ class Hooks:
         A pass goes on while its modules are called one after the other; it ends when the module that began it is called again,
         or the model, or in another mode.
         """
-        if _in_backward() or (self._frames and module is not self._root):
+        if in_backward() or (self._frames and module is not self._root):
             return False
         self._abandon_backward()
         self._drop_frames()
@@ -209,9 +225,10 @@ class Hooks:
                 live.let_all_go()
         self._is_training_pass = torch.is_grad_enabled()
         kind = (self._is_training_pass and module.training, module.training)
-        if module in (self._root, self._leader) or kind != self._pass_kind or self._residency.order.is_long:
+        if module in (self._root, self._leader) or kind != self._pass_kind or self._prefetcher.order.is_long:
             self._leader, self._pass_kind = module, kind
-            self._residency.begin_pass(kind, has_backward=kind[0])
+            self._store.check_process()
+            self._prefetcher.begin_pass(kind, has_backward=kind[0])
         return True
 
     def end_pass(self, module: nn.Module, frame: Frame, output: Any, made: list[torch.Tensor]) -> None:
@@ -221,9 +238,9 @@ class Hooks:
             if type(tensor) is RestingParameter and id(tensor) in self._by_param:
                 self._keep(self._by_param[id(tensor)])
         if frame.use is not None and not frame.use.units:
-            mark(made, self, Hooks._see_backward)
+            mark(made, self, Hooks.watch_backward)
         if module is self._root and not torch.is_grad_enabled():
-            self._residency.end_pass()  # of an evaluation: no step follows that would change weights
+            self._prefetcher.end_pass()  # of an evaluation: no step follows that would change weights
 
     def _drop_frames(self) -> None:
         """After a forward that an interrupt has ended, of which no hook has told."""
@@ -237,7 +254,7 @@ class Hooks:
     @property
     def may_lend(self) -> bool:
         """Whether a forward or a backward is at work, so that every rank will ask for the same."""
-        return bool(self._frames) or _in_backward()
+        return bool(self._frames) or in_backward()
 
     def lend(self, params: Sequence[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function of torch's with resting parameters brought back: see access.py."""
@@ -265,7 +282,7 @@ class Hooks:
             self._hold(use)
             return
         live.hold()
-        self._residency.ensure(live)
+        self._prefetcher.ensure(live)
         frame.borrowed.append(live)
         if frame.use is not None:
             self._uses.extend(frame.use, live)
@@ -273,7 +290,7 @@ class Hooks:
     def _keep(self, live: LiveUnit) -> None:
         """The root has returned a parameter: its unit stays until backward has ended, or the next pass begins."""
         live.hold()
-        self._residency.ensure(live)
+        self._prefetcher.ensure(live)
         self._returned.append(live)
 
     # ---- backward ----------------------------------------------------------------------------------------------------------
@@ -294,6 +311,10 @@ class Hooks:
         before, self._may_receive = self._may_receive, may_receive
         return before
 
+    def call_on_last_read(self, function: Callable[[], None]) -> None:
+        """`function` is called when a backward expects no more reads: see the module's docstring."""
+        self._on_last_read = function
+
     def check_backward_ended(self) -> None:
         """Raises RuntimeError before a step of gradients that an exception has cut short; they are forgotten."""
         self._drop_frames()
@@ -313,14 +334,14 @@ class Hooks:
         while self._returned:
             live = self._returned.pop()
             live.let_go()
-            self._residency.release(live)
+            self._prefetcher.release(live)
         with torch._C.DisableTorchFunctionSubclass():
             if self._may_receive():
                 self._homes.finish()
             for live in self._units:
                 if live.unit.is_trainable:
                     self._homes.show(live.unit)
-        self.on_last_read()
+        self._on_last_read()
 
     def _hold(self, use: Use, grad: torch.Tensor | None = None) -> None:
         """The gradient of a tensor that a forward handed back has come."""
@@ -331,15 +352,15 @@ class Hooks:
             self.answer(later)  # what was recorded after this forward has been computed
         use.is_held = True
         if grad is not None and grad.requires_grad:  # a backward through this one needs the units until it is back here
-            mark([grad], use, self._come_back)
+            mark([grad], use, self._let_go)
         self._uses.add(use)
         self._held.append(use)
         for live in use.needed_again:
             live.hold()
-            self._residency.ensure(live)
+            self._prefetcher.ensure(live)
         use.start_ns = time.monotonic_ns()
-        if not self._residency.expects_reads():
-            self.on_last_read()
+        if not self._prefetcher.expects_reads():
+            self._on_last_read()
 
     def _computed(self, use: Use, grad: torch.Tensor) -> None:
         """The gradient of a tensor that was handed to a forward has come."""
@@ -358,34 +379,28 @@ class Hooks:
         else:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._computed(use, grad))
 
-    def _come_back(self, use: Use, grad: torch.Tensor) -> None:
-        """A backward through a backward has left the forward's operations."""
-        self._let_go(use)
-
-    def _let_go(self, use: Use) -> None:
+    def _let_go(self, use: Use, grad: torch.Tensor | None = None) -> None:
+        """A use's backward, or a backward through that, has left the forward's operations."""
         if use.is_held:
             use.is_held = False
             self._held.remove(use)
             self._record("backward", use)
             for live in use.needed_again:
                 live.let_go()
-                self._residency.release(live)
-
-    def _see_backward(self, grad: torch.Tensor) -> None:
-        self.watch_backward()
+                self._prefetcher.release(live)
 
     def _record(self, phase: str, use: Use) -> None:
         end_ns = time.monotonic_ns()
         for live in use.units:
-            self._recorder.add("unit", f"{phase} {live.unit.name}", use.start_ns, end_ns)
+            self._store.recorder.add("unit", f"{phase} {live.unit.name}", use.start_ns, end_ns)
 
-    def watch_backward(self) -> None:
+    def watch_backward(self, grad: torch.Tensor | None = None) -> None:
         """At the first sign of a backward: clears the way for autograd's gradients and asks to be told of its end."""
         if self._ending is not None:
             if self._ending() is not None:
                 return
             self._abandon_backward()  # of one that an exception has ended
-        ending = _EndOfBackward(self)
+        ending = EndOfBackward(self.finish_backward)
         self._ending = weakref.ref(ending)
         self._watched = torch._C._current_graph_task_id()
         self.num_backwards += 1
@@ -401,16 +416,6 @@ class Hooks:
         while self._held:
             self._let_go(self._held[-1])
         self._returned.clear()
-
-
-class _EndOfBackward:
-    """What torch calls when a backward has ended. It forgets it, uncalled, when that ends in an exception."""
-
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks = hooks
-
-    def __call__(self) -> None:
-        self._hooks.finish_backward()
 
 
 class _ModuleHooks:
@@ -531,7 +536,7 @@ def _needed_by_module(
             found[module] = []
         else:
             units = {by_param[id(param)]: None for param in module.parameters() if id(param) in by_param}
-            streamed = [live for live in units if not live.unit.is_resident]
+            streamed = [live for live in units if live.is_streamed]
             if streamed:
                 found[module] = streamed
         return is_around or module in triggers
@@ -541,24 +546,6 @@ def _needed_by_module(
     return {module: found[module] for module in root.modules() if module in found}
 
 
-def _note_stream(live: LiveUnit, param: nn.Parameter) -> RemovableHandle:
+def _note_gradient(live: LiveUnit, param: torch.Tensor) -> None:
     """Autograd accumulates a gradient on the stream on which the parameter was first used, in this graph or an older one."""
-    reference = weakref.ref(live)
-
-    def note(param: torch.Tensor) -> None:
-        living = reference()
-        if living is not None:
-            living.memory.note_gradient()
-
-    handle: RemovableHandle = param.register_post_accumulate_grad_hook(note)
-    return handle
-
-
-def _see_backward(hooks: weakref.ref[Hooks]) -> None:
-    living = hooks()
-    if living is not None:
-        living.watch_backward()
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+    live.memory.note_gradient()

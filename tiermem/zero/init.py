@@ -42,7 +42,7 @@ from tiermem.zero.topology import Topology, find_topology, numbered
 # oldest first. Values are those of a plain build, seed for seed: they are kept in the dtype they were built in, and are
 # cast when the model is sharded. On several ranks they are rank 0's, whatever the others write.
 #
-# Peak memory while building is one unit (plus the cache): whatever a module holds that nobody has assigned yet. A bare
+# Peak memory while building is one unit (plus the cache): what a module holds that is not assigned to its parent yet. A bare
 # list of leaf modules (`nn.ModuleList([nn.Linear(...) for ...])`) stands all at once and may exceed it.
 #
 # Contexts nest: the innermost takes what is built in it. No torch name is patched: module registration hooks and the
@@ -119,7 +119,10 @@ class Init:
         *,
         policy: OffloadPolicy | None = None,
     ) -> None:
-        _refuse(param_swapper=(param_swapper, "tiers move parameters here; remove it"))
+        if param_swapper:
+            raise ValueError(
+                f"zero.Init was given param_swapper={param_swapper!r}; allowed is leaving it out: tiers move parameters here"
+            )
         self._policy, self._dtype, self._serves_apply = _read(_one_config(config_dict_or_path, config), policy, dtype)
         if remote_device is not None:
             self._policy = _rest_on(self._policy, remote_device)
@@ -196,7 +199,7 @@ class Init:
         self._mode = None
 
     def _numbers(self, topology: Topology) -> tuple[int, ...] | None:
-        """Everybody's parts, where they are not numbered as the ranks are. Collective."""
+        """The parts of all ranks, where they are not numbered as the ranks are. Collective."""
         if type(self).get_partition_rank is Init.get_partition_rank or topology.group is None:
             return None
         numbers = [int(each) for each in exchange(topology, str(self.get_partition_rank()))]
@@ -301,12 +304,6 @@ def _is_in_apply() -> bool:
         if frame.f_code is nn.Module.apply.__code__:
             return True
     return False
-
-
-def _refuse(**given: tuple[Any, str]) -> None:
-    for name, (value, change) in given.items():
-        if value is not None and value is not False:
-            raise ValueError(f"zero.Init was given {name}={value!r}; allowed is leaving it out: {change}")
 
 
 def _one_config(config_dict_or_path: AnyConfig | None, config: AnyConfig | None) -> AnyConfig | None:

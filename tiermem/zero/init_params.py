@@ -32,7 +32,7 @@ from tiermem.zero.unit_state import become
 #     get_partition_rank()      which part of everything each of them keeps, for as long as the model is sharded
 #     quantised arguments, zero_param_parallel_group      fields of the policy
 #
-# It goes with the parameters: whoever keeps them while the model is built (init_params.py) has it.
+# It goes with the parameters: the nursery, which keeps them while the model is built, has it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _allowed(ranks: Sequence[int]) -> str:
 # parameter is admitted. So all parameters are treated alike: the values do not depend on a size.
 #
 #     admit --> asleep --wake--> awake --trim--> asleep          take_out, put_back: a GatheredParameters context holds it
-#     graduate: building has ended, and they rest (resting.py)   move_part: the model is sharded, the nursery forgets it
+#     graduate: building has ended, and they rest (absent.py)   move_part: the model is sharded, the nursery forgets it
 
 _CACHE_BYTES = 16 << 20
 _PIECE_NUMEL = 1 << 20
@@ -111,11 +111,11 @@ class Nursery:
         policy: parameters rest on NVMe if theirs do, else in ordinary memory, each rank its part. Those of at most
             `persistence_numel` elements rest in memory in any case.
         topology: who keeps which part.
-        as_built: what the context was told, for whoever takes the parameters.
+        as_built: what the context was told, for `shard`.
         pin_memory: parts that rest in memory are page-locked, where there is a GPU.
     """
 
-    may_lend = False  # to whoever uses a parameter while no context holds it
+    may_lend = False  # a parameter that is used while no context holds it
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Nursery:
         self._sleep(param)
 
     def adopt(self, params: Iterable[nn.Parameter]) -> None:
-        """Takes parameters of any module that nobody keeps, after building, too. Collective; blocks."""
+        """Takes parameters of any module that have no keeper, after building, too. Collective; blocks."""
         fresh = [param for param in params if registry.keeper_of(param) is None]
         for param in fresh:
             self.admit(param)
@@ -272,7 +272,9 @@ class Nursery:
     def _sleep(self, param: nn.Parameter) -> None:
         """Leaves NaN in a parameter's place. The C library keeps freed blocks; every so often they are given back."""
         self._freed_bytes += param.nbytes
-        _put_to_sleep(param)
+        with torch._C.DisableTorchFunction():
+            device = "cpu" if param.is_meta else param.device
+            become(param, absent_part(1, param.dtype).to(device).expand(param.shape))
         mark((param,), ZeroParamStatus.NOT_AVAILABLE)
         if self._freed_bytes > _CACHE_BYTES:
             self._freed_bytes = 0
@@ -355,9 +357,3 @@ class _Child:
     def whole_bytes(self) -> int:
         """Bytes of the whole parameter."""
         return self.shape.numel() * (self.dtype.itemsize if self.dtype is not None else 0)
-
-
-def _put_to_sleep(param: nn.Parameter) -> None:
-    with torch._C.DisableTorchFunction():
-        device = "cpu" if param.is_meta else param.device
-        become(param, absent_part(1, param.dtype).to(device).expand(param.shape))

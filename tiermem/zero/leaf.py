@@ -2,7 +2,7 @@
 
 A block whose children run or not as the data says (experts behind a router) cannot be fetched child by child on several
 ranks: a rank that sends no token to an expert would not join in its gather, and the others would wait for ever. So such a
-block is one unit there. On one rank nobody waits, and fetching the chosen experts alone is less to read: they are units of
+block is one unit there. On one rank nothing waits, and fetching the chosen experts alone is less to read: they are units of
 their own.
 
     marked by hand     set_z3_leaf_modules and its kin         one unit, on any number of ranks

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from tiermem.policy import OffloadPolicy
 from tiermem.swap.arena import Pool
 from tiermem.zero.collectives import GATHER_TAG, Pending, explained, send_to_all, sends_directly, start, swap_rows
 from tiermem.zero.quantised import pack_into, packed_bytes, unpack
@@ -83,6 +84,11 @@ class PackedGather:
             raise explained(topology, what, error) from error
         topology.traffic.add("all_gather_into_tensor", what, wire.rows.nbytes, "shard")
         return Pending(topology, what, [works], [wire.rows])
+
+
+def gathers_packed(unit: Unit, policy: OffloadPolicy) -> bool:
+    """Whether a unit comes as 8-bit blocks: it rests so, or its values are sent so."""
+    return unit.is_packed or (policy.quantised_gather and unit.dtype.is_floating_point)
 
 
 def wire_bytes(unit: Unit, num_shards: int) -> int:

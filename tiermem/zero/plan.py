@@ -12,7 +12,7 @@ from tiermem.precision import DTYPES
 from tiermem.swap.arena import Arena, Pool
 from tiermem.swap.ranges import round_up
 from tiermem.zero.gather import secondary_numel, span_bytes
-from tiermem.zero.packed import wire_bytes
+from tiermem.zero.packed import gathers_packed, wire_bytes
 from tiermem.zero.reduce import buffer_bytes, largest_bucket, num_under_way
 from tiermem.zero.state_layout import FP32_BYTES, StateLayout
 from tiermem.zero.topology import Topology
@@ -49,6 +49,13 @@ class Row(NamedTuple):
     why: str
 
 
+class Buffers(NamedTuple):
+    """Buffers of one size that things of a kind pass through; none when nothing does."""
+
+    slot_bytes: int
+    num: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Sizes and numbers that the machinery allocates by; bytes of this rank."""
@@ -61,26 +68,20 @@ class Plan:
     grads: Tier | None  # None: none is held
     states: Tier  # of the optimizer
     link_bytes: int  # of host_bytes, what crosses the link to an accelerator
+    division: Division = dataclasses.field(compare=False, repr=False)  # as planned: more units may be resident
     unit_homes: dict[int, Tier]  # of streamed units, by index
-    unit_slot_bytes: int
-    num_unit_slots: int
-    stage_slot_bytes: int  # of shards on their way to a gather
-    num_stage_slots: int
-    wire_slot_bytes: int  # of a packed gather: what is sent and what comes
-    num_wire_slots: int
-    grad_slot_bytes: int
-    num_grad_slots: int
-    reduce_slot_bytes: int
-    num_reduce_slots: int
-    update_slot_bytes: int  # of broadcasts of weights that stay present
-    num_update_slots: int
+    units: Buffers  # full layouts of units on a CPU
+    shards: Buffers  # on their way to a gather or to the accelerator
+    wires: Buffers  # what packed gathers send and receive
+    gradients: Buffers  # of a unit, until they are home
+    sums: Buffers  # what gradients are reduced in
+    updates: Buffers  # broadcast weights on their way to their places
+    tiles: Buffers  # of optimizer states
     tile_numel: int
-    num_tile_slots: int
-    tile_slot_bytes: int
-    resident_bytes: int  # what those take at most
+    resident_bytes: int  # what those states take at most that are kept on HOST though their home is NVME
 
     def why_disk(self, policy: OffloadPolicy) -> str:
-        """The arithmetic behind disk_bytes, for whoever is told that there is no room for them."""
+        """The arithmetic behind disk_bytes, for the error that says that there is no room for them."""
         if not self.frozen_disk_bytes:
             return ""
         less = self.disk_bytes - self.frozen_disk_bytes
@@ -111,7 +112,7 @@ def make_plan(division: Division, policy: OffloadPolicy, topology: Topology, is_
     """Plans a division under a policy. Raises ValueError when the budget cannot hold the smallest plan, or a parameter
     cannot be kept in the precision asked for.
 
-    With one shard, what rests where the maths runs is present where it rests: such units become resident here.
+    With one shard, what rests where the maths runs is present where it rests: such units are resident in `Plan.division`.
     """
     if policy.grads is Tier.DEVICE and not is_gpu:
         raise ValueError(
@@ -124,10 +125,10 @@ def make_plan(division: Division, policy: OffloadPolicy, topology: Topology, is_
             policy.precision.check_dtype(unit.dtype, unit.shards[0].name)
     homes = _unit_homes(division.units, policy, topology.num_shards)
     in_place = {Tier.DEVICE} if is_gpu else {Tier.DEVICE, Tier.HOST}
-    for unit in division.units:
-        if topology.num_shards == 1 and homes.get(unit.index) in in_place and not unit.is_packed:
-            unit.is_resident = True
-            del homes[unit.index]
+    if topology.num_shards == 1:
+        stays = {u.index for u in division.units if homes.get(u.index) in in_place and not u.is_packed}
+        homes = {index: home for index, home in homes.items() if index not in stays}
+        division = division.with_residents(stays)
     planner = _Planner(division, policy, topology, is_gpu, homes)
     choices = planner.choices()
     for choice in choices:
@@ -158,15 +159,13 @@ class _Sheet:
             self.rows.append(Row(what, tier, num_bytes, why))
             self.link_bytes += num_bytes * (crosses_link and tier is Tier.HOST)
 
-    def buffers(
-        self, what: str, count: int, sizes: Iterable[int], why: str, crosses_link: bool = False
-    ) -> tuple[int, int]:
-        """Adds `count` buffers of the largest size; returns (bytes of one, count), zeros when there is nothing to pass."""
+    def buffers(self, what: str, count: int, sizes: Iterable[int], why: str, crosses_link: bool = False) -> Buffers:
+        """Adds `count` buffers of the largest size."""
         size = max(sizes, default=0) if count else 0
         if not size:
-            return 0, 0
+            return Buffers(0, 0)
         self.add(f"{count} {what} buffers", Tier.HOST, count * _page(size), why, crosses_link)
-        return size, count
+        return Buffers(size, count)
 
     def total(self, tier: Tier) -> int:
         return sum(row.num_bytes for row in self.rows if row.tier is tier)
@@ -179,6 +178,7 @@ class _Planner:
         self, division: Division, policy: OffloadPolicy, topology: Topology, is_gpu: bool, homes: dict[int, Tier]
     ) -> None:
         self._policy = policy
+        self._division = division
         self._units = division.units
         self._most_at_once = max(1, division.most_at_once)
         self._is_gpu = is_gpu
@@ -210,30 +210,27 @@ class _Planner:
         at_home = self._add_parameters(sheet)
         streamed = [u for u in self._units if u.index in self._homes]
         num_units = 0 if self._is_gpu else min(num_units, len(streamed))
-        unit_slot, num_units = sheet.buffers(
-            "unit", num_units, (u.full_bytes for u in streamed), "in use and fetched ahead"
-        )
         needs_stage = self._num_shards > 1 or self._is_gpu or any(u.is_packed for u in streamed)
-        stage_slot, num_stages = sheet.buffers(
-            "shard",
-            2 * needs_stage,
-            (u.shard_bytes for u in at_home[Tier.NVME]),
-            "read ahead of a gather",
-            crosses_link=self._is_gpu,
+        units = sheet.buffers("unit", num_units, (u.full_bytes for u in streamed), "in use and fetched ahead")
+        shard_sizes = (u.shard_bytes for u in at_home[Tier.NVME])
+        shards = sheet.buffers(
+            "shard", 2 * needs_stage, shard_sizes, "read ahead of a gather", crosses_link=self._is_gpu
         )
-        wire_slot, num_wires = self._add_wires(sheet, streamed, num_units)
-        grad_slot, num_grads = self._add_gradients(sheet, grads)
-        reduce_slot, num_reduces = self._add_reductions(sheet)
-        update_slot, num_updates = self._add_updates(sheet)
+        wire_sizes = (wire_bytes(u, self._num_shards) for u in streamed if gathers_packed(u, policy))
+        wires = sheet.buffers("wire", units.num, wire_sizes, "8-bit blocks on their way between ranks")
+        gradients = self._add_gradients(sheet, grads)
+        num_sums = num_under_way(policy) * (self._world > 1 and not self._is_gpu and policy.contiguous_gradients)
+        sum_sizes = map(self._reduce_bytes, self._trainable)
+        sums = sheet.buffers("reduce", num_sums, sum_sizes, "gradients on their way between ranks")
+        spans = (span_bytes(u, self._num_shards, policy) for u in self._units if u.is_resident)
+        updates = sheet.buffers("update", int(not self._is_gpu), spans, "new weights on their way from their owner")
         resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         frozen = self._add_frozen(sheet, at_home[Tier.NVME])
         streams = Tier.NVME in (policy.optim, grads, *self._homes.values())
         largest = max((u.shard_numel for u in self._trainable), default=UNIT_ALIGN)
         tile_numel = min(round_up(tile_numel, UNIT_ALIGN), largest)
-        tile_slot, num_tiles = sheet.buffers(
-            "tile", num_tiles * streams, (tile_bytes(u, tile_numel, policy) for u in self._trainable),
-            f"of {tile_numel} elements",
-        )  # fmt: skip
+        tile_sizes = (tile_bytes(u, tile_numel, policy) for u in self._trainable)
+        tiles = sheet.buffers("tile", num_tiles * streams, tile_sizes, f"of {tile_numel} elements")
         sheet.add("bounce buffer", Tier.HOST, BOUNCE_BYTES if policy.paths else 0, "for bytes of ordinary tensors")
         return Plan(
             rows=sheet.rows,
@@ -244,22 +241,16 @@ class _Planner:
             grads=grads,
             states=self._states,
             link_bytes=sheet.link_bytes,
+            division=self._division,
             unit_homes=self._homes,
-            unit_slot_bytes=unit_slot,
-            num_unit_slots=num_units,
-            stage_slot_bytes=stage_slot,
-            num_stage_slots=num_stages,
-            wire_slot_bytes=wire_slot,
-            num_wire_slots=num_wires,
-            grad_slot_bytes=grad_slot,
-            num_grad_slots=num_grads,
-            reduce_slot_bytes=reduce_slot,
-            num_reduce_slots=num_reduces,
-            update_slot_bytes=update_slot,
-            num_update_slots=num_updates,
+            units=units,
+            shards=shards,
+            wires=wires,
+            gradients=gradients,
+            sums=sums,
+            updates=updates,
+            tiles=tiles,
             tile_numel=tile_numel,
-            num_tile_slots=num_tiles,
-            tile_slot_bytes=tile_slot,
             resident_bytes=resident_bytes,
         )
 
@@ -284,37 +275,16 @@ class _Planner:
             sheet.add("secondary copies", place, _pages(sizes), "backward gathers from them (hpZ)")
         return at_home
 
-    def _add_wires(self, sheet: _Sheet, streamed: list[Unit], num_units: int) -> tuple[int, int]:
-        """Adds the buffers of packed gathers, one for each that may be under way; returns their bytes and number."""
-        packed = [u for u in streamed if u.is_packed or self._policy.quantised_gather]
-        if self._is_gpu:
-            return 0, 0
-        sizes = [wire_bytes(u, self._num_shards) for u in packed]
-        return sheet.buffers("wire", num_units, sizes, "8-bit blocks on their way between ranks")
-
-    def _add_gradients(self, sheet: _Sheet, home: Tier | None) -> tuple[int, int]:
-        """Adds what holds gradients; returns bytes and number of the buffers they pass through."""
+    def _add_gradients(self, sheet: _Sheet, home: Tier | None) -> Buffers:
+        """Adds what holds gradients; returns the buffers they pass through."""
         sizes = [u.shard_numel * self._policy.precision.grad_dtype(u.dtype).itemsize for u in self._trainable]
         if home is not None:
             sheet.add("gradients", home, _pages(sizes), f"rest on {home.name} until the step")
         passes = home in (None, Tier.NVME)
         return sheet.buffers("gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home")
 
-    def _add_reductions(self, sheet: _Sheet) -> tuple[int, int]:
-        """Adds the buffers in which gradients are added up over ranks, between CPUs; returns their bytes and number."""
-        policy = self._policy
-        if self._world == 1 or self._is_gpu or not policy.contiguous_gradients:
-            return 0, 0
-        sizes = [self._reduce_bytes(unit) for unit in self._trainable]
-        return sheet.buffers("reduce", num_under_way(policy), sizes, "gradients on their way between ranks")
-
-    def _add_updates(self, sheet: _Sheet) -> tuple[int, int]:
-        """Adds the buffer in which a CPU receives new weights that are broadcast; returns its bytes and number."""
-        present = [] if self._is_gpu else [unit for unit in self._units if unit.is_resident]
-        sizes = [span_bytes(unit, self._num_shards, self._policy) for unit in present]
-        return sheet.buffers("update", 1, sizes, "new weights on their way from their owner")
-
     def _reduce_bytes(self, unit: Unit) -> int:
+        """Bytes of the buffer in which a unit's gradients are added up over ranks, between CPUs."""
         policy, num_shards = self._policy, self._num_shards
         dtype = unit.dtype if policy.reduce_dtype is None else DTYPES[policy.reduce_dtype]
         bucket = largest_bucket(unit, num_shards, policy.reduce_bucket_numel, dtype)
@@ -343,8 +313,8 @@ class _Planner:
     def _add_frozen(self, sheet: _Sheet, resting: list[Unit]) -> int:
         """Adds room for what checkpoints hold while steps write elsewhere; returns its bytes.
 
-        resting: units on NVME. Those that training never writes stay where they are, for all checkpoints: whoever does
-        write one makes the files grow by it.
+        resting: units on NVME. Those that training never writes stay where they are, for all checkpoints: writing
+        one makes the files grow by it.
         """
         policy = self._policy
         written = _pages(u.shard_bytes for u in resting if u.is_trainable)
@@ -397,33 +367,26 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 20):.1f} MiB"
 
 
-# ---- Pools: the arena's buffers for whatever moves, carved once and as the plan counted them -------------------------
+# ---- Pools: the buffers of a plan, carved once from the arena --------------------------------------------------------
 
 
 class Pools(NamedTuple):
-    """None: the plan has no use for such buffers."""
+    """The buffers of `Plan`, by the same names; None: the plan has none of them."""
 
-    units: Pool | None  # full layouts of units on a CPU
-    shards: Pool | None  # on their way to a gather or to the accelerator
-    gradients: Pool | None  # of a unit, until they are home
-    sums: Pool | None  # what gradients are reduced in
-    tiles: Pool | None  # of optimizer states
-    wires: Pool | None  # what packed gathers send and receive
-    updates: Pool | None  # broadcast weights on their way to their places
+    units: Pool | None
+    shards: Pool | None
+    gradients: Pool | None
+    sums: Pool | None
+    tiles: Pool | None
+    wires: Pool | None
+    updates: Pool | None
 
 
 def carve(arena: Arena, plan: Plan) -> Pools:
     """Takes all buffers of a plan from the arena, which keeps them until it is closed."""
-    return Pools(
-        units=_carve(arena, plan.unit_slot_bytes, plan.num_unit_slots, "units"),
-        shards=_carve(arena, plan.stage_slot_bytes, plan.num_stage_slots, "shards", crosses_link=True),
-        gradients=_carve(arena, plan.grad_slot_bytes, plan.num_grad_slots, "gradients"),
-        sums=_carve(arena, plan.reduce_slot_bytes, plan.num_reduce_slots, "sums"),
-        tiles=_carve(arena, plan.tile_slot_bytes, plan.num_tile_slots, "tiles"),
-        wires=_carve(arena, plan.wire_slot_bytes, plan.num_wire_slots, "wires"),
-        updates=_carve(arena, plan.update_slot_bytes, plan.num_update_slots, "updates"),
-    )
 
+    def pool(name: str) -> Pool | None:
+        size, count = getattr(plan, name)
+        return Pool(arena, size, count, name, crosses_link=name == "shards") if count else None
 
-def _carve(arena: Arena, slot_bytes: int, num_slots: int, name: str, crosses_link: bool = False) -> Pool | None:
-    return Pool(arena, slot_bytes, num_slots, name, crosses_link) if num_slots else None
+    return Pools(*map(pool, Pools._fields))

@@ -7,16 +7,14 @@ import time
 import weakref
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import torch
 from torch import nn
 
 from tiermem.policy import OffloadPolicy
-from tiermem.swap.arena import Pool, Slot
-from tiermem.swap.store import TensorStore
-from tiermem.zero.plan import USUAL_ON_DEVICE
-from tiermem.zero.unit import Division
-from tiermem.zero.unit_state import Arrival, LiveUnit, UnitState
+from tiermem.zero.plan import USUAL_ON_DEVICE, Plan
+from tiermem.zero.unit import Division, Unit
+from tiermem.zero.unit_state import LiveUnit, UnitState
 
 # ---- Order: the sequence in which units are used, learnt while it happens and used to look ahead ---------------------
 #
@@ -188,78 +186,141 @@ def reads_weights_again(module: nn.Module) -> bool:
     return type(module) is not nn.Embedding or any(len(each) > _HOOKS_OF_A_MODULE for each in hooks)
 
 
-# ---- Residency: who comes, who stays and who has to leave, of the units that come and go -----------------------------
-#
-# `ensure` makes a unit present and starts what the order expects next, as far as buffers allow: with one shard reads
-# into place, with several the gathers of the next units and, behind them, reads of those after. A unit that is released
-# stays until somebody needs its buffer; then the one whose next use lies farthest ahead leaves (weights are clean in
-# forward and backward, so leaving writes nothing).
-#
-# Gathers are collective. Which are started when, and who leaves for them, depends on the order of uses alone, never on
-# time, memory or what a disk does: a unit on NVMe is gathered ahead when it is the next one, whether its read has ended
-# or not. What reads ahead of that is this rank's own business.
-#
-# The four limits of ZeRO-3 act here, in elements: prefetch_numel (ahead of use), max_live_numel (with a full layout),
-# max_reuse_numel (a released unit whose next use lies farther ahead leaves at once); small parameters that are never
-# given up are no units of this file.
+# ---- Prefetcher: which of the streamed units come, stay and leave ---------------------------------------------------
 
 _MOST_AHEAD = 8  # units
 
 
-class Residency:
-    """Makes units present and decides who leaves.
+class Streamed(Protocol):
+    """A unit as the prefetcher sees it: a LiveUnit, or one that a forecast plays."""
+
+    unit: Unit
+    state: UnitState
+    num_users: int
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether it comes and goes."""
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether it comes from the parts of all ranks, or from 8-bit blocks."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether bringing it begins with a read."""
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether its read goes into a stage."""
+
+    @property
+    def holds_stage(self) -> bool:
+        """Whether it occupies a stage."""
+
+    def read(self, is_urgent: bool) -> None:
+        """HOME -> READING."""
+
+    def promote(self) -> None:
+        """The read under way is needed at once."""
+
+    def gather(self) -> None:
+        """HOME or READING -> GATHERING. Collective."""
+
+    def copy(self) -> None:
+        """HOME or READING -> COPYING."""
+
+    def land(self) -> None:
+        """READING, GATHERING or COPYING -> PRESENT. Blocks."""
+
+    def use(self) -> None:
+        """PRESENT: the unit is used from now on."""
+
+    def drop(self) -> None:
+        """Any state -> HOME."""
+
+    def outdate(self) -> None:
+        """Its weights are about to change at home."""
+
+    def let_all_go(self) -> None:
+        """Its modules need it no more."""
+
+
+class Limits(NamedTuple):
+    """What bounds the units in memory, in elements where not said otherwise; infinity for no bound."""
+
+    num_full: int
+    """Units with room for a full layout."""
+    is_fixed: bool
+    """Whether that room is so many buffers (CPU), rather than memory that torch's allocator gives."""
+    num_stages: int
+    """Buffers of shards on their way."""
+    ahead_numel: float
+    """Ahead of use: prefetch_numel."""
+    live_numel: float
+    """With a full layout: max_live_numel."""
+    reuse_numel: float
+    """A unit whose next use lies farther ahead leaves at once: max_reuse_numel."""
+
+
+def limits_of(plan: Plan, policy: OffloadPolicy) -> Limits:
+    """The limits of a plan's buffers and of ZeRO-3's four sizes (small parameters that stay present are no streamed units)."""
+    ahead = math.inf if policy.prefetch_numel is None else policy.prefetch_numel
+    return Limits(
+        num_full=plan.units.num or policy.unit_buffers or USUAL_ON_DEVICE,
+        is_fixed=plan.units.num > 0,
+        num_stages=plan.shards.num,
+        ahead_numel=0 if policy.gather_way == "single" else ahead,  # single: nothing is live but what is used
+        live_numel=policy.max_live_numel or math.inf,
+        reuse_numel=math.inf if policy.max_reuse_numel is None else policy.max_reuse_numel,
+    )
+
+
+T = TypeVar("T", bound=Streamed)
+
+
+class Prefetcher(Generic[T]):
+    """Decides which units come, stay and leave, and calls their transitions. Touches no memory itself.
+
+    `ensure` makes a unit present and starts what the order expects next, as far as buffers allow: with one shard reads into
+    place, with several the gathers of the next units and, behind them, reads of those after. A released unit stays until its
+    buffer is needed; then the unit whose next use lies farthest ahead leaves (weights are clean in forward and backward, so
+    leaving writes nothing).
+
+    Gathers are collective. Which are started when, and which unit leaves for them, depends on the order of uses alone, never
+    on time, memory or the disk: a unit on NVMe is gathered ahead when it is the next one, whether its read has ended or not.
+    Reads ahead of that are this rank's own business.
 
     Args:
         units: all of them, by index.
-        store: where shards on NVME are read from.
         order: looks ahead.
-        pool: buffers of full layouts (CPU); None on an accelerator, where torch's allocator is asked.
-        stages: buffers of shards on their way; None when shards are read straight into place.
     """
 
-    def __init__(
-        self,
-        units: list[LiveUnit],
-        store: TensorStore,
-        order: Order,
-        policy: OffloadPolicy,
-        pool: Pool | None,
-        stages: Pool | None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, units: Sequence[T], order: Order, limits: Limits) -> None:
         self._units = units
         self.order = order
-        self.recorder = store.recorder
-        self._check_process = store.check_process
-        self._arrival = Arrival(store, pool, stages, device)
-        self._pool = pool
-        self._stages = stages
-        self._max_live = policy.max_live_numel or math.inf
-        self._max_ahead = policy.prefetch_numel if policy.prefetch_numel is not None else math.inf
-        if policy.gather_way == "single":
-            self._max_ahead = 0  # nothing is live but what is used
-        self._max_reuse = policy.max_reuse_numel
-        self._most_full = pool.count if pool is not None else policy.unit_buffers or USUAL_ON_DEVICE
-        self._full: dict[int, LiveUnit] = {}  # those that have a full layout, or a buffer for it
+        self._limits = limits
+        self._full: dict[int, T] = {}  # those that have a full layout, or a buffer for it
         self._full_numel = 0
-        self._staged: dict[int, LiveUnit] = {}  # those whose shard has been fetched into a stage, and no more
-        self._has_reads = any(live.entry is not None for live in units)
+        self._staged: dict[int, T] = {}  # those in READING whose gather has not begun
+        self._has_reads = any(live.reads for live in units)
 
-    def ensure(self, live: LiveUnit) -> None:
+    def ensure(self, live: T) -> None:
         """Makes a unit present and starts fetching what comes next. Blocks; raises OSError when a read failed."""
-        if not live.unit.is_resident:
-            self.order.use(live.unit.index)
-            if live.state is not UnitState.PRESENT:
-                self._bring(live)
-        live.memory.use(live.filled)
-        if not live.unit.is_resident:
-            self._look_ahead(live)
-
-    def release(self, live: LiveUnit) -> None:
-        """Lets a unit leave when its buffer is needed; at once when it is not used again soon enough."""
-        if live.unit.is_resident or live.num_users or live.state is not UnitState.PRESENT:
+        if not live.is_streamed:
+            live.use()
             return
-        if self._max_reuse is not None and self._distance_numel(live) > self._max_reuse:
+        self.order.use(live.unit.index)
+        if live.state is not UnitState.PRESENT:
+            self._bring(live)
+        live.use()
+        self._look_ahead(live)
+
+    def release(self, live: T) -> None:
+        """Lets a unit leave when its buffer is needed; at once when it is not used again soon enough."""
+        if not live.is_streamed or live.num_users or live.state is not UnitState.PRESENT:
+            return
+        if self._limits.reuse_numel < math.inf and self._distance_numel(live) > self._limits.reuse_numel:
             self._evict(live)
 
     def empty(self) -> None:
@@ -270,10 +331,10 @@ class Residency:
             live.let_all_go()
             self._evict(live)
 
-    def outdate(self, live: LiveUnit) -> None:
-        """Makes a unit leave whose weights are about to change at home; nobody uses it."""
+    def outdate(self, live: T) -> None:
+        """Makes a unit leave whose weights are about to change at home; it has no users."""
         live.outdate()
-        if live.state is not UnitState.HOME and not live.unit.is_resident:
+        if live.state is not UnitState.HOME and live.is_streamed:
             self._evict(live)
 
     def expects_reads(self) -> bool:
@@ -284,11 +345,7 @@ class Residency:
         return any(live.state is UnitState.HOME and live.reads for live in upcoming)
 
     def begin_pass(self, kind: Hashable, has_backward: bool) -> None:
-        """A pass of a kind begins: starts fetching what it is expected to begin with, unless that is under way.
-
-        Raises RuntimeError in a forked child.
-        """
-        self._check_process()
+        """A pass of a kind begins: starts fetching what it is expected to begin with, unless that is under way."""
         self.order.begin(kind, has_backward)
         self._look_ahead(None)
 
@@ -302,88 +359,72 @@ class Residency:
 
     # ---- coming and leaving ------------------------------------------------------------------------------------------
 
-    def _bring(self, live: LiveUnit) -> None:
+    def _bring(self, live: T) -> None:
         """Makes a unit present now."""
-        if live.move is not None:
-            live.move.promote()
-        if live.gather is not None:
-            self._gather(live, is_urgent=True)
-        elif live.state is UnitState.HOME:
-            self._fetch(live, is_urgent=True)
+        live.promote()
+        self._start(live, is_urgent=True)
         try:
-            self._arrival.land(live)
+            live.land()
         except BaseException:
             self._evict(live)
             raise
 
-    def _gather(self, live: LiveUnit, is_urgent: bool) -> bool:
-        """Starts the gather of a unit, if it is not under way; False when there is no room and it is not urgent."""
-        if live.state not in (UnitState.HOME, UnitState.FETCHED):
+    def _start(self, live: T, is_urgent: bool) -> bool:
+        """Starts a unit's way into its full layout, if that is not under way; False: there is no room, and it is not urgent."""
+        begins = live.state is UnitState.HOME or (live.state is UnitState.READING and live.is_gathered)
+        if not begins:
             return True
         if not self._make_room(live, is_urgent):
             return False
         try:
-            if live.state is UnitState.HOME and live.reads:
-                self._fetch_into_stage(live, is_urgent=True)
-            self._staged.pop(live.unit.index, None)
-            self._arrival.gather(live)
-        except BaseException:
-            self._evict(live)
-            raise
-        return True
-
-    def _fetch(self, live: LiveUnit, is_urgent: bool) -> bool:
-        """Starts the way of a unit that is not gathered; False when there is no room and it is not urgent."""
-        if live.state is not UnitState.HOME:
-            return True
-        if not self._make_room(live, is_urgent):
-            return False
-        if self._pool is None and live.entry is not None:
-            live.stage = self._take_stage(live, is_urgent)
-            if live.stage is None:
+            if live.is_gathered:
+                if live.state is UnitState.HOME and live.reads and self._make_stage(live, is_urgent=True):
+                    live.read(is_urgent=True)
+                self._staged.pop(live.unit.index, None)
+                live.gather()
+            elif not live.reads:
+                live.copy()
+            elif not live.is_staged or self._make_stage(live, is_urgent):
+                live.read(is_urgent)
+            else:
                 self._evict(live)
                 return False
-        self._arrival.fetch(live, is_urgent)
+        except BaseException:
+            self._evict(live)
+            raise
         return True
 
-    def _fetch_into_stage(self, live: LiveUnit, is_urgent: bool) -> bool:
-        """Starts reading the shard of a unit that will be gathered; False when there is no buffer and it is not urgent."""
-        live.stage = self._take_stage(live, is_urgent)
-        if live.stage is None:
-            return False
-        self._staged[live.unit.index] = live
-        self._arrival.fetch(live, is_urgent)
-        return True
-
-    def _evict(self, live: LiveUnit) -> None:
+    def _evict(self, live: T) -> None:
         self._staged.pop(live.unit.index, None)
         if self._full.pop(live.unit.index, None) is not None:
             self._full_numel -= live.unit.full_numel
-        self._arrival.drop(live)
+        live.drop()
 
-    # ---- ahead ---------------------------------------------------------------------------------------------------------
+    # ---- ahead -------------------------------------------------------------------------------------------------------
 
-    def _look_ahead(self, current: LiveUnit | None) -> None:
+    def _look_ahead(self, current: T | None) -> None:
         """Starts what comes next, nearest first, as far as limits and buffers allow."""
         may_wait = current is not None  # for one read: that of the next unit
         for live in self._ahead(current):
-            if live.state is UnitState.PRESENT or (live.state is UnitState.GATHERED and not self._has_reads):
+            if live.state is UnitState.PRESENT or (live.state is UnitState.GATHERING and not self._has_reads):
                 continue
-            is_read = live.gather is not None and live.reads
-            bring = self._fetch if live.gather is None else self._gather
-            if (is_read and not may_wait) or not bring(live, is_urgent=False):
+            is_read = live.is_gathered and live.reads
+            if (is_read and not may_wait) or not self._start(live, is_urgent=False):
                 break
             may_wait = may_wait and not is_read
         if self._has_reads:
             self._read_ahead(current)
 
-    def _read_ahead(self, current: LiveUnit | None) -> None:
+    def _read_ahead(self, current: T | None) -> None:
+        """Starts reads of shards that will be gathered."""
         for live in self._ahead(current):
-            is_home = live.state is UnitState.HOME and live.gather is not None
-            if is_home and live.reads and not self._fetch_into_stage(live, is_urgent=False):
-                return
+            if live.state is UnitState.HOME and live.is_gathered and live.reads:
+                if not self._make_stage(live, is_urgent=False):
+                    return
+                live.read(is_urgent=False)
+                self._staged[live.unit.index] = live
 
-    def _ahead(self, current: LiveUnit | None) -> Iterator[LiveUnit]:
+    def _ahead(self, current: T | None) -> Iterator[T]:
         """The units expected next, each once, as many as may be fetched ahead."""
         ahead = 0
         seen = {current.unit.index} if current else set()
@@ -392,64 +433,61 @@ class Residency:
                 seen.add(index)
                 live = self._units[index]
                 ahead += live.unit.full_numel
-                if ahead > self._max_ahead or len(seen) > _MOST_AHEAD:
+                if ahead > self._limits.ahead_numel or len(seen) > _MOST_AHEAD:
                     return
                 yield live
 
-    # ---- who leaves ----------------------------------------------------------------------------------------------------
+    # ---- which leaves ------------------------------------------------------------------------------------------------
 
-    def _make_room(self, live: LiveUnit, is_urgent: bool) -> bool:
+    def _make_room(self, live: T, is_urgent: bool) -> bool:
         """Finds a unit the room for its full layout, if need be that of others whose next use lies farther ahead.
 
         Raises RuntimeError when it is urgent and all room is in use.
         """
-        mine = -1.0 if is_urgent else self.order.distance(live.unit.index)
-        while len(self._full) >= self._most_full or self._full_numel + live.unit.full_numel > self._max_live:
+        limits, mine = self._limits, -1.0 if is_urgent else self.order.distance(live.unit.index)
+        while len(self._full) >= limits.num_full or self._full_numel + live.unit.full_numel > limits.live_numel:
             farthest, distance = self._farthest(self._full)
             if farthest is None or distance <= mine:
                 if not is_urgent:
                     return False
-                if self._pool is None or len(self._full) < self._most_full:
+                if not limits.is_fixed or len(self._full) < limits.num_full:
                     break  # more than allowed, but all are in use
                 self._refuse(live)
             else:
                 self._evict(farthest)
-        if self._pool is not None:
-            live.slot = self._pool.take()
-            assert live.slot is not None
         self._full[live.unit.index] = live
         self._full_numel += live.unit.full_numel
         return True
 
-    def _take_stage(self, live: LiveUnit, is_urgent: bool) -> Slot | None:
-        """A buffer for a shard on its way, if need be that of another whose use lies farther ahead."""
-        assert self._stages is not None
-        slot = self._stages.take()
-        if slot is not None:
-            return slot
+    def _make_stage(self, live: T, is_urgent: bool) -> bool:
+        """Whether a stage is free for a unit's shard, if need be that of another whose use lies farther ahead."""
+        holders = {i: u for i, u in (self._staged | self._full).items() if u.holds_stage}
+        if len(holders) < self._limits.num_stages:
+            return True
         mine = -1.0 if is_urgent else self.order.distance(live.unit.index)
-        among = self._staged | {i: u for i, u in self._full.items() if u.stage is not None and u.gather is None}
-        farthest, distance = self._farthest(among)
-        if farthest is not None and distance > mine:
-            self._evict(farthest)
-        return self._stages.take()
+        farthest, distance = self._farthest({i: u for i, u in holders.items() if u.state is UnitState.READING})
+        if farthest is None or distance <= mine:
+            return False
+        self._evict(farthest)
+        return True
 
-    def _farthest(self, among: dict[int, LiveUnit]) -> tuple[LiveUnit | None, float]:
-        """Of those that nobody uses, the one whose next use lies farthest ahead, and how far."""
+    def _farthest(self, among: dict[int, T]) -> tuple[T | None, float]:
+        """Of those without users, the one whose next use lies farthest ahead, and how far."""
         found, farthest = None, -1.0
         for index, live in among.items():
             if not live.num_users and (distance := self.order.distance(index)) > farthest:
                 found, farthest = live, distance
         return found, farthest
 
-    def _refuse(self, live: LiveUnit) -> None:
+    def _refuse(self, live: T) -> None:
         busy = ", ".join(other.unit.name for other in self._full.values() if other.num_users and other is not live)
         raise RuntimeError(
-            f"unit {live.unit.name!r} finds all {self._most_full} buffers in use by {busy}: modules with parameters of their "
-            f"own are nested deeper than that. Raise unit_buffers (buffer_count in a config) to {self._most_full + 1} or more"
+            f"unit {live.unit.name!r} finds all {self._limits.num_full} buffers in use by {busy}: modules with parameters of "
+            "their own are nested deeper than that. Raise unit_buffers (buffer_count in a config) to "
+            f"{self._limits.num_full + 1} or more"
         )
 
-    def _distance_numel(self, live: LiveUnit) -> float:
+    def _distance_numel(self, live: T) -> float:
         between = 0
         for index in self.order.upcoming():
             if index == live.unit.index:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from tiermem.zero.unit import Shard, Unit
 # column, for an all-reduce.
 #
 # Which elements of two ranks are added up does not depend on where a bucket is cut, and neither does the order in which
-# reduce.py adds them.
+# reductions add them.
 
 
 class Piece(NamedTuple):
@@ -58,6 +58,7 @@ class Piece(NamedTuple):
 class Bucket:
     """What one reduction takes."""
 
+    unit: Unit
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
     column_numel: int
@@ -85,7 +86,7 @@ def cut(unit: Unit, num_shards: int, limit_numel: int, is_packed: bool = True) -
     buckets: list[Bucket] = []
     for dtype, alike in _by_dtype(unit.shards).items():
         for group in [alike] if is_packed else [[shard] for shard in alike]:
-            buckets += _fill(dtype or unit.dtype, group, num_shards, room)
+            buckets += _fill(unit, dtype or unit.dtype, group, num_shards, room)
     return buckets
 
 
@@ -121,7 +122,7 @@ def _by_dtype(shards: Sequence[Shard]) -> dict[torch.dtype | None, list[Shard]]:
     return kinds
 
 
-def _fill(dtype: torch.dtype, shards: Sequence[Shard], num_shards: int, room: int) -> Iterator[Bucket]:
+def _fill(unit: Unit, dtype: torch.dtype, shards: Sequence[Shard], num_shards: int, room: int) -> Iterator[Bucket]:
     pieces: list[Piece] = []
     place = 0
     for shard in shards:
@@ -132,10 +133,10 @@ def _fill(dtype: torch.dtype, shards: Sequence[Shard], num_shards: int, room: in
             place += stop - start
             start = stop
             if place == room:
-                yield Bucket(dtype, tuple(pieces), place, num_shards)
+                yield Bucket(unit, dtype, tuple(pieces), place, num_shards)
                 pieces, place = [], 0
     if pieces:
-        yield Bucket(dtype, tuple(pieces), place, num_shards)
+        yield Bucket(unit, dtype, tuple(pieces), place, num_shards)
 
 
 # ---- Reduce: buckets of gradients, added up over ranks while backward goes on ----------------------------------------
@@ -155,7 +156,7 @@ def _fill(dtype: torch.dtype, shards: Sequence[Shard], num_shards: int, room: in
 # bits of a sum depend on the gradients and the number of ranks alone: on no bucket's size, no tier, no overlap. All-
 # reduces, reduces and NCCL add in an order of their own; with two ranks the bits are the same all the same.
 #
-# At most two reductions are under way (one without overlap): whoever starts a third finishes the first. What is under
+# At most two reductions are under way (one without overlap): the first is finished before a third is started. What is under
 # way owns its buffers, which come from the arena on CPUs, where gradients are packed; a parameter reduced by itself is
 # sent from where autograd put it, if its size, dtype and layout allow.
 
@@ -166,13 +167,11 @@ class Reduction:
 
     what: str
     bucket: Bucket
-    pending: Pending
-    filled: torch.Tensor  # all columns, as this rank gave them; after an all-reduce, their sums
-    received: torch.Tensor | None  # this rank's column, from every rank or added up; None: in `filled`
     slot: Slot | None
     start_ns: int
-    packed: PackedReduction | None = None  # sends 8-bit blocks of `filled`, and adds up what comes
-    others: Sequence[Pending] = ()  # reduces of columns of `filled` to other owners
+    pending: Pending
+    column: Callable[[], torch.Tensor]  # this rank's column of the sums, once nothing is pending
+    others: Sequence[Pending] = ()  # reduces of columns to other owners
 
 
 class Reducer:
@@ -218,23 +217,18 @@ class Reducer:
                 put_in(bucket, piece, grad, filled)
             if self._factor != 1.0:
                 filled.mul_(self._factor)
-        if self._scatters and self._topology.packs_reductions:
-            packed = PackedReduction(self._topology, filled, f"reducing {what}", bucket.number)
-            self._under_way.append(Reduction(what, bucket, packed.pending, filled, None, slot, start_ns, packed))
-            return
-        if self._scatters and not self._is_together:
-            mine, others = self._reduce_to_owners(f"reducing {what}", bucket, filled)
-            self._under_way.append(Reduction(what, bucket, mine, filled, None, slot, start_ns, others=others))
-            return
-        received, pending = self._send(f"reducing {what}", slot, bucket, filled)
-        self._under_way.append(Reduction(what, bucket, pending, filled, received, slot, start_ns))
+        begun = self._begin(f"reducing {what}", slot, bucket, filled)
+        self._under_way.append(Reduction(what, bucket, slot, start_ns, *begun))
 
     def finish(self) -> tuple[Reduction, torch.Tensor]:
         """The oldest reduction and this rank's column of its sums, which lasts until `release`. Blocks; raises RankLost."""
         done = self._under_way.popleft()
         try:
             done.pending.wait()
-            return done, self._own_column(done)
+            column = done.column()
+            if self._scatters and self._topology.num_replicas > 1:
+                call(self._topology, f"reducing {done.what}", dist.all_reduce, column, among="replica")
+            return done, column
         except BaseException:
             for pending in done.others:
                 pending.end()
@@ -256,24 +250,6 @@ class Reducer:
             self._pool.give_back(done.slot)
             done.slot = None
 
-    def _own_column(self, done: Reduction) -> torch.Tensor:
-        if done.packed is not None:
-            return self._add_copies(done, done.packed.finish().to(done.bucket.dtype))
-        if done.received is None:
-            columns = done.filled.view(done.bucket.num_columns, done.bucket.column_numel)
-            mine = columns[self._topology.shard_rank]
-            return mine if not done.others else self._add_copies(done, mine)
-        parts = done.received.view(-1, done.bucket.column_numel)
-        for part in parts[1:]:
-            parts[0].add_(part)
-        return self._add_copies(done, parts[0])
-
-    def _add_copies(self, done: Reduction, column: torch.Tensor) -> torch.Tensor:
-        """Adds a column up over the ranks that hold copies of it; in place."""
-        if self._topology.num_replicas > 1:
-            call(self._topology, f"reducing {done.what}", dist.all_reduce, column, among="replica")
-        return column
-
     def _in_place(self, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """A gradient that is a bucket as it lies in memory."""
         grad = grads[0]
@@ -282,34 +258,50 @@ class Reducer:
             return None
         return grad.view(-1)
 
-    def _reduce_to_owners(self, what: str, bucket: Bucket, filled: torch.Tensor) -> tuple[Pending, list[Pending]]:
+    def _begin(
+        self, what: str, slot: Slot | None, bucket: Bucket, filled: torch.Tensor
+    ) -> tuple[Pending, Callable[[], torch.Tensor], Sequence[Pending]]:
+        """Starts the calls for a filled bucket; returns what a Reduction keeps of them."""
+        topology, columns = self._topology, filled.view(bucket.num_columns, bucket.column_numel)
+        if not self._scatters:
+            return start(topology, what, dist.all_reduce, filled), lambda: columns[topology.shard_rank], ()
+        if topology.packs_reductions:
+            packed = PackedReduction(topology, filled, what, bucket.number)
+            return packed.pending, lambda: packed.finish().to(bucket.dtype), ()
+        if not self._is_together:
+            mine, others = self._reduce_to_owners(what, columns)
+            return mine, lambda: columns[topology.shard_rank], others
+        if filled.device.type == "cpu":
+            received = self._memory(slot, filled.nbytes, bucket, filled.device)
+            pending = swap_rows(topology, what, received, filled, "shard", bucket.number)
+            return pending, lambda: _added_up(received.view_as(columns)), ()
+        column = torch.empty(bucket.column_numel, dtype=bucket.dtype, device=filled.device)
+        return start(topology, what, dist.reduce_scatter_tensor, column, filled, among="shard"), lambda: column, ()
+
+    def _reduce_to_owners(self, what: str, columns: torch.Tensor) -> tuple[Pending, list[Pending]]:
         """Starts a reduce of every column to the rank that it belongs to; returns this rank's, and the others."""
-        columns, group = filled.view(bucket.num_columns, bucket.column_numel), self._topology.group_of("shard")
+        num, group = len(columns), self._topology.group_of("shard")
         first = self._num_started if self._is_round_robin else 0
         self._num_started += 1
         begun = {}
-        for owner in ((first + i) % bucket.num_columns for i in range(bucket.num_columns)):
+        for owner in ((first + i) % num for i in range(num)):
             target = dist.get_global_rank(group, owner)
             begun[owner] = start(
                 self._topology, f"{what} to {owner}", dist.reduce, columns[owner], target, among="shard"
             )
         return begun.pop(self._topology.shard_rank), list(begun.values())
 
-    def _send(
-        self, what: str, slot: Slot | None, bucket: Bucket, filled: torch.Tensor
-    ) -> tuple[torch.Tensor | None, Pending]:
-        if not self._scatters:
-            return None, start(self._topology, what, dist.all_reduce, filled)
-        if filled.device.type == "cpu":
-            received = self._memory(slot, filled.nbytes, bucket, filled.device)
-            return received, swap_rows(self._topology, what, received, filled, "shard", bucket.number)
-        received = torch.empty(bucket.column_numel, dtype=bucket.dtype, device=filled.device)
-        return received, start(self._topology, what, dist.reduce_scatter_tensor, received, filled, among="shard")
-
     def _memory(self, slot: Slot | None, offset: int, bucket: Bucket, device: torch.device) -> torch.Tensor:
         if slot is None:
             return torch.empty(bucket.column_numel * bucket.num_columns, dtype=bucket.dtype, device=device)
         return slot.tensor[offset : offset + bucket.num_bytes].view(bucket.dtype)
+
+
+def _added_up(parts: torch.Tensor) -> torch.Tensor:
+    """The sum of what every rank sent, in the order of ranks; in place of the first."""
+    for part in parts[1:]:
+        parts[0].add_(part)
+    return parts[0]
 
 
 def scatters(num_shards: int, policy: OffloadPolicy) -> bool:

@@ -9,19 +9,19 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.swap.accelerator import is_accelerator, new_stream
+from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.arena import Pool
 from tiermem.zero import registry
 from tiermem.zero.absent import ZeroParamStatus, absent_part, describe, undescribe
 from tiermem.zero.collectives import share
-from tiermem.zero.gather import Gather, NearGather, Secondary, UnitGather, secondary_numel
+from tiermem.zero.gather import Gather, NearGather, UnitGather, secondary_numel
 from tiermem.zero.init_params import Nursery
-from tiermem.zero.packed import PackedGather
+from tiermem.zero.packed import PackedGather, gathers_packed
 from tiermem.zero.plan import Plan, Pools, keeps_initial_master, keeps_secondary
 from tiermem.zero.quantised import pack_into
 from tiermem.zero.state_layout import StatePieces, keeps_sums, weight_runs
 from tiermem.zero.unit import Shard, Unit
-from tiermem.zero.unit_state import LiveUnit, UnitMemory, become, can_swap_pointers
+from tiermem.zero.unit_state import LiveUnit, Passage, UnitMemory, become
 from tiermem.zero.values import Values, initial_master
 
 # ---- Admission: what a model may not hold, asked before a byte is moved ----------------------------------------------
@@ -104,8 +104,7 @@ def show_parts(units: Iterable[LiveUnit]) -> None:
             part = absent_part(shard.shard_numel, live.unit.dtype)
             if live.shard is not None:
                 part = live.shard[shard.shard_offset : shard.shard_offset + shard.shard_numel]
-            is_there = live.unit.is_resident
-            status = ZeroParamStatus.AVAILABLE if is_there else ZeroParamStatus.NOT_AVAILABLE
+            status = ZeroParamStatus.AVAILABLE if live.is_present else ZeroParamStatus.NOT_AVAILABLE
             describe(shard.param, shard.index, shard.shape, part, status)
 
 
@@ -139,28 +138,23 @@ class _Settler:
         self._device = values.device
         self._pool: Pool | None = pools.units or pools.shards  # what a unit that rests on NVMe is filled in
         self._wires = pools.wires
-        self._may_swap = can_swap_pointers()
         self._is_accelerated = is_accelerator(self._device)
-        self._owner = new_stream(self._device) if self._is_accelerated else None
+        self._passage = Passage.through(self._store, self._device, pools.units, pools.shards)
 
     def send_home(self, unit: Unit) -> LiveUnit:
         """Moves a unit's weights to where they rest, one parameter at a time."""
         if unit.is_resident:
             return self._make_resident(unit)
         home, entry = self._plan.unit_homes[unit.index], f"param/{unit.index}/{unit.name}"
-        if home is not Tier.NVME and self._topology.num_shards == 1 and not self._is_accelerated and not unit.is_packed:
-            unit.is_resident = True  # one of `host_param_numel`: it is present where it rests
-            return self._make_resident(unit)
         numel = unit.shard_bytes // unit.rests_as.itemsize
         if home is Tier.DEVICE and not self._is_accelerated:
             home = Tier.HOST
         self._store.reserve(entry, (numel,), unit.rests_as, home, crosses_link=self._is_accelerated)
-        memory = UnitMemory(unit, self._device, self._may_swap, self._owner)
+        memory = UnitMemory(unit, self._passage)
         if home is not Tier.NVME:
             shard = self._store.view(entry)
             self._fill(unit, shard)
-            memory.hide()
-            return LiveUnit(unit, memory, None, shard, self._gather_of(unit, memory))
+            return LiveUnit(unit, memory, self._passage, None, shard, self._gather_of(unit, memory))
         self._protect(unit, entry)
         assert self._pool is not None
         slot = self._pool.take()
@@ -168,8 +162,7 @@ class _Settler:
         self._fill(unit, slot.tensor[: unit.shard_bytes].view(unit.rests_as))
         self._store.write([(entry, 0, slot.tensor[: unit.shard_bytes])], entry).wait()
         self._pool.give_back(slot)
-        memory.hide()
-        return LiveUnit(unit, memory, entry, None, self._gather_of(unit, memory))
+        return LiveUnit(unit, memory, self._passage, entry, None, self._gather_of(unit, memory))
 
     def _protect(self, unit: Unit, entry: str) -> None:
         """Gives a unit's weights on NVMe checksums, cut where tiles usually are."""
@@ -182,10 +175,10 @@ class _Settler:
     def _gather_of(self, unit: Unit, memory: UnitMemory) -> Gather | None:
         """How a unit is gathered; None: it is not, since it rests as it is present."""
         policy, topology = self._policy, self._topology
-        if unit.is_packed or (policy.quantised_gather and unit.dtype.is_floating_point):
+        if gathers_packed(unit, policy):
             plain: Gather = PackedGather(topology, unit, memory.full, self._wires)
         elif topology.num_shards > 1:
-            plain = UnitGather(topology, unit, memory.full, policy.gather_way)
+            plain = UnitGather(topology, unit, memory.full, policy.gather_way == "single")
         else:
             return None
         if not keeps_secondary(policy, topology.num_shards):
@@ -194,10 +187,10 @@ class _Settler:
         name, numel = f"secondary/{unit.index}/{unit.name}", secondary_numel(unit, topology.across.size)
         home = Tier.DEVICE if self._is_accelerated else Tier.HOST
         self._store.reserve(name, (numel,), memory.full.dtype, home)
-        return NearGather(Secondary(topology, unit, self._store.view(name)), plain, memory.full)
+        return NearGather(topology, unit, plain, memory.full, self._store.view(name))
 
     def _make_resident(self, unit: Unit) -> LiveUnit:
-        memory = UnitMemory(unit, self._device, self._may_swap, self._owner)
+        memory = UnitMemory(unit, self._passage)
         if not self._is_accelerated:
             memory.hold(self._store.arena.take(unit.full_bytes, f"resident unit {unit.name!r}"))
         else:
@@ -211,8 +204,7 @@ class _Settler:
         self._fill(unit, shard)
         if shard is not memory.full:
             self._values.regather(unit, shard, memory)
-        memory.show()
-        return LiveUnit(unit, memory, None, shard)
+        return LiveUnit(unit, memory, self._passage, None, shard)
 
     def _fill(self, unit: Unit, shard: torch.Tensor) -> None:
         """Writes this rank's part of every parameter of a unit into its shard layout; rank 0's values win."""

@@ -45,7 +45,7 @@ from tiermem.zero.hooks import Hooks
 from tiermem.zero.init_params import built_with
 from tiermem.zero.joining import join_ranks
 from tiermem.zero.plan import BOUNCE_BYTES, carve, make_plan
-from tiermem.zero.prefetcher import Residency, first_order
+from tiermem.zero.prefetcher import Prefetcher, first_order, limits_of
 from tiermem.zero.settle import check_model, move_buffers, release, settle, show_parts
 from tiermem.zero.state_layout import MASTER
 from tiermem.zero.topology import (
@@ -123,27 +123,19 @@ class Shards:
         self._handles: list[RemovableHandle] = []
         division = divide(model, policy, self.topology.num_shards, is_trained)
         self.plan = make_plan(division, policy, self.topology, is_accelerator(self.device), ranks_per_node())
-        agree(self.topology, facts_of_plan(self.plan, division.units), "the plan of tiermem.shard")
-        arena_bytes = max(self.plan.host_bytes, 1)
-        paths = paths_of_rank(policy.paths)
-        self.store = TensorStore(
-            paths,
-            arena_bytes,
-            policy.io,
-            policy.disk_bytes,
-            self.device,
-            self.plan.link_bytes if policy.pin_memory else 0,
-            num_slots=policy.num_slots,
-            run=self._name_run(),
-        )
+        agree(self.topology, facts_of_plan(self.plan), "the plan of tiermem.shard")
+        self.store = self._open_store()
         self.workers = Workers(give_fair_threads(), fair_cores())
         self.store.sums.use(self.workers, policy.verify)
-        weakref.finalize(self, self.workers.close)  # when nobody closes; closing twice does nothing
-        self._watch_ranks()
+        weakref.finalize(self, self.workers.close)  # for a model that is never closed; closing twice does nothing
+        self._end_watch: Callable[[], object] = lambda: None
+        if self.topology.group is not None and self.topology.watch is not None:
+            self.topology.watch.start(self.topology.group, self.topology.groups)
+            self._end_watch = weakref.finalize(self, self.topology.watch.close)
         try:
             if self.plan.disk_bytes:
                 self.store.reserve_disk(self.plan.disk_bytes, self.plan.why_disk(policy))
-            self._build(division)
+            self._build(self.plan.division)
         except BaseException:
             self.store.close()
             self.workers.close()
@@ -165,7 +157,7 @@ class Shards:
     def weight(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter's whole value, on the CPU, in its own dtype. Collective; blocks."""
         live, shard = self.find(param)
-        if live.unit.is_resident:
+        if not live.is_streamed:
             index = live.unit.shards.index(shard)
             return live.memory.views[index].detach().to("cpu", copy=True)
         return self.values.assemble(shard, self.local_weight(param)).view(shard.shape)
@@ -178,7 +170,7 @@ class Shards:
     def refresh(self, param: nn.Parameter) -> None:
         """Lets a parameter's unit show what was put where it rests, unless a module holds it. Collective; blocks."""
         live, _ = self.find(param)
-        if not live.unit.is_resident:
+        if live.is_streamed:
             if not self.hooks.may_lend:
                 live.let_all_go()  # what a forward without backward has left
             if not live.num_users:
@@ -197,15 +189,15 @@ class Shards:
     def local_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """This rank's part of a reduced gradient, without padding, in fp32: flat, on the CPU; or None. Blocks."""
         live, shard = self.find(param)
-        if not shard.has_gradient or param.grad is None:
+        if not shard.gradient.is_there or param.grad is None:
             return None
-        if shard.is_zeroed:
+        if shard.gradient.is_zero:
             return torch.zeros(self.values.num_mine(shard))
         self.homes.settle()
         part = slice(shard.shard_offset, shard.shard_offset + self.values.num_mine(shard))
         flat, dtype = self.homes.flat(live.unit), self.homes.dtype(live.unit)
         local = self.values.read_part(self.homes.entry(live.unit), dtype, part) if flat is None else flat[part].cpu()
-        return local.float() * (shard.grad_factor / self.homes.divisor)
+        return local.float() * (shard.gradient.factor / self.homes.divisor)
 
     def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
         """A parameter's unit and its part there. Raises ValueError for one of another model, RuntimeError in a fork."""
@@ -256,7 +248,7 @@ class Shards:
             self.states.load(shard, MASTER, self.values.mine(shard, value.detach()).cpu().float())
         else:
             self.replace_mine(live, shard, self.values.mine(shard, value.detach()).cpu())
-        if live.num_users and not live.unit.is_resident:
+        if live.num_users and live.is_streamed:
             live.memory.views[live.unit.shards.index(shard)].copy_(value.view(shard.shape))
 
     def replace_mine(self, live: LiveUnit, shard: Shard, mine: torch.Tensor) -> None:
@@ -290,7 +282,7 @@ class Shards:
     def take_out(self, param: nn.Parameter) -> None:
         """Gives a parameter its whole values until `put_back`. Collective; blocks; takes memory for this parameter alone."""
         live, shard = self.find(param)
-        if live.unit.is_resident:
+        if not live.is_streamed:
             return
         self.hooks.see_gradient_of(live, param)
         if self.hooks.may_lend:
@@ -329,7 +321,7 @@ class Shards:
         """An optimizer steps this model. `on_last_read` is called when a backward has no more reads to ask for (hooks.py)."""
         self.states = states
         if on_last_read is not None:
-            self.hooks.on_last_read = on_last_read
+            self.hooks.call_on_last_read(on_last_read)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped this model, and all that it changes has changed. Collective where an attachment is."""
@@ -374,7 +366,7 @@ class Shards:
     def add_need(self, module: nn.Module, param: nn.Parameter) -> None:
         """A module needs a parameter that is not its own whenever it runs; nothing to do for one that is always present."""
         live, _ = self._by_param.get(id(param), (None, None))
-        if live is not None and not live.unit.is_resident and self.hooks.add_need(module, live):
+        if live is not None and live.is_streamed and self.hooks.add_need(module, live):
             self._added.append((module, live))
 
     def drop_need(self, module: nn.Module, param: nn.Parameter) -> None:
@@ -415,12 +407,22 @@ class Shards:
         for param, value in weights:
             param.data = value.to(self.device)
 
-    def _name_run(self) -> RunName:
-        """The run's id is rank 0's on every rank; the folders of several ranks are told apart. Collective."""
-        [run_id, *_] = exchange(self.topology, RunName.new().run_id)
-        return RunName(run_id, None if self.topology.world == 1 else self.topology.rank)
-
     # ---- building ------------------------------------------------------------------------------------------------------
+
+    def _open_store(self) -> TensorStore:
+        """The run's id is rank 0's on every rank; the folders of several ranks are told apart. Collective."""
+        policy, plan, topology = self.policy, self.plan, self.topology
+        [run_id, *_] = exchange(topology, RunName.new().run_id)
+        return TensorStore(
+            paths_of_rank(policy.paths),
+            max(plan.host_bytes, 1),
+            policy.io,
+            policy.disk_bytes,
+            self.device,
+            plan.link_bytes if policy.pin_memory else 0,
+            num_slots=policy.num_slots,
+            run=RunName(run_id, None if topology.world == 1 else topology.rank),
+        )
 
     def _build(self, division: Division) -> None:
         units, order = division.units, first_order(division)
@@ -433,27 +435,17 @@ class Shards:
         self.units = settle(units, self.plan, self.policy, self.values, pools)
         move_buffers(self.model, self.device)
         self.store.settle()
-        self.residency = Residency(self.units, self.store, order, self.policy, pools.units, pools.shards, self.device)
+        self.residency = Prefetcher(self.units, order, limits_of(self.plan, self.policy))
         trainable = [u for u in units if u.is_trainable]
         plan, grads, sums = self.plan.grads, pools.gradients, pools.sums
         self.homes = GradientHomes(trainable, plan, self.store, self.topology, self.workers, grads, sums, self.policy)
         live = {module: [self.units[u.index] for u in needed] for module, needed in division.triggers.items()}
         self.triggers = list(live)  # modules that make units present
-        self.hooks = Hooks(self.model, live, self.units, self.residency, self.homes)
+        self.hooks = Hooks(self.model, live, self.units, self.residency, self.homes, self.store)
         lowered = [s.param for u in units if u.full_dtype != u.dtype for s in u.shards]
         self._handles += serve_islands(self.model, lowered, self.policy, self.device, self.weight)
         self._handles += StateDicts(self.weight, self.replace).watch(self.model)
         self._take_charge()
-
-    def _watch_ranks(self) -> None:
-        group, watch = self.topology.group, self.topology.watch
-        if group is not None and watch is not None:
-            watch.start(group, self.topology.groups)
-            weakref.finalize(self, watch.close)
-
-    def _end_watch(self) -> None:
-        if self.topology.watch is not None:
-            self.topology.watch.close()
 
     def _take_charge(self) -> None:
         """The parameters are found, shown and needed as partitioned ones from here on; none is present."""

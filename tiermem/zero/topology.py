@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.accelerator import control_device
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths
-from tiermem.zero.failures import RollCall, Traffic, Watch
+from tiermem.zero.failures import Traffic, Watch
 
 # ---- Topology: which ranks share the parts of a tensor, and which hold copies of the same part -----------------------
 #
 #     stage 0        every rank holds everything (shards = 1), gradients are averaged over all ranks (replicas = world)
-#     stage 1 to 3   every rank holds one part (shards = world), nobody holds a copy (replicas = 1)
+#     stage 1 to 3   every rank holds one part (shards = world), no rank holds a copy (replicas = 1)
 #     MiCS           ranks share the parts in groups (shards = the group's size), replicas across the groups (topology.py)
 #
 # Gradients are added up among those that share the parts, each getting its own, and then among those that hold copies
@@ -46,7 +46,6 @@ class Topology:
     world: int
     num_shards: int
     shard_rank: int
-    roll_call: RollCall | None = dataclasses.field(default=None, compare=False)
     timeout_s: float = dataclasses.field(default=1800.0, compare=False)  # longest wait for the other ranks
     traffic: Traffic = dataclasses.field(default_factory=Traffic, compare=False)
     watch: Watch | None = dataclasses.field(default=None, compare=False)  # of waits for others; None in a world of one
@@ -82,7 +81,7 @@ class Topology:
         near = peers.group if peers is not None else None
         groups = {"world": self.group, "shard": self.shard_group, "replica": self.replica_group}
         group = groups.get(among, near)
-        assert group is not None, f"nobody to call {among!r}"  # torch would take the world for it
+        assert group is not None, f"no ranks are {among!r}"  # torch would take the world for it
         return group
 
 
@@ -107,9 +106,8 @@ def find_topology(
     bound_waits(group, timeout_s)
     control = control_device(group, device or torch.device("cpu"))
     ranks, traffic = dist.get_process_group_ranks(group), Traffic()
-    roll_call, watch = RollCall(ranks), Watch(ranks, traffic)
     found = Topology(
-        group, rank, world, 1, 0, roll_call, timeout_s, traffic, watch, replica_group=group, control_device=control
+        group, rank, world, 1, 0, timeout_s, traffic, Watch(ranks, traffic), replica_group=group, control_device=control
     )
     if stage == 0:
         return found
@@ -181,7 +179,7 @@ def give_fair_threads() -> int:
 # the mesh. Sizes that do not divide are refused with the arithmetic before any group is made.
 
 # Parts of a group by their ranks. torch finds the members of a group by a name made of their ranks, under which the keys of a
-# destroyed one are still in the store: a group is made once for every list of ranks, whoever asks.
+# destroyed one are still in the store: a group is made once for every list of ranks.
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 _ASIDE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
@@ -197,6 +195,11 @@ class Layout(NamedTuple):
     def num_shards(self) -> int:
         """Ranks that share one copy of the states."""
         return self.num_across * self.num_within
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether a shard group spreads over several nodes, with several ranks on each."""
+        return self.num_across > 1 and self.num_within > 1
 
     def place(self, rank: int) -> tuple[int, int, int]:
         """A rank's place in each dimension."""
@@ -234,19 +237,7 @@ def plan_layout(world: int, policy: OffloadPolicy, ranks_on_node: int) -> Layout
 
 def plan_topology(world: int, policy: OffloadPolicy, ranks_on_node: int) -> Topology:
     """Rank 0's place among ranks that are not there: sizes without groups, for plans. Raises ValueError as `plan_layout`."""
-    layout = plan_layout(world, policy, ranks_on_node)
-    has_stages = layout.num_across > 1 and layout.num_within > 1
-    return Topology(
-        None,
-        0,
-        world,
-        layout.num_shards,
-        0,
-        across=Peers(None, 0, layout.num_across) if has_stages else None,
-        within=Peers(None, 0, layout.num_within) if has_stages else None,
-        gathers_in_stages=has_stages and policy.two_stage_gather,
-        packs_reductions=policy.quantised_reduction and layout.num_shards > 1,
-    )
+    return _placed(Topology(None, 0, world, 1, 0), plan_layout(world, policy, ranks_on_node), 0, policy, {})
 
 
 def numbered(topology: Topology, parts: Sequence[int]) -> Topology:
@@ -279,15 +270,22 @@ def arrange(
         return topology
     own = range(topology.world) if parts is None else parts
     everyone, place = _in_order_of_parts(topology, own), own[topology.rank]
-    has_stages = layout.num_across > 1 and layout.num_within > 1
     groups: dict[str, dist.ProcessGroup] = {}
-    for dimension in ("replica", "shard", *(("across", "within") if has_stages else ())):
+    for dimension in ("replica", "shard", *(("across", "within") if layout.has_stages else ())):
         ranks = [everyone[r] for r in layout.peers(place, dimension)]
         if ranks == dist.get_process_group_ranks(topology.group):
             groups[dimension] = topology.group
         elif len(ranks) > 1:
             groups[dimension] = _group_of(topology, ranks, dimension)
     has_parts = any(group is not topology.group for group in groups.values())
+    mesh = _mesh(layout, everyone, groups, device_type) if has_parts else None
+    return dataclasses.replace(_placed(topology, layout, place, policy, groups), mesh=mesh)
+
+
+def _placed(
+    topology: Topology, layout: Layout, place: int, policy: OffloadPolicy, groups: Mapping[str, dist.ProcessGroup]
+) -> Topology:
+    """The topology of the rank that takes a place in a layout."""
     replica, across, within = layout.place(place)
     return dataclasses.replace(
         topology,
@@ -295,12 +293,11 @@ def arrange(
         shard_rank=across * layout.num_within + within,
         shard_group=groups.get("shard"),
         replica_group=groups.get("replica"),
-        across=Peers(groups["across"], across, layout.num_across) if has_stages else None,
-        within=Peers(groups["within"], within, layout.num_within) if has_stages else None,
-        gathers_in_stages=has_stages and policy.two_stage_gather,
+        across=Peers(groups.get("across"), across, layout.num_across) if layout.has_stages else None,
+        within=Peers(groups.get("within"), within, layout.num_within) if layout.has_stages else None,
+        gathers_in_stages=layout.has_stages and policy.two_stage_gather,
         packs_reductions=policy.quantised_reduction and layout.num_shards > 1,
         replica=replica,
-        mesh=_mesh(layout, everyone, groups, device_type) if has_parts else None,
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -161,6 +162,66 @@ UNIT_ALIGN = 4096  # elements
 _PAGE = 4096  # bytes
 
 
+class GradientState(enum.Enum):
+    """What rests at the home of a parameter's reduced gradient; see the diagram of Gradient."""
+
+    NONE = enum.auto()  # nothing that counts
+    ARRIVED = enum.auto()  # what was reduced in this backward; whether any rank had a gradient is not known yet
+    HOME = enum.auto()  # the gradient
+    ZERO = enum.auto()  # anything: the gradient is zero
+
+
+class Gradient:
+    """The reduced gradient of a parameter, of which this rank's part rests at its home.
+
+    NONE --arrive--> ARRIVED --confirm--> HOME      another micro-batch: HOME --arrive--> HOME
+    HOME --clear--> ZERO --arrive--> HOME           any state --forget--> NONE
+    """
+
+    def __init__(self) -> None:
+        self.state = GradientState.NONE
+        self.factor = 1.0  # what clip_grad_norm_ or GradScaler multiplied it by
+        self.block_sums: Sequence[float] | torch.Tensor = ()  # of its squares
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the parameter has a gradient."""
+        return self.state in (GradientState.HOME, GradientState.ZERO)
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it is zero, whatever rests at home."""
+        return self.state is GradientState.ZERO
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether what arrives is added to what rests at home."""
+        return self.state in (GradientState.ARRIVED, GradientState.HOME)
+
+    def arrive(self, block_sums: Sequence[float] | torch.Tensor, factor: float = 1.0) -> None:
+        """NONE -> ARRIVED, any other state -> HOME: all of this rank's part is at home, with these sums of squares."""
+        self.state = GradientState.HOME if self.is_there else GradientState.ARRIVED
+        self.factor, self.block_sums = factor, block_sums
+
+    def confirm(self) -> None:
+        """ARRIVED or NONE (a parameter without elements) -> HOME: some rank had a gradient."""
+        if not self.is_there:
+            self.state = GradientState.HOME
+
+    def scale(self, factor: float) -> None:
+        """HOME: multiplies the gradient; what rests at home stays."""
+        self.factor *= factor
+
+    def clear(self) -> None:
+        """HOME -> ZERO: what rests at home is overwritten by the next gradient, or before the step."""
+        if self.is_there:
+            self.state, self.factor, self.block_sums = GradientState.ZERO, 1.0, ()
+
+    def forget(self) -> None:
+        """-> NONE."""
+        self.state, self.factor, self.block_sums = GradientState.NONE, 1.0, ()
+
+
 @dataclasses.dataclass(eq=False)
 class Shard:
     """This rank's part of one parameter, and its place in its unit's two layouts (elements)."""
@@ -173,19 +234,14 @@ class Shard:
     shard_numel: int  # ceil(numel / shards)
     full_offset: int
     shard_offset: int
-    has_gradient: bool = False  # a reduced gradient rests at its home
-    grad_factor: float = 1.0  # what clip_grad_norm_ or GradScaler multiplied that gradient by
-    is_zeroed: bool = False  # that gradient is zero, whatever rests at its home
-    block_sums: list[float] | torch.Tensor = dataclasses.field(
-        default_factory=list
-    )  # squares of that gradient, per block
+    gradient: Gradient = dataclasses.field(default_factory=Gradient)
     num_steps: int = 0  # optimizer steps taken
     has_moments: bool = False  # moments were put before the first step, which reads them then
     has_master: bool = False  # a master was put before the first step
     reduce_dtype: torch.dtype | None = None  # what its gradient is reduced in; None: the gradient's own
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Unit:
     """Parameters fetched, gathered and released together."""
 
@@ -233,6 +289,12 @@ class Division:
     triggers: dict[nn.Module, list[Unit]]  # modules whose forward needs units, in the order of the model
     most_at_once: int  # streamed units that a module needs, with those of the modules around it
 
+    def with_residents(self, indices: Collection[int]) -> Division:
+        """The same division with these units present all the time."""
+        units = [dataclasses.replace(u, is_resident=True) if u.index in indices else u for u in self.units]
+        triggers = {module: [units[u.index] for u in needed] for module, needed in self.triggers.items()}
+        return dataclasses.replace(self, units=units, triggers=triggers)
+
     def order(self, counts: Callable[[nn.Module], bool] = lambda module: True) -> list[Unit]:
         """The streamed units in the order in which their modules, those that count, were defined: the first guess."""
         seen: dict[int, Unit] = {}
@@ -265,10 +327,10 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
         needed: dict[int, Unit] = {owners[p].index: owners[p] for p in params if p in owners}
         fresh = [p for p in params if p not in owners and p not in persistent]
         for kind, alike in _by_kind(fresh, is_trained, lowered).items():
+            is_packed = policy.quantised_frozen and not kind.is_trainable and kind.dtype.is_floating_point
             unit = _lay_out(name, len(units), alike, names, kind, policy.stage != 3, num_shards)
-            unit.is_leaf = is_leaf
+            unit = dataclasses.replace(unit, is_leaf=is_leaf, is_packed=is_packed)
             _check_size(unit, policy)
-            unit.is_packed = policy.quantised_frozen and not unit.is_trainable and unit.dtype.is_floating_point
             units.append(unit)
             owners.update((p, unit) for p in alike)
             needed[unit.index] = unit
@@ -318,8 +380,10 @@ def _groups(model: nn.Module, limit: int | None, persistent: set[nn.Parameter], 
         seen.add(module)
         params = list(module.parameters())
         fits = limit is None or sum(p.numel() for p in params if p not in persistent) <= limit
-        is_whole = fits and not _must_split(module, num_shards) and (is_listed or not _holds_list(module))
-        is_leaf = _is_leaf(module, num_shards)
+        holds_list = any(isinstance(m, nn.ModuleList) and len(m) > 0 for m in module.modules())
+        is_whole = fits and not _must_split(module, num_shards) and (is_listed or not holds_list)
+        # One unit at any size: marked so, or several ranks could go different ways inside it.
+        is_leaf = z3_leaf_module(module) or (num_shards > 1 and is_routed(module))
         runs = module if has_forward(module) else runs
         if is_leaf or (module is not model and is_whole and runs is module):
             yield _Group(name or "root", runs, params, is_leaf)
@@ -332,15 +396,6 @@ def _groups(model: nn.Module, limit: int | None, persistent: set[nn.Parameter], 
             yield from visit(f"{name}.{child_name}" if name else child_name, child, runs, is_listed)
 
     yield from visit("", model, model, False)
-
-
-def _is_leaf(module: nn.Module, num_shards: int) -> bool:
-    """Whether a module is one unit at any size: marked so, or several ranks could go different ways inside it."""
-    return z3_leaf_module(module) or (num_shards > 1 and is_routed(module))
-
-
-def _holds_list(module: nn.Module) -> bool:
-    return any(isinstance(m, nn.ModuleList) and len(m) > 0 for m in module.modules())
 
 
 def _must_split(module: nn.Module, num_shards: int) -> bool:

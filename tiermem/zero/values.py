@@ -16,6 +16,7 @@ from tiermem.swap.stream import Bounce
 from tiermem.zero import registry
 from tiermem.zero.gather import Updating, gather, gather_unit
 from tiermem.zero.quantised import byte_ranges, pack, pack_into, unpack
+from tiermem.zero.state_layout import own_numel
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Shard, Unit
 from tiermem.zero.unit_state import LiveUnit, UnitMemory
@@ -26,9 +27,8 @@ from tiermem.zero.unit_state import LiveUnit, UnitMemory
 #     memory   the shard itself                      NVMe   through a small bounce buffer, a piece at a time
 #     packed   int8 codes and their scales (Packed)  initial master   fp32 values kept until the first step
 #
-# A unit rests in its shard layout (unit.py): every parameter's part of this rank, padding included. What is done here
-# is not seen by anybody who holds the unit's full layout: that a unit is present, and shows what changed at home, is
-# residency's.
+# A unit rests in its shard layout (unit.py): every parameter's part of this rank, padding included. A full layout that is
+# present does not follow what is written here: `Shards.refresh` makes it show the change.
 
 
 def initial_master(unit: Unit) -> str:
@@ -127,7 +127,7 @@ class Values:
 
     def num_mine(self, shard: Shard) -> int:
         """Elements of this rank's part of a parameter, without its padding."""
-        return min(shard.shard_numel, max(0, shard.numel - shard.shard_numel * self.topology.shard_rank))
+        return own_numel(shard, self.topology.shard_rank)
 
     def regather(self, unit: Unit, shard: torch.Tensor, memory: UnitMemory) -> None:
         """Refreshes a present unit's full layout from every rank's shard. Collective."""
@@ -135,6 +135,11 @@ class Values:
             self._updating.spread(unit, shard, memory.full)
         else:
             gather_unit(self.topology, unit, shard.to(self.device), memory.full)
+
+    def keep_present(self, live: LiveUnit) -> None:
+        """Brings a unit that is at HOME, in memory beside the arena, until `end_keeping`. Collective; blocks."""
+        shard = live.shard if live.shard is not None else self.elements(live, slice(0, live.unit.shard_numel))
+        live.keep(lambda memory: self.regather(live.unit, shard, memory))
 
     # ---- packed ---------------------------------------------------------------------------------------------------------
 
@@ -187,7 +192,7 @@ class StateDicts:
         self._gathered_by: Callable[[], object] = lambda: None  # the state_dict under way, held weakly
 
     def watch(self, model: nn.Module) -> list[RemovableHandle]:
-        """Hooks every module that has parameters; whoever calls takes the hooks off."""
+        """Hooks every module that has parameters; the caller takes the hooks off."""
         handles: list[RemovableHandle] = []
         for module in model.modules():
             if module._parameters:
