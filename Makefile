@@ -24,7 +24,8 @@ demo: .venv/.installed
 	$(DEMO)
 
 # Two processes with one thread of maths each: with two each they would wait in OpenMP's spinning barrier for one another.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# Files in their own order: sorted by number of tests, the few long ones would come last, one after the other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test: .venv/.installed
 	@$(PYTEST)

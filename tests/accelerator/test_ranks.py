@@ -28,6 +28,7 @@ def test_two_ranks_train_whose_group_takes_tensors_of_devices_alone(tmp_path: Pa
         assert {name: apart for name, apart in found.items() if apart} == {}
 
 
+@pytest.mark.slow
 def test_four_ranks_on_devices_compute_what_they_compute_on_cpus(tmp_path: Path) -> None:
     for found in launch(HERE / "parity_on_ranks.py", 4, tmp_path, BOTH, "none", "random:2"):
         assert {name: apart for name, apart in found.items() if apart > 1e-4} == {}
