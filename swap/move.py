@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiermem.swap.errors import DamagedEntry
 from tiermem.swap.native import NORMAL, READ, URGENT, Answer
 from tiermem.swap.queue import Queues, Transfers
 
@@ -68,7 +67,7 @@ class Move:
         priority: int = NORMAL,
         after: Move | None = None,
         on_end: Callable[[bool], None] | None = None,
-        check: Callable[[], DamagedEntry | None] | None = None,
+        check: Callable[[], OSError | None] | None = None,
     ) -> None:
         self.name = name
         self._queue = queue
@@ -154,15 +153,16 @@ class Move:
     def cancel(self) -> None:
         """Drops what has not started and waits for the rest. Never raises OSError.
 
-        `wait` raises ECANCELED afterwards, unless the bytes had arrived. What this move follows is left alone.
+        `wait` raises ECANCELED afterwards, unless the bytes had arrived and need no check. What this move follows is left alone.
         """
         if self._is_done:
             return
         self._drop()  # also when another thread holds the lock, waiting
         with self._lock:
-            self._check = None
             if self._is_done:
                 return
+            if self._check is not None:  # not worth the time now, and nobody may take the bytes for verified ones
+                self._check = lambda: OSError(errno.ECANCELED, f"{self.name!r} was cancelled before it was verified")
             if self._tag is None:
                 self._end(OSError(errno.ECANCELED, f"{self.name!r} was cancelled before it started"))
                 return
