@@ -1,37 +1,38 @@
-"""The ZeRO partitioner: how a model becomes units whose parts rest on tiers, and come back when its modules run.
+"""The ZeRO partitioner divides a model into units. It keeps their shards on tiers and gathers them when modules run.
 
-Files in order: each imports only files before it.
+A unit is a group of parameters that is fetched, gathered and released together. The files, in order of import (each
+imports only files above it):
 
-    registry        Parameter -> the unit that it belongs to
-    failures        which rank is gone, or went another way
-    topology        which ranks share what, and their process groups
-    joining         the ranks that a launcher started make the process group
-    collectives     the calls that ranks make together
-    quantised       blocks of 8-bit integers with a scale
-    leaf            modules whose parameters are fetched as one
-    unit            parameters fetched together, and how they lie in memory
+    registry        map from a Parameter to the object that keeps its values
+    failures        finds the rank that is gone, and ranks whose collectives differ
+    topology        which ranks share a tensor's parts, and their process groups
+    joining         creates the process group from the launcher's environment
+    collectives     calls that all ranks make together
+    quantised       blocks of 8-bit integers with one scale each
+    leaf            modules whose parameters form one unit
+    unit            how the parameters of a unit lie in memory
     state_layout    where the parts of a tile's states lie
     packed          gathers and reductions of 8-bit blocks
-    gather          every rank's part, brought together
-    reduce          gradients in buckets, added up over ranks
-    plan            bytes of every tier, beforehand
-    estimate        needs of an imagined model
-    agreement       ranks run the same program, or stop and say what differs
-    absent          what a parameter is while its values are not in memory
-    unit_state      a unit's state, storage and moves
-    values          weights where they rest; state dicts
-    prefetcher      the learnt order of uses, and which units come, stay and leave
-    gradient_store  where gradients rest until the step
-    gradients       from autograd to there
-    backward_marks  where backward is
-    hooks           forward and backward call the rest
+    gather          brings the shards of all ranks together
+    reduce          adds up buckets of gradients over ranks
+    plan            bytes on every tier, computed before allocation
+    estimate        memory needs of a model that does not exist yet
+    agreement       compares program, model and policy over ranks
+    absent          what a parameter shows while its values are not in memory
+    unit_state      a unit's state machine, storage and transfers
+    values          reads and writes weights where they rest; state dicts
+    prefetcher      learns the order of uses; decides which units to fetch and to evict
+    gradient_store  keeps gradients until the step
+    gradients       takes gradients from autograd to that store
+    backward_marks  hooks on tensors that tell how far backward is
+    hooks           connects forward and backward of modules to the rest
     init_params     parameters while a model is built
-    settle          weights go to where they rest
+    settle          moves weights to where they rest
     shards          a sharded model
     access          whole parameters: GatheredParameters, generation
     tiled           layers cut into tiles
     init            zero.Init
-    partition_parameters    names for migration
+    partition_parameters    names for programs that migrate
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Absent parameters: what a partitioned parameter is and shows while its values are not in memory."""
+"""Absent parameters: the attributes and the class of a partitioned parameter while its values are not in memory."""
 
 from __future__ import annotations
 
@@ -11,62 +11,63 @@ from torch import nn
 
 from tiermem.zero import registry
 
-# ---- The attributes that a partitioned parameter shows: the documented ones, and no other ----------------------------
+# ---- the attributes of a partitioned parameter -----------------------------------------------------------------------
 #
-#     ds_id       its number          ds_shape, ds_numel   of the whole          ds_status   whether its values are there now
-#     ds_tensor   this rank's part: flat, ceil(numel / ranks) elements. A view of the bytes where they rest in memory; on
-#                 NVMe, and while zero.Init builds, NaN of that size that takes no memory
+#     ds_id       its number          ds_shape, ds_numel   of the whole          ds_status   whether the values are in memory
+#     ds_tensor   this rank's part: flat, ceil(numel / ranks) elements. A view of the bytes where they rest in memory.
+#                 On NVMe, and while zero.Init builds: NaN of that size, which takes no memory
 #
-# They are there in stage 3, from zero.Init or `shard` on until the shards are closed. They are for looking: setting one
-# does nothing. For values there are tiermem.zero.GatheredParameters and the functions of tiermem.utils.
+# A parameter has them in stage 3, from zero.Init or `shard` until the shards are closed. They are read-only by
+# convention: setting one changes nothing else. To read or write values use tiermem.zero.GatheredParameters or the
+# functions of tiermem.utils.
 
 _NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status")
 
 
 class ZeroParamType(enum.Enum):
-    """What a parameter is to ZeRO."""
+    """How ZeRO keeps a parameter."""
 
     NORMAL = 1  # whole on every rank
     PARTITIONED = 2  # each rank keeps a part
-    REMOTE = 3  # kept by one rank alone; nothing here is
+    REMOTE = 3  # kept by one other rank alone; this rank holds no part
 
 
 class ZeroParamStatus(enum.Enum):
-    """Whether a partitioned parameter's values are there."""
+    """Whether a partitioned parameter's values are in memory."""
 
-    AVAILABLE = 1  # the whole is in memory
-    NOT_AVAILABLE = 2  # nothing but the parts, where they rest
-    INFLIGHT = 3  # on their way
+    AVAILABLE = 1  # the whole parameter is in memory
+    NOT_AVAILABLE = 2  # only the parts exist, where they rest
+    INFLIGHT = 3  # the gather is under way
 
 
 def describe(param: nn.Parameter, number: int, shape: torch.Size, part: torch.Tensor, status: ZeroParamStatus) -> None:
-    """Gives a parameter its attributes."""
+    """Sets a parameter's `ds_` attributes."""
     param.__dict__.update(ds_id=number, ds_shape=shape, ds_numel=shape.numel(), ds_tensor=part, ds_status=status)
 
 
 def mark(params: Iterable[nn.Parameter], status: ZeroParamStatus) -> None:
-    """Says where the values of parameters that have attributes are now."""
+    """Sets `ds_status` on the parameters that have it."""
     for param in params:
         if "ds_status" in param.__dict__:
             param.__dict__["ds_status"] = status
 
 
 def undescribe(param: nn.Parameter) -> None:
-    """Takes a parameter's attributes away."""
+    """Removes a parameter's `ds_` attributes."""
     for name in _NAMES:
         param.__dict__.pop(name, None)
 
 
 def absent_part(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Stands for a part that is not in memory."""
+    """Returns a placeholder of `numel` elements for a part that is not in memory: NaN (zero for integers), one element big."""
     nothing = torch.full((), float("nan"), dtype=dtype) if dtype.is_floating_point else torch.zeros((), dtype=dtype)
     return nothing.expand(numel)
 
 
-# ---- Touch: which of torch's calls need a parameter's values, and which only ask what it is --------------------------
+# ---- which calls need a parameter's values ---------------------------------------------------------------------------
 #
-# torch hands every call that takes a parameter to the parameter's class (`__torch_function__`). Asking for a
-# shape, a dtype or a gradient needs no values; everything else does.
+# torch passes every call that takes a parameter to the parameter's class (`__torch_function__`). A call that asks for a
+# shape, a dtype or a gradient needs no values. Every other call does.
 
 _ASKS = {
     "shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "layout", "is_meta", "ndim", "names",
@@ -85,7 +86,7 @@ _SETS = {"grad", "requires_grad", "_backward_hooks", "names", "_post_accumulate_
 
 
 def needs_values(func: Any) -> bool:
-    """Whether a call reads or writes values, rather than asks about a tensor. Setting `data` counts as writing."""
+    """Whether a call reads or writes values. A call that asks about a tensor does neither; setting `data` is a write."""
     name = _attribute_of(func)
     if name is None:
         return getattr(func, "__name__", "") not in _ASKS
@@ -98,7 +99,7 @@ def replaces_data(func: Any) -> bool:
 
 
 def writes_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[nn.Parameter]:
-    """The parameters that a call writes: the first argument of `name_`, an `out`, the target of an assignment."""
+    """The parameters that a call writes: the first argument of `name_`, an `out`, or the target of an assignment."""
     name = getattr(func, "__name__", "")
     is_operator = name.startswith("__i") and name.endswith("__") and name not in _NOT_IN_PLACE
     is_in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or is_operator
@@ -111,58 +112,58 @@ def writes_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def parameters_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[nn.Parameter]:
-    """Every parameter that a call is given, also in lists and tuples."""
+    """Every parameter among a call's arguments, also in lists and tuples."""
     given = [*args, *kwargs.values()]
     given += [each for a in given if isinstance(a, (list, tuple)) for each in a]
     return [a for a in given if isinstance(a, nn.Parameter)]
 
 
 def _attribute_of(func: Any) -> str | None:
-    """The attribute behind a property's getter or setter; None for a function."""
+    """The name of the attribute whose getter or setter `func` is; None for a function."""
     if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
         name: str = getattr(func.__self__, "__name__", "")
         return name
     return None
 
 
-# ---- Resting parameters: what a streamed parameter is while no module that holds it runs, so that every use of it ----
-# is seen
-#
-#                      hold: the first module that needs its unit begins
-#         Resting  ------------------------------------------------------->  Parameter
-#                  <-------------------------------------------------------
-#                      let go: the last one has ended
-#
-# A resting parameter is the same object with another class (as torch's lazy modules do it when they come to life), a
-# Parameter whose calls come here first: `F.linear(x, self.embed.weight)` in a module that does not own the embedding,
-# or `bias` that a module has returned. While a forward or a backward is at work its keeper lends it (access.py).
-# Elsewhere no rank may wait for the others, so reading gives NaN, and writing in place, copying and pickling raise.
-# While it is held a parameter is an ordinary one again, and torch's calls on it cost what they always do.
-#
-# Only plain parameters change: a subclass of Parameter keeps its class, and is never lent.
+# ---- resting parameters ----------------------------------------------------------------------------------------------
 
 
 class Lender(Protocol):
-    """Who looks after resting parameters."""
+    """Keeps resting parameters and can bring their values into memory for one call. Shards is one."""
 
     @property
     def may_lend(self) -> bool:
         """Whether a forward or a backward is at work, on every rank."""
 
     def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function with the parameters' values in place."""
+        """Calls `func` while the parameters hold their values."""
 
 
 @runtime_checkable
 class Adopter(Protocol):
-    """Keeps the parameters of a model that is not sharded yet, and takes more of them."""
+    """Keeps the parameters of a model that is not sharded yet, and takes more of them. Nursery is one."""
 
     def adopt(self, params: Iterable[nn.Parameter]) -> None:
         """Partitions parameters that were made after building. Collective; blocks."""
 
 
 class RestingParameter(nn.Parameter):
-    """A parameter whose unit has no users; see above."""
+    """A streamed parameter while no running module holds its unit.
+
+                             wake: the first module that needs its unit begins
+                Resting  ------------------------------------------------------->  Parameter
+                         <-------------------------------------------------------
+                             rest: the last of these modules has ended
+
+    A resting parameter is the same object with this class (torch's lazy modules change their class in the same way). Each
+    torch call on it comes here first. Examples are `F.linear(x, self.embed.weight)` in a module that does not own the
+    embedding, and a `bias` that a module has returned. During a forward or backward the keeper lends the values to the call
+    (access.py). At other times no rank may wait for the others: reading gives NaN; writing in place, copying and pickling
+    raise RuntimeError. While a module holds the unit the parameter is an ordinary one, and torch's calls cost nothing extra.
+
+    Only plain parameters change class: a subclass of Parameter keeps its own and is never lent.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,8 +185,8 @@ class RestingParameter(nn.Parameter):
     def convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
         """Partitions ordinary parameters, such as adapters that were added after zero.Init, beside this one.
 
-        They keep their dtype; those that are partitioned already stay as they are. Collective; blocks. Raises RuntimeError once
-        the model is sharded.
+        They keep their dtype; parameters that are partitioned already stay as they are. Collective; blocks. Raises
+        RuntimeError once the model is sharded.
         """
         keeper = registry.keeper_of(self)
         if not isinstance(keeper, Adopter):
@@ -203,14 +204,14 @@ class RestingParameter(nn.Parameter):
 
 
 def rest(params: Iterable[nn.Parameter]) -> None:
-    """The unit of these has no users any more."""
+    """Makes plain parameters resting ones: their unit has no users any more."""
     for param in params:
         if type(param) is nn.Parameter:
             param.__class__ = RestingParameter
 
 
 def wake(params: Iterable[nn.Parameter]) -> None:
-    """The unit of these has users: they are ordinary parameters."""
+    """Makes resting parameters ordinary ones: their unit has users."""
     for param in params:
         if type(param) is RestingParameter:
             param.__class__ = nn.Parameter  # type: ignore[assignment]

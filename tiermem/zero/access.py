@@ -19,27 +19,26 @@ from tiermem.zero.shards import Shards
 from tiermem.zero.topology import Topology, ranks_per_node
 from tiermem.zero.unit_state import LiveUnit
 
-# ---- External parameters: those that are used outside their own module's forward -------------------------------------
+# ---- external parameters ---------------------------------------------------------------------------------------------
 #
-#     F.linear(x, self.embed.weight)        another module's weight           both are seen when they happen, because a
-#     output, bias = self.layer(x)          a parameter that was returned     parameter without users says so (absent.py)
+# An external parameter is used outside its own module's forward:
 #
-# A call that is given resting parameters is treated as a small module: their units are made present before it and let
-# go after it, and backward asks for them again when the gradient of its result arrives. When the result sees a
-# parameter's own bytes (`weight.t()`, `weight[3:]`) the module that is running holds the unit until it ends, in forward
-# and in backward. Nothing is remembered from pass to pass but the order of units, so a program may do otherwise every
-# time; the next pass fetches ahead.
+#     F.linear(x, self.embed.weight)        the weight of another module
+#     output, bias = self.layer(x)          a parameter that a module returned
 #
-# `register_external_parameter` says it beforehand: the module then holds the parameter's unit whenever it runs. It is
-# needed only where the unit should be there earlier, or where no call of torch's sees the parameter (a kernel that
-# takes its address).
+# Both are noticed when they happen, because every torch call on a resting parameter passes its class (absent.py). The
+# call is treated as a small module: its units are gathered before it and released after it, and gathered again in
+# backward when the gradient of its result arrives. When the result is a view of a parameter (`weight.t()`,
+# `weight[3:]`), the running module holds the unit until it ends, in forward and in backward. Only the order of units is
+# remembered between passes, so a program may use other parameters in each pass.
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Says that a module needs a parameter of another one in its forward and backward.
+    """Registers a parameter of another module that `module` needs in its forward and backward.
 
-    Before or after sharding; the parameter's unit is then present whenever `module` runs. Not collective. Raises RuntimeError
-    for what is no Parameter.
+    The parameter's unit is then present whenever `module` runs. This is needed only to gather the unit earlier, or where no
+    torch call sees the parameter (a kernel that takes its address). Works before and after sharding. Not collective. Raises
+    RuntimeError when `parameter` is not a Parameter or `module` is not a module.
     """
     _check(module, parameter)
     known: list[nn.Parameter] = module.__dict__.setdefault(registry.EXTERNAL, [])
@@ -51,7 +50,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Takes a registration back. Raises RuntimeError for what is no Parameter, or was not registered with this module."""
+    """Removes a registration. Raises RuntimeError when `parameter` is no Parameter or is not registered with this module."""
     _check(module, parameter)
     known: list[nn.Parameter] = module.__dict__.get(registry.EXTERNAL, [])
     if all(each is not parameter for each in known):
@@ -70,40 +69,40 @@ def _check(module: Any, parameter: Any) -> None:
         raise RuntimeError(f"the parameter is {what}; give the torch.nn.Parameter itself")
 
 
-# ---- GatheredParameters: the whole values of partitioned parameters, for as long as a context lasts ------------------
-#
-#     with tiermem.zero.GatheredParameters(model.embed.weight):                        # to look: every rank has the values
-#         print(model.embed.weight.norm())
-#     with tiermem.zero.GatheredParameters(model.parameters(), modifier_rank=0):       # to change: rank 0's values count
-#         if rank == 0:
-#             model.load_state_dict(...)
-#
-#     keeper of a parameter            where its values come from, and where they go
-#     Nursery (zero.Init)              its parts, before the model is sharded
-#     Shards, outside forward          its home; memory holds one copy of what was asked for, whatever the size of its unit
-#   Shards, in forward or backward   its unit, which the running module holds until it ends (access.py): autograd may need it
-#     Shards, always present           it is there already
-#     none                             it is an ordinary parameter, and nothing happens
-#
-# With a `modifier_rank` that rank's values replace those of all when the context ends: in the parameter's home, and in
-# the optimizer's master, which becomes exactly the new value (moments stay). Without one a parameter that was written
-# in place raises on every rank, because the ranks may differ by then; writing through `.data` or NumPy is not noticed.
-# An exception inside drops what was written.
+# ---- GatheredParameters ----------------------------------------------------------------------------------------------
 
 _Keeper = Nursery | Shards
 
 
 class GatheredParameters:
-    """A context in which parameters hold their whole values; see above. Collective and blocking at both ends.
+    """A context in which parameters hold their whole values. Entering and leaving are collective and block.
+
+        with tiermem.zero.GatheredParameters(model.embed.weight):                   # to read: every rank has the values
+            print(model.embed.weight.norm())
+        with tiermem.zero.GatheredParameters(model.parameters(), modifier_rank=0):  # to write: rank 0's values are kept
+            if rank == 0:
+                model.load_state_dict(...)
+
+        keeper of a parameter            where its values come from and go to
+        Nursery (zero.Init)              its parts, before the model is sharded
+        Shards, outside forward          where it rests; memory holds one copy of the parameters asked for, not of their units
+        Shards, in forward or backward   its unit; the running module holds the unit until it ends, since autograd may need it
+        Shards, always present           the unit, which is in memory
+        none                             an ordinary parameter: nothing happens
+
+    With a `modifier_rank`, that rank's values replace those of all ranks when the context ends: where the parameter rests,
+    and in the optimizer's master, which becomes exactly the new value (moments stay). Without one, a parameter written in
+    place raises RuntimeError on every rank, because the ranks may differ by then. Writing through `.data` or NumPy is not
+    noticed. An exception inside the context drops the changes.
 
     Args:
-        params: one parameter, or any iterable of them; what is not a partitioned parameter is passed over.
+        params: one parameter, or any iterable of them; ordinary parameters and other objects are skipped.
         modifier_rank: the rank (of the group that shares the parameters) whose changes are kept; None: they are not changed.
         fwd_module: a module that will use the parameters in its forward; they are registered with it as external ones.
         enabled: False makes the context do nothing.
 
-    What a context around this one has gathered is there already, and that one ends it. Raises RuntimeError on entering when
-    such a parameter is to be changed by this one, ValueError for a modifier rank that does not exist.
+    A parameter that an outer context has gathered stays gathered until the outer context ends. Raises RuntimeError on entering
+    when this context has a modifier rank and an outer one holds a parameter; ValueError for a rank that does not exist.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class GatheredParameters:
     ) -> None:
         self._kept = _partitioned(params) if enabled else []
         self._modifier = modifier_rank
-        self._taken: list[tuple[nn.Parameter, _Keeper, int]] = []  # with the version that each had when it came
+        self._taken: list[tuple[nn.Parameter, _Keeper, int]] = []  # with the parameter's version when it was gathered
         if modifier_rank is not None:
             for _, keeper in self._kept:
                 _check_rank(modifier_rank, keeper.topology)
@@ -182,8 +181,8 @@ class GatheredParameters:
 def apply_gathered(model: nn.Module, function: Callable[[nn.Module], Any]) -> None:
     """`model.apply(function)` on a partitioned model: children first, each module with its own parameters gathered.
 
-    What rank 0 writes is kept. The function sees the parameters of the module that it is given, not those of its children.
-    Collective; blocks. (`Engine.apply` does this; on a bare model torch's `apply` sees NaN, and writing raises.)
+    Rank 0's changes are kept. The function sees the parameters of the module that it is given, not those of its children.
+    Collective; blocks. `Engine.apply` calls this. On a bare partitioned model torch's `apply` reads NaN and raises on writing.
     """
     for child in model.children():
         apply_gathered(child, function)
@@ -192,7 +191,7 @@ def apply_gathered(model: nn.Module, function: Callable[[nn.Module], Any]) -> No
 
 
 def _partitioned(params: Any) -> list[tuple[nn.Parameter, _Keeper]]:
-    """Each partitioned parameter once, with its keeper, in the order given."""
+    """Each partitioned parameter once, with its keeper, in the given order."""
     given = params if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
     found: dict[int, tuple[nn.Parameter, _Keeper]] = {}
     for param in given:
@@ -203,7 +202,7 @@ def _partitioned(params: Any) -> list[tuple[nn.Parameter, _Keeper]]:
 
 
 def _is_regathered(param: nn.Parameter, keeper: _Keeper) -> bool:
-    """Whether a parameter's memory is filled again when another one of its unit is replaced: small ones are all one unit."""
+    """Whether replacing one parameter refills the memory of others: all small parameters share one unit."""
     return isinstance(keeper, Shards) and not keeper.find(param)[0].is_streamed and keeper.topology.num_shards > 1
 
 
@@ -212,28 +211,25 @@ def _check_rank(rank: int, topology: Topology) -> None:
         raise ValueError(f"modifier_rank is {rank!r}; allowed are 0 to {topology.world - 1}, and None for nobody")
 
 
-# ---- Present: all of a model's units in memory at once, while something uses them over and over, such as -------------
-# generation
-#
-# Streaming brings every unit once per token. Where there is room for the whole model, it comes once:
-#
-#     with tiermem.zero.unwrap_model_for_generation(engine) as model:
-#         model.generate(...)
-#
-# Units that come and go otherwise count as resident in between: hooks find them present and fetch nothing. Their memory
-# is torch's own, beside the arena, and counts against what the plan leaves of the budget (on an accelerator: what is
-# free there); where that is not enough, a warning says how much is missing and units are streamed as ever. Weights may
-# not change meanwhile.
+# ---- all units in memory, for generation -----------------------------------------------------------------------------
 
 logger = logging.getLogger("tiermem")
 
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """Keeps a sharded model, or an engine's, whole in memory inside the block; yields what it was given.
+    """Keeps the whole of a sharded model (or of an engine's) in memory inside the block; yields its argument.
+
+        with tiermem.zero.unwrap_model_for_generation(engine) as model:
+            model.generate(...)
+
+    Without it every unit is fetched once per token. Inside the block the streamed units count as resident: hooks find them
+    present and fetch nothing. Their memory is torch's own, beside the arena, and counts against the part of the budget that
+    the plan leaves free (on an accelerator: its free memory). Where that is too small on some rank, a warning states the
+    arithmetic and units are streamed as usual.
 
     Collective; blocks for the gathers. A model that is not sharded is yielded as it is. Raises RuntimeError inside the block
-    when weights are stepped or replaced, OSError when a read failed. However the block ends, units are streamed again.
+    when weights are stepped or replaced, OSError when a read fails. After the block, also after an error, units are streamed.
     """
     keepers = (registry.keeper_of(param) for param in model.parameters())
     shards = next((keeper for keeper in keepers if isinstance(keeper, Shards)), None)
@@ -253,7 +249,7 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _has_room(shards: Shards, streamed: Sequence[LiveUnit]) -> bool:
-    """Whether every rank has room for all units; says so, with the arithmetic, where one has not."""
+    """Whether every rank has room for all units; logs the arithmetic for each rank that has not."""
     needed, room, what = sum(live.unit.full_bytes for live in streamed), *_room(shards)
     answers = exchange(shards.topology, "" if room is None or needed <= room else f"{needed} > {room} {what}")
     short = {rank: answer for rank, answer in enumerate(answers) if answer}
@@ -269,7 +265,7 @@ def _has_room(shards: Shards, streamed: Sequence[LiveUnit]) -> bool:
 
 
 def _room(shards: Shards) -> tuple[int | None, str]:
-    """Bytes that may be taken beside the plan; None: there is no limit."""
+    """Bytes that may be taken beside the plan, and their description; None: there is no limit."""
     if is_accelerator(shards.device):
         return free_and_total(shards.device)[0], f"bytes free on {shards.device}"
     budget, ranks = shards.policy.host_bytes, ranks_per_node()

@@ -1,4 +1,4 @@
-"""Agreement: all ranks run the same program on the same model under the same policy, or stop and say what differs."""
+"""Agreement: before collectives begin, all ranks compare program place, model and policy; a difference is an error."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from tiermem.zero.collectives import exchange, exchange_digests
 from tiermem.zero.plan import Plan
 from tiermem.zero.topology import Topology, ranks_per_node
 
-# ---- Agreement: all ranks run the same program on the same model under the same policy, or stop and say what ---------
-# differs
+# ---- comparing facts over ranks --------------------------------------------------------------------------------------
 #
-#     agree(where, facts)    digests of 32 bytes, from every rank to every rank; where they differ, the facts themselves
-#
-# Ranks that disagree would wait for each other in collectives that do not fit, or mix up their bytes. So what decides
-# the sequence of collectives is compared before they begin: at the start of an engine, under zero.Init before each
-# parameter is shared, when a model is sharded, and when its memory is planned. Every comparison begins with the same
-# collective, so that ranks that have come to different places find that out, too.
+# Ranks that disagree would wait for each other in collectives that do not match, or mix up their bytes. So the facts
+# that decide the sequence of collectives are compared before they begin: when an engine starts, under zero.Init before
+# each parameter is shared, when a model is sharded, and when its memory is planned. Every comparison begins with the
+# same collective (a digest of 32 bytes from every rank), so ranks that are at different places find that out, too.
 
 _OWN = {"paths", "disk_bytes", "pin_memory", "io", "timeout_s"}  # fields of a policy that may differ between ranks
 _MOST_SHOWN = 4
 
 
 def agree(topology: Topology, facts: Mapping[str, Any], where: str = "tiermem.shard") -> None:
-    """Raises ValueError on every rank when a fact is not the same on all, naming it and the rank. Collective; blocks.
+    """Raises ValueError on every rank when a fact differs between ranks; the message names both. Collective; blocks.
+
+    Ranks exchange digests first, and the facts themselves only when the digests differ.
 
     Args:
-        facts: by name, in an order that is compared as well; values are compared as text.
+        facts: by name; values are compared as text, and the order is compared as well.
         where: the place in the program, which is compared first.
     """
     if topology.group is None:
@@ -52,7 +51,7 @@ def agree(topology: Topology, facts: Mapping[str, Any], where: str = "tiermem.sh
 
 
 def facts_of(model: nn.Module, policy: OffloadPolicy, device: torch.device) -> dict[str, Any]:
-    """What decides the sequence of collectives: the policy's fields, ranks on a node, the device, parameters in their order."""
+    """The facts that decide the sequence of collectives: policy fields, ranks on a node, device type, parameters in order."""
     facts: dict[str, Any] = {f"policy.{name}": value for name, value in vars(policy).items() if name not in _OWN}
     facts["ranks on a node (LOCAL_WORLD_SIZE)"] = ranks_per_node()  # divides the budget and decides who is near
     facts["device"] = device.type
@@ -63,9 +62,9 @@ def facts_of(model: nn.Module, policy: OffloadPolicy, device: torch.device) -> d
 
 
 def facts_of_plan(plan: Plan) -> dict[str, Any]:
-    """What of a plan decides the sequence of collectives: the units, and how many are present at once.
+    """The facts of a plan that decide the sequence of collectives: the units, and how many are present at once.
 
-    Nodes that have different memory or numbers of ranks may plan different buffers. Then ranks would keep different units.
+    Nodes with different memory or different numbers of ranks may plan different buffers, and would then keep different units.
     """
     facts: dict[str, Any] = {"unit buffers (policy.unit_buffers)": plan.units.num}
     for unit in plan.division.units:
@@ -74,7 +73,7 @@ def facts_of_plan(plan: Plan) -> dict[str, Any]:
 
 
 def _difference(ours: Any, theirs: Any, rank: int) -> str:
-    """What differs between rank 0 and another, in a sentence or a few."""
+    """Describes the difference between rank 0 and another rank in a few sentences."""
     (where, first), (elsewhere, other) = ours, theirs
     if where != elsewhere:
         return (
@@ -100,5 +99,5 @@ def _difference(ours: Any, theirs: Any, rank: int) -> str:
 
 
 def _shown(facts: Mapping[str, str]) -> str:
-    """The one fact of a place that has one."""
+    """The single fact of a place that has exactly one, in parentheses; else empty."""
     return f" ({', '.join(facts.values())})" if len(facts) == 1 else ""

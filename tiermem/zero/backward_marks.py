@@ -1,4 +1,4 @@
-"""Marks on the tensors that enter and leave a module tell where backward is; functions outside torch.compile's graphs."""
+"""Marks: gradient hooks on a module's input and output tensors tell how far backward is. Also: calls outside graphs."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-# ---- Outside graphs: what torch.compile must call rather than look into ----------------------------------------------
+# ---- functions outside torch.compile's graphs ------------------------------------------------------------------------
 #
-# Hooks touch files, queues and other ranks, which no graph can hold. Without the mark torch.compile tries every line of
-# ours and says what it met there. With it, `torch.compile(block)` and `block.compile()`, before or after sharding, make
-# one graph of a block's forward, which blocks of one class share, between its hooks. Limits:
+# Hooks use files, queues and other ranks, which no graph can hold. `outside_graphs` keeps torch.compile from tracing
+# them. `torch.compile(block)` and `block.compile()`, before or after sharding, then make one graph of a block's forward
+# between its hooks; blocks of one class share it. Limits:
 #
-#     fullgraph=True     is refused by torch where hooks are inside: compile `block.forward`, as engine.compile() does
-#     the whole model    breaks into a graph between every two hooks: compile blocks, which is quicker and as good
+#     fullgraph=True     torch refuses it where hooks are inside: compile `block.forward`, as engine.compile() does
+#     the whole model    has a graph break at every hook: compile blocks, which takes less time and gives the same graphs
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Marks a function as one that torch.compile calls as it is, with all that it calls.
+    """Marks a function, with all that it calls, as one that torch.compile calls without tracing it.
 
-    The compiler is 80 MiB of modules and is not imported for this: while it is not there, nothing can be compiled.
+    The mark is set at the first call after torch._dynamo is imported: the compiler is 80 MiB of modules, and this does not
+    import it.
     """
     marked: list[Callable[_P, _R]] = []
 
@@ -38,23 +39,22 @@ def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
             marked.append(torch.compiler.disable(function))
         return marked[0](*args, **kwargs)
 
-    # A code of its own: torch.compile makes eight versions of one and then warns.
+    # Each function gets its own code object: torch.compile allows eight versions of one code object and then warns.
     call.__code__ = call.__code__.replace()
     return functools.wraps(function)(call)
 
 
-# ---- Marks: how the tensors that enter and leave a module tell where backward is -------------------------------------
+# ---- marks -----------------------------------------------------------------------------------------------------------
 #
-#     entering   their gradients come once nothing of the module's own backward is left to compute
-#     leaving    their gradients come before anything of it is computed
+#     input tensors    their gradients come when no operation of the module's own backward is left
+#     output tensors   their gradients come before any operation of the module's backward
 #
-# For autograd runs the operations that are ready in the reverse of the order in which they were recorded. Hooks on
-# tensors are all that is needed: no tensor is replaced, no operation is added, so that gradients add up in the order of
-# the plain model and inputs may be changed in place. Tensors are found wherever they are: in containers, ModelOutput,
-# dataclasses, plain objects.
+# Autograd runs the operations that are ready in the reverse of the order in which they were recorded, so hooks on
+# tensors are enough. No tensor is replaced and no operation is added: gradients add up in the order of the plain model,
+# and inputs may be changed in place.
 #
-# A module that is given no tensor that requires gradients (token ids) tells nothing when it is done, and one that
-# shares all its inputs with others tells late: hooks.py looks at what else has begun since.
+# A module without an input that requires gradients (token ids) gives no mark at its end. A module that shares all its
+# inputs with others gives it late. For both, hooks.py looks at which modules began their backward since.
 
 Owner = TypeVar("Owner")
 
@@ -63,29 +63,30 @@ _PLAIN = (str, bytes, int, float, complex, type(None))
 
 
 def handed_over(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Every tensor that a gradient flows through among the arguments of a forward; parameters are their own ends."""
+    """The tensors among a forward's arguments that require gradients, without parameters (which end the graph themselves)."""
     return [t for t in tensors_in([args, kwargs]) if not isinstance(t, nn.Parameter) and t.requires_grad]
 
 
 def handed_back(module: nn.Module, args: Any, kwargs: Any, output: Any) -> list[torch.Tensor]:
-    """Every tensor that a forward may have made: in its output, in what it was given to fill or to change, and on the module
-    itself (losses that a trainer collects). A view that is changed in place afterwards leaves the graph; what it is a view of
-    does not, and is among them."""
+    """The tensors that a forward may have made: in its output, in containers that it was given, and on the module itself
+    (losses that a trainer collects). A view that is changed in place afterwards leaves the graph. Its base does not, so the
+    bases of views are among them."""
     given = [each for each in (*args, *kwargs.values()) if not isinstance(each, (torch.Tensor, *_PLAIN))]
     kept = [each for each in vars(module).values() if isinstance(each, torch.Tensor)]
     return made_by(tensors_in([output, given, kept]))
 
 
 def made_by(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that an operation has made, and what they are views of."""
+    """The tensors that an operation has made, and the bases of those that are views."""
     made = [t for t in tensors if not isinstance(t, nn.Parameter) and t.grad_fn is not None]
     return made + [t._base for t in made if t._base is not None and t._base.grad_fn is not None]
 
 
 def mark(tensors: list[torch.Tensor], owner: Owner, on_gradient: Callable[[Owner, torch.Tensor], None]) -> None:
-    """Calls `on_gradient` with the owner and the gradient of each tensor when it comes.
+    """Calls `on_gradient` with the owner and the gradient when the gradient of one of the tensors is computed.
 
-    The graph that made a tensor holds the owner. A leaf may outlive many passes: it forgets when the owner has gone.
+    The graph that made a tensor holds the owner. A leaf may live for many passes, so its hook holds the owner weakly and is
+    removed with it.
     """
     for tensor in tensors:
         if tensor.grad_fn is not None:
@@ -96,7 +97,7 @@ def mark(tensors: list[torch.Tensor], owner: Owner, on_gradient: Callable[[Owner
 
 
 class WeakCall(Generic[Owner]):
-    """A hook that does not hold its owner."""
+    """A hook that holds its owner weakly."""
 
     def __init__(self, owner: Owner, on_gradient: Callable[[Owner, torch.Tensor], None]) -> None:
         self._owner = weakref.ref(owner)
@@ -114,7 +115,7 @@ def in_backward() -> bool:
 
 
 class EndOfBackward:
-    """What torch calls when a backward has ended. It forgets it, uncalled, when that ends in an exception."""
+    """A callback for the end of a backward. torch drops it without a call when the backward ends in an exception."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end

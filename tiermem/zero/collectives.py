@@ -1,4 +1,4 @@
-"""Collectives: the calls that ranks make together, and messages that ranks send each other directly."""
+"""Collectives: the calls that all ranks make together, and the messages that ranks on CPUs send each other directly."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ import torch.distributed as dist
 from tiermem.zero.failures import OtherGroups, meet
 from tiermem.zero.topology import Topology
 
-# ---- Messages: what ranks on CPUs send each other directly where gloo's collectives would copy, or mistake one -------
-# call for another
+# ---- messages between CPU ranks --------------------------------------------------------------------------------------
 #
-#     send_to_all    my piece to every other rank, theirs to me        an all-gather, received where each piece belongs
-#     swap_rows      row r of mine to rank r, row r from it            an all-to-all
+#     send_to_all    my piece to every other rank, theirs to me        an all-gather, received in its final place
+#     swap_rows      my row r to rank r, one row from each rank        an all-to-all
 #
-# gloo tells its collectives apart by counting them: where ranks have gone different ways it would match calls of
-# different sizes, which ends the process. A message carries a tag instead, made of what it is for, so that such ranks
-# wait, and failures.py says where they parted. Other backends do the collective.
+# gloo's all-gather copies through a buffer. gloo also matches collectives by counting them: ranks that have gone
+# different ways would match calls of different sizes, which ends the process. A message carries a tag for its purpose
+# instead, so such ranks wait, and failures.py finds where they differ. Other backends run the collective.
 
 GATHER_TAG = 1 << 20  # users' own begin at 0
 REDUCE_TAG = 1 << 29
 
 
 def sends_directly(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether tensors of a device travel as messages in a group."""
+    """Whether tensors on a device travel as messages in a group: on CPUs with gloo."""
     return group is not None and device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
 
 
 def send_to_all(group: dist.ProcessGroup, me: int, pieces: Sequence[torch.Tensor], tag: int) -> list[Any]:
-    """Starts messages of every rank's piece, between every two ranks of a group; returns what is to be waited for."""
+    """Starts messages of every rank's piece between every two ranks of a group; returns the handles to wait for."""
     others = [(rank, piece) for rank, piece in enumerate(pieces) if rank != me]
     receives = [group.recv([piece], rank, tag) for rank, piece in others]
     return receives + [group.send([pieces[me]], rank, tag) for rank, _ in others]
@@ -43,11 +42,11 @@ def send_to_all(group: dist.ProcessGroup, me: int, pieces: Sequence[torch.Tensor
 def swap_rows(
     topology: Topology, what: str, received: torch.Tensor, sent: torch.Tensor, among: str, number: int
 ) -> Pending:
-    """Starts sending each rank of a dimension its row, and getting one from each. Does not block. Raises RankLost.
+    """Starts sending row r to rank r of a dimension, and receiving one row from each. Does not block. Raises RankLost.
 
     Args:
-        received, sent: flat, of as many equal rows as there are ranks.
-        number: of what it is for, the same on every rank and another for anything else.
+        received, sent: flat tensors of as many equal rows as there are ranks.
+        number: names the purpose: the same on every rank, and different for every other exchange.
     """
     group = topology.group_of(among)
     if not sends_directly(group, sent.device):
@@ -65,18 +64,17 @@ def swap_rows(
     return Pending(topology, what, [works], [received, sent])
 
 
-# ---- Collectives: the calls that ranks make together, and what every one of them has in common -----------------------
+# ---- collectives -----------------------------------------------------------------------------------------------------
 #
-#     start    hands a collective to torch.distributed and returns at once, with what is pending
-#     call     the same, and waits
-#     total    float64 sums                        -> their sum over the ranks that hold different parts
-#     share    one rank's tensor                   -> the same on every rank
-#     exchange a small object of every rank        -> all of them, everywhere; exchange_digests: some bytes
+#     start    hands a collective to torch.distributed and returns at once with a Pending
+#     call     does the same and waits
+#     total    sums float64 tensors over the ranks that hold different parts
+#     share    copies one rank's tensor to all ranks
+#     exchange gives every rank the strings of all ranks; exchange_digests: bytes of one length
 #
-# gather.py and reduce.py move the parts of units with them. torch.distributed does the work (NCCL on GPUs, gloo on
-# CPUs). With one shard nothing is called. The sequence of calls is a function of the program's sequence of units alone.
-# A rank that dies, or is silent for longer than the policy's `timeout_s`, makes the wait fail on the others, with its
-# name (failures.py).
+# torch.distributed does the work (NCCL on GPUs, gloo on CPUs). The sequence of calls depends only on the program's
+# sequence of units. When a rank dies, or is silent for longer than the policy's `timeout_s`, the wait on the other
+# ranks fails with the name of that rank (failures.py).
 
 _COMPARING = "comparing what ranks were given"
 
@@ -85,13 +83,13 @@ _NEWER_NAMES = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_t
 
 
 class Pending:
-    """Collectives under way: what must stay alive until they end, and the wait for them.
+    """Collectives under way. Owns the tensors that must stay alive until they end, and the wait for them.
 
     Args:
-        topology: names the rank that is gone when the wait fails.
-        what: what is being done, for that error.
-        rounds: torch.distributed's handles, those of each round started together; a round may be started when those before
-            it have ended.
+        topology: finds the rank that is gone when the wait fails.
+        what: the purpose, for that error.
+        rounds: lists of torch.distributed's handles. The wait asks for a round after the rounds before it have ended, so an
+            iterator may start each round at that point.
         owns: the tensors that the transfers read and write, all on one device.
     """
 
@@ -112,7 +110,7 @@ class Pending:
             raise explained(self._topology, self._what, error) from error
 
     def end(self) -> None:
-        """Waits until nothing touches the tensors any more, and says nothing of what failed: for use after a failure."""
+        """Waits until no transfer uses the tensors any more; errors are suppressed. For use after a failure."""
         with contextlib.suppress(RuntimeError):
             self._wait()
 
@@ -130,9 +128,9 @@ class Pending:
                 watch.end_wait()
 
     def _wait_for(self, works: Sequence[Any]) -> None:
-        """Waits for all of a round before the first failure is raised: they read and write what is owned here.
+        """Waits for all of a round, then raises the first failure: until then transfers use the owned tensors.
 
-        The others end with the first: whom they wait for may wait for this rank, which will send no more.
+        The first failure also ends the others: the ranks that they wait for may wait for this rank, which sends no more.
         """
         failure = None
         for work in works:
@@ -140,7 +138,7 @@ class Pending:
                 if self._is_bounded:
                     work.wait(timedelta(seconds=self._topology.timeout_s))
                 else:
-                    work.wait()  # orders the stream; the backend's own watch keeps the time
+                    work.wait()  # orders the stream; the backend's own watchdog applies the time-out
             except RuntimeError as error:
                 if failure is None and self._topology.watch is not None:
                     self._topology.watch.end_waits()
@@ -153,9 +151,9 @@ class Pending:
 
 
 class Then(Pending):
-    """Several collectives under way, and what is done with what they bring.
+    """Several collectives under way, and a function that runs when all have ended.
 
-    on_end: called by the first wait, when all have ended.
+    on_end: called by the first wait, after all have ended.
     """
 
     def __init__(self, pending: Sequence[Pending], on_end: Callable[[], None] = lambda: None) -> None:
@@ -172,7 +170,7 @@ class Then(Pending):
 
 
 def newest(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective by the name that this torch prefers: newer ones warn of the names that older ones have alone."""
+    """Returns a collective under its newest name in this torch: newer releases warn about the older names."""
     found: Callable[..., Any] = getattr(dist, _NEWER_NAMES.get(collective.__name__, ""), collective)
     return found
 
@@ -192,25 +190,25 @@ def start(topology: Topology, what: str, collective: Callable[..., Any], *args: 
 
 
 def call(topology: Topology, what: str, collective: Callable[..., Any], *args: Any, among: str = "world") -> None:
-    """Runs a collective and waits; a failure, or a wait longer than the topology's, names the rank that is gone."""
+    """Runs a collective and blocks until it has ended. Raises RankLost, which names the rank that is gone."""
     start(topology, what, collective, *args, among=among).wait()
 
 
 def total(topology: Topology, sums: torch.Tensor, among: str = "shard") -> torch.Tensor:
-    """Adds float64 sums over the ranks of a dimension, those that hold different parts; in place. Blocks."""
+    """Adds float64 sums in place over the ranks that hold different parts ("shard") or over all ("world"). Blocks."""
     if (topology.num_shards if among == "shard" else topology.world) > 1:
         call(topology, "adding up norms", dist.all_reduce, sums, among=among)
     return sums
 
 
 def share(topology: Topology, value: torch.Tensor, what: str, rank: int = 0) -> None:
-    """Overwrites a tensor with that of one rank of the group. Blocks; does nothing in a world of one."""
+    """Overwrites a tensor with the one of rank `rank` of the group. Blocks; does nothing when there is one rank."""
     if topology.group is not None and value.numel():
         call(topology, what, dist.broadcast, value, dist.get_global_rank(topology.group, rank))
 
 
 def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:
-    """Every rank's digest, in the order of ranks; all of one length. Blocks; the first half of a comparison.
+    """Every rank's digest, in the order of ranks; all have one length. Blocks; the first half of a comparison.
 
     Raises RankLost, and OtherGroups when ranks were given different groups.
     """
@@ -245,5 +243,5 @@ def exchange(topology: Topology, value: str) -> list[str]:
 
 
 def explained(topology: Topology, what: str, error: RuntimeError) -> RuntimeError:
-    """The error to raise for one of a collective: where ranks differ, or which is gone. Takes a few seconds."""
+    """The error to raise for a failed collective: where ranks differ, or which rank is gone. Takes a few seconds."""
     return error if topology.watch is None else topology.watch.explain(what, error)

@@ -1,17 +1,17 @@
-"""Estimators: what parameters, gradients and optimizer states will take, before there is a model, under the documented names.
+"""Estimators: bytes of parameters, gradients and optimizer states before there is a model, under the documented names.
 
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live        there
     from tiermem.zero import estimate_zero3_model_states_mem_needs_all_live                         here
 
-Two kinds of figures, and the printed tables say which is which:
+There are two kinds of figures, and the printed tables name them:
 
-    the reference's   closed formulas for its settings, to the digit, for machines that were sized by them.
+    the reference's   closed formulas for its settings, exact to the digit, for machines that were sized with them.
                       They hold a safety factor of 1.5 for host memory, know no NVMe, and count no buffer
-    tiermem's         the rows that `zero/plan.py` would allocate for such a model, summed: homes and buffers, exact for
-                      this library, with no factor; bytes on NVMe too, with room for a checkpoint there ("keep")
+    tiermem's         the sum of the rows that `zero/plan.py` would allocate for such a model: storage and buffers, exact
+                      for this library, without a factor; on NVMe with room for a checkpoint there ("keep")
 
-None of them counts activations, the interpreter or the GPU's own kernels; `tiermem plan` does. Sizes are printed in units of
-2^30 bytes. Nothing is allocated: a model that is only imagined is made of meta tensors.
+Neither counts activations, the interpreter or the GPU's own kernels; `tiermem plan` does. Sizes are printed in units of
+2^30 bytes. Nothing is allocated: an imagined model is made of meta tensors.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Unit, divide
 
 _GIB = 1 << 30
-_PARAM, _GRAD, _FP32 = 2, 2, 4  # bytes: 16-bit weights and gradients, and what is in 32 bits
+_PARAM, _GRAD, _FP32 = 2, 2, 4  # bytes of an element: 16-bit weights, 16-bit gradients, 32-bit values
 _STATES = 4 * _FP32  # master, gradient, momentum, variance
 _MOST_LAYERS = 10_000  # of an imagined model
 
 
 class MemoryNeeds(NamedTuple):
-    """What tiermem takes for model states, in bytes: of the memory and the disks of a node, and of each rank's device."""
+    """Bytes that tiermem takes for model states: host memory and disks per node, device memory per GPU."""
 
     host_bytes: int
     device_bytes: int
@@ -52,11 +52,11 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """The reference's figures for ZeRO-3: bytes of host memory per node, of a GPU, and of those its largest layer's.
+    """The reference's figures for ZeRO-3, in bytes: host memory per node, memory per GPU, and the largest layer's share of it.
 
-    The GPU holds the largest layer's weights and gradients, and its part of what is not offloaded. Host memory holds what
-    is: 16 bytes for each parameter, 18 with the 16-bit weights; while a model is built without `zero.Init`, a whole fp32
-    copy of it per GPU.
+    The GPU holds the weights and gradients of the largest layer, and its part of the states that are not offloaded. Host
+    memory holds the offloaded states: 16 bytes per parameter, 18 with the 16-bit weights. Without `zero.Init` it holds a
+    whole fp32 copy of the model per GPU while the model is built.
     """
     largest = (_PARAM + _GRAD) * largest_layer_params
     num_gpus = num_nodes * num_gpus_per_node
@@ -78,7 +78,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """The reference's figures for ZeRO-2: bytes of host memory per node and of a GPU, which holds every 16-bit weight."""
+    """The reference's figures for ZeRO-2, in bytes: host memory per node, and memory per GPU with every 16-bit weight."""
     num_gpus = num_nodes * num_gpus_per_node
     device = _PARAM * total_params
     if cpu_offload:
@@ -92,7 +92,7 @@ def estimate_zero2_model_states_mem_needs(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Prints both tables for a model, whose parameters are counted, each once; the model stays as it is."""
+    """Prints both tables for a model; each parameter counts once, and the model is not changed."""
     estimate_zero3_model_states_mem_needs_all_cold(
         *_counted(model), num_gpus_per_node, num_nodes, additional_buffer_factor
     )
@@ -105,7 +105,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Prints both tables for a model of which only sizes are known: the reference's ways to offload, and tiermem's."""
+    """Prints both tables for a model of which only sizes are known: the reference's offload options, and tiermem's plan."""
     size = f"{int(total_params / 1e6)}M total params, {int(largest_layer_params / 1e6)}M largest layer params"
     lines = _heading(size, num_gpus_per_node, num_nodes)
     for cpu_offload, cpu_offload_params in ((True, True), (True, False), (False, False)):
@@ -125,7 +125,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Prints both tables for ZeRO-2 and a model, whose parameters are counted, each once; the model stays as it is."""
+    """Prints both tables for ZeRO-2 and a model; each parameter counts once, and the model is not changed."""
     total, largest = _counted(model)
     _print(_zero2_rows(total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor))
 
@@ -145,13 +145,13 @@ def estimate_mem_needs(
     policy: OffloadPolicy | None = None,
     is_gpu: bool = True,
 ) -> MemoryNeeds:
-    """What tiermem's own plan takes for a bf16 model made of such layers, in bytes.
+    """Bytes that tiermem's own plan takes for a bf16 model made of layers of the given size.
 
     Args:
-        policy: where things rest; the default sends parameters and optimizer states to NVMe.
-        is_gpu: whether the maths runs on GPUs; else whole units pass through host memory.
+        policy: which tiers states rest on; the default sends parameters and optimizer states to NVMe.
+        is_gpu: whether GPUs compute; else whole units pass through host memory.
 
-    Raises ValueError when the policy's budget cannot hold the model, with the arithmetic.
+    Raises ValueError, with the arithmetic, when the policy's budget cannot hold the model.
     """
     policy = policy or _policy(3, Tier.NVME, Tier.NVME)
     num_ranks = num_gpus_per_node * num_nodes
@@ -173,14 +173,14 @@ def _zero2_rows(total: int, largest: int, num_gpus_per_node: int, num_nodes: int
 
 
 def _own_rows(stage: int, total: int, largest: int, num_gpus_per_node: int, num_nodes: int) -> Iterator[str]:
-    """The table of what tiermem takes, for every pair of homes that the stage allows."""
+    """The table of tiermem's needs, for every pair of tiers that the stage allows."""
     yield "tiermem, from its own plan (bf16 weights, fp32 states, zero_init=1; no factor):"
     yield "  per CPU  |  per GPU |  per NVMe | Options"
     homes = (Tier.HOST, Tier.NVME) if stage == 3 else ()
     pairs = [(params, optim) for optim in (Tier.HOST, Tier.NVME) for params in (*homes, Tier.DEVICE)]
     for params, optim in pairs:
         if params is Tier.NVME and optim is Tier.HOST:
-            continue  # the smaller part on the slower tier
+            continue  # parameters, the smaller part, would rest on the slower tier
         policy = _policy(stage, params, optim)
         needs = estimate_mem_needs(total, largest, num_gpus_per_node, num_nodes, policy)
         names = ["none" if tier is Tier.DEVICE else "cpu " if tier is Tier.HOST else "nvme" for tier in (params, optim)]
@@ -196,14 +196,14 @@ def _policy(stage: int, params: Tier, optim: Tier) -> OffloadPolicy:
 
 
 def _passing_bytes(units: list[Unit]) -> int:
-    """Of a GPU: the units present at once beside those that stay, and the gradients of the largest unit."""
+    """Bytes on a GPU of the streamed units that are present at once, and of the gradients of the largest unit."""
     streamed = [unit.full_bytes for unit in units if not unit.is_resident]
     gradients = max((unit.full_bytes for unit in units if unit.is_trainable), default=0)
     return min(USUAL_ON_DEVICE, len(streamed)) * max(streamed, default=0) + gradients
 
 
 def _imagined(total: int, largest: int) -> nn.Module:
-    """Layers of that size, on the meta device, until the total is reached. Raises ValueError for impossible sizes."""
+    """Layers of `largest` elements on the meta device until the total is reached. Raises ValueError for impossible sizes."""
     if not 0 < largest <= total:
         raise ValueError(
             f"largest_layer_params is {largest} and total_params {total}; the largest layer must be more than 0 and at most "
@@ -220,13 +220,13 @@ def _imagined(total: int, largest: int) -> nn.Module:
 
 
 def _counted(model: nn.Module) -> tuple[int, int]:
-    """Parameters in all, each once, and of the module that owns most."""
+    """The number of all parameters, each counted once, and that of the module that owns most."""
     owned = (sum(_numel(p) for p in module.parameters(recurse=False)) for module in model.modules())
     return sum(_numel(p) for p in model.parameters()), max(owned, default=0)
 
 
 def _numel(param: nn.Parameter) -> int:
-    """Of the whole parameter, also while it is partitioned."""
+    """Elements of the whole parameter, also while it is partitioned."""
     return int(getattr(param, "ds_numel", param.numel()))
 
 
@@ -249,5 +249,5 @@ def _column(num_bytes: int, width: int) -> str:
 
 
 def _print(lines: list[str]) -> None:
-    """The documented behaviour of these functions is to print; nothing else in the library does."""
+    """Prints lines: the documented behaviour of these functions. No other function of the library prints."""
     sys.stdout.write("\n".join(lines) + "\n")

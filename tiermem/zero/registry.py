@@ -1,7 +1,7 @@
-"""The registry: which parameters are partitioned, and by whom.
+"""The registry: a weak map from each partitioned Parameter to its keeper, the object that keeps its values.
 
-One weak map from Parameter to its keeper, so that optimizers, loaders and state access find a parameter's shard without
-anything being hung on the user's tensors. An entry dies with its parameter.
+With it optimizers, loaders and state access find a parameter's shard, and no attribute is set on the user's tensors. An
+entry ends with its parameter.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 EXTERNAL = "_external_params"
-"""Where a module lists the parameters of other modules that it needs (access.py): copied and pickled with the module."""
+"""The attribute of a module that lists the parameters of other modules that it needs. Copied and pickled with the module."""
 
 _keepers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _gathered: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def enrol(param: nn.Parameter, keeper: Any) -> None:
-    """Says that `keeper` (held weakly) looks after a parameter from now on."""
+    """Registers `keeper` (held weakly) as the keeper of a parameter."""
     _keepers[param] = weakref.ref(keeper)
 
 
 def dismiss(param: nn.Parameter) -> None:
-    """Says that a parameter is an ordinary one again."""
+    """Removes a parameter's entry: it is an ordinary parameter again."""
     _keepers.pop(param, None)
 
 
 def externals_of(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of other modules that a module was said to need."""
+    """The parameters of other modules that were registered with a module."""
     found: list[nn.Parameter] = module.__dict__.get(EXTERNAL, [])
     return found
 
 
 def set_gathered(param: nn.Parameter, is_gathered: bool) -> None:
-    """Notes that a GatheredParameters context holds a parameter's values, or holds them no more."""
+    """Notes whether a GatheredParameters context holds a parameter's values."""
     if is_gathered:
         _gathered[param] = True
     else:
@@ -49,6 +49,6 @@ def is_gathered(param: nn.Parameter) -> bool:
 
 
 def keeper_of(param: nn.Parameter) -> Any | None:
-    """Who looks after a parameter, or None for an ordinary one."""
+    """The keeper of a parameter, or None for an ordinary parameter."""
     found = _keepers.get(param)
     return None if found is None else found()
