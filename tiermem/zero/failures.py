@@ -1,4 +1,4 @@
-"""Failures of ranks: which rank is gone, which one went another way, and how waiting ranks find out before the time-out."""
+"""Failures of ranks: finds the rank that is gone, and ranks whose collectives differ, before the time-out ends a wait."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-# ---- Traffic: what this rank has handed to collectives, call by call. Tests and reports count payloads with it -------
+# ---- traffic ---------------------------------------------------------------------------------------------------------
 
 _NUM_COMPARED = 100
 
 
 class Payload(NamedTuple):
-    """One call of a collective."""
+    """One call of a collective by this rank."""
 
     op: str
     """Its name in torch.distributed, such as "all_gather_into_tensor"."""
     what: str
-    """What it was for, such as "gathering layers.3"."""
+    """The purpose, such as "gathering layers.3"."""
     num_bytes: int
-    """Bytes of the larger side: what an all-gather fills, what a reduce-scatter takes, what an all-reduce adds up."""
+    """Bytes of the larger side: the output of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce."""
     among: str = "world"
-    """Which ranks took part: "world" (all), "shard", "replica", "across" or "within" (topology.py)."""
+    """The ranks that took part: "world" (all), "shard", "replica", "across" or "within" (topology.py)."""
 
 
 class Traffic:
-    """The newest payloads; the oldest are forgotten, so that memory stays bounded.
+    """The newest payloads of this rank. Tests and reports count bytes with it; older payloads are dropped to bound memory.
 
     Args:
-        max_calls: how many are kept.
+        max_calls: how many payloads are kept.
     """
 
     def __init__(self, max_calls: int = 50_000) -> None:
@@ -49,13 +49,13 @@ class Traffic:
         self._newest: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=_NUM_COMPARED)
 
     def add(self, op: str, what: str, num_bytes: int, among: str = "world") -> None:
-        """Notes one call."""
+        """Records one call."""
         self.payloads.append(Payload(op, what, num_bytes, among))
         self._num_calls += 1
         self._newest.append((self._num_calls, op, what))
 
     def newest(self) -> dict[int, str]:
-        """The newest calls by number, counted from 1 since the beginning: on all ranks the same (failures.py)."""
+        """The newest 100 calls by number, counted from 1 since the beginning. On all ranks a number means the same call."""
         return {number: f"{what} ({op})" for number, op, what in list(self._newest)}
 
     def bytes_of(self, what: str) -> int:
@@ -63,14 +63,14 @@ class Traffic:
         return sum(payload.num_bytes for payload in self.payloads if payload.what.startswith(what))
 
 
-# ---- Board: what ranks tell each other in the rendezvous store -------------------------------------------------------
+# ---- board -----------------------------------------------------------------------------------------------------------
 
 
 class Board:
-    """Notes of all ranks, as JSON, in the rendezvous store.
+    """Notes that ranks leave for each other, as JSON, in the rendezvous store of torch.distributed.
 
-    torchrun's store belongs to its agent and outlives ranks. A store that rank 0 keeps goes with it: then nothing can be posted
-    or read any more, and `is_gone` says so.
+    torchrun's store belongs to its agent and outlives ranks. Otherwise rank 0 keeps the store, and it ends with rank 0: then
+    notes can be neither posted nor read, and `is_gone` is True.
     """
 
     def __init__(self) -> None:
@@ -83,19 +83,19 @@ class Board:
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def post(self, key: str, note: Any) -> None:
-        """Writes a note; another one under the same key is replaced."""
+        """Writes a note and replaces an older one under the same key. A lost store sets `is_gone` and raises nothing."""
         with self._noticing():
             self._store.set(f"tiermem/{key}", json.dumps(note))
 
     def read(self, key: str) -> Any:
-        """A note, or None where there is none. Does not wait for one."""
+        """A note, or None where there is none or the store is lost. Does not wait for a note."""
         with self._noticing():
             if self._store.check([f"tiermem/{key}"]):
                 return self.wait(key)
         return None
 
     def wait(self, key: str) -> Any:
-        """A note, once it is there. Blocks; raises RuntimeError."""
+        """A note. Blocks until it is posted; raises RuntimeError."""
         return json.loads(self._store.get(f"tiermem/{key}"))
 
     @contextlib.contextmanager
@@ -106,58 +106,58 @@ class Board:
             self.is_gone = True
 
 
-# ---- Watch: what has become of the ranks that this one waits for -----------------------------------------------------
+# ---- watch -----------------------------------------------------------------------------------------------------------
 
 _GRACE_S = 10.0
-_PATIENCE_S = 2.0  # before a wait is long
+_PATIENCE_S = 2.0  # a longer wait is checked for differences
 _LOOK_S = 1.0
-_UNUSED_TAG = 1 << 30  # of a message that no rank sends
+_UNUSED_TAG = 1 << 30  # no rank sends a message with this tag
 
-# How many watches were started on a group: all ranks start the same ones in the same order, so that the number names one.
+# The number of watches started on a group. All ranks start them in the same order, so the number names one watch.
 _STARTED: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class RankLost(RuntimeError):
-    """A collective failed; the message names the rank that is gone, or says that all are there."""
+    """A collective failed; the message names the rank that is gone, or says that all ranks are alive."""
 
 
 class RanksDiffer(RankLost):
-    """Ranks have gone different ways and would wait for each other; the message says where."""
+    """Ranks have gone different ways and would wait for each other; the message says where they differ."""
 
 
 class Watch:
-    """Looks after this rank's waits for others, and finds out why one has failed.
+    """Watches this rank's waits for others, and finds the reason when one fails.
 
-    A rank that is gone. A backend only reports that a connection was closed, and closes its own in turn, so that the rank that
-    really stopped drowns in errors of its neighbours. So every rank posts where it runs (host, process), and a rank whose
-    collective has failed looks for a few seconds:
+    First case: a rank is gone. A backend only reports that a connection was closed, and then closes its own connections. So
+    every rank gets errors from its neighbours, and the first failure cannot be told from the others. Therefore every rank
+    posts its host and process, and a rank whose collective has failed checks, for up to 10 s:
 
-        1  whether another rank has named the lost one already (it posts what it found)
-        2  whether a process of its own host is no longer alive
-        3  whether a rank has never posted where it runs
+        1  whether another rank has already named the lost rank (each rank posts the lost rank that it found)
+        2  whether a process on its own host is no longer alive
+        3  at the end: whether a rank has never posted its host and process
 
-    When no rank is gone the error says which one did not come: a rank whose wait failed posts what it waited for. A store that
-    rank 0 keeps goes with it, which is an answer too; so a rank 0 that has its answer stays until the others have theirs, which
-    would otherwise take it for the one that is gone.
+    When no rank is gone, the error names the rank that did not come: a rank whose wait failed posts the purpose of that wait.
+    When rank 0 keeps the store, a lost store means that rank 0 is gone. So a rank 0 that has its answer keeps running until the
+    other ranks have theirs; otherwise they would report rank 0 as the lost rank.
 
-    Ranks that have gone different ways find out while they wait for each other, long before the time-out:
+    Second case: ranks have gone different ways. They find out while they wait for each other, before the time-out:
 
         number    rank 0                 rank 1
             40    gathering layers.0     gathering layers.0
-            41    gathering layers.1     gathering layers.2      <- here, for certain, whatever is slow
+            41    gathering layers.1     gathering layers.2      <- the ranks differ here, however slow one of them is
 
-    What ranks hand to collectives is one sequence, the same on all of them. A rank that has waited for a while posts the end of
-    its own and reads those of the others; where one number has two names, the wait is ended and says so. With equal names it
-    goes on: a rank is slow. A wait costs two assignments; a thread looks now and then, and touches the store only while there
-    is something to wait for.
+    The calls that ranks hand to collectives are one sequence, the same on all ranks. A rank that waits longer than 2 s posts
+    the end of its own sequence and reads the ends of the others. If one number has two names, the wait is ended with an error.
+    If the names are equal, the wait continues: a rank is slow. Starting and ending a wait costs two assignments. A thread
+    checks once per second, and uses the store only during a long wait.
 
-    A wait of gloo's is ended by another one on the same connections that times out: that closes them, on the other ranks as
-    well, which then look for the difference in turn. A rank that fails ends its other waits like this: the ranks that it waits
-    for may wait for it. NCCL waits on the GPU, and its own watch ends them.
+    A gloo wait is ended by a second receive on the same connections that times out after 1 ms. The time-out closes the
+    connections on the other ranks too, and they look for the difference in turn. A rank that fails ends its other waits in the
+    same way, because the ranks that it waits for may wait for it. NCCL waits on the GPU, and its own watchdog ends them.
 
     Args:
         ranks: the global ranks that work together.
-        traffic: what this rank has handed to collectives; calls of all its threads are one sequence.
+        traffic: this rank's calls; calls of all its threads are one sequence.
     """
 
     def __init__(self, ranks: Sequence[int], traffic: Traffic) -> None:
@@ -167,18 +167,20 @@ class Watch:
         self._traffic = traffic
         self._board = Board()
         self._board.post(f"rank/{self._me}", _this_process())
-        self._known: dict[int, tuple[str, int, str]] = {}  # where ranks run, read while the store lives
+        self._known: dict[
+            int, tuple[str, int, str]
+        ] = {}  # host, process and start of each rank, read while the store lives
         self._groups: list[dist.ProcessGroup] = []
-        self._key = ""  # of the sequences; empty until the watch is started
+        self._key = ""  # prefix of the posted sequences; empty until the watch is started
         self._waits_since = 0.0  # 0: this rank does not wait
         self._num_posted = -1
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, group: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Begins to look at waits. Every rank of `group` starts its watches in the same order. Does not block.
+        """Starts to check waits. Every rank of `group` starts its watches in the same order. Does not block.
 
-        groups: those whose waits are ended when a difference is found.
+        groups: the groups whose waits are ended when a difference is found.
         """
         number = _STARTED[group] = _STARTED.get(group, 0) + 1
         self._key = f"watch/{'-'.join(map(str, self._ranks))}/{number}"
@@ -188,13 +190,13 @@ class Watch:
             self._thread.start()
 
     def close(self) -> None:
-        """Ends the looking. Safe to repeat; waits for the thread, which may be asking the store."""
+        """Stops the checks. Safe to repeat; blocks until the thread has ended, which may be reading the store."""
         self._is_closed.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def meet(self) -> None:
-        """Remembers where every rank runs. To be called when all have come: after a collective. Raises RankLost."""
+        """Reads the host and process of every rank. Call it after a collective, when all ranks have come. Raises RankLost."""
         if len(self._known) == len(self._ranks):
             return
         try:
@@ -203,23 +205,23 @@ class Watch:
             raise self._explain_loss("the roll call", error) from error
 
     def begin_wait(self) -> None:
-        """This rank waits for others from now on."""
+        """Notes that this rank waits for others from now on."""
         self._waits_since = time.monotonic()
 
     def end_wait(self) -> None:
-        """It waits no more."""
+        """Notes that the wait has ended."""
         self._waits_since = 0.0
 
     def end_waits(self) -> None:
-        """Ends what this rank still waits for, and what waits for it, once something has failed. Safe to repeat."""
+        """Ends this rank's waits, and the other ranks' waits for it, after a failure. Safe to repeat."""
         self._post_newest()
         for group in self._groups:
-            for rank in set(range(group.size())) - {group.rank()}:  # one that is connected still is enough
-                with contextlib.suppress(RuntimeError):  # the time-out, which is what it is for
+            for rank in set(range(group.size())) - {group.rank()}:  # one open connection is enough
+                with contextlib.suppress(RuntimeError):  # the intended time-out
                     group.recv([torch.zeros(1)], rank, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def explain(self, what: str, error: Exception) -> RankLost:
-        """The error to raise when a collective has failed: where ranks differ, or which is gone. Takes a few seconds."""
+        """The error to raise when a collective has failed: where ranks differ, or which rank is gone. Takes up to 10 s."""
         since = time.monotonic()
         difference = self.difference()
         if difference is not None:
@@ -231,10 +233,10 @@ class Watch:
         return found
 
     def outlive(self, since: float) -> None:
-        """Posts that this rank has its answer; if it keeps the store, waits until all who are alive have one too.
+        """Posts that this rank has its answer. A rank 0 that keeps the store then waits until all living ranks have theirs.
 
         Args:
-            since: when this rank began to ask (`time.monotonic()`). It waits no longer than it asks for.
+            since: when this rank began to look for its answer (`time.monotonic()`); the wait ends 10 s after it.
         """
         self._board.post(f"rank/{self._me}/answered", True)
         is_keeper = self._me == 0 and self._board.is_kept_by_rank_0
@@ -263,7 +265,7 @@ class Watch:
         return RankLost(f"{what} cannot go on: {names} is gone. Its own output says why. (On rank {self._me}: {error})")
 
     def _lost(self) -> set[int]:
-        for rank in set(self._ranks) - set(self._known):  # which may have posted since
+        for rank in set(self._ranks) - set(self._known):  # these may have posted since the last look
             place = self._board.read(f"rank/{rank}")
             if place is not None:
                 self._known[rank] = place
@@ -275,12 +277,12 @@ class Watch:
         return lost
 
     def _absent(self) -> set[int]:
-        """Ranks that never posted where they run: they stopped before, or run something else."""
+        """Ranks that never posted their host and process: they stopped before, or run another program."""
         absent = {rank for rank in self._ranks if self._board.read(f"rank/{rank}") is None}
         return set() if self._board.is_gone else absent
 
     def _who_stays_away(self, what: str) -> str:
-        """What the ranks that are alive do instead, as far as they have posted it: those whose wait failed say for what."""
+        """What the living ranks do instead, as far as posted: a rank whose wait failed has posted the purpose of that wait."""
         waits = {rank: self._board.read(f"rank/{rank}/waits") for rank in self._others}
         absent = [f"rank {rank}{self._place(rank)}" for rank, other in waits.items() if other is None]
         elsewhere = [f"rank {rank} waits in {other!r}" for rank, other in waits.items() if other not in (None, what)]
@@ -294,9 +296,9 @@ class Watch:
     # ---- ranks that differ -------------------------------------------------------------------------------------------
 
     def difference(self) -> str | None:
-        """Where the ranks that wait, or have waited, went different ways, as far as this one can see; None: nowhere.
+        """Where the ranks that wait, or have waited, went different ways, as far as posted; None: no difference is found.
 
-        Posts this rank's own end of the sequence first. Asks the store; does not wait for any rank.
+        Posts the end of this rank's own sequence first. Reads the store; does not wait for any rank.
         """
         if not self._key:
             return None
@@ -328,12 +330,12 @@ def _this_process() -> tuple[str, int, str]:
 
 
 def _has_died(host: str, pid: int, started: str) -> bool:
-    """Whether a process of this host is gone, a zombie, or another one by now; False for other hosts."""
+    """Whether a process of this host has ended, is a zombie, or has a new owner of its number; False for other hosts."""
     return host == socket.gethostname() and _start_of(pid) != started
 
 
 def _start_of(pid: int) -> str:
-    """When a process started, in the kernel's clock ticks; empty for one that runs no more."""
+    """When a process started, in the kernel's clock ticks since boot; empty for a process that does not run."""
     try:
         fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -342,7 +344,7 @@ def _start_of(pid: int) -> str:
 
 
 def _difference(said: dict[int, dict[int, str]]) -> str | None:
-    """The first number that has two names, in a sentence."""
+    """A sentence about the first number that has two names; None when there is none."""
     for number in sorted({number for calls in said.values() for number in calls}):
         named = {rank: calls[number] for rank, calls in said.items() if number in calls}
         first = next(iter(named))
@@ -356,24 +358,24 @@ def _difference(said: dict[int, dict[int, str]]) -> str | None:
     return None
 
 
-# ---- Meeting: the first wait of some ranks, in which those that were given different groups find each other ----------
+# ---- meeting: the first wait of a group ------------------------------------------------------------------------------
 #
-#     rank 0 waits among 0, 1, 2      rank 1 waits among 0, 1      each waits for the other, and neither will come
+#     rank 0 waits among ranks 0, 1, 2      rank 1 waits among ranks 0, 1      neither wait can end
 #
-# A rank that has waited for a while posts among which ranks, as long as it waits. Two ranks that wait for each other in
-# different groups, seen twice in a row, will do so for ever: they post that where the others of their groups look, and
-# all stop. A rank that is only slow posts nothing and is waited for.
+# A rank that has waited for 1 s posts the ranks of its group until the wait ends. When it sees, twice in a row, a rank
+# that waits for it in another group, neither wait can end. It then posts an error under the keys of both groups, and
+# all their ranks raise it. A rank that is only slow posts nothing, so the others wait for it.
 
-# How often a group has met: the same number on all its ranks, which names one meeting.
+# How often a group has met. The number is the same on all its ranks and names one meeting.
 _MET: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class OtherGroups(ValueError):
-    """Ranks that work together were given different groups; the message says which."""
+    """Ranks that work together were given different groups; the message names both groups."""
 
 
 def meet(group: dist.ProcessGroup, work: Any, timeout_s: float) -> None:
-    """Waits for a collective of gloo's that all ranks of a group begin with. Raises OtherGroups, RuntimeError."""
+    """Waits for the gloo collective with which all ranks of a group begin. Blocks. Raises OtherGroups, RuntimeError."""
     meeting = _MET[group] = _MET.get(group, 0) + 1
     deadline = time.monotonic() + timeout_s
     look: _Look | None = None
@@ -385,7 +387,7 @@ def meet(group: dist.ProcessGroup, work: Any, timeout_s: float) -> None:
             look = look or _Look(group, meeting)
             look.again()
     except RuntimeError:
-        (look or _Look(group, meeting)).raise_verdict()  # the rank that found it has closed the connections
+        (look or _Look(group, meeting)).raise_verdict()  # the rank that raised OtherGroups has closed the connections
         raise
     finally:
         if look is not None:
@@ -393,7 +395,7 @@ def meet(group: dist.ProcessGroup, work: Any, timeout_s: float) -> None:
 
 
 def _has_ended(work: Any, wait_s: float, is_last: bool) -> bool:
-    """Waits for some time; raises what the collective failed with, or that the last wait was in vain."""
+    """Waits for at most `wait_s`. Raises the collective's own error, and on the last wait also the time-out."""
     try:
         work.wait(timedelta(seconds=wait_s))
     except RuntimeError:
@@ -404,18 +406,18 @@ def _has_ended(work: Any, wait_s: float, is_last: bool) -> bool:
 
 
 class _Look:
-    """What this rank posts and reads while it waits in one meeting."""
+    """The notes that this rank posts and reads while it waits in one meeting."""
 
     def __init__(self, group: dist.ProcessGroup, meeting: int) -> None:
         self._me = dist.get_rank()
         self._ranks = dist.get_process_group_ranks(group)
         self._board = Board()
         self._verdict = _verdict_of(meeting, self._ranks)
-        self._before: list[tuple[int, Any]] = []  # ranks that wait for this one elsewhere, seen in the look before
+        self._before: list[tuple[int, Any]] = []  # ranks that waited for this one in another group at the last look
         self._board.post(f"meeting/{self._me}", [meeting, self._ranks])
 
     def again(self) -> None:
-        """Raises OtherGroups when a rank waits for this one in another group, or another one of this group has found one."""
+        """Raises OtherGroups when a rank waits for this one in another group, or a rank of this group has posted that error."""
         found = [(rank, self._board.read(f"meeting/{rank}")) for rank in self._ranks if rank != self._me]
         found = [(rank, note) for rank, note in found if note and note[1] != self._ranks and self._me in note[1]]
         self.raise_verdict()
@@ -432,16 +434,16 @@ class _Look:
             raise OtherGroups(message)
 
     def raise_verdict(self) -> None:
-        """Raises OtherGroups when another rank of this group has found one that waits elsewhere."""
+        """Raises OtherGroups when a rank of this group or of the other one has posted the error."""
         message = self._board.read(self._verdict)
         if message is not None:
             raise OtherGroups(message)
 
     def end(self) -> None:
-        """This rank waits no more."""
+        """Removes this rank's note: it waits no more."""
         self._board.post(f"meeting/{self._me}", None)
 
 
 def _verdict_of(meeting: int, ranks: list[int]) -> str:
-    """The key of what was found about a meeting of some ranks."""
+    """The key of the error that is posted about one meeting of some ranks."""
     return f"meeting/{'-'.join(map(str, ranks))}/{meeting}"

@@ -28,53 +28,50 @@ from tiermem.zero.collectives import (
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Shard, Unit
 
-# ---- Gather: every rank's part of something, brought together on all of them, straight into its final place ----------
+# ---- gathers ---------------------------------------------------------------------------------------------------------
 #
-#     UnitGather    every rank's shard of a unit     -> the unit's full layout, which the maths sees; may run behind compute
-#     gather_unit   the same, at once, or a span of the shard layout after the other
-#     gather        every rank's part of one tensor  -> the whole, in the order of ranks
+#     UnitGather    every rank's shard of a unit     -> the unit's full layout, which the maths sees; may overlap compute
+#     gather_unit   the same, at once; also for a span of the shard layout
+#     gather        every rank's part of one tensor  -> the whole tensor, in the order of ranks
 #
-# A rank puts its own part into the full layout first, in the dtype that the maths sees (so what crosses ranks is in
-# that dtype as well), and the buffer that the shard was read into is free from then on. Then the parts are exchanged in
-# place:
+# A rank first copies its own part into the full layout, in the dtype that the maths sees, so this dtype also crosses
+# ranks. The buffer that the shard was read into is free after that. Then the parts are exchanged in place:
 #
-#     coalesced    all parameters of the unit as one call
-#     single       one parameter after the other: nothing is buffered for more than one of them
-#   all_reduce   the other ranks' parts are set to zero and the whole layout is added up, as integers: bits stay what they are
+#     coalesced    all parameters of the unit in one call
+#     single       one parameter after the other, so that at most one parameter is buffered
 #
-# Over gloo an all-gather collects into a tensor of its own, as large as all that is gathered, and copies from there; so
-# between CPUs each rank's part travels as a message to each of the others, received where it belongs. NCCL gathers in
-# place.
+# gloo's all-gather collects into a tensor as large as everything gathered, and copies from there. So between CPUs each
+# rank's part travels as a message to each of the others and is received in its final place. NCCL gathers in place.
 
-_Call = Callable[[], Sequence[Any]]  # starts something and returns what is to be waited for
+_Call = Callable[[], Sequence[Any]]  # starts transfers and returns the handles to wait for
 
 
 class Gather(Protocol):
-    """The gather of one unit, in two steps: `put` this rank's shard, `start` the exchange."""
+    """The gather of one unit, in two steps: `put` takes this rank's shard, `start` begins the exchange."""
 
     @property
     def needs_shard(self) -> bool:
-        """Whether the next gather begins at the shard; else it need not be read."""
+        """Whether the next gather needs this rank's shard; else the shard need not be read."""
 
     def put(self, shard: torch.Tensor | None) -> None:
-        """Takes this rank's flat shard layout, when it is needed."""
+        """Takes this rank's flat shard layout; None when the gather does not need it."""
 
     def start(self) -> Pending:
         """Starts the exchange. Collective; does not block."""
 
     def outdate(self) -> None:
-        """The weights are about to change at home."""
+        """Notes that the weights are about to change where they rest; a second copy is not used again."""
 
 
 class UnitGather:
-    """The gather of one unit, again and again. Collective: every rank starts the same ones in the same order.
+    """The gather of one unit; may be repeated. Collective: every rank starts the same gathers in the same order.
 
     Args:
-        topology: over which ranks.
-        unit: what is gathered.
-        full: its full layout; has bytes under it whenever a gather runs.
-        is_single: one parameter after the other, with nothing buffered for more than one; else all as one call.
-        span: elements of the shard layout that are gathered; default: all of it.
+        topology: the ranks that share the unit.
+        unit: the unit to gather.
+        full: its full layout; its storage has bytes whenever a gather runs.
+        is_single: gather one parameter after the other, so that at most one is buffered; else all in one call.
+        span: the elements of the shard layout to gather; default: all of it.
     """
 
     def __init__(
@@ -86,29 +83,29 @@ class UnitGather:
         self._what = f"gathering {unit.name}"
         self._first = span.start if span is not None else 0
         self._parts = cut_span(unit, span)
-        self._pieces: list[list[torch.Tensor]] = []  # of each parameter, every rank's: views, made in the first gather
-        self._own: list[torch.Tensor] = []  # this rank's of those
-        self._exchanges: list[_Exchange] = []  # made with them, in the order in which they are started
+        self._pieces: list[list[torch.Tensor]] = []  # per parameter, the place of every rank's part: views, made once
+        self._own: list[torch.Tensor] = []  # this rank's places among them
+        self._exchanges: list[_Exchange] = []  # between these places, in the order in which they are started
         self._shard: torch.Tensor | None = None
-        self._mine: list[torch.Tensor] = []  # views of that
+        self._mine: list[torch.Tensor] = []  # views of the shard, one per parameter
 
     @property
     def needs_shard(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def outdate(self) -> None:
-        """Nothing is kept that could be outdated."""
+        """Does nothing: no copy is kept between gathers."""
 
     def put(self, shard: torch.Tensor | None) -> None:
-        """Copies this rank's flat shard layout, or what the span holds of it, into its place in the full one.
+        """Copies this rank's flat shard layout, or the span of it, into its place in the full layout.
 
-        The shard is free afterwards; on a GPU when the current stream gets there.
+        The shard may be reused afterwards; on a GPU when the current stream has done the copy.
         """
         assert shard is not None
         if not self._pieces:
             self._prepare()
-        if shard is not self._shard:  # one that rests in memory is the same every time
+        if shard is not self._shard:  # a shard that rests in memory is the same tensor every time
             self._shard = shard
             places = [(part.shard_offset - self._first, part.numel) for part in self._parts]
             self._mine = [shard[place : place + numel] for place, numel in places]
@@ -123,7 +120,7 @@ class UnitGather:
             raise explained(self._topology, self._what, error) from error
 
     def _start(self) -> Iterable[Sequence[Any]]:
-        """Starts the first round; those after it are started as the wait asks for them."""
+        """Starts the first round; the wait starts each later round after the round before it."""
         if not self._exchanges:
             return []
         first = self._begin(self._exchanges[0])
@@ -136,7 +133,7 @@ class UnitGather:
         return exchange.start()
 
     def _prepare(self) -> None:
-        """Makes the views that every gather uses: not before the first, since a storage without bytes cannot be viewed."""
+        """Makes the views that every gather uses. Not before the first gather: a storage without bytes cannot be viewed."""
         self._pieces = [self._cut(part) for part in self._parts]
         self._own = [pieces[self._topology.shard_rank] for pieces in self._pieces]
         if self._topology.num_shards == 1 or not self._parts:
@@ -152,7 +149,7 @@ class UnitGather:
         return [self._full[part.place_of(rank)] for rank in range(self._topology.num_shards)]
 
     def _messages(self, indices: list[int], each: _Round) -> _Exchange:
-        """A round of the exchange of some parameters, as messages of every rank's piece between every two of a group."""
+        """One round of the exchange of some parameters, as messages of every rank's piece between every two ranks."""
         group, num_bytes = self._topology.group_of(each.among), 0
         calls: list[_Call] = []
         for index in indices:
@@ -164,7 +161,7 @@ class UnitGather:
         return _Exchange(each.among, num_bytes, calls)
 
     def _all_gathers(self, indices: list[int], each: _Round) -> _Exchange:
-        """The same as all-gathers, grouped by the backend where torch can; in place where a row lies in one piece."""
+        """The same round as all-gathers, in one backend call where torch can group them; in place where a row is contiguous."""
         group, num_bytes = self._topology.group_of(each.among), 0
         is_whole = all(row == list(range(row[0], row[-1] + 1)) for row in each.rows)
         is_whole = is_whole and all(self._parts[index].is_whole for index in indices)
@@ -175,21 +172,23 @@ class UnitGather:
                 num_bytes += mine.nbytes * len(row)
                 whole = self._full[start : start + len(row) * part.numel] if is_whole else [pieces[i] for i in row]
                 calls.append(partial(_all_gather, whole, mine, group))
-        if self._full.device.type == "cpu":  # nothing to win, and what is grouped cannot be waited for with a time-out
+        if (
+            self._full.device.type == "cpu"
+        ):  # grouping gains nothing here, and a grouped call has no wait with a time-out
             return _Exchange(each.among, num_bytes, calls)
         return _Exchange(each.among, num_bytes, calls, _grouping(group, None if is_whole else self._full.device))
 
 
 class _Exchange(NamedTuple):
-    """Calls that are started together, again and again, with all their arguments."""
+    """Calls that are started together, with all their arguments; used for every gather."""
 
     among: str
     num_bytes: int
     calls: list[_Call]
-    grouping: Callable[[], contextlib.AbstractContextManager[Any]] | None = None  # makes them one call of the backend's
+    grouping: Callable[[], contextlib.AbstractContextManager[Any]] | None = None  # makes the calls one backend call
 
     def start(self) -> list[Any]:
-        """Returns what is to be waited for."""
+        """Starts the calls and returns the handles to wait for."""
         if self.grouping is None:
             return [work for call in self.calls for work in call()]
         with self.grouping() as grouped:
@@ -199,7 +198,7 @@ class _Exchange(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """An exchange among some of the ranks: of each row of places in a parameter, every one brings its own."""
+    """One exchange among some ranks. Each row lists places in a parameter; every rank contributes its own place."""
 
     among: str
     me: int  # this rank's place in a row
@@ -207,7 +206,7 @@ class _Round(NamedTuple):
 
 
 def _rounds_of(topology: Topology) -> list[_Round]:
-    """One round among all that share the parts; or across nodes first and then within each, where bytes cross once."""
+    """One round among all ranks that share the parts; or two, across nodes and then within, so bytes cross nodes once."""
     if not topology.gathers_in_stages:
         return [_Round("shard", topology.shard_rank, [list(range(topology.num_shards))])]
     across, within = topology.across, topology.within
@@ -220,7 +219,7 @@ def _rounds_of(topology: Topology) -> list[_Round]:
 
 
 def _all_gather(whole: torch.Tensor | list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> list[Any]:
-    """Starts the gather of every rank's `mine` into one tensor, or into one for each rank."""
+    """Starts the gather of every rank's `mine` into one tensor, or into one tensor per rank."""
     if isinstance(whole, list):
         return [dist.all_gather(whole, mine, group=group, async_op=True)]
     return [newest(dist.all_gather_into_tensor)(whole, mine, group=group, async_op=True)]
@@ -229,15 +228,15 @@ def _all_gather(whole: torch.Tensor | list[torch.Tensor], mine: torch.Tensor, gr
 def _grouping(
     group: dist.ProcessGroup, device: torch.device | None
 ) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
-    manager = getattr(dist.distributed_c10d, "_coalescing_manager", None)  # private: each is a call without it
+    manager = getattr(dist.distributed_c10d, "_coalescing_manager", None)  # private to torch; else calls are separate
     return None if manager is None else partial(manager, group, device, async_ops=True)
 
 
 class Part(NamedTuple):
-    """What a span of the shard layout holds of every rank's share of a parameter."""
+    """The part of every rank's share of a parameter that a span of the shard layout holds."""
 
     shard: Shard
-    start: int  # in the share
+    start: int  # element in the share
     numel: int
 
     @property
@@ -247,7 +246,7 @@ class Part(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the share, so that those of all ranks lie one after the other in the full layout."""
+        """Whether it is the whole share, so that the parts of all ranks are contiguous in the full layout."""
         return self.numel == self.shard.shard_numel
 
     def place_of(self, rank: int) -> slice:
@@ -257,7 +256,7 @@ class Part(NamedTuple):
 
 
 def cut_span(unit: Unit, span: slice | None) -> list[Part]:
-    """The parts of a unit's parameters that a span of its shard layout holds; None: all of each."""
+    """The parts of a unit's parameters that a span of its shard layout holds; None: all of every parameter."""
     if span is None:
         return [Part(shard, 0, shard.shard_numel) for shard in unit.shards if shard.numel]
     bounds = [
@@ -267,7 +266,7 @@ def cut_span(unit: Unit, span: slice | None) -> list[Part]:
 
 
 def spans_of(unit: Unit, num_shards: int, limit_numel: int) -> list[slice]:
-    """Cuts a unit's shard layout into spans of at most `limit_numel` elements, those of all ranks together; one at least."""
+    """Cuts a unit's shard layout into spans of at most `limit_numel` elements over all ranks, and at least one per rank."""
     room = max(1, limit_numel // num_shards)
     last = unit.shards[-1]
     end = last.shard_offset + last.shard_numel
@@ -277,9 +276,9 @@ def spans_of(unit: Unit, num_shards: int, limit_numel: int) -> list[slice]:
 def gather_unit(
     topology: Topology, unit: Unit, shard: torch.Tensor, full: torch.Tensor, span: slice | None = None
 ) -> None:
-    """Fills the full layout, or a span's part of it, from every rank's. Blocks (in stream order on a GPU).
+    """Fills the full layout, or a span's part of it, from every rank's shard. Collective; blocks (on a GPU in stream order).
 
-    shard: this rank's flat shard layout, or what the span holds of it.
+    shard: this rank's flat shard layout, or the span of it.
     """
     whole = UnitGather(topology, unit, full, span=span)
     whole.put(shard)
@@ -287,10 +286,11 @@ def gather_unit(
 
 
 def gather(topology: Topology, mine: torch.Tensor, whole: torch.Tensor, what: str) -> None:
-    """Fills `whole` with the parts of the ranks that share it, in their order. Blocks.
+    """Fills `whole` with the parts of the ranks that share it, in the order of ranks. Collective; blocks.
 
-    In two stages: from this rank's place on every node, then one node's parts after the other within this node. A byte crosses
-    to this node once for all its ranks. The first stage takes a buffer of num_across parts.
+    With `gathers_in_stages` there are two stages: the first gathers from this rank's place on every node, the second gathers
+    each node's parts within this node. A byte crosses to this node once for all its ranks. The first stage takes a buffer of
+    num_across parts.
     """
     if not topology.gathers_in_stages:
         call(topology, what, dist.all_gather_into_tensor, whole, mine, among="shard")
@@ -303,7 +303,7 @@ def gather(topology: Topology, mine: torch.Tensor, whole: torch.Tensor, what: st
         call(topology, what, dist.all_gather_into_tensor, of_node, node, among="within")
 
 
-# ---- NearGather: a second copy of a unit's gathered parameters, kept among ranks that are near each other (hpZ) ------
+# ---- the second copy of hpZ ------------------------------------------------------------------------------------------
 
 
 def secondary_numel(unit: Unit, num_across: int) -> int:
@@ -312,18 +312,18 @@ def secondary_numel(unit: Unit, num_across: int) -> int:
 
 
 class NearGather:
-    """The gather of one unit with a second copy: from all ranks, and then from near ones until the weights change.
+    """The gather of one unit with a second copy (hpZ): from all ranks at first, then from near ranks until weights change.
 
-        forward    gathers from the shards of all ranks, over every node    and each rank keeps its part of what came
-        backward   gathers from those parts, within `Topology.within`       no byte leaves the node
+        forward    gathers from the shards of all ranks, over all nodes    each rank keeps its part of the result
+        backward   gathers from those parts, within `Topology.within`      no byte leaves the node
 
-    Of every parameter a rank keeps a num_within-th of its full layout, contiguous, so that it is gathered straight into place,
-    too. It holds the very bits that forward computed with. Until weights change at home every gather of the unit is served from
-    the copy, those of further micro-batches included. It costs num_across shards of memory per unit.
+    Of every parameter a rank keeps 1 / num_within of the full layout, contiguous, so this gather also is in place. The copy has
+    the same bits that forward computed with. Until weights change where they rest, every gather of the unit uses the copy, also
+    in later micro-batches. It costs the memory of num_across shards per unit.
 
     Args:
         topology: with `within` and `across`.
-        far: gathers from all ranks.
+        far: the gather from all ranks.
         full: the unit's full layout.
         copy: `secondary_numel` elements in the dtype of the full layout, for this rank's part.
     """
@@ -335,7 +335,7 @@ class NearGather:
         self._far = far
         self._full = full
         self._is_filled = False
-        self._parts: list[torch.Tensor] = []  # of the copy, one per parameter
+        self._parts: list[torch.Tensor] = []  # views of the copy, one per parameter
         offset = 0
         for shard in unit.shards:
             numel = shard.shard_numel * topology.across.size
@@ -344,11 +344,11 @@ class NearGather:
 
     @property
     def needs_shard(self) -> bool:
-        """Whether the next gather begins at the shard; else it need not be read."""
+        """Whether the next gather needs this rank's shard: True until the copy is filled."""
         return not self._is_filled
 
     def put(self, shard: torch.Tensor | None) -> None:
-        """Takes this rank's flat shard layout, when it is needed."""
+        """Takes this rank's flat shard layout, unless the copy is filled."""
         if not self._is_filled:
             self._far.put(shard)
 
@@ -362,7 +362,7 @@ class NearGather:
         return Then([start(self._topology, what, collective, *pair, among="within") for pair in pairs])
 
     def outdate(self) -> None:
-        """The weights are about to change at home."""
+        """Notes that the weights are about to change where they rest: the next gather is from all ranks."""
         self._is_filled = False
 
     def _keep(self) -> None:
@@ -373,28 +373,28 @@ class NearGather:
         self._is_filled = True
 
     def _wholes(self) -> list[torch.Tensor]:
-        """The parameters in the full layout; its memory comes and goes, so the views are made anew."""
+        """The parameters in the full layout. The views are made anew, since the layout's memory comes and goes."""
         num_shards = self._topology.num_shards
         return [self._full[s.full_offset : s.full_offset + s.shard_numel * num_shards] for s in self._unit.shards]
 
 
-# ---- Updating: the weights of units that stay present, brought from the ranks that have stepped them to all the ------
-# others
-#
-#     a span of every rank's shard layout, at most `allgather_bucket_numel` elements of all ranks together, then the next
-#
-#     all-gather (allgather_partitions)    every rank's span in one call, straight into the full layout
-#     broadcasts                           one rank's span after the other: its owner sends it as it rests, the others receive
-#                                          it in a buffer of one span and copy each parameter's part to its place
-#
-# Both leave the same bits. A span ends where its room does, in the middle of a parameter or of several. What it bounds
-# is what a call carries, and with it the memory that is needed beside weights and shards: the buffer of broadcasts,
-# what a backend collects in, and on a GPU the span on its way there. Units that come and go are gathered whole
-# (gather.py).
+# ---- new weights for resident units ----------------------------------------------------------------------------------
 
 
 class Updating:
-    """Brings new weights to all ranks. Collective: every rank calls it for the same units in the same order.
+    """Brings new weights of resident units from the ranks that stepped them to all ranks.
+
+    Works in spans of every rank's shard layout, of at most `allgather_bucket_numel` elements over all ranks:
+
+        all-gather (allgather_partitions)    every rank's span in one call, straight into the full layout
+        broadcasts                           one rank's span after the other: the owner sends its shard in place, the others
+                                             receive into a buffer of one span and copy each parameter's part to its place
+
+    Both leave the same bits. A span may end inside a parameter and may hold several. The limit bounds the bytes of a call, and
+    so the memory beside weights and shards: the buffer of broadcasts, the backend's buffer, and on a GPU the span on its way to
+    the device. Streamed units are gathered whole (UnitGather).
+
+    Collective: every rank calls it for the same units in the same order.
 
     Args:
         pool: a buffer of `span_bytes` of the largest unit, for broadcasts between CPUs; None: torch's own memory.
@@ -407,10 +407,7 @@ class Updating:
         self._pool = pool
 
     def spread(self, unit: Unit, shard: torch.Tensor, full: torch.Tensor) -> None:
-        """Fills a unit's full layout from every rank's flat shard layout. Raises RankLost.
-
-        Blocks, on a GPU in stream order.
-        """
+        """Fills a unit's full layout from every rank's flat shard layout. Blocks, on a GPU in stream order. Raises RankLost."""
         num_shards = self._topology.num_shards
         if num_shards == 1:
             gather_unit(self._topology, unit, shard.to(full.device), full)
@@ -439,7 +436,7 @@ class Updating:
 
 
 def span_bytes(unit: Unit, num_shards: int, policy: OffloadPolicy) -> int:
-    """Bytes of the buffer that a unit's broadcasts are received in; 0 when there are none."""
+    """Bytes of the buffer that receives a unit's broadcasts; 0 when there are no broadcasts."""
     if policy.allgather_partitions or num_shards == 1:
         return 0
     longest = max((s.stop - s.start for s in spans_of(unit, num_shards, policy.allgather_bucket_numel)), default=0)

@@ -1,4 +1,4 @@
-"""GradientStore: where gradients rest until the step, and what `p.grad` shows of them."""
+"""GradientStore: keeps gradients on their tier until the step; and ShardedGrad, the value of `p.grad` meanwhile."""
 
 from __future__ import annotations
 
@@ -20,33 +20,31 @@ from tiermem.swap.torch_step import block_sums_in_torch
 from tiermem.zero.state_layout import own_numel
 from tiermem.zero.unit import Shard, Unit
 
-# ---- ShardedGrad: what `p.grad` holds while the gradient itself rests at home ----------------------------------------
-#
-# It has the right shape and dtype, answers norms and scaling, so that `clip_grad_norm_` and GradScaler work, and raises
-# for everything else, never silently nothing.
+# ---- the value of p.grad ---------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
 
 class Norms(Protocol):
-    """Who knows the norms of gradients at home."""
+    """Computes the norms of gradients that rest on a tier. GradientHomes is one."""
 
     @property
     def divisor(self) -> float:
-        """What sums over ranks are divided by."""
+        """The number by which sums over ranks are divided."""
 
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
-        """Per parameter, over all ranks, of the sums over ranks. Collective."""
+        """The sum of squares of each parameter's gradient (summed over ranks), over all its elements. Collective."""
 
 
 class ShardedGrad(torch.Tensor):
-    """Stands for a gradient that rests elsewhere: shape, dtype, norms and scaling; everything else raises.
+    """The value of `p.grad` while the gradient rests on a tier. It has the right shape and dtype, but no values.
 
-    `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and GradScaler's unscale work on it: multiplying it is remembered
-    and folded into the step. To see its values use `Shards.gradient(param)`.
+    It answers 2-norms, and scaling or zeroing in place, so `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and GradScaler's
+    unscale work. A factor is remembered and applied in the step. Every other operation raises RuntimeError. To read the values
+    use `Shards.gradient(param)`.
     """
 
-    _shard: weakref.ref[Shard]  # weakly: `p.grad` hangs on the parameter where the garbage collector does not look
+    _shard: weakref.ref[Shard]  # weak: `p.grad` belongs to the parameter, where the garbage collector does not look
     _homes: weakref.ref[Norms]
 
     @staticmethod
@@ -63,12 +61,12 @@ class ShardedGrad(torch.Tensor):
 
     @property
     def shard(self) -> Shard:
-        """Whose gradient this is. Raises RuntimeError when its sharded model is gone."""
+        """The shard whose gradient this is. Raises RuntimeError when its sharded model is gone."""
         return _living(self._shard())
 
     @property
     def homes(self) -> Norms:
-        """Where it rests. Raises RuntimeError when its sharded model is gone."""
+        """The object that computes its norm. Raises RuntimeError when its sharded model is gone."""
         return _living(self._homes())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -135,40 +133,41 @@ def _scale(grads: Sequence[ShardedGrad], factor: Any, is_division: bool) -> None
         grad.shard.gradient.scale(1.0 / number if is_division else number)
 
 
-# ---- GradientStore: where gradients rest until the step, unit by unit ------------------------------------------------
+# ---- the store of gradients ------------------------------------------------------------------------------------------
 #
-#     open    memory of a unit's shard layout, with what rests there if there is to be added to it
-#     put     a part of a parameter's share is copied or added, and measured when the share is all there
-#     close   the unit's gradients go where they rest
+#     open    gives memory of a unit's shard layout; it holds the stored gradient if more is to be added to it
+#     put     copies or adds a part of a parameter's share; computes its sums of squares when the share is complete
+#     close   sends the unit's gradients to their tier
 #
-#     HOST, DEVICE    the memory is their home
-#     NVME            it is a buffer, read from home if need be and written behind; a unit is read only once it is written
-#     None            (step_in_backward) it is a buffer, handed to the step of the unit
+#     HOST, DEVICE    the memory is on the tier itself
+#     NVME            the memory is a buffer: read first if need be, written in the background afterwards. A unit is read
+#                     only after its write has ended
+#     None            (step_in_backward) the memory is a buffer, and the unit is stepped from it at once
 #
-# Measured are sums of squares of fixed blocks of each parameter, in float64, in the order of elements: they do not
-# depend on how a share was cut into parts.
+# The sums of squares are of fixed blocks of each parameter, in float64, in the order of elements. They do not depend on
+# how a share was cut into parts.
 #
-# On a DEVICE all of this happens there, on a stream of its own, because hooks run on whichever stream autograd is on:
-# it waits for the stream that brings a gradient, and a reader waits for it (`join`). A gradient depends on the weights
-# of the last step, so that it comes when that has read the one before.
+# On DEVICE the work runs on a stream of its own, because hooks run on any stream that autograd uses. That stream waits
+# for the stream that brings a gradient, and a reader waits for that stream (`join`). The next step's gradients depend
+# on the weights that the last step wrote, so they come after that step has read the gradients before them.
 
 Consume = Callable[[Unit, torch.Tensor], None]
-"""Steps a unit with gradients that are not kept: flat, in its shard layout, valid during the call."""
+"""Steps a unit with gradients that are not kept. The tensor is flat, in the unit's shard layout, valid during the call."""
 
 
 class OpenHome(NamedTuple):
-    """A unit's gradients while parts of them are put."""
+    """A unit's gradients while parts of them are stored."""
 
     unit: Unit
     flat: torch.Tensor
-    slot: Slot | None  # the buffer they are in, unless that is their home
+    slot: Slot | None  # the buffer that holds them; None: they are on their tier
 
 
 class GradientStore:
-    """See the module.
+    """Keeps the gradients of units on one tier until the step.
 
     Args:
-        home: None: none is held.
+        home: the tier; None: gradients are not kept, and each unit is stepped in backward.
         shard_rank: which share of every parameter is this rank's.
         pool: buffers, for NVME and None.
     """
@@ -184,10 +183,10 @@ class GradientStore:
         self._pool = pool
         self._stream = new_stream(store.device) if home is Tier.DEVICE and is_accelerator(store.device) else None
         self._leaving: list[tuple[Unit, Slot, Move]] = []
-        self._consume: Consume | None = None  # takes them at once when none is held
+        self._consume: Consume | None = None  # steps a unit at once when gradients are not kept
 
     def step_with(self, consume: Consume) -> None:
-        """Says who steps units in backward, when no gradients are held."""
+        """Sets the function that steps units in backward, when gradients are not kept."""
         self._consume = consume
 
     @staticmethod
@@ -196,16 +195,16 @@ class GradientStore:
         return f"grad/{unit.index}/{unit.name}"
 
     def reserve(self, unit: Unit, dtype: torch.dtype) -> None:
-        """Makes room for a unit's gradients where they rest."""
+        """Reserves room for a unit's gradients on their tier."""
         if self.home is not None:
             self._store.reserve(self.entry(unit), (unit.shard_numel,), dtype, self.home, is_durable=False)
 
     def view(self, unit: Unit) -> torch.Tensor | None:
-        """A unit's gradients in the shard layout, when they rest in memory."""
+        """A unit's gradients in the shard layout; None when they do not rest in memory."""
         return self._store.view(self.entry(unit)) if self.home in (Tier.HOST, Tier.DEVICE) else None
 
     def open(self, unit: Unit, dtype: torch.dtype, adds: bool) -> OpenHome:
-        """Memory for a unit's gradients; with `adds`, what rests at home is in it. Blocks for a buffer; raises OSError."""
+        """Memory for a unit's gradients; with `adds` it holds the stored gradient. Blocks for a buffer; raises OSError."""
         at_home = self.view(unit)
         if at_home is not None:
             return OpenHome(unit, at_home, None)
@@ -214,7 +213,7 @@ class GradientStore:
         try:
             if adds:
                 while any(each is unit for each, _, _ in self._leaving):
-                    self._reap()  # what is being written is not to be read before
+                    self._reap()  # a write under way ends before the entry is read
                 self._store.read([(self.entry(unit), 0, data)], f"grad {unit.name}").wait()
         except BaseException:
             self._give_back(slot)
@@ -222,7 +221,7 @@ class GradientStore:
         return OpenHome(unit, data.view(dtype), slot)
 
     def put(self, opened: OpenHome, shard: Shard, part: torch.Tensor, start: int) -> None:
-        """Copies or adds a part of this rank's share, flat, which begins at element `start` of it; the last one measures."""
+        """Copies or adds a flat part of this rank's share from element `start` on. The last one computes sums of squares."""
         with self._at_home(part):
             self._put(opened, shard, part, start)
 
@@ -232,7 +231,7 @@ class GradientStore:
         num_valid = own_numel(shard, self._shard_rank)
         share = opened.flat[shard.shard_offset : shard.shard_offset + num_valid]
         if start == 0 and adds and shard.gradient.factor != 1.0:
-            share.mul_(shard.gradient.factor)  # what the user scaled is what is at home, not what comes
+            share.mul_(shard.gradient.factor)  # the user scaled the stored gradient, not the new part
         source = part[: max(0, num_valid - start)]
         is_last = stop >= num_valid
         if is_accelerator(share.device):
@@ -258,7 +257,7 @@ class GradientStore:
         shard.gradient.arrive(())
 
     def close(self, opened: OpenHome) -> None:
-        """Sends a unit's gradients where they rest; a write to NVME goes on behind. Raises OSError."""
+        """Sends a unit's gradients to their tier; a write to NVME continues in the background. Raises OSError."""
         unit, flat, slot = opened
         if slot is None:
             return
@@ -276,23 +275,23 @@ class GradientStore:
         self._leaving.append((unit, slot, move))
 
     def drop(self, opened: OpenHome) -> None:
-        """Forgets what was put; its buffer is free again."""
+        """Discards what was put, and frees its buffer."""
         self._give_back(opened.slot)
 
     def settle(self) -> None:
-        """Waits until every gradient is at home. Raises OSError."""
+        """Blocks until every gradient is on its tier. Raises OSError."""
         self.join()
         while self._leaving:
             self._reap()
 
     def join(self) -> None:
-        """The current stream waits for what is done to gradients on a DEVICE."""
+        """Lets the current stream wait for the work on gradients that rest on DEVICE."""
         if self._stream is not None:
             current_stream(self._stream.device).wait_stream(self._stream)
 
     @contextlib.contextmanager
     def _at_home(self, data: torch.Tensor) -> Iterator[None]:
-        """Inside, work on an accelerator is done where gradients rest on a DEVICE, with data of the current stream."""
+        """Inside the block, accelerator work runs on the stream of DEVICE gradients, after the current stream's `data`."""
         if self._stream is None:
             yield
             return

@@ -1,22 +1,23 @@
-"""Gradients: from where autograd leaves them to where they rest until the step.
+"""Gradients: from autograd's `p.grad` to the tier where they rest until the step (their home).
 
-When every use of a unit in a backward has been answered, its parameters' `p.grad` are packed and let go, added up over ranks
-while backward goes on (reduce.py), copied (or added, when micro-batches accumulate) into the unit's gradient home
-and measured in the same pass (gradient_store.py): global norm and the check for NaN and infinity are made of that.
+When backward has answered every use of a unit (its gradients are final), the unit's `p.grad` are packed into buckets and
+released. Buckets are added up over ranks while backward continues (reduce.py). The sums are copied to the unit's gradient home,
+or added to it when micro-batches accumulate. The same pass computes sums of squares (gradient_store.py); the global norm and
+the check for NaN and infinity use these sums.
 
-A home may be in another dtype than the parameters (`Precision.grads`): micro-batches of a bf16 model then add up in fp32.
+A home may have another dtype than the parameters (`Precision.grads`): micro-batches of a bf16 model then accumulate in fp32.
 
-Ranks may differ in which parameters get a gradient: a rank without one gives zeros. For that, ranks must reduce the same units
-in the same sequence:
+Ranks may differ in which parameters get a gradient; a rank without one contributes zeros. Ranks must reduce the same units in
+the same sequence:
 
-    stage 3        units that are gathered are reduced as they are answered, which is as they were gathered
+    stage 3        a unit is reduced when it is answered; ranks answer units in the order in which they gathered them
     stages 0 to 2  nothing is gathered in backward, so units are reduced in the reverse order of definition, each as soon as it
-                   and all before it are there; what never came is reduced at the end of backward
-    the end        one exchange says which parameters any rank had a gradient of (the others have none and are not stepped),
-                   and for which units any rank still has gradients, which came late; those are reduced once more
+                   and all units before it are answered; at the end of backward the remaining units are reduced
+    the end        one exchange finds which parameters have a gradient on any rank (the others have none and are not stepped),
+                   and which units have late gradients on any rank; those units are reduced once more
 
-In place of the gradient `p.grad` holds a ShardedGrad (gradient_store.py). A backward that ends in an exception takes the
-gradients of its step with it (`abandon`): what of them was reduced cannot be told from what was not.
+Afterwards `p.grad` holds a ShardedGrad (gradient_store.py). When a backward ends in an exception, all gradients of its step are
+dropped (`abandon`): it is not known which of them were already reduced.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ logger = logging.getLogger("tiermem")
 
 
 class GradientHomes:
-    """Receives gradients and knows their norms.
+    """Receives gradients from autograd, sends them to their home and computes their norms.
 
     Args:
-        units: the trainable ones.
-        home: None: none is held.
-        pool: buffers for NVME and none; also of gradients on their way from a GPU.
+        units: the trainable units.
+        home: the tier where gradients rest; None: they are not kept, and units are stepped in backward.
+        pool: buffers for NVME and None, and for gradients on their way from a GPU.
         buckets: buffers of reductions between CPUs; None: torch's own memory.
-        policy: says in what dtype gradients rest, and how they are reduced.
+        policy: in which dtype gradients rest, and how they are reduced.
     """
 
     def __init__(
@@ -73,13 +74,15 @@ class GradientHomes:
         self._reducer = Reducer(topology, policy, buckets) if topology.group is not None else None
         self._cut: dict[int, list[Bucket]] = {}  # each unit's buckets
         self._shards = [shard for unit in units for shard in unit.shards]
-        self._stand_ins: dict[Shard, ShardedGrad] = {}  # what `p.grad` is between backward and step
-        self._shown: set[Shard] = set()  # whose `p.grad` was left to be that
-        self._open: OpenHome | None = None  # what some buckets of a unit have reached
-        self._waiting: dict[Unit, bool] = {}  # what this backward has not begun to reduce, and whether it is answered
-        self.num_micro_batches = 1  # a step's gradient is the mean of so many; 1: their losses were divided already
-        self._given: set[Shard] = set()  # what this rank had a gradient of in this backward
-        self._stepped: dict[Unit, list[Shard]] = {}  # in backward, since the last step; with what had a gradient
+        self._stand_ins: dict[Shard, ShardedGrad] = {}  # the values of `p.grad` between backward and step
+        self._shown: set[Shard] = set()  # shards whose `p.grad` was set to its stand-in
+        self._open: OpenHome | None = None  # the unit of which some buckets have been stored
+        self._waiting: dict[Unit, bool] = {}  # units that this backward has not begun to reduce; True: answered
+        self.num_micro_batches = 1  # a step's gradient is the mean of this many; 1: their losses were divided already
+        self._given: set[Shard] = set()  # shards of which this rank had a gradient in this backward
+        self._stepped: dict[
+            Unit, list[Shard]
+        ] = {}  # units stepped in backward since the last step; shards with a gradient
         for unit in units:
             for shard in unit.shards:
                 shard.reduce_dtype = DTYPES[policy.reduce_dtype] if policy.reduce_dtype is not None else None
@@ -91,21 +94,23 @@ class GradientHomes:
         return GradientStore.entry(unit)
 
     def dtype(self, unit: Unit) -> torch.dtype:
-        """In what a unit's gradients are added up and rest."""
+        """The dtype in which a unit's gradients accumulate and rest."""
         return self._policy.precision.grad_dtype(unit.dtype)
 
     def flat(self, unit: Unit) -> torch.Tensor | None:
-        """A unit's gradients in the shard layout, when they rest in memory."""
+        """A unit's gradients in the shard layout; None when they do not rest in memory."""
         return self._homes.view(unit)
 
     def step_with(self, consume: Consume) -> None:
-        """Says who steps units in backward, when no gradients are held."""
+        """Sets the function that steps units in backward, when gradients are not kept."""
         self._homes.step_with(consume)
 
     @property
     def divisor(self) -> float:
-        """What is at home, and its norms, are divided by: the ranks, for a mean, and the micro-batches; less what was divided
-        before the sum."""
+        """The number by which stored gradients and their norms are divided.
+
+        It is the number of ranks (for a mean) times the micro-batches, divided by the factor that was applied before the sum.
+        """
         world = self._topology.world
         ranks = (world if self._policy.reduce_op == "mean" else 1) / predivided(world, self._policy)
         return ranks * self.num_micro_batches
@@ -113,7 +118,7 @@ class GradientHomes:
     # ---- in backward -------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A backward begins: clears the way for autograd's gradients."""
+        """Begins a backward: clears `p.grad` for autograd's gradients."""
         self._waiting = dict.fromkeys(self._units if self._policy.stage == 3 else reversed(self._units), False)
         self._given.clear()
         self.forget_replaced()
@@ -122,9 +127,10 @@ class GradientHomes:
         self._shown.clear()
 
     def receive(self, unit: Unit) -> None:
-        """Takes what autograd has left on a unit's parameters, and begins to reduce it. Collective; raises OSError, RankLost.
+        """Takes the gradients that autograd left on a unit's parameters, and starts to reduce them.
 
-        Blocks for the copy, for the oldest reduction when two are under way, and without overlap for its own.
+        Collective. Raises OSError, RankLost. Blocks for the copy, for the oldest reduction when two are under way, and without
+        overlap for this unit's own reduction.
         """
         if self._reducer is None:
             self._take(unit)
@@ -136,9 +142,9 @@ class GradientHomes:
                 self._reduce(first)
 
     def finish(self) -> None:
-        """The end of a backward, or the way of what is left to a step: every gradient is at home after it. Collective; blocks.
+        """Ends a backward, or prepares a step: afterwards every gradient is at home. Collective; blocks.
 
-        Raises RuntimeError on every rank when a unit that has been stepped in backward gets more.
+        Raises RuntimeError on every rank when a unit that was stepped in backward gets another gradient.
         """
         if self._reducer is None:
             for unit in self._units:
@@ -150,7 +156,7 @@ class GradientHomes:
         self.receive_rest()
 
     def receive_rest(self) -> None:
-        """Receives every `p.grad` that any rank still has, as before a step. Collective; blocks."""
+        """Receives every `p.grad` that any rank still has, for example before a step. Collective; blocks."""
         if self._reducer is None:
             self.finish()
             return
@@ -169,7 +175,7 @@ class GradientHomes:
         self._given.clear()
 
     def abandon(self) -> None:
-        """Forgets every gradient, after a backward that ended in an exception. Waits for what is under way."""
+        """Drops every gradient, after a backward that ended in an exception. Blocks until reductions under way have ended."""
         logger.warning("a backward ended in an exception: the gradients of its step are forgotten")
         while self._reducer is not None and not self._reducer.is_idle:
             self._reducer.release(self._reducer.finish()[0])
@@ -186,7 +192,7 @@ class GradientHomes:
     # ---- between backward and step -------------------------------------------------------------------------------------------
 
     def show(self, unit: Unit) -> None:
-        """Lets `p.grad` stand for the gradients that rest at home."""
+        """Sets `p.grad` to a ShardedGrad for gradients that are at home."""
         for shard in unit.shards:
             if shard.gradient.is_there and shard.param.grad is None:
                 if shard not in self._stand_ins:
@@ -195,7 +201,7 @@ class GradientHomes:
                 self._shown.add(shard)
 
     def forget_replaced(self) -> None:
-        """Outside backward: forgets the gradients in whose place the user has put None, or values of another kind."""
+        """Outside backward: drops the stored gradients whose `p.grad` the user has set to None or to another tensor."""
         for shard in self._shards:
             if not shard.gradient.is_there or isinstance(shard.param.grad, ShardedGrad):
                 continue
@@ -204,7 +210,7 @@ class GradientHomes:
                 self._shown.discard(shard)
 
     def write_zeros(self) -> None:
-        """Before a step: makes the gradients that the user has zeroed zero at home. Blocks; raises OSError."""
+        """Before a step: writes zeros at home for gradients that the user has zeroed. Blocks; raises OSError."""
         for unit in self._units:
             zeroed = [shard for shard in unit.shards if shard.gradient.is_zero]
             if zeroed:
@@ -214,7 +220,10 @@ class GradientHomes:
                 self._homes.close(opened)
 
     def check_all_used(self) -> None:
-        """Before a step, where the policy asks for it: raises RuntimeError on every rank, naming what has no gradient."""
+        """Before a step: raises RuntimeError on every rank, with the names of parameters without a gradient.
+
+        Does nothing when the policy sets `ignore_unused`.
+        """
         if self._policy.ignore_unused:
             return
         in_order = sorted(self._shards, key=lambda s: s.index)
@@ -228,15 +237,15 @@ class GradientHomes:
             )
 
     def begin_step(self) -> None:
-        """With step_in_backward: what was stepped in the last backward may be stepped in the next."""
+        """With step_in_backward: allows units that were stepped in the last backward to be stepped again."""
         self._stepped.clear()
 
     def settle(self) -> None:
-        """Waits until every gradient is at home. Raises OSError."""
+        """Blocks until every gradient is at home. Raises OSError."""
         self._homes.settle()
 
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
-        """Per parameter, over all ranks, in float64, with what was multiplied since. Collective."""
+        """The sum of squares of each parameter's gradient over all ranks, in float64, with the user's scaling. Collective."""
         self._homes.join()
         sums = block_sums_of(shards)
         local = [math.fsum(sums[s]) * s.gradient.factor**2 if s.gradient.is_there else 0.0 for s in shards]
@@ -244,14 +253,14 @@ class GradientHomes:
         return values
 
     def norm(self) -> float:
-        """The global 2-norm of what rests at home, mean over ranks included; NaN or infinity when anything is. Collective."""
+        """The global 2-norm of the gradients at home, after the mean over ranks; NaN or infinity if any is. Collective."""
         shards = sorted(self._shards, key=lambda s: s.index)
         return math.sqrt(math.fsum(self.sums_of_squares(shards))) / self.divisor
 
     # ---- between ranks -------------------------------------------------------------------------------------------------------
 
     def _reduce(self, unit: Unit) -> None:
-        """Hands a unit's gradients to reductions, bucket by bucket."""
+        """Starts the reductions of a unit's gradients, bucket by bucket. Collective."""
         assert self._reducer is not None
         if unit in self._stepped:
             raise _stepped_already(unit)
@@ -279,7 +288,7 @@ class GradientHomes:
             shard.param.grad = None
 
     def _arrive(self) -> None:
-        """Waits for the oldest reduction and stores what came of it; with the last of a unit, its home is closed."""
+        """Waits for the oldest reduction and stores its result; after a unit's last bucket, closes the unit's home."""
         assert self._reducer is not None
         done, column = self._reducer.finish()
         unit = done.bucket.unit
@@ -306,14 +315,14 @@ class GradientHomes:
         self._given.update(shard for shard in unit.shards if _fresh(shard))
 
     def _tell_given(self, unit: Unit) -> None:
-        """Before a unit is stepped in backward: its parameters that no rank had a gradient of have none."""
+        """Before a unit is stepped in backward: confirms the gradients of parameters that any rank had a gradient of."""
         flags = self._on_any_rank([shard in self._given for shard in unit.shards])
         for shard, is_given in zip(unit.shards, flags, strict=True):
             if is_given:
                 shard.gradient.confirm()
 
     def _on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Each flag: whether it is true on any rank. What is under way arrives meanwhile. Collective; blocks."""
+        """For each flag, whether it is True on any rank. Stores reductions under way meanwhile. Collective; blocks."""
         found = self._on_wire(flags, torch.uint8)
         pending = start(
             self._topology, "comparing which gradients there are", dist.all_reduce, found, dist.ReduceOp.MAX
@@ -329,7 +338,7 @@ class GradientHomes:
     # ---- home ----------------------------------------------------------------------------------------------------------------
 
     def _take(self, unit: Unit) -> None:
-        """In a world of one: stores what autograd left."""
+        """With one rank: stores the gradients that autograd left."""
         fresh = [shard for shard in unit.shards if _fresh(shard)]
         if not fresh:
             return
@@ -360,7 +369,7 @@ class GradientHomes:
 
 
 def block_sums_of(shards: Sequence[Shard]) -> dict[Shard, Sequence[float]]:
-    """The sums of squares of each gradient's blocks, on the CPU: those of an accelerator come in one copy. Blocks for it."""
+    """The sums of squares of each gradient's blocks, on the CPU. Sums on an accelerator are copied at once. Blocks for that."""
     sums: dict[Shard, Sequence[float]] = {}
     away = {s: s.gradient.block_sums for s in shards if isinstance(s.gradient.block_sums, torch.Tensor)}
     if away:
@@ -371,7 +380,7 @@ def block_sums_of(shards: Sequence[Shard]) -> dict[Shard, Sequence[float]]:
 
 
 def _fresh(shard: Shard) -> bool:
-    """Whether autograd, or the user, has left a gradient on a parameter."""
+    """Whether autograd or the user has left a gradient on a parameter."""
     return shard.param.grad is not None and not isinstance(shard.param.grad, ShardedGrad)
 
 

@@ -1,30 +1,30 @@
-"""Hooks: how a model's own forward and backward tell which units they need, and when they have done with them.
+"""Hooks: find out from a model's own forward and backward which units are needed, and when they are needed no more.
 
 Only hooks that torch offers are used. For every module that needs units:
 
     before forward   its units are made present and held
-    after forward    they are let go, unless backward is at work (activation checkpointing computes forward again inside it)
-    before backward  when the gradient of an output arrives: present and held again
-    after backward   when the gradient of an input comes, or that of the output of a module that ran before: answered
-                     (backward_marks.py says why everything in between has been computed then); the unit's own parameters
-                     have their gradients, since autograd accumulates those at once
+    after forward    its units are released, unless backward runs (activation checkpointing repeats forward inside backward)
+    before backward  the gradient of an output has come: the units are made present and held again
+    after backward   the gradient of an input has come, or of the output of a module that ran before: the use is *answered*.
+                     All operations in between have been computed then (backward_marks.py). The unit's own parameters have
+                     their gradients, since autograd accumulates those at once
 
-Each forward with gradients makes a *use* (prefetcher.py), which backward answers. When none of a unit is left unanswered its
-gradients are final; what is left when backward ends (inputs without gradients, such as token ids) is finished there.
-Gradients add up at home, so a use that is answered late costs time, never correctness.
+Each forward with gradients makes a *use* (prefetcher.py), which backward answers. A unit's gradients are final when it has no
+unanswered use. A use without input gradients (inputs such as token ids) is answered at the end of backward. Gradients
+accumulate where they rest, so a late answer costs time, never correctness.
 
 Any module of the tree may be called by itself, any number of times:
 
-    a module that triggers units            needs them, from any caller
-    a module inside such a one              needs the units of its own parameters. Its hooks are off while the module around it
-                                            runs, which holds them already (and which torch.compile then sees without hooks)
-    a module around such ones               needs nothing; its call tells where a pass begins, and backward with its output
-    a parameter that is always present      needs no module: a hook on the parameter itself tells that a backward has begun
+    a module that triggers units            needs these units, whoever calls it
+    a module inside such a module           needs the units of its own parameters. Its hooks are removed while the module around
+                                            it runs, which holds these units (torch.compile then sees the module without hooks)
+    a module around such modules            needs nothing; its call shows where a pass begins, and its output shows backward
+    a parameter that is always present      needs no module: a hook on the parameter shows that a backward has begun
 
-When backward has asked for a unit and no further read of parameters is expected, the function of `call_on_last_read` is
-called: the disk would be idle from then on, so reads for the step may begin. Earlier, they would delay fetches that backward
-waits for, and could fetch no more, since they fill a fixed number of buffers. The function may be called again in the same
-backward, and for every micro-batch; it is called at the end of backward in any case.
+When backward has asked for a unit and expects no further read of parameters, the function given to `call_on_last_read` is
+called: the disk would be idle from then on, so reads for the step may begin. Earlier reads would delay fetches that backward
+waits for. They would also gain nothing, since they fill a fixed number of buffers. The function may be called several times in
+one backward and for every micro-batch; at the end of backward it is always called.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ from tiermem.zero.unit_state import LiveUnit
 
 
 class Frame:
-    """A forward under way: its use, and the units that it has borrowed until it ends (of parameters of other modules)."""
+    """A forward under way: its use, and units of other modules' parameters that it holds until it ends."""
 
     def __init__(self, needed: Sequence[LiveUnit]) -> None:
         self.needed = needed
-        self.use: Use | None = None  # None: without gradients
+        self.use: Use | None = None  # None: the forward runs without gradients
         self.borrowed: list[LiveUnit] = []
 
 
 class Hooks:
-    """Installs hooks on a model and turns them into `ensure`, `release` and `receive`.
+    """Installs hooks on a model. They call the prefetcher's `ensure` and `release`, and `receive` of the gradient homes.
 
     Args:
         root: the model.
-        triggers: its modules that need units, with them.
-        units: all of them.
+        triggers: the modules that need units, each with its units.
+        units: all units.
         prefetcher: makes units present.
         homes: receives gradients.
         store: its recorder gets an event for every forward and backward of a unit.
@@ -92,21 +92,21 @@ class Hooks:
         self._store = store
         self._homes = homes
         self._uses = Uses(units)
-        self._held: list[Use] = []  # asked for by the backward under way
+        self._held: list[Use] = []  # uses whose units the backward under way holds
         self._frames: list[Frame] = []  # forwards under way, the innermost last
-        self._returned: list[LiveUnit] = []  # of parameters that a model has returned; held until backward has ended
-        self._leader: nn.Module | None = None  # whose call began the pass
+        self._returned: list[LiveUnit] = []  # units of parameters that the model returned; held until backward ends
+        self._leader: nn.Module | None = None  # the module whose call began the pass
         self._pass_kind: tuple[bool, bool] | None = None
-        self._is_training_pass = False  # the outermost forward under way began with gradients
+        self._is_training_pass = False  # whether the outermost forward under way began with gradients
         self._ending: weakref.ref[EndOfBackward] | None = None  # of the backward under way; dead after an exception
-        self._watched = -1  # torch's number of the backward whose end is being watched
+        self._watched = -1  # torch's number of the backward whose end calls `finish_backward`
         self.num_backwards = 0  # begun
         self._clock = 0  # counts forwards that begin and end
-        self._may_receive: Callable[[], bool] = lambda: True  # False: autograd goes on adding to p.grad
+        self._may_receive: Callable[[], bool] = lambda: True  # False: autograd continues to add to p.grad
         self._on_last_read: Callable[[], None] = lambda: None
         self._handles: list[RemovableHandle] = []
         self._by_param = {id(shard.param): live for live in units for shard in live.unit.shards}
-        self._seen_params: set[int] = set()  # whose gradients tell that a backward has begun
+        self._seen_params: set[int] = set()  # ids of parameters whose gradients show that a backward has begun
         needed_by = _needed_by_module(root, triggers, self._by_param)
         self._by_module = {
             module: _ModuleHooks(self, module, needed, is_inner=bool(needed) and module not in triggers)
@@ -133,14 +133,14 @@ class Hooks:
         self.__deepcopy__(None)
 
     def remove(self) -> None:
-        """Takes every hook off the model."""
+        """Removes every hook from the model."""
         for hooks in self._by_module.values():
             hooks.remove()
         while self._handles:
             self._handles.pop().remove()
 
     def add_need(self, module: nn.Module, live: LiveUnit) -> bool:
-        """A module's forward needs a unit from now on; False if it did already."""
+        """Registers that a module's forward needs a unit; returns False if it was registered already."""
         if module not in self._by_module:
             self._by_module[module] = _ModuleHooks(self, module, [], is_inner=False)
         hooks = self._by_module[module]
@@ -153,11 +153,11 @@ class Hooks:
         return True
 
     def drop_need(self, module: nn.Module, live: LiveUnit) -> None:
-        """A module's forward does without a unit from now on."""
+        """Removes a registration that a module's forward needs a unit."""
         self._by_module[module].needed.remove(live)
 
     def see_gradient_of(self, live: LiveUnit, param: nn.Parameter) -> None:
-        """A parameter's gradient may come in a backward of which no module tells: it is a sign of it."""
+        """Watches a parameter's gradient, which may be the only sign that a backward has begun."""
         if live.unit.is_trainable and param.requires_grad and id(param) not in self._seen_params:
             self._seen_params.add(id(param))
             see = WeakCall(
@@ -168,7 +168,7 @@ class Hooks:
     # ---- forward ---------------------------------------------------------------------------------------------------------
 
     def enter(self, needed: Sequence[LiveUnit], args: Any, kwargs: Any, reads_again: bool = True) -> Frame:
-        """A forward begins: its units are made present; its inputs are marked when gradients will flow."""
+        """Begins a forward: makes its units present, and marks its inputs when gradients will flow."""
         frame = Frame(tuple(needed))
         for live in frame.needed:
             live.hold()
@@ -191,12 +191,12 @@ class Hooks:
         return frame
 
     def leave(self, frame: Frame, made: list[torch.Tensor]) -> None:
-        """A forward has ended, perhaps in an exception: its units are let go until backward asks for them.
+        """Ends a forward, also one that raised: releases its units until backward asks for them.
 
-        `made` are the tensors that it handed back.
+        made: the tensors that the forward returned.
         """
         while self._frames and self._frames.pop() is not frame:
-            pass  # frames above were left by an exception
+            pass  # an exception left the frames above
         for live in (*frame.needed, *frame.borrowed):
             live.let_go()
             if not in_backward():
@@ -211,10 +211,10 @@ class Hooks:
         return self._clock
 
     def begin_pass(self, module: nn.Module) -> bool:
-        """A module is called: whether that is the outermost call under way, outside backward, which may begin a pass.
+        """Notes that a module is called. Returns whether it is the outermost call under way, outside backward.
 
-        A pass goes on while its modules are called one after the other; it ends when the module that began it is called again,
-        or the model, or in another mode.
+        Such a call may begin a pass. A pass continues while its modules are called one after the other. It ends when the module
+        that began it, or the model, is called again, or when a module is called in another mode.
         """
         if in_backward() or (self._frames and module is not self._root):
             return False
@@ -232,7 +232,7 @@ class Hooks:
         return True
 
     def end_pass(self, module: nn.Module, frame: Frame, output: Any, made: list[torch.Tensor]) -> None:
-        """The outermost call has ended, perhaps in an exception."""
+        """Ends the outermost call, also one that raised."""
         self._is_training_pass = False
         for tensor in tensors_in(output):
             if type(tensor) is RestingParameter and id(tensor) in self._by_param:
@@ -240,10 +240,10 @@ class Hooks:
         if frame.use is not None and not frame.use.units:
             mark(made, self, Hooks.watch_backward)
         if module is self._root and not torch.is_grad_enabled():
-            self._prefetcher.end_pass()  # of an evaluation: no step follows that would change weights
+            self._prefetcher.end_pass()  # of an evaluation: weights do not change before the next pass
 
     def _drop_frames(self) -> None:
-        """After a forward that an interrupt has ended, of which no hook has told."""
+        """Drops frames of a forward that an interrupt has ended, for which no hook was called."""
         if self._frames:
             self._frames.clear()
             for hooks in self._by_module.values():
@@ -253,11 +253,11 @@ class Hooks:
 
     @property
     def may_lend(self) -> bool:
-        """Whether a forward or a backward is at work, so that every rank will ask for the same."""
+        """Whether a forward or a backward is under way, so that every rank makes the same call."""
         return bool(self._frames) or in_backward()
 
     def lend(self, params: Sequence[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function of torch's with resting parameters brought back: see access.py."""
+        """Calls a torch function with resting parameters gathered (access.py). Collective; blocks."""
         needed = list({self._by_param[id(p)].unit.index: self._by_param[id(p)] for p in params}.values())
         frame = self.enter(needed, args, kwargs)
         output = None
@@ -272,12 +272,12 @@ class Hooks:
         return output
 
     def borrow(self, live: LiveUnit) -> None:
-        """Makes a unit present for as long as the innermost forward runs, and for its backward."""
+        """Makes a unit present until the innermost forward ends, and in its backward."""
         self._lend_to(self._frames[-1] if self._frames else None, live)
 
     def _lend_to(self, frame: Frame | None, live: LiveUnit) -> None:
         if frame is None:
-            use = Use([live])  # backward is at work: until it ends
+            use = Use([live])  # no forward is under way: held until backward ends
             use.left = self._tick()
             self._hold(use)
             return
@@ -288,7 +288,7 @@ class Hooks:
             self._uses.extend(frame.use, live)
 
     def _keep(self, live: LiveUnit) -> None:
-        """The root has returned a parameter: its unit stays until backward has ended, or the next pass begins."""
+        """Holds the unit of a parameter that the root has returned, until backward has ended or the next pass begins."""
         live.hold()
         self._prefetcher.ensure(live)
         self._returned.append(live)
@@ -296,27 +296,27 @@ class Hooks:
     # ---- backward ----------------------------------------------------------------------------------------------------------
 
     def answer(self, use: Use) -> None:
-        """A use's backward has been computed: its units are let go, and their gradients received if they are final."""
+        """A use's backward has been computed: releases its units, and receives their gradients if they are final."""
         use.answered_in = self.num_backwards
         self._uses.answer(use)
         self._let_go(use)
-        with torch._C.DisableTorchFunctionSubclass():  # asking resting parameters for their gradients is quicker so
+        with torch._C.DisableTorchFunctionSubclass():  # reading the `grad` of resting parameters takes less time so
             for live in use.units:
                 live.memory.join()  # autograd may have computed and accumulated on other streams
                 if live.unit.is_trainable and self._uses.is_final(live) and self._may_receive():
                     self._homes.receive(live.unit)
 
     def receive_if(self, may_receive: Callable[[], bool]) -> Callable[[], bool]:
-        """A final gradient goes home only if `may_receive()`; else autograd adds to it. Returns the condition so far."""
+        """Sets a condition: final gradients are received only if `may_receive()`. Returns the condition before."""
         before, self._may_receive = self._may_receive, may_receive
         return before
 
     def call_on_last_read(self, function: Callable[[], None]) -> None:
-        """`function` is called when a backward expects no more reads: see the module's docstring."""
+        """Sets the function to call when a backward expects no more reads: see the module's docstring."""
         self._on_last_read = function
 
     def check_backward_ended(self) -> None:
-        """Raises RuntimeError before a step of gradients that an exception has cut short; they are forgotten."""
+        """Raises RuntimeError before a step if the last backward ended in an exception; drops its gradients."""
         self._drop_frames()
         if self._ending is not None:
             self._abandon_backward()
@@ -326,7 +326,7 @@ class Hooks:
             )
 
     def finish_backward(self) -> None:
-        """Receives what is left of gradients and lets every held unit go. Runs by itself at the end of backward."""
+        """Receives the remaining gradients and releases every held unit. Called automatically at the end of backward."""
         self._ending = None
         self._uses.forget_promises()
         while self._held:
@@ -344,14 +344,16 @@ class Hooks:
         self._on_last_read()
 
     def _hold(self, use: Use, grad: torch.Tensor | None = None) -> None:
-        """The gradient of a tensor that a forward handed back has come."""
+        """The gradient of a tensor that a forward returned has come: holds the use's units for its backward."""
         self.watch_backward()
         if use.is_held or use.answered_in == self.num_backwards:
             return
         for later in [other for other in self._held if other.entered > use.left]:
-            self.answer(later)  # what was recorded after this forward has been computed
+            self.answer(later)  # operations recorded after this forward have been computed
         use.is_held = True
-        if grad is not None and grad.requires_grad:  # a backward through this one needs the units until it is back here
+        if (
+            grad is not None and grad.requires_grad
+        ):  # a second backward through this one needs the units until it ends here
             mark([grad], use, self._let_go)
         self._uses.add(use)
         self._held.append(use)
@@ -363,16 +365,16 @@ class Hooks:
             self._on_last_read()
 
     def _computed(self, use: Use, grad: torch.Tensor) -> None:
-        """The gradient of a tensor that was handed to a forward has come."""
+        """The gradient of an input of a forward has come: answers the use."""
         if use.answered_in != self.num_backwards:
             self.answer(use)
-        if grad.requires_grad:  # a backward through this one begins here
+        if grad.requires_grad:  # a second backward through this one begins here
             mark([grad], use, self._hold)
 
     def _computed_to_a_leaf(self, use: Use, grad: torch.Tensor) -> None:
-        """The gradient of a leaf has come, in no order with those of the parameters used beside it.
+        """The gradient of a leaf input has come; the order relative to gradients of parameters used beside it is not known.
 
-        Reentrant checkpointing makes its inputs leaves of a backward of their own; at its end all are there.
+        Reentrant checkpointing makes its inputs leaves of an inner backward. At the end of that backward all have come.
         """
         if torch._C._current_graph_task_id() == self._watched:
             self._computed(use, grad)
@@ -380,7 +382,7 @@ class Hooks:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._computed(use, grad))
 
     def _let_go(self, use: Use, grad: torch.Tensor | None = None) -> None:
-        """A use's backward, or a backward through that, has left the forward's operations."""
+        """A use's backward, or a second backward through it, has passed the forward's operations: releases the units."""
         if use.is_held:
             use.is_held = False
             self._held.remove(use)
@@ -395,11 +397,11 @@ class Hooks:
             self._store.recorder.add("unit", f"{phase} {live.unit.name}", use.start_ns, end_ns)
 
     def watch_backward(self, grad: torch.Tensor | None = None) -> None:
-        """At the first sign of a backward: clears the way for autograd's gradients and asks to be told of its end."""
+        """At the first sign of a backward: clears `p.grad` and registers a callback for the end of the backward."""
         if self._ending is not None:
             if self._ending() is not None:
                 return
-            self._abandon_backward()  # of one that an exception has ended
+            self._abandon_backward()  # the earlier backward ended in an exception
         ending = EndOfBackward(self.finish_backward)
         self._ending = weakref.ref(ending)
         self._watched = torch._C._current_graph_task_id()
@@ -409,7 +411,7 @@ class Hooks:
         torch.autograd.Variable._execution_engine.queue_callback(ending)
 
     def _abandon_backward(self) -> None:
-        """After a backward that ended in an exception: nothing of it is waited for any more, and no gradient is kept."""
+        """After a backward that ended in an exception: releases its units and drops its gradients."""
         if self._ending is not None:
             self._homes.abandon()
         self._ending = None
@@ -421,7 +423,7 @@ class Hooks:
 class _ModuleHooks:
     """The two forward hooks of one module; carries the frame from the first to the second.
 
-    A module inside one that triggers units may be copied while its parameters are gathered: the copy's hooks do nothing.
+    A module inside one that triggers units may be copied while its parameters are gathered. The hooks of the copy do nothing.
     """
 
     def __init__(self, hooks: Hooks, module: nn.Module, needed: list[LiveUnit], is_inner: bool) -> None:
@@ -429,16 +431,16 @@ class _ModuleHooks:
         self.needed = needed
         self.is_inner = is_inner
         self._hooks = hooks
-        self._inside: list[_ModuleHooks] = []  # of modules that need nothing while this one runs
+        self._inside: list[_ModuleHooks] = []  # of modules whose units this module holds while it runs
         self._frames: list[
             tuple[Frame, bool] | None
-        ] = []  # of forwards under way (a module may call itself), outermost?
-        self._num_off = 0  # modules around this one that run
+        ] = []  # of forwards under way (a module may call itself), and whether each is the outermost call
+        self._num_off = 0  # modules around this one that run now
         self._before = module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
         self._after = module.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True)
 
     def covers(self, inside: list[_ModuleHooks]) -> None:
-        """Says which modules inside this one need nothing but what this one holds."""
+        """Sets the modules inside this one whose units are all held by this one."""
         mine = set(self.needed)
         self._inside = [each for each in inside if mine.issuperset(each.needed)]
 
@@ -451,27 +453,27 @@ class _ModuleHooks:
         return (_NoHooks, ()) if self.is_inner else self._hooks.__reduce_ex__(protocol)
 
     def uncover(self, other: _ModuleHooks) -> None:
-        """A module inside this one needs more than this one holds."""
+        """Removes a module inside this one that needs more units than this one holds."""
         if other in self._inside:
             self._inside.remove(other)
 
     def remove(self) -> None:
-        """Takes the hooks off the module."""
+        """Removes the hooks from the module."""
         self._before.remove()
         self._after.remove()
 
     def reset(self) -> None:
-        """No module around this one runs."""
+        """Restores the hooks: no module around this one runs."""
         self._switch(-self._num_off)
 
     def forget_frames(self) -> None:
-        """No forward is under way."""
+        """Drops all frames: no forward is under way."""
         self._frames.clear()
         self.reset()
 
     @outside_graphs
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module is not self.module:  # a copy's hook
+        if module is not self.module:  # the hook of a copy
             return
         self._frames.append(None)
         is_outermost = self._hooks.begin_pass(module)
@@ -494,7 +496,7 @@ class _ModuleHooks:
             self._hooks.end_pass(module, frame, output, made)
 
     def _switch(self, change: int) -> None:
-        """One more module around this one runs, or one fewer: torch calls the hooks only when none does."""
+        """Counts the modules around this one that run; torch calls the hooks only when the count is zero."""
         was_off = self._num_off > 0
         self._num_off = max(0, self._num_off + change)
         if was_off == (self._num_off > 0):
@@ -510,7 +512,7 @@ class _ModuleHooks:
 
 
 class _NoHooks:
-    """Hooks of a copy."""
+    """The hooks of a copied module."""
 
     module = None
 
@@ -524,11 +526,11 @@ class _NoHooks:
 def _needed_by_module(
     root: nn.Module, triggers: dict[nn.Module, list[LiveUnit]], by_param: dict[int, LiveUnit]
 ) -> dict[nn.Module, list[LiveUnit]]:
-    """The modules that get hooks, with what their forward needs: see the module's docstring."""
+    """The modules that get hooks, each with the units that its forward needs: see the module's docstring."""
     found: dict[nn.Module, list[LiveUnit]] = {}
 
     def visit(module: nn.Module) -> bool:
-        """Whether a module, or one inside it, triggers units."""
+        """Whether a module or one of its inner modules triggers units."""
         is_around = sum(visit(child) for child in module.children()) > 0  # every child is visited
         if module in triggers:
             found[module] = list(triggers[module])
@@ -547,5 +549,5 @@ def _needed_by_module(
 
 
 def _note_gradient(live: LiveUnit, param: torch.Tensor) -> None:
-    """Autograd accumulates a gradient on the stream on which the parameter was first used, in this graph or an older one."""
+    """Notes a gradient. Autograd accumulates on the stream that first used the parameter, in this graph or an older one."""
     live.memory.note_gradient()

@@ -1,4 +1,4 @@
-"""Init and MiCS_Init: building a model that is larger than memory."""
+"""Init and MiCS_Init: contexts that build a model larger than memory."""
 
 from __future__ import annotations
 
@@ -30,24 +30,7 @@ from tiermem.zero.init_params import AsBuilt, Nursery, size_of_near
 from tiermem.zero.joining import join_ranks
 from tiermem.zero.topology import Topology, find_topology, numbered
 
-# ---- Init: building a model that is larger than memory ---------------------------------------------------------------
-#
-#     with tiermem.zero.Init(config_dict_or_path=cfg):
-#         model = MyLargeModel()
-#
-# A module *stands* when it is assigned to its parent; its parameters then go to their home (each rank keeps its part)
-# and leave NaN behind (init_params.py). The root stands when Init exits. Code that touches a parameter afterwards (weight
-# initialisation by a library, tied weights, `Module.apply`) finds its values: inside Init a TorchFunctionMode sees
-# torch's calls on parameters, brings a parameter back before the call and sends it home again from a bounded cache,
-# oldest first. Values are those of a plain build, seed for seed: they are kept in the dtype they were built in, and are
-# cast when the model is sharded. On several ranks they are rank 0's, whatever the others write.
-#
-# Peak memory while building is one unit (plus the cache): what a module holds that is not assigned to its parent yet. A bare
-# list of leaf modules (`nn.ModuleList([nn.Linear(...) for ...])`) stands all at once and may exceed it.
-#
-# Contexts nest: the innermost takes what is built in it. No torch name is patched: module registration hooks and the
-# mode are torch's own, and are gone when Init exits. Only `shard` or `initialize` make the model usable: they take the
-# parameters over.
+# ---- Init ------------------------------------------------------------------------------------------------------------
 
 AnyConfig = Mapping[str, Any] | str | os.PathLike[str]
 
@@ -55,47 +38,65 @@ _CREATORS = {torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, tor
 
 
 class DeepSpeedTensorOverride(enum.Enum):
-    """What Init may decide for tensors that are made inside it: see `tensor_overrides`."""
+    """Properties of new tensors that Init may set: see `tensor_overrides`."""
 
     dtype = 1
     device = 2
 
 
 class HasDataParallelGroup(Protocol):
-    """What Init asks a model-parallel unit."""
+    """A model-parallel unit, as far as Init uses it."""
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         """The ranks that share this rank's parameters."""
 
 
 class Init:
-    """Partitions parameters while a model is being built; see the module's docstring. A subclass may override
-    `get_partition_rank` and `get_dp_process_group`.
+    """A context that partitions parameters while a model is built in it.
+
+        with tiermem.zero.Init(config_dict_or_path=cfg):
+            model = MyLargeModel()
+
+    When a module is assigned to its parent, its parameters are partitioned: each rank keeps its part, and the parameter shows
+    NaN (init_params.py). The root's parameters are partitioned when Init exits. Code that uses a parameter afterwards (weight
+    initialisation by a library, tied weights, `Module.apply`) finds its values: inside Init a TorchFunctionMode sees torch's
+    calls on parameters and brings the values back before the call. A bounded cache holds them; the oldest leave first.
+
+    The values are the same as in a plain build with the same seed. They keep the dtype in which they were built and are cast
+    when the model is sharded. With several ranks they are rank 0's values; other ranks' writes are dropped.
+
+    Peak memory while building is one module that is not yet assigned to its parent, and the cache. The modules of a plain list
+    (`nn.ModuleList([nn.Linear(...) for ...])`) are all assigned at once, so the list may exceed that.
+
+    Contexts nest: the innermost takes the modules built in it. No torch name is patched: the registration hooks and the mode
+    are torch's own, and are removed when Init exits. The model is usable only after `shard` or `initialize`, which take over
+    the parameters. A subclass may override `get_partition_rank` and `get_dp_process_group`.
 
     Args:
-        module: convert a finished module instead of building one inside the context.
-        data_parallel_group: ranks that share the parameters; default: what mpu says, else the world. Ranks that a launcher has
-            started (torchrun) make the process group on entering, if there is none yet.
-        mem_efficient_linear: nothing to switch: linear layers keep no copy of a weight (zero/unit_state.py).
-        remote_device: where parameters rest until they are sharded, "none", "cpu" or "nvme"; default: what the config says.
-        pin_memory: page-lock what rests in memory, where there is a GPU.
-        config_dict_or_path: a DeepSpeed-style config, dict or JSON file.
-        config: its deprecated name.
+    Args:
+        module: partition a finished module instead of building one inside the context.
+        data_parallel_group: ranks that share the parameters; default: those of mpu, else the world. If a launcher (torchrun)
+            has started ranks and no process group exists, entering the context creates it.
+        mem_efficient_linear: has no effect: linear layers keep no copy of a weight (zero/unit_state.py).
+        remote_device: where parameters rest until they are sharded: "none", "cpu" or "nvme"; default: as in the config.
+        pin_memory: page-lock the parts that rest in memory, where there is a GPU.
+        config_dict_or_path: a DeepSpeed-style config: a dict or the path of a JSON file.
+        config: the deprecated name of config_dict_or_path.
         enabled: False makes the context do nothing.
-        dtype: of the parameters once sharded; default: what the config's precision says, else as built.
-        mpu: an object whose `get_data_parallel_group()` says which ranks share the parameters.
-        zero_param_parallel_group: neighbouring ranks, this one among them, that keep a second copy of what is gathered
-            (hpZ): the same as zero_hpz_partition_size of their number.
-        zero_quantized_weights, zero_quantized_nontrainable_weights: as the keys of the same name.
-        sequence_data_parallel_group: deprecated name of data_parallel_group.
-        param_swapper: refused: an object of the reference's own that reads and writes files, which tiers do here.
-        tensor_overrides: `DeepSpeedTensorOverride` members: whether tensors made inside (by torch.tensor, empty, zeros, ones,
-            full, arange, eye, randn) without a dtype get `dtype` if they are floating-point, and without a device the current
-            GPU. Default: neither, so that values and buffers are those of a plain build; the reference does both.
+        dtype: dtype of the parameters once sharded; default: the config's precision, else as built.
+        mpu: an object whose `get_data_parallel_group()` returns the ranks that share the parameters.
+        zero_param_parallel_group: neighbouring ranks, this one among them, that keep a second copy of gathered parameters
+            (hpZ): the same as zero_hpz_partition_size with the number of these ranks.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: as the config keys of the same name.
+        sequence_data_parallel_group: the deprecated name of data_parallel_group.
+        param_swapper: refused: the reference's own object for reading and writing files; here tiers do that.
+        tensor_overrides: `DeepSpeedTensorOverride` members. With `dtype`, floating-point tensors made inside (by torch.tensor,
+            empty, zeros, ones, full, arange, eye, randn) without a dtype get `dtype`. With `device`, tensors made without a
+            device get the current GPU. Default: neither, so values and buffers are those of a plain build; the reference does
+            both.
         policy: an OffloadPolicy instead of a config.
-
-    What these arguments and a subclass say holds for good: `shard` and `initialize` obey it (init_params.py).
-    Raises ValueError for arguments that are wrong or contradict each other, OSError when a path is missing or full.
+    These arguments and a subclass's methods also hold for `shard` and `initialize` afterwards (init_params.py). Entering is
+    collective. Raises ValueError for arguments that are wrong or contradict each other, OSError when a path is missing or full.
     """
 
     def __init__(
@@ -139,35 +140,37 @@ class Init:
         self._handles: list[RemovableHandle] = []
         self._mode: _Touch | None = None
         self._nursery: Nursery | None = None
-        self._seen: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # built here, in order
+        self._seen: weakref.WeakKeyDictionary[nn.Module, None] = (
+            weakref.WeakKeyDictionary()
+        )  # modules built here, in order
         if module is not None and self._enabled:
             with self:
                 self._seen.update(dict.fromkeys(module.modules()))
 
     def get_partition_rank(self) -> int:
-        """Which part of every parameter this rank keeps: its place in the group.
+        """The part of every parameter that this rank keeps: its place in the group.
 
-        A subclass may give another number; all ranks' numbers together must be 0 to ranks - 1.
+        A subclass may return another number. The numbers of all ranks must be a permutation of 0 to ranks - 1.
         """
         group = self.get_dp_process_group()
         return dist.get_rank(group) if group is not None else 0
 
     def get_dp_process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share the parameters; None where torch.distributed is not at work."""
+        """The ranks that share the parameters; None where torch.distributed is not initialised."""
         if self._group is not None or not (dist.is_available() and dist.is_initialized()):
             return self._group
         return dist.group.WORLD
 
     def __enter__(self) -> Init:
         if self._enabled:
-            device = kind_of_device()  # the one that the model is built for is named when it is sharded
+            device = kind_of_device()  # the kind alone: `shard` chooses the device itself
             join_ranks(self._policy.timeout_s, device, self._policy.join_timeout_s)
             group = self.get_dp_process_group()
             topology = find_topology(3, group, self._policy.timeout_s, device_taken(group, device))
             if self._near is not None and group is not None:
                 self._fields["secondary_group_size"] = size_of_near(group, self._near)
             as_built = AsBuilt(group, self._numbers(topology), self._fields)
-            as_built.over(self._policy)  # which the config may contradict
+            as_built.over(self._policy)  # raises ValueError if the config contradicts the arguments
             if as_built.parts is not None:
                 topology = numbered(topology, as_built.parts)
             self._nursery = Nursery(self._policy, topology, as_built, self._pins)
@@ -190,7 +193,7 @@ class Init:
         if error is None:
             for module in list(
                 self._seen
-            ):  # which may hold other parameters than were registered: to_empty replaces them
+            ):  # a module may hold other parameters than those registered: to_empty replaces them
                 self._nursery.adopt(module.parameters(recurse=False))
             self._nursery.graduate(self._dtype)
         else:
@@ -199,7 +202,7 @@ class Init:
         self._mode = None
 
     def _numbers(self, topology: Topology) -> tuple[int, ...] | None:
-        """The parts of all ranks, where they are not numbered as the ranks are. Collective."""
+        """The part of each rank, where they differ from the ranks' numbers; else None. Collective."""
         if type(self).get_partition_rank is Init.get_partition_rank or topology.group is None:
             return None
         numbers = [int(each) for each in exchange(topology, str(self.get_partition_rank()))]
@@ -220,25 +223,25 @@ class Init:
 
 
 def shutdown_init_context() -> None:
-    """Suspends every Init context around the caller: what is built then is ordinary. Does nothing outside one."""
+    """Suspends every Init context around the caller, so that modules built then are ordinary. Does nothing outside one."""
     for mode in _modes():
         mode.is_suspended = True
 
 
 def restore_init_context() -> None:
-    """Ends a `shutdown_init_context`."""
+    """Ends the suspension that `shutdown_init_context` began."""
     for mode in _modes():
         mode.is_suspended = False
 
 
 class _Touch(TorchFunctionMode):
-    """Sees torch's calls inside Init: wakes the parameters that they touch, and sets what tensors are made of.
+    """Sees torch's calls inside Init: brings back the values of parameters that a call uses, and sets `tensor_overrides`.
 
     Args:
         nursery: keeps the parameters.
-        serves_apply: False: a function given to `Module.apply` gathers what it touches itself (override_module_apply).
-        overrides: what is decided for tensors made inside.
-        dtype: that of floating-point ones.
+        serves_apply: False: a function given to `Module.apply` gathers the parameters that it uses (override_module_apply).
+        overrides: the properties to set on tensors made inside.
+        dtype: the dtype for new floating-point tensors.
     """
 
     def __init__(
@@ -292,7 +295,7 @@ def _modes() -> list[_Touch]:
 
 
 def _innermost() -> _Touch | None:
-    """The mode of the context that takes what is built now; None when all are suspended."""
+    """The mode of the context that takes modules built now; None outside Init or while contexts are suspended."""
     modes = _modes()
     return modes[-1] if modes and not modes[-1].is_suspended else None
 
@@ -333,12 +336,12 @@ def _one_group(
 def _read(
     given: AnyConfig | None, policy: OffloadPolicy | None, dtype: torch.dtype | None
 ) -> tuple[OffloadPolicy, torch.dtype | None, bool]:
-    """The policy, the dtype that parameters will have, and whether Module.apply is served."""
+    """The policy, the dtype that parameters will have, and whether `Module.apply` brings values back."""
     if given is None:
         return policy or OffloadPolicy(), dtype, True
     if policy is not None:
         raise ValueError("give a config or a policy, not both")
-    from tiermem.config import load_config  # the config floor is needed only by those who come with a config
+    from tiermem.config import load_config  # needed only by callers with a config
 
     loaded = load_config(given)
     dtype = dtype or {"bf16": torch.bfloat16, "fp16": torch.float16}.get(loaded.precision)
@@ -356,16 +359,16 @@ def _rest_on(policy: OffloadPolicy, remote_device: str) -> OffloadPolicy:
     return replace(policy, params=homes[remote_device])
 
 
-# ---- MiCS_Init: building a model for sharding within groups of ranks (MiCS), under the name that the reference -------
-# gives it
-#
-# It is Init with a config whose `mics_shard_size` is set, and says so when it is not. While a model is built its
-# parameters are divided over all ranks, not only over a group's, so that building takes less memory than training will;
-# `shard` and `initialize` divide them within groups and make the copies.
+# ---- MiCS_Init -------------------------------------------------------------------------------------------------------
 
 
 class MiCS_Init(Init):  # noqa: N801 (the documented name)
-    """As Init, for a config with `mics_shard_size`. Raises ValueError when it has none."""
+    """Init for sharding within groups of ranks (MiCS), for a config with `mics_shard_size`.
+
+    While the model is built, parameters are divided over all ranks, not only over one group, so building takes less memory than
+    training. `shard` and `initialize` divide them within groups and make the copies. Raises ValueError when the config has no
+    `mics_shard_size`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Parameters under zero.Init: where they live while the model is built, until `shard` takes them."""
+"""Parameters under zero.Init: keeps the parameters of a model while it is built, until `shard` takes them."""
 
 from __future__ import annotations
 
@@ -26,28 +26,27 @@ from tiermem.zero.gather import gather
 from tiermem.zero.topology import Topology, paths_of_rank
 from tiermem.zero.unit_state import become
 
-# ---- AsBuilt: what zero.Init was told by hand and no config says, which `shard` and `initialize` obey as well --------
-#
-#     get_dp_process_group()    the ranks that share the model            unless shard is given a group
-#     get_partition_rank()      which part of everything each of them keeps, for as long as the model is sharded
-#     quantised arguments, zero_param_parallel_group      fields of the policy
-#
-# It goes with the parameters: the nursery, which keeps them while the model is built, has it.
+# ---- arguments of zero.Init that `shard` and `initialize` use as well ------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class AsBuilt:
-    """See above; by default nothing was said."""
+    """Settings given to zero.Init that no config contains. The Nursery keeps them with the parameters; empty by default.
+
+    group     get_dp_process_group()   the ranks that share the model, unless shard is given a group
+    parts     get_partition_rank()     the part that each rank keeps, for as long as the model is sharded
+    fields    the quantised arguments and zero_param_parallel_group, as fields of the policy
+    """
 
     group: dist.ProcessGroup | None = None
     """The ranks that share the model; None: the world."""
     parts: tuple[int, ...] | None = None
-    """Which part each rank of the group keeps, in the order of ranks; None: that of its number."""
+    """The part that each rank of the group keeps, in the order of ranks; None: rank r keeps part r."""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the policy."""
+    """Fields of the policy."""
 
     def over(self, policy: OffloadPolicy) -> OffloadPolicy:
-        """A policy with these fields. Raises ValueError for one that says something else."""
+        """A policy with these fields. Raises ValueError when the policy sets one of them to another value."""
         defaults = {field.name: field.default for field in dataclasses.fields(policy)}
         for name, value in self.fields.items():
             if getattr(policy, name) not in (value, defaults[name]):
@@ -59,7 +58,7 @@ class AsBuilt:
 
 
 def built_with(model: nn.Module) -> AsBuilt:
-    """What the zero.Init that a model was built under was told; nothing for one that was built plainly."""
+    """The settings of the zero.Init under which a model was built; empty for a plain model."""
     for param in model.parameters():
         found = getattr(registry.keeper_of(param), "as_built", None)
         if isinstance(found, AsBuilt):
@@ -68,9 +67,9 @@ def built_with(model: nn.Module) -> AsBuilt:
 
 
 def size_of_near(group: dist.ProcessGroup, near: dist.ProcessGroup) -> int:
-    """The number of ranks of `near`, which keep a second copy of what is gathered (hpZ), among those of `group`.
+    """The number of ranks of `near`, which keep a second copy of gathered parameters (hpZ), among the ranks of `group`.
 
-    Raises ValueError when they are not neighbours of which all ranks make groups of this size.
+    Raises ValueError unless `near` holds neighbouring ranks, this one among them, and its size divides the group into blocks.
     """
     ranks, inside = dist.get_process_group_ranks(group), dist.get_process_group_ranks(near)
     size = len(inside)
@@ -90,15 +89,7 @@ def _allowed(ranks: Sequence[int]) -> str:
     )
 
 
-# ---- Nursery: where the parameters of a model live while it is built, until `shard` takes them -----------------------
-#
-# Each rank keeps its part of every parameter, in ordinary memory or on NVMe; the parameter itself sleeps: it shows NaN
-# and takes no memory. Code that touches one wakes it (init.py sees the touch); the oldest awake go back to sleep when
-# they are many. Then rank 0's values are kept on every rank, whatever the other ranks have written, as they are when a
-# parameter is admitted. So all parameters are treated alike: the values do not depend on a size.
-#
-#     admit --> asleep --wake--> awake --trim--> asleep          take_out, put_back: a GatheredParameters context holds it
-#     graduate: building has ended, and they rest (absent.py)   move_part: the model is sharded, the nursery forgets it
+# ---- Nursery ---------------------------------------------------------------------------------------------------------
 
 _CACHE_BYTES = 16 << 20
 _PIECE_NUMEL = 1 << 20
@@ -107,15 +98,23 @@ _PIECE_NUMEL = 1 << 20
 class Nursery:
     """Keeps the parameters of a model that is being built, until `shard` takes them.
 
+    Each rank keeps its part of every parameter, in ordinary memory or on NVMe. The parameter itself sleeps: it shows NaN and
+    takes no memory. Code that uses it wakes it (init.py sees the use). When the awake parameters take 16 MiB, the oldest go
+    back to sleep. Then, and when a parameter is admitted, rank 0's values are kept on every rank; other ranks' writes are
+    dropped. This holds for parameters of every size.
+
+        admit --> asleep --wake--> awake --trim--> asleep          take_out, put_back: a GatheredParameters context holds it
+        graduate: building has ended, parameters rest (absent.py)  move_part: the model is sharded; the nursery forgets it
+
     Args:
-        policy: parameters rest on NVMe if theirs do, else in ordinary memory, each rank its part. Those of at most
-            `persistence_numel` elements rest in memory in any case.
-        topology: who keeps which part.
-        as_built: what the context was told, for `shard`.
+        policy: parts rest on NVMe if the policy's parameters do, else in ordinary memory. Parameters of at most
+            `persistence_numel` elements always rest in memory.
+        topology: which rank keeps which part.
+        as_built: the settings of the context, for `shard`.
         pin_memory: parts that rest in memory are page-locked, where there is a GPU.
     """
 
-    may_lend = False  # a parameter that is used while no context holds it
+    may_lend = False  # outside a context the values of a parameter are not lent to calls
 
     def __init__(
         self,
@@ -130,21 +129,23 @@ class Nursery:
         self._small_numel = policy.persistence_numel
         self._store: TensorStore | None = None
         self._bounce: Bounce | None = None
-        self._piece: torch.Tensor | None = None  # what is read on the way to a parameter's place
+        self._piece: torch.Tensor | None = None  # receives pieces read on the way to a parameter's place
         if policy.params is Tier.NVME:
             self._store = TensorStore(paths_of_rank(policy.paths), 8 << 20, policy.io, policy.disk_bytes)
             self._bounce = Bounce(self._store)
-            self._piece = torch.empty(_PIECE_NUMEL * 8, dtype=torch.uint8)  # kept: blocks that come and go leave holes
+            self._piece = torch.empty(
+                _PIECE_NUMEL * 8, dtype=torch.uint8
+            )  # kept: repeated allocation fragments the heap
         self._children: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> _Child
         self._awake: collections.OrderedDict[int, nn.Parameter] = collections.OrderedDict()
-        self._out: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a GatheredParameters holds
+        self._out: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a GatheredParameters context holds
         self._awake_bytes = 0
         self._freed_bytes = 0  # since the heap was last trimmed
         self._num_admitted = 0
         self._is_building = True
 
     def admit(self, param: nn.Parameter) -> None:
-        """Takes a parameter's values (rank 0's win) and leaves NaN. Collective when there are several ranks; blocks."""
+        """Takes a parameter's values (rank 0's) and leaves NaN. Collective when there are several ranks; blocks."""
         value = param.detach()
         if self.topology.group is not None and not value.is_meta:
             number = f"parameter number {self._num_admitted}"
@@ -162,7 +163,7 @@ class Nursery:
         self._sleep(param)
 
     def adopt(self, params: Iterable[nn.Parameter]) -> None:
-        """Takes parameters of any module that have no keeper, after building, too. Collective; blocks."""
+        """Admits parameters of any module that have no keeper, also after building. Collective; blocks."""
         fresh = [param for param in params if registry.keeper_of(param) is None]
         for param in fresh:
             self.admit(param)
@@ -170,9 +171,9 @@ class Nursery:
             absent.rest(fresh)
 
     def wake(self, param: nn.Parameter, is_overwritten: bool = False) -> None:
-        """Brings a parameter's values back for code that touches it, until `trim` puts it to sleep.
+        """Brings a parameter's values back for code that uses it, until `trim` puts it to sleep. Collective; blocks.
 
-        is_overwritten: the code puts another tensor in its place, so the values are not needed.
+        is_overwritten: the code sets `data` to another tensor, so the values are not brought back.
         """
         child = self._children.get(param)
         if child is None or param in self._out:
@@ -191,21 +192,21 @@ class Nursery:
         return param in self._children and param not in self._out and id(param) not in self._awake
 
     def trim(self, keep_bytes: int = _CACHE_BYTES) -> None:
-        """Puts the oldest awake parameters to sleep, what is in them written back, until the rest takes keep_bytes."""
+        """Puts the oldest awake parameters to sleep, with their values written back, until the others take < keep_bytes."""
         while self._awake and self._awake_bytes >= keep_bytes:
             param = next(iter(self._awake.values()))
             self._write_back(param)
             self._sleep(param)
 
     def _write_back(self, param: nn.Parameter) -> None:
-        """Keeps what an awake parameter holds on rank 0; it counts as awake no more."""
+        """Keeps rank 0's values of an awake parameter, which then counts as asleep."""
         if self._awake.pop(id(param), None) is not None:
             child = self._children[param]
             self._awake_bytes -= child.whole_bytes
             self._put(child, self._of_rank_0(param.detach()))
 
     def _of_rank_0(self, value: torch.Tensor) -> torch.Tensor:
-        """Rank 0's values of what every rank holds. Collective when there are several ranks; blocks."""
+        """Rank 0's values of a tensor that every rank holds. Collective when there are several ranks; blocks."""
         if self.topology.group is None or value.is_meta or value.numel() == 0:
             return value
         value = value.contiguous()
@@ -214,7 +215,7 @@ class Nursery:
         return value
 
     def graduate(self, dtype: torch.dtype | None) -> None:
-        """Building has ended: all parameters sleep, and show the dtype they will have."""
+        """Ends building: all parameters sleep, and show the dtype that they will have."""
         self.trim(keep_bytes=0)
         for param in list(self._children.keys()):
             if dtype is not None and param.dtype.is_floating_point:
@@ -224,14 +225,14 @@ class Nursery:
         trim_heap()
 
     def abandon(self) -> None:
-        """Building has failed: nothing is kept."""
+        """Ends building after an error: closes the store on NVMe."""
         if self._store is not None:
             self._store.close()
 
     def move_part(self, param: nn.Parameter, into: torch.Tensor | None) -> None:
         """Writes this rank's part of a parameter (flat, without padding) into a tensor, cast to its dtype, and forgets it.
 
-        Goes piece by piece: no copy of the whole part is made on the way. Blocks; raises OSError.
+        Works piece by piece, so no copy of the whole part is made. Blocks; raises OSError.
         """
         child = self._children.pop(param)
         absent.wake([param])
@@ -245,20 +246,20 @@ class Nursery:
             self._store.close()
 
     def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Puts other values in a parameter's place; every rank gives the whole. Blocks."""
+        """Replaces a parameter's values; every rank gives the whole tensor. Blocks."""
         self._put(self._children[param], value)
 
     def take_out(self, param: nn.Parameter) -> None:
         """Gives a parameter its whole values until `put_back`. Collective when there are several ranks; blocks."""
         child, shown = self._children[param], param.dtype
-        self._write_back(param)  # what was written while it was awake
+        self._write_back(param)  # keeps changes made while it was awake
         absent.wake([param])
         param.data = self._get(child).to(param.device, shown).view(child.shape)
         self._out[param] = True
         mark((param,), ZeroParamStatus.AVAILABLE)
 
     def put_back(self, param: nn.Parameter) -> None:
-        """Ends a `take_out`: the parameter sleeps. What was written in it is gone, unless `replace`d."""
+        """Ends a `take_out`: the parameter sleeps. Changes are dropped, unless `replace` was called."""
         self._out.pop(param, None)
         self._sleep(param)
         if not self._is_building:
@@ -270,7 +271,7 @@ class Nursery:
         return self._get(child).view(child.shape)
 
     def _sleep(self, param: nn.Parameter) -> None:
-        """Leaves NaN in a parameter's place. The C library keeps freed blocks; every so often they are given back."""
+        """Sets a parameter's data to NaN. The C library keeps freed blocks, so the heap is trimmed every 16 MiB."""
         self._freed_bytes += param.nbytes
         with torch._C.DisableTorchFunction():
             device = "cpu" if param.is_meta else param.device
@@ -342,7 +343,7 @@ class Nursery:
 
 
 class _Child:
-    """One parameter in the nursery: what it was built as, and this rank's part of it (in memory, or the store's entry)."""
+    """One parameter in the nursery: its dtype and shape as built, and this rank's part (in memory, or in the store)."""
 
     def __init__(self, name: str) -> None:
         self.name = name

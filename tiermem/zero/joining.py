@@ -1,10 +1,12 @@
-"""Joining: the ranks that a launcher has started make the process group, or say which of them is missing.
+"""Joining: the ranks that a launcher has started create the process group, or the error names the missing ranks.
 
-    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT    ->  a store  ->  every rank says its WORLD_SIZE  ->  the group
+    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT    ->  a store  ->  every rank posts its WORLD_SIZE  ->  the group
 
-torch would wait for the missing ranks until its time-out, and not name them. Here rank 0 reads what each rank says before the
-group is made, and answers them all; a rank that waits in vain for rank 0 names it. Rank 0 keeps the store, or torchrun's agent
-does: that one outlives the ranks and their restarts, so that each round of `world` arrivals has keys of its own.
+torch alone would wait for missing ranks until its time-out, and not name them. Here rank 0 reads each rank's post before the
+group is created, and posts one answer for all. A rank that gets no answer names rank 0 if rank 0 has not come.
+
+The store belongs to rank 0 or to torchrun's agent. The agent's store outlives ranks and their restarts, so each round of
+`world` arrivals has its own keys.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from tiermem.swap.accelerator import activate, backends_of, find_device
 
 JOIN_TIMEOUT_S = 60.0
-"""How long ranks wait for each other to start, unless told otherwise."""
+"""How long ranks wait for each other to start by default, in seconds."""
 
 _KEY = "tiermem/joining"
 _LOOK_S = 0.02
@@ -31,17 +33,17 @@ _AGREED = "agreed"
 
 
 def join_ranks(timeout_s: float, device: torch.device, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
-    """Makes the process group of the ranks around this one, unless there is one or this rank is alone. Collective; blocks.
+    """Creates the process group of the launcher's ranks, unless one exists or this rank is alone. Collective; blocks.
 
-    It takes tensors of the CPU and of the kind of device that this rank computes on, which is made current when it is used.
+    The group takes CPU tensors and tensors of `device`'s kind.
 
     Args:
         timeout_s: longest wait in a collective of the group.
         join_timeout_s: longest wait for all ranks to start; no more than timeout_s.
 
-    Raises ValueError on the ranks that came when some are missing, which it names, when they were told different numbers of
-    ranks, or one number twice; and when the process group that is there holds this rank alone, though a launcher has started
-    several: each would train by itself.
+    Raises ValueError on the ranks that came when ranks are missing (it names them), when ranks have different WORLD_SIZEs, or
+    when two have the same RANK. Also raises it when the existing process group holds this rank alone although a launcher has
+    started several: each rank would train by itself.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world < 2 or not dist.is_available():
@@ -68,19 +70,19 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Makes the process group of the ranks that a launcher has started, unless there is one, as the reference's function.
+    """Creates the process group of the launcher's ranks, unless one exists, like the reference's function of this name.
 
-    `initialize`, `shard` and `zero.Init` do so themselves. Without a launcher (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)
-    and without init_method nothing is made: one process trains without a group.
+    `initialize`, `shard` and `zero.Init` do this themselves. Without a launcher (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)
+    and without init_method no group is created: one process trains without a group.
 
     Args:
-        dist_backend: default: gloo for the CPU, beside the accelerator's own.
-        timeout: longest wait in a collective, and for ranks to start; default: half an hour, and a minute.
-        init_method, rank, world_size: as of torch.distributed.init_process_group, which is called with them.
-        dist_init_required: False: there has to be a group already.
-        auto_mpi_discovery, distributed_port, verbose, config: taken for compatibility; the port is MASTER_PORT's.
+        dist_backend: default: gloo for the CPU, and the accelerator's own backend.
+        timeout: longest wait in a collective, and for ranks to start; default: 1800 s, and 60 s.
+        init_method, rank, world_size: passed to torch.distributed.init_process_group.
+        dist_init_required: False: a group has to exist already.
+        auto_mpi_discovery, distributed_port, verbose, config: ignored; the port is MASTER_PORT.
 
-    Collective; blocks. Raises RuntimeError where a group is required and there is none, ValueError as `join_ranks`.
+    Collective; blocks. Raises RuntimeError when a group has to exist and does not, ValueError like `join_ranks`.
     """
     if dist.is_initialized():
         return
@@ -99,10 +101,10 @@ def init_distributed(
 
 
 def hold_no_group() -> None:
-    """To be called before a process group is made, or torch holds it for ever and it does not end when it is destroyed.
+    """Call it before a process group is created; else torch keeps a reference, and the group is not destroyed.
 
-    torch.distributed.nn.functional, which torch's optimizers import, has what is the world then for its default arguments.
-    gloo's threads live on with the group, and now and then abort an interpreter that ends (pytorch/pytorch#179291).
+    torch.distributed.nn.functional, which torch's optimizers import, uses the world's group at import as a default argument.
+    gloo's threads would live on with the group, and sometimes abort an interpreter that exits (pytorch/pytorch#179291).
     """
     import torch.distributed.nn.functional  # noqa: F401
 
@@ -124,12 +126,12 @@ def _says_where() -> bool:
 
 
 def _meet(rank: int, world: int, timeout_s: float) -> Store:
-    """The store that all ranks have come to. Raises ValueError where some have not, or were told other numbers."""
+    """The store to which all ranks have come. Raises ValueError when ranks are missing or their numbers differ. Blocks."""
     deadline = time.monotonic() + timeout_s
     store = _open_store(rank, world, timeout_s)
     arrived = store.add(f"{_KEY}/arrived", 1)
     meeting = PrefixStore(f"{_KEY}/{(arrived - 1) // world}", store)
-    place = meeting.add("arrived", 1)  # of those that have come: two may call themselves the same rank
+    place = meeting.add("arrived", 1)  # counts arrivals, not ranks: two processes may have the same RANK
     meeting.set(f"said/{place}", f"{rank} {world}")
     if rank == 0:
         meeting.set("answer", _read_all(meeting, world, deadline, timeout_s))
@@ -143,7 +145,7 @@ def _meet(rank: int, world: int, timeout_s: float) -> Store:
 
 
 def _open_store(rank: int, world: int, timeout_s: float) -> Store:
-    """The store of rank 0, or of torchrun's agent, where every start of the ranks has a part of its own."""
+    """The store of rank 0 or of torchrun's agent, with its own prefix for every restart of the ranks."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_mine = rank == 0 and not is_agents
@@ -165,7 +167,7 @@ def _open_store(rank: int, world: int, timeout_s: float) -> Store:
 
 
 def _answer(meeting: Store, world: int, deadline: float, timeout_s: float) -> str:
-    """What rank 0 says, or, when it says nothing, who has not come."""
+    """Rank 0's answer; without one, a message that names the missing ranks."""
     left_s = max(deadline - time.monotonic(), 0.0) + _GRACE_S  # rank 0 may have started after this one
     try:
         meeting.wait(["answer"], timedelta(seconds=left_s))
@@ -175,9 +177,9 @@ def _answer(meeting: Store, world: int, deadline: float, timeout_s: float) -> st
 
 
 def _arrived(meeting: Store) -> set[int]:
-    """The ranks that have come."""
+    """The ranks that have posted."""
     found = set[int]()
-    with contextlib.suppress(dist.DistError):  # the store may have gone with rank 0
+    with contextlib.suppress(dist.DistError):  # the store may have ended with rank 0
         for place in range(1, meeting.add("arrived", 0) + 1):
             found.add(int(meeting.get(f"said/{place}").decode().split()[0]))
     return found
@@ -191,7 +193,7 @@ def _missing(world: int, found: set[int], timeout_s: float) -> str:
 
 
 def _read_all(meeting: Store, world: int, deadline: float, timeout_s: float) -> str:
-    """Reads what each rank says as it comes, until all have come or one says something else; the answer to all."""
+    """Reads each rank's post until all have come or one differs. Returns the answer for all ranks."""
     found: dict[int, int] = {}
     while len(found) < world and time.monotonic() < deadline:
         if not meeting.check([f"said/{len(found) + 1}"]):
@@ -210,7 +212,7 @@ def _read_all(meeting: Store, world: int, deadline: float, timeout_s: float) -> 
 
 
 def _wait_until_read(meeting: Store, most_s: float = 5.0) -> None:
-    """Rank 0 keeps the store: it stays until those that have come have read the answer."""
+    """Rank 0 may keep the store: it waits until the ranks that have come have read the answer, at most `most_s`."""
     deadline = time.monotonic() + most_s
     while meeting.add("read", 0) < meeting.add("arrived", 0) - 1 and time.monotonic() < deadline:
         time.sleep(_LOOK_S)

@@ -1,17 +1,17 @@
-"""Leaf modules: modules whose parameters are fetched as one, whatever runs inside them.
+"""Leaf modules: modules whose parameters form one unit, whichever of their children run.
 
-A block whose children run or not as the data says (experts behind a router) cannot be fetched child by child on several
-ranks: a rank that sends no token to an expert would not join in its gather, and the others would wait for ever. So such a
-block is one unit there. On one rank nothing waits, and fetching the chosen experts alone is less to read: they are units of
-their own.
+In some blocks the data decides which children run (experts behind a router). On several ranks such a block cannot be fetched
+child by child: a rank that sends no token to an expert would not join the expert's gather, and the others would wait for ever.
+So the block is one unit there. On one rank no other rank waits, and fetching only the chosen experts reads fewer bytes: each
+expert is a unit.
 
-    marked by hand     set_z3_leaf_modules and its kin         one unit, on any number of ranks
+    marked by hand     set_z3_leaf_modules and the functions below it      one unit, on any number of ranks
     by the config      leaf_module {classes, names, name_suffixes}, stage3_module_granularity_threshold       as by hand
-    found              a router beside a list of alike experts   one unit on several ranks, a unit per expert on one
+    found              a router beside a list of similar experts   one unit on several ranks, a unit per expert on one
 
-A mark stays on its module (copies have it too) and acts when the model is sharded. In most models a whole decoder layer is one
-unit, experts included; then marks change nothing. They matter where a layer is larger than a unit's buffer, on one rank, and
-outside every ModuleList.
+A mark is kept on its module and on copies of it, and takes effect when the model is sharded. In most models a whole decoder
+layer is one unit, experts included; then marks change nothing. They matter where a layer is larger than a unit's buffer, on one
+rank, and outside every ModuleList.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tiermem.zero import registry
 
 logger = logging.getLogger("tiermem")
 
-LARGEST_BY_GRANULARITY = 1_000_000_000  # elements; larger modules are worth splitting however fine they are
+LARGEST_BY_GRANULARITY = 1_000_000_000  # elements; larger modules are split, whatever their granularity
 _MARK = "_z3_leaf"
 _ROUTERS = ("gate", "router", "wg", "switch")
 
@@ -34,9 +34,10 @@ _ROUTERS = ("gate", "router", "wg", "switch")
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Marks every module of some classes, given as classes or as their names (bare or with their Python module).
+    """Marks every module of some classes, given as classes or as their names (with or without the Python module).
 
-    Before sharding. Returns the marked modules. Raises ValueError when there is none, unless told not to.
+    Call it before sharding. Returns the marked modules. Raises ValueError when there is none and `raise_if_not_found` is True,
+    TypeError when a class is neither a class nor a name.
     """
     return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
@@ -44,16 +45,16 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Takes the marks off every module of some classes; otherwise as `set_z3_leaf_modules`."""
+    """Removes the marks from every module of some classes; otherwise like `set_z3_leaf_modules`."""
     return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Marks modules by the names that `named_modules` gives. Returns (marked, names that are not there).
+    """Marks modules by the names that `named_modules` gives. Returns (marked modules, names not found).
 
-    Raises ValueError for names that are not there, unless told not to.
+    Raises ValueError for names not found when `raise_if_not_found` is True.
     """
     return _mark_names(model, module_names, lambda name, given: name == given, raise_if_not_found)
 
@@ -61,12 +62,12 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Marks modules whose names end so; otherwise as `set_z3_leaf_modules_by_name`."""
+    """Marks modules whose names end with one of the suffixes; otherwise like `set_z3_leaf_modules_by_name`."""
     return _mark_names(model, module_name_suffixes, lambda name, given: name.endswith(given), raise_if_not_found)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Marks one module, or takes its mark off. A container without a forward is fetched by the module around it."""
+    """Sets or removes the mark of one module. A container without a forward is fetched by the module around it."""
     model.__dict__[_MARK] = flag
 
 
@@ -87,7 +88,7 @@ def z3_leaf_parameter(model: nn.Parameter) -> bool:
 
 
 def apply_rules(model: nn.Module, rules: LeafRules) -> None:
-    """Marks what a policy asks for; says in the log what it did not find."""
+    """Marks the modules that a policy names; logs a warning for names that the model does not have."""
     found = set_z3_leaf_modules(model, rules.classes, raise_if_not_found=False)
     missing = [] if found else list(rules.classes)
     missing += set_z3_leaf_modules_by_name(model, rules.names, raise_if_not_found=False)[1]
@@ -100,11 +101,11 @@ def apply_rules(model: nn.Module, rules: LeafRules) -> None:
 
 
 class UsedInPieces(nn.Module):
-    """A module whose children run one after another, so that each is fetched by itself: TiledLinear."""
+    """A module whose children run one after another, so that each child is a unit: TiledLinear."""
 
 
 def is_routed(module: nn.Module) -> bool:
-    """Whether a module's children run as the data says: a router with a row for each of a list of alike experts."""
+    """Whether the data decides which children run: the module has a router and a list of similar experts."""
     if not has_forward(module):
         return False
     for name, child in module.named_children():
@@ -168,7 +169,7 @@ def _mark_names(
 
 
 def _fine_modules(model: nn.Module, granularity_numel: int) -> Iterable[nn.Module]:
-    """The outermost modules below the root whose parameters, shared out over their inner modules, are few."""
+    """The outermost modules below the root with at most `granularity_numel` parameters per inner module, on average."""
 
     def visit(module: nn.Module) -> Iterable[nn.Module]:
         for child in module.children():

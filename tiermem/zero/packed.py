@@ -1,16 +1,16 @@
-"""Packed: gathers and reductions that send 8-bit blocks in place of values (ZeRO++: qwZ, qgZ), and units that rest so.
+"""Packed: gathers and reductions that send 8-bit blocks instead of values (ZeRO++: qwZ, qgZ), and gathers of packed units.
 
     gather     shard --pack--> all-gather of the unit's packed shard, one call --unpack--> the full layout
-               Every rank, the sender too, computes with what comes out of the blocks, so that ranks agree; shards and masters
-               keep their precision. A unit that rests packed is sent as it rests, and one rank alone just unpacks it.
+               Every rank, also the sender, computes with the unpacked values, so ranks agree. Shards and masters keep their
+               precision. A unit that rests packed is sent as it rests; with one shard it is only unpacked.
 
     reduce     columns for all ranks --pack--> all-to-all --unpack, add up in fp32, in the order of ranks--> this rank's column
-               Over several nodes in two steps: within the node first, so that what crosses nodes is one node's sum:
+               Over several nodes there are two steps, within the node first, so that only one node's sum crosses nodes:
 
-                   columns[across][within]  -> to each near rank those of its place  -> sums of this node, one per node
-                                            -> to each node its own                  -> this rank's column
+                   columns[across][within]  -> to each rank of the node its column of every node  -> this node's sums
+                                            -> to each node its own sums                          -> this rank's column
 
-Every value is rounded once per step, by at most half a scale of its block (quantised.py).
+A value is rounded once per step, by at most half a scale of its block (quantised.py).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tiermem.zero.unit import Unit
 
 
 class PackedGather:
-    """The gather of one unit as 8-bit blocks, again and again. Collective: every rank starts the same ones in the same order.
+    """The gather of one unit as 8-bit blocks; may be repeated. Collective: every rank starts the same ones in the same order.
 
     Args:
-        topology: among its shard group.
-        unit: what is gathered.
-        full: its full layout; has bytes under it whenever a gather is waited for.
-        pool: buffers of `wire_bytes` for what is sent and what comes; None: torch's own memory.
+        topology: the ranks of its shard group take part.
+        unit: the unit to gather.
+        full: its full layout; its storage has bytes whenever a gather is waited for.
+        pool: buffers of `wire_bytes` for sent and received blocks; None: torch's own memory.
     """
 
     def __init__(self, topology: Topology, unit: Unit, full: torch.Tensor, pool: Pool | None) -> None:
@@ -45,18 +45,18 @@ class PackedGather:
 
     @property
     def needs_shard(self) -> bool:
-        """Every gather begins at the shard."""
+        """Always True."""
         return True
 
     def outdate(self) -> None:
-        """Nothing is kept between gathers."""
+        """Does nothing: no copy is kept between gathers."""
 
     def put(self, shard: torch.Tensor | None) -> None:
-        """Packs this rank's flat shard layout, or copies it where the unit rests packed. The shard is free afterwards."""
+        """Packs this rank's flat shard layout, or copies it where the unit rests packed. The shard may be reused afterwards."""
         assert shard is not None
         self._wire = _Wire(self._topology, self._unit, self._pool, self._full.device)
         if self._unit.is_packed:
-            self._wire.mine.copy_(shard[: self._wire.mine.numel()])  # it rests in whole pages
+            self._wire.mine.copy_(shard[: self._wire.mine.numel()])  # the shard is padded to whole pages
         else:
             numel = self._unit.packed_numel
             pack_into(self._wire.mine, numel, shard[:numel].to(self._full.device))
@@ -87,17 +87,17 @@ class PackedGather:
 
 
 def gathers_packed(unit: Unit, policy: OffloadPolicy) -> bool:
-    """Whether a unit comes as 8-bit blocks: it rests so, or its values are sent so."""
+    """Whether a unit is gathered as 8-bit blocks: it rests packed, or the policy packs its values for the gather."""
     return unit.is_packed or (policy.quantised_gather and unit.dtype.is_floating_point)
 
 
 def wire_bytes(unit: Unit, num_shards: int) -> int:
-    """Bytes of the buffer that a packed gather of a unit takes: this rank's blocks, and those of all."""
+    """Bytes of the buffer of a packed gather: this rank's blocks, and with several shards those of all ranks."""
     return packed_bytes(unit.packed_numel) * (num_shards + 1 if num_shards > 1 else 1)
 
 
 class _Wire:
-    """What one packed gather sends (`mine`) and gets (`rows`, one for each rank), in one buffer."""
+    """The blocks that one packed gather sends (`mine`) and receives (`rows`, one per rank), in one buffer."""
 
     def __init__(self, topology: Topology, unit: Unit, pool: Pool | None, device: torch.device) -> None:
         num_bytes = packed_bytes(unit.packed_numel)
@@ -117,7 +117,7 @@ class _Wire:
 
 
 class _Unpacked(Pending):
-    """Packed shards under way; when they are there they are unpacked into the full layout."""
+    """Packed shards under way; the wait unpacks them into the full layout."""
 
     def __init__(self, pending: Pending, unit: Unit, wire: _Wire, full: torch.Tensor) -> None:
         self._pending: Pending | None = pending
@@ -142,13 +142,13 @@ class _Unpacked(Pending):
 
 
 class PackedReduction:
-    """One reduction under way. Collective: every rank starts and finishes the same ones in the same order.
+    """One reduction under way. Collective: every rank starts and finishes the same reductions in the same order.
 
     Args:
-        topology: among its shard group.
-        columns: flat, a column of equal size for each rank of the shard group; read before this returns.
-        what: what it is for, for errors and counts.
-        number: of what it is for (collectives.py).
+        topology: the ranks of its shard group take part.
+        columns: flat, a column of equal size for each rank of the shard group; read before the constructor returns.
+        what: the purpose, for errors and counts.
+        number: names the purpose, as in `swap_rows` (collectives.py).
     """
 
     def __init__(self, topology: Topology, columns: torch.Tensor, what: str, number: int) -> None:
@@ -164,7 +164,7 @@ class PackedReduction:
 
     @property
     def pending(self) -> Pending:
-        """The calls under way; `finish` waits for them, too."""
+        """The calls under way; `finish` waits for them as well."""
         return self._first.pending
 
     def finish(self) -> torch.Tensor:
@@ -177,7 +177,7 @@ class PackedReduction:
 
 
 class _Exchange:
-    """Sends each rank of a dimension its row, packed."""
+    """Sends its packed row to each rank of a dimension, and receives one from each."""
 
     def __init__(self, topology: Topology, rows: torch.Tensor, what: str, among: str, number: int) -> None:
         self._numel = rows.shape[1]
@@ -188,7 +188,7 @@ class _Exchange:
         self.pending = swap_rows(topology, what, self._come.view(-1), sent.view(-1), among, number)
 
     def sum(self) -> torch.Tensor:
-        """Adds up the rows that have come. Blocks."""
+        """The fp32 sum of the received rows. Blocks."""
         self.pending.wait()
         total = torch.zeros(self._numel, dtype=torch.float32, device=self._come.device)
         for row in self._come:

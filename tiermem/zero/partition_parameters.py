@@ -1,4 +1,4 @@
-"""Names that migrating users import from `deepspeed.zero.partition_parameters`; nothing is here but the names."""
+"""Names that programs import from `deepspeed.zero.partition_parameters`. This file only re-exports them."""
 
 from __future__ import annotations
 

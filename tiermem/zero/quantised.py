@@ -1,15 +1,15 @@
-"""Quantised: blocks of values as 8-bit integers with a scale, for the wire and for frozen weights at rest.
+"""Quantised: blocks of values as 8-bit integers with one scale each, for transfers and for frozen weights at rest.
 
-    values   any floating dtype, n elements          x
-    codes    int8, n, filled up to whole blocks      round(x / scale), -127 to 127
-    scales   fp32, one per block of BLOCK            the block's largest |x| / 127
-    packed   uint8: the codes, then the scales       what is sent, or rests: 1.0625 bytes per element
+    values   any floating dtype, n elements             x
+    codes    int8, n elements, padded to whole blocks   round(x / scale), -127 to 127
+    scales   fp32, one per block of BLOCK elements      the block's largest |x| / 127
+    packed   uint8: the codes, then the scales          sent or stored: 1.0625 bytes per element
 
-A value comes back within half a scale of its block, plus the rounding of the dtype it is written in. A block of zeros comes
-back as zeros, and one that holds NaN or infinity as NaN: what is not finite is never hidden. BLOCK divides the alignment of
-parameters in a unit's layouts, so that no block holds values of two parameters.
+An unpacked value differs by at most half a scale of its block, plus the rounding of the output dtype. A block of zeros unpacks
+to zeros. A block that holds NaN or infinity unpacks to NaN, so non-finite values are never hidden. BLOCK divides the alignment
+of parameters in a unit's layouts, so no block holds values of two parameters.
 
-Everything is torch, vectorised, and works through pieces of PIECE elements, so that no fp32 copy of the whole is made.
+All functions use vectorised torch calls on pieces of PIECE elements, so no fp32 copy of a whole tensor is made.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _LARGEST_CODE = 127
 
 
 def packed_bytes(numel: int) -> int:
-    """Bytes of `numel` packed elements, the last block filled up."""
+    """Bytes of `numel` packed elements, with the last block padded."""
     blocks = -(-numel // BLOCK)
     return blocks * (BLOCK + _SCALE_BYTES)
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:
-    """Flat values, packed. Blocks on a CPU; in stream order on a GPU."""
+    """Packs flat floating-point values; returns uint8. Blocks on a CPU; in stream order on a GPU."""
     packed = torch.empty(packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
     pack_into(packed, values.numel(), values)
     return packed
 
 
 def pack_into(packed: torch.Tensor, numel: int, values: torch.Tensor, start: int = 0) -> None:
-    """Packs values in the place of elements from `start` on of what `numel` elements are packed to.
+    """Packs values over elements `start` and following of a packed tensor of `numel` elements.
 
     Args:
-        packed: uint8, `packed_bytes(numel)` long; these blocks are overwritten, the last one filled up with zeros.
-        values: flat, floating point, on the device of `packed`; left as they are.
+        packed: uint8, `packed_bytes(numel)` long; the blocks of the values are overwritten, the last one padded with zeros.
+        values: flat, floating point, on the device of `packed`; not changed.
         start: a multiple of BLOCK.
     """
     assert start % BLOCK == 0
@@ -61,12 +61,12 @@ def pack_into(packed: torch.Tensor, numel: int, values: torch.Tensor, start: int
 
 
 def unpack(packed: torch.Tensor, numel: int, out: torch.Tensor, start: int = 0, add: bool = False) -> torch.Tensor:
-    """Brings elements `start` to `start + out.numel()` back from what `numel` elements were packed to.
+    """Unpacks elements `start` to `start + out.numel()` of a packed tensor of `numel` elements.
 
     Args:
-        packed: what `pack` returned, or the same bytes elsewhere.
+        packed: uint8, as `pack` returns it.
         numel: how many elements were packed.
-        out: flat, any floating dtype, overwritten (with `add`: added to).
+        out: flat, any floating dtype; overwritten, or with `add` added to.
         start: a multiple of BLOCK.
 
     Returns `out`. Blocks on a CPU; in stream order on a GPU.
@@ -86,9 +86,9 @@ def unpack(packed: torch.Tensor, numel: int, out: torch.Tensor, start: int = 0, 
 
 
 def byte_ranges(numel: int, start: int, stop: int) -> tuple[slice, slice]:
-    """Where the codes and the scales of elements `start` to `stop` lie in the packed bytes of `numel` elements.
+    """The byte ranges of the codes and of the scales of elements `start` to `stop` in the packed bytes of `numel` elements.
 
-    One after the other they are those elements packed by themselves. `start` is a multiple of BLOCK.
+    The two ranges one after the other are these elements packed by themselves. `start` is a multiple of BLOCK.
     """
     assert start % BLOCK == 0
     first, last, filled = start // BLOCK, -(-stop // BLOCK), -(-numel // BLOCK) * BLOCK
