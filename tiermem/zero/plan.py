@@ -1,4 +1,4 @@
-"""Plan: what memory a sharded model will take on every tier, computed before anything is allocated, and its buffers."""
+"""Plan: computes the memory of a sharded model on every tier before anything is allocated, and carves its buffers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,13 @@ from tiermem.zero.state_layout import FP32_BYTES, StateLayout
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
 
-# ---- Plan: what memory a sharded model will take on every tier, computed before anything is allocated ----------------
-#
-# HOST memory is a sum of rows, each with its reason: homes (what rests on HOST) and buffers (what passes through). When
-# the budget leaves a choice, the plan takes in this order: gradients rest on HOST if they fit, tiles and unit buffers
-# of their usual size and number, then smaller tiles; what is left keeps a part of the optimizer states on HOST. What
-# does not fit even at its smallest is refused with the arithmetic, naming the smallest budget that works. Bytes are per
-# rank; the budget is per node.
+# ---- the plan --------------------------------------------------------------------------------------------------------
 
 _USUAL_TILE_NUMEL = 1 << 20
-_USUAL_TILE_BUFFERS = (8, 4)  # two reading and two writing keep a disk busy; more even out its pauses
+_USUAL_TILE_BUFFERS = (8, 4)  # two for reads and two for writes keep a disk busy; more bridge its pauses
 _USUAL_UNITS_AHEAD = 2
 USUAL_ON_DEVICE = 3
-"""Streamed units on an accelerator at once, unless the policy says."""
+"""Streamed units present at once on an accelerator, unless the policy sets a number."""
 _USUAL_GRAD_BUFFERS = 2
 _PAGE = 4096
 BOUNCE_BYTES = 4 << 20
@@ -41,7 +35,7 @@ T = TypeVar("T")
 
 
 class Row(NamedTuple):
-    """One line of a plan: what takes how many bytes of which tier, and why."""
+    """One line of a plan: its name, the tier, its bytes, and the reason."""
 
     what: str
     tier: Tier
@@ -50,7 +44,7 @@ class Row(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Buffers of one size that things of a kind pass through; none when nothing does."""
+    """Buffers of one size for one purpose; (0, 0) when the plan has none."""
 
     slot_bytes: int
     num: int
@@ -58,30 +52,39 @@ class Buffers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sizes and numbers that the machinery allocates by; bytes of this rank."""
+    """Sizes and numbers of everything that is allocated, in bytes of this rank.
+
+    HOST memory is a sum of rows, each with its reason: storage (states that rest on HOST) and buffers (states that pass
+    through). When the budget leaves a choice, the plan prefers, in this order: gradients on HOST; tiles and unit buffers of
+    their usual size and number; then smaller tiles. The rest of the budget keeps a part of the optimizer states on HOST. When
+    even the smallest plan does not fit, ValueError gives the arithmetic and the smallest budget that works. Bytes are per rank;
+    the budget is per node.
+    """
 
     rows: list[Row]
     host_bytes: int  # all HOST rows: the arena's size
     device_bytes: int  # all DEVICE rows, on an accelerator
     disk_bytes: int  # all NVME rows
-    frozen_disk_bytes: int  # of them, what is there for checkpoints; taken when the first step after one is written
-    grads: Tier | None  # None: none is held
+    frozen_disk_bytes: (
+        int  # the part of disk_bytes for checkpoints; taken when the first step after a checkpoint is written
+    )
+    grads: Tier | None  # None: gradients are not kept
     states: Tier  # of the optimizer
-    link_bytes: int  # of host_bytes, what crosses the link to an accelerator
+    link_bytes: int  # the part of host_bytes that crosses the link to an accelerator
     division: Division = dataclasses.field(compare=False, repr=False)  # as planned: more units may be resident
-    unit_homes: dict[int, Tier]  # of streamed units, by index
+    unit_homes: dict[int, Tier]  # the tiers of streamed units, by unit index
     units: Buffers  # full layouts of units on a CPU
-    shards: Buffers  # on their way to a gather or to the accelerator
-    wires: Buffers  # what packed gathers send and receive
-    gradients: Buffers  # of a unit, until they are home
-    sums: Buffers  # what gradients are reduced in
+    shards: Buffers  # shards on their way to a gather or to the accelerator
+    wires: Buffers  # blocks that packed gathers send and receive
+    gradients: Buffers  # gradients of a unit on their way to their tier
+    sums: Buffers  # buckets of gradients during reductions
     updates: Buffers  # broadcast weights on their way to their places
-    tiles: Buffers  # of optimizer states
+    tiles: Buffers  # tiles of optimizer states
     tile_numel: int
-    resident_bytes: int  # what those states take at most that are kept on HOST though their home is NVME
+    resident_bytes: int  # most bytes of states that are kept on HOST although they rest on NVMe
 
     def why_disk(self, policy: OffloadPolicy) -> str:
-        """The arithmetic behind disk_bytes, for the error that says that there is no room for them."""
+        """The arithmetic behind disk_bytes, for the error of a full disk; empty without room for checkpoints."""
         if not self.frozen_disk_bytes:
             return ""
         less = self.disk_bytes - self.frozen_disk_bytes
@@ -93,26 +96,26 @@ class Plan:
 
 
 def planned_layout(unit: Unit, policy: OffloadPolicy) -> StateLayout:
-    """How the states of a unit lie when the optimizer keeps all the moments that the policy makes room for."""
+    """The state layout of a unit when the optimizer keeps as many moments as the policy plans for."""
     return StateLayout(unit.dtype, policy.precision, policy.num_moments)
 
 
 def keeps_initial_master(unit: Unit, policy: OffloadPolicy) -> bool:
-    """Whether fp32 initial values are kept for a unit's first step, beside its low-precision parameters."""
+    """Whether a unit's fp32 initial values are kept until its first step, beside its low-precision parameters."""
     has_master = policy.precision.master_of(unit.dtype) is not None
     return policy.master_from == "init" and unit.is_trainable and has_master
 
 
 def keeps_secondary(policy: OffloadPolicy, num_shards: int) -> bool:
-    """Whether gathered parameters are kept a second time among near ranks: there have to be others to be far from."""
+    """Whether near ranks keep a second copy of gathered parameters: only if other ranks are far."""
     return 1 < policy.secondary_group_size < num_shards
 
 
 def make_plan(division: Division, policy: OffloadPolicy, topology: Topology, is_gpu: bool, ranks_on_node: int) -> Plan:
-    """Plans a division under a policy. Raises ValueError when the budget cannot hold the smallest plan, or a parameter
-    cannot be kept in the precision asked for.
+    """Plans a division under a policy.
 
-    With one shard, what rests where the maths runs is present where it rests: such units are resident in `Plan.division`.
+    With one shard, a unit that rests where the maths runs is used there: such units are resident in `Plan.division`. Raises
+    ValueError when the budget cannot hold the smallest plan, or a parameter cannot be kept in the policy's precision.
     """
     if policy.grads is Tier.DEVICE and not is_gpu:
         raise ValueError(
@@ -172,7 +175,7 @@ class _Sheet:
 
 
 class _Planner:
-    """Makes the plan of one choice; the choices, best first."""
+    """Plans one choice; lists the choices, best first."""
 
     def __init__(
         self, division: Division, policy: OffloadPolicy, topology: Topology, is_gpu: bool, homes: dict[int, Tier]
@@ -187,14 +190,14 @@ class _Planner:
         self._trainable = [u for u in division.units if u.is_trainable]
         self._homes = homes  # of streamed units, by index
         on_host = Tier.HOST if policy.optim is Tier.DEVICE and not is_gpu else policy.optim
-        self._states: Tier = on_host  # where states rest; without an accelerator DEVICE is this process's memory
+        self._states: Tier = on_host  # tier of optimizer states; without an accelerator DEVICE means host memory
 
     def choices(self) -> list[tuple[Tier | None, int, int, int]]:
-        """(home of gradients, unit buffers, tile buffers, elements of a tile), best first."""
+        """Tuples (tier of gradients, unit buffers, tile buffers, elements of a tile), best first."""
         policy = self._policy
         homes: list[Tier | None] = [Tier.HOST, Tier.NVME] if policy.paths else [Tier.HOST]
         if policy.step_in_backward:
-            homes = [None]  # none is held
+            homes = [None]  # gradients are not kept
         elif policy.grads is not None or self._states is Tier.DEVICE:
             homes = [policy.grads or Tier.DEVICE]
         aheads = [0] if policy.gather_way == "single" else [_USUAL_UNITS_AHEAD, 1]
@@ -205,7 +208,7 @@ class _Planner:
         return list(itertools.product(homes, counts, buffers, tiles))
 
     def plan(self, grads: Tier | None, num_units: int, num_tiles: int, tile_numel: int, resident_bytes: int) -> Plan:
-        """The plan of one choice, whether it fits or not."""
+        """The plan of one choice, also when it exceeds the budget."""
         policy, sheet = self._policy, _Sheet()
         at_home = self._add_parameters(sheet)
         streamed = [u for u in self._units if u.index in self._homes]
@@ -255,7 +258,7 @@ class _Planner:
         )
 
     def _add_parameters(self, sheet: _Sheet) -> dict[Tier, list[Unit]]:
-        """Adds the homes of parameters; returns the streamed units by home."""
+        """Adds the rows of parameters; returns the streamed units by tier."""
         at_home = {tier: [u for u in self._units if self._homes.get(u.index) is tier] for tier in Tier}
         present = [u for u in self._units if u.is_resident]
         place = Tier.DEVICE if self._is_gpu else Tier.HOST
@@ -276,7 +279,7 @@ class _Planner:
         return at_home
 
     def _add_gradients(self, sheet: _Sheet, home: Tier | None) -> Buffers:
-        """Adds what holds gradients; returns the buffers they pass through."""
+        """Adds the rows of gradients; returns the buffers through which they pass."""
         sizes = [u.shard_numel * self._policy.precision.grad_dtype(u.dtype).itemsize for u in self._trainable]
         if home is not None:
             sheet.add("gradients", home, _pages(sizes), f"rest on {home.name} until the step")
@@ -284,14 +287,14 @@ class _Planner:
         return sheet.buffers("gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home")
 
     def _reduce_bytes(self, unit: Unit) -> int:
-        """Bytes of the buffer in which a unit's gradients are added up over ranks, between CPUs."""
+        """Bytes of the buffer in which a unit's gradients are added up over ranks between CPUs."""
         policy, num_shards = self._policy, self._num_shards
         dtype = unit.dtype if policy.reduce_dtype is None else DTYPES[policy.reduce_dtype]
         bucket = largest_bucket(unit, num_shards, policy.reduce_bucket_numel, dtype)
         return buffer_bytes(bucket, num_shards, policy)
 
     def _add_states(self, sheet: _Sheet, resident_bytes: int, tile_numel: int) -> int:
-        """Adds the homes of optimizer states; returns the bytes that are resident."""
+        """Adds the rows of optimizer states; returns the bytes of states kept on HOST although they rest on NVMe."""
         tiles = [alike for u in self._trainable for alike in _state_sizes(u, tile_numel, self._policy)]
         states = sum(_page(size) * count for size, count in tiles)
         home = self._states
@@ -305,16 +308,16 @@ class _Planner:
         resident = min(resident_bytes // _PAGE * _PAGE, states)
         whole = (
             resident if resident == states else max(0, resident - max(tiles, default=(0, 0))[0])
-        )  # tiles are not cut for it
+        )  # tiles are not divided, so up to one tile less is resident
         sheet.add(_STATES, Tier.NVME, states - whole, "rest on NVME")
         sheet.add("resident tiles", Tier.HOST, resident, "states kept on HOST")
         return resident
 
     def _add_frozen(self, sheet: _Sheet, resting: list[Unit]) -> int:
-        """Adds room for what checkpoints hold while steps write elsewhere; returns its bytes.
+        """Adds room for slots that checkpoints hold while steps write to others; returns its bytes.
 
-        resting: units on NVME. Those that training never writes stay where they are, for all checkpoints: writing
-        one makes the files grow by it.
+        resting: units on NVMe. Units that training never writes are stored once for all checkpoints; writing a checkpoint
+        makes the files grow by them.
         """
         policy = self._policy
         written = _pages(u.shard_bytes for u in resting if u.is_trainable)
@@ -325,7 +328,7 @@ class _Planner:
 
 
 def _unit_homes(units: list[Unit], policy: OffloadPolicy, num_shards: int) -> dict[int, Tier]:
-    """Homes of streamed units; of those on NVME, `host_param_numel` elements stay on HOST, spread evenly."""
+    """Tiers of streamed units. Of units on NVMe, `host_param_numel` elements stay on HOST, spread evenly over the model."""
     streamed = [u for u in units if not u.is_resident]
     homes = {u.index: policy.params for u in streamed}
     if policy.params is Tier.NVME and policy.host_param_numel and streamed:
@@ -336,7 +339,7 @@ def _unit_homes(units: list[Unit], policy: OffloadPolicy, num_shards: int) -> di
 
 
 def tile_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> int:
-    """Bytes of a tile's buffer: its states, its slice of the parameters and its slice of the gradients."""
+    """Bytes of a tile's buffer: its states, and its slices of the parameters and of the gradients."""
     numel = min(tile_numel, unit.shard_numel)
     grad_bytes = policy.precision.grad_dtype(unit.dtype).itemsize
     states = planned_layout(unit, policy).buffer_bytes(numel, keeps_initial_master(unit, policy))
@@ -344,14 +347,14 @@ def tile_bytes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> int:
 
 
 def _state_sizes(unit: Unit, tile_numel: int, policy: OffloadPolicy) -> list[tuple[int, int]]:
-    """(bytes of states, how many) of a unit's tiles."""
+    """(bytes of one tile's states, number of such tiles) for the tiles of a unit."""
     layout, step = planned_layout(unit, policy), round_up(tile_numel, UNIT_ALIGN)
     whole, rest = divmod(unit.shard_numel, step)
     return [(layout.total_bytes(numel), count) for numel, count in ((step, whole), (rest, 1)) if numel * count]
 
 
 def spread(items: Sequence[T], share: float) -> list[T]:
-    """A share of a list, spread evenly over it."""
+    """The given share (0 to 1) of a list, taken at even distances."""
     return [item for i, item in enumerate(items) if int((i + 1) * share) > int(i * share)]
 
 
@@ -367,11 +370,11 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 20):.1f} MiB"
 
 
-# ---- Pools: the buffers of a plan, carved once from the arena --------------------------------------------------------
+# ---- the buffers of a plan -------------------------------------------------------------------------------------------
 
 
 class Pools(NamedTuple):
-    """The buffers of `Plan`, by the same names; None: the plan has none of them."""
+    """The buffers of `Plan`, under the same names; None: the plan has no such buffers."""
 
     units: Pool | None
     shards: Pool | None
@@ -383,7 +386,7 @@ class Pools(NamedTuple):
 
 
 def carve(arena: Arena, plan: Plan) -> Pools:
-    """Takes all buffers of a plan from the arena, which keeps them until it is closed."""
+    """Takes all buffers of a plan from the arena, which owns them until it is closed."""
 
     def pool(name: str) -> Pool | None:
         size, count = getattr(plan, name)

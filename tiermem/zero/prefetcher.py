@@ -1,4 +1,4 @@
-"""Prefetcher: the learnt order of uses, what backward still has to answer, and which units come, stay and leave."""
+"""Prefetcher: learns the order of uses, tracks unanswered uses, and decides which units to fetch, to keep and to evict."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from tiermem.zero.plan import USUAL_ON_DEVICE, Plan
 from tiermem.zero.unit import Division, Unit
 from tiermem.zero.unit_state import LiveUnit, UnitState
 
-# ---- Order: the sequence in which units are used, learnt while it happens and used to look ahead ---------------------
-#
-# A *pass* begins when the model is called, or the one of its modules that began the last pass (hooks.py). The sequence
-# of one pass (forward, and backward when there was one) is the guess for the next pass of the same kind; before the
-# first, the guess is the order of definition and then the reverse of what backward needs of it. When the program does
-# something else the guess is taken up again at the next place where it fits: a wrong guess costs time, never
-# correctness. The guess depends on the program's sequence of uses alone, never on time or memory, so that every rank
-# makes the same one.
+# ---- the order of uses -----------------------------------------------------------------------------------------------
 
-_LOOK_BEHIND = 4
-_LONGEST = 64  # uses of each unit
+_LOOK_BEHIND = 4  # uses
+_LONGEST = 64  # uses of each unit in one pass
 
 
 class Order:
-    """The learnt sequence of unit indices, with a place in it.
+    """The learnt sequence of unit indices, with the current place in it.
+
+    A *pass* begins when the model is called, or the module that began the last pass (hooks.py). The sequence of one pass
+    (forward, and backward if there is one) is the guess for the next pass of the same kind. The first guess is the order of
+    definition, then the reverse order of the units that backward needs. When the program uses another unit than guessed, the
+    place moves to the next one where the guess fits. A wrong guess costs time, never correctness. The guess depends only on the
+    program's sequence of uses, not on time or memory, so every rank makes the same guess.
 
     Args:
-        forward: units in the order of definition.
-        backward: those that backward needs, in its order; default: all.
+        forward: unit indices in the order of definition.
+        backward: the units that backward needs, in order of definition reversed; default: all, reversed.
     """
 
     def __init__(self, forward: Sequence[int], backward: Sequence[int] | None = None) -> None:
@@ -42,13 +41,13 @@ class Order:
         self._backward = self._forward[::-1] if backward is None else list(backward)
         self._learnt: dict[Hashable, list[int]] = {}
         self._kind: Hashable = None
-        self._seen: list[int] = []  # of this pass
+        self._seen: list[int] = []  # the uses of this pass
         self._guess: list[int] = []
         self._places: dict[int, list[int]] = {}  # of each unit in the guess, for distances
-        self._place = 0  # in the guess: what comes next
+        self._place = 0  # in the guess: the next expected use
 
     def begin(self, kind: Hashable, has_backward: bool) -> None:
-        """Begins a pass; what the last one did becomes the guess for its kind."""
+        """Begins a pass. The uses of the last pass become the guess for its kind."""
         if self._seen:
             self._learnt[self._kind] = self._seen
         self._kind, self._seen, self._place = kind, [], 0
@@ -56,7 +55,7 @@ class Order:
         self._expect(self._learnt.get(kind) or first_guess)
 
     def rewind(self) -> None:
-        """Ends a pass whose next is expected to be of the same kind: what it begins with is upcoming."""
+        """Ends a pass and expects the next one to be of the same kind: its first units become upcoming."""
         if self._seen:
             self._learnt[self._kind] = self._seen
             self._expect(self._seen)
@@ -64,11 +63,11 @@ class Order:
 
     @property
     def is_long(self) -> bool:
-        """Whether a pass has used every unit many times over: nothing that repeats has been found in it."""
+        """Whether a pass has used every unit more than 64 times on average: no repetition was found in it."""
         return len(self._seen) > _LONGEST * (len(self._forward) + 1)
 
     def use(self, unit: int) -> None:
-        """Notes a use and finds the place in the guess that fits it."""
+        """Records a use and moves the place in the guess to fit it."""
         if self._seen and self._seen[-1] == unit:
             return
         self._seen.append(unit)
@@ -81,11 +80,11 @@ class Order:
             self._place = self._guess.index(unit, max(nearest, 0)) + 1
 
     def upcoming(self) -> Iterator[int]:
-        """The units expected next, nearest first; ends where the pass is expected to end."""
+        """The units expected next, nearest first, until the expected end of the pass."""
         return map(self._guess.__getitem__, range(self._place, len(self._guess)))
 
     def distance(self, unit: int) -> float:
-        """How many uses lie before the unit's next; infinity when none is expected in this pass."""
+        """The number of uses before the unit's next use; infinity when none is expected in this pass."""
         places = self._places.get(unit, ())
         nearest = bisect_left(places, self._place)
         return places[nearest] - self._place if nearest < len(places) else float("inf")
@@ -96,24 +95,19 @@ class Order:
             self._places.setdefault(unit, []).append(place)
 
 
-# ---- Uses: what forward has made of every unit, and backward has not answered yet ------------------------------------
-#
-# Each forward with gradients makes a *use*, held by the autograd graph alone: a graph that is thrown away (an
-# exception, an evaluation without backward) takes its uses with it. Reentrant checkpointing runs forward without
-# gradients first; that is a *promise* of a use, made when backward computes forward again. When no use of a unit is
-# left unanswered, and none promised, its gradients are final.
-#
-# Backward reads the weights of a use again, except those of an Embedding: where its gradient goes is said by the
-# indices alone. So the unit of an embedding table, often the largest of all, is brought once in a step and not twice.
+# ---- unanswered uses -------------------------------------------------------------------------------------------------
 
-_HOOKS_OF_A_MODULE = 1  # that hooks.py puts before its forward, and behind it
+_HOOKS_OF_A_MODULE = 1  # the number that hooks.py installs before a forward, and after it
 
 
 class Use:
-    """One forward of a module with gradients: which units took part, and whether backward has asked for them.
+    """One forward of a module with gradients: its units, and whether backward has asked for them.
+
+    Backward reads the weights of a use again, except those of an Embedding, whose gradient depends on the indices alone. So
+    the unit of an embedding table, often the largest, is fetched once per step instead of twice.
 
     Args:
-        units: whose parameters get gradients through it.
+        units: units whose parameters get gradients through it.
         reads_again: whether its backward reads their weights.
     """
 
@@ -121,78 +115,83 @@ class Use:
         self.units = list(units)
         self.reads_again = reads_again
         self.is_held = False
-        self.answered_in = 0  # the number of a backward
-        self.entered = 0  # by the clock of forwards that begin and end
-        self.left = 0
-        self.start_ns = time.monotonic_ns()  # of the forward, then of the backward
+        self.answered_in = 0  # number of the backward that answered it last
+        self.entered = 0  # tick of the forward's begin
+        self.left = 0  # tick of its end
+        self.start_ns = time.monotonic_ns()  # of the forward, later of the backward
 
     @property
     def needed_again(self) -> Sequence[LiveUnit]:
-        """The units that are to be present in its backward."""
+        """The units that must be present in its backward."""
         return self.units if self.reads_again else ()
 
 
 class Uses:
-    """The uses that are left unanswered, unit by unit."""
+    """The unanswered uses of every unit.
+
+    Only the autograd graph holds a use. A graph that is thrown away (after an exception, or an evaluation without backward)
+    takes its uses with it. Reentrant checkpointing first runs forward without gradients: this *promises* a use, which is made
+    when backward computes forward again. A unit's gradients are final when it has no unanswered and no promised use.
+    """
 
     def __init__(self, units: Sequence[LiveUnit]) -> None:
         self._open: dict[int, weakref.WeakSet[Use]] = {live.unit.index: weakref.WeakSet() for live in units}
         self._promised: dict[int, int] = dict.fromkeys(self._open, 0)
 
     def add(self, use: Use) -> None:
-        """A use is to be answered, perhaps once more."""
+        """Registers a use that backward has to answer; may be repeated for the same use."""
         for live in use.units:
             self._open[live.unit.index].add(use)
 
     def extend(self, use: Use, live: LiveUnit) -> None:
-        """A use turns out to need one more unit, by a function whose backward may read it."""
+        """Adds a unit to a use, for a function whose backward may read the unit."""
         if live not in use.units:
             use.units.append(live)
             use.reads_again = True
             self._open[live.unit.index].add(use)
 
     def answer(self, use: Use) -> None:
-        """Backward is through with a use."""
+        """Notes that backward has answered a use."""
         for live in use.units:
             self._open[live.unit.index].discard(use)
 
     def promise(self, needed: Sequence[LiveUnit], change: int) -> None:
-        """A use of each of these units will be made (1), or has been (-1)."""
+        """Notes that a use of each of these units will be made (change 1), or has been made (change -1)."""
         for live in needed:
             self._promised[live.unit.index] = max(0, self._promised[live.unit.index] + change)
 
     def forget_promises(self) -> None:
-        """Backward has ended: what was promised and not made never will be."""
+        """Drops all promises at the end of backward: those left will not be kept."""
         self._promised = dict.fromkeys(self._promised, 0)
 
     def is_final(self, live: LiveUnit) -> bool:
-        """Whether a unit's gradients are all there."""
+        """Whether a unit's gradients are complete."""
         index = live.unit.index
         return not self._open[index] and not self._promised[index]
 
 
 def first_order(division: Division) -> Order:
-    """What a model's first pass is expected to need, by definition: forward, and then what backward reads again."""
+    """The expected order of a model's first pass: forward in order of definition, then the units that backward reads again."""
     forward, backward = division.order(), division.order(reads_weights_again)
     return Order([unit.index for unit in forward], [unit.index for unit in reversed(backward)])
 
 
 def reads_weights_again(module: nn.Module) -> bool:
-    """Whether a module's backward may read its weights: always, but for a plain Embedding without hooks of the user's.
+    """Whether a module's backward may read its weights: True, except for a plain Embedding without the user's hooks.
 
-    A hook may use the weights in any way.
+    A user's hook may use the weights in any way.
     """
     hooks = (module._forward_hooks, module._forward_pre_hooks)
     return type(module) is not nn.Embedding or any(len(each) > _HOOKS_OF_A_MODULE for each in hooks)
 
 
-# ---- Prefetcher: which of the streamed units come, stay and leave ---------------------------------------------------
+# ---- the prefetcher --------------------------------------------------------------------------------------------------
 
 _MOST_AHEAD = 8  # units
 
 
 class Streamed(Protocol):
-    """A unit as the prefetcher sees it: a LiveUnit, or one that a forecast plays."""
+    """A unit as the prefetcher uses it: a LiveUnit, or a simulated one in a forecast."""
 
     unit: Unit
     state: UnitState
@@ -200,29 +199,29 @@ class Streamed(Protocol):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether it comes and goes."""
+        """Whether it is fetched and evicted."""
 
     @property
     def is_gathered(self) -> bool:
-        """Whether it comes from the parts of all ranks, or from 8-bit blocks."""
+        """Whether it is gathered: from the shards of all ranks, or from 8-bit blocks."""
 
     @property
     def reads(self) -> bool:
-        """Whether bringing it begins with a read."""
+        """Whether fetching it begins with a read from NVMe."""
 
     @property
     def is_staged(self) -> bool:
-        """Whether its read goes into a stage."""
+        """Whether its read goes into a stage, a buffer for one shard."""
 
     @property
     def holds_stage(self) -> bool:
-        """Whether it occupies a stage."""
+        """Whether it occupies a stage now."""
 
     def read(self, is_urgent: bool) -> None:
         """HOME -> READING."""
 
     def promote(self) -> None:
-        """The read under way is needed at once."""
+        """Raises the priority of the read under way, which is needed at once."""
 
     def gather(self) -> None:
         """HOME or READING -> GATHERING. Collective."""
@@ -234,43 +233,43 @@ class Streamed(Protocol):
         """READING, GATHERING or COPYING -> PRESENT. Blocks."""
 
     def use(self) -> None:
-        """PRESENT: the unit is used from now on."""
+        """PRESENT: the current stream uses the unit from now on."""
 
     def drop(self) -> None:
         """Any state -> HOME."""
 
     def outdate(self) -> None:
-        """Its weights are about to change at home."""
+        """Notes that its weights are about to change where they rest."""
 
     def let_all_go(self) -> None:
-        """Its modules need it no more."""
+        """Notes that no module needs it any more."""
 
 
 class Limits(NamedTuple):
-    """What bounds the units in memory, in elements where not said otherwise; infinity for no bound."""
+    """Bounds on the units in memory, in elements unless said otherwise; infinity: no bound."""
 
     num_full: int
-    """Units with room for a full layout."""
+    """Units that may have a full layout at once."""
     is_fixed: bool
-    """Whether that room is so many buffers (CPU), rather than memory that torch's allocator gives."""
+    """Whether these are a fixed number of buffers (CPU) rather than memory of torch's allocator."""
     num_stages: int
-    """Buffers of shards on their way."""
+    """Stages: buffers for shards on their way."""
     ahead_numel: float
-    """Ahead of use: prefetch_numel."""
+    """Fetched ahead of use: prefetch_numel."""
     live_numel: float
-    """With a full layout: max_live_numel."""
+    """In full layouts at once: max_live_numel."""
     reuse_numel: float
-    """A unit whose next use lies farther ahead leaves at once: max_reuse_numel."""
+    """A released unit whose next use is farther ahead is evicted at once: max_reuse_numel."""
 
 
 def limits_of(plan: Plan, policy: OffloadPolicy) -> Limits:
-    """The limits of a plan's buffers and of ZeRO-3's four sizes (small parameters that stay present are no streamed units)."""
+    """The limits of a plan's buffers and of the policy's four ZeRO-3 sizes. Resident units do not count."""
     ahead = math.inf if policy.prefetch_numel is None else policy.prefetch_numel
     return Limits(
         num_full=plan.units.num or policy.unit_buffers or USUAL_ON_DEVICE,
         is_fixed=plan.units.num > 0,
         num_stages=plan.shards.num,
-        ahead_numel=0 if policy.gather_way == "single" else ahead,  # single: nothing is live but what is used
+        ahead_numel=0 if policy.gather_way == "single" else ahead,  # single: only units in use are in memory
         live_numel=policy.max_live_numel or math.inf,
         reuse_numel=math.inf if policy.max_reuse_numel is None else policy.max_reuse_numel,
     )
@@ -280,33 +279,33 @@ T = TypeVar("T", bound=Streamed)
 
 
 class Prefetcher(Generic[T]):
-    """Decides which units come, stay and leave, and calls their transitions. Touches no memory itself.
+    """Decides which units to fetch, to keep and to evict, and calls their transitions. Has no access to their memory.
 
-    `ensure` makes a unit present and starts what the order expects next, as far as buffers allow: with one shard reads into
-    place, with several the gathers of the next units and, behind them, reads of those after. A released unit stays until its
-    buffer is needed; then the unit whose next use lies farthest ahead leaves (weights are clean in forward and backward, so
-    leaving writes nothing).
+    `ensure` makes a unit present and starts to fetch the units that the order expects next, as far as buffers allow. With one
+    shard it starts reads into place. With several it starts the gathers of the next units, and reads of the units after those.
+    A released unit stays until its buffer is needed. Then the unit whose next use is farthest ahead is evicted. Weights do not
+    change in forward and backward, so an eviction writes nothing.
 
-    Gathers are collective. Which are started when, and which unit leaves for them, depends on the order of uses alone, never
-    on time, memory or the disk: a unit on NVMe is gathered ahead when it is the next one, whether its read has ended or not.
-    Reads ahead of that are this rank's own business.
+    Gathers are collective. Their sequence, and the evictions for them, depend only on the order of uses, never on time, memory
+    or the disk. A unit on NVMe is gathered ahead when it is the next one, whether its read has ended or not. Reads further
+    ahead may differ between ranks.
 
     Args:
-        units: all of them, by index.
-        order: looks ahead.
+        units: all units, by index.
+        order: the expected order of uses.
     """
 
     def __init__(self, units: Sequence[T], order: Order, limits: Limits) -> None:
         self._units = units
         self.order = order
         self._limits = limits
-        self._full: dict[int, T] = {}  # those that have a full layout, or a buffer for it
+        self._full: dict[int, T] = {}  # units that have a full layout, or a buffer for it
         self._full_numel = 0
-        self._staged: dict[int, T] = {}  # those in READING whose gather has not begun
+        self._staged: dict[int, T] = {}  # units in READING whose gather has not begun
         self._has_reads = any(live.reads for live in units)
 
     def ensure(self, live: T) -> None:
-        """Makes a unit present and starts fetching what comes next. Blocks; raises OSError when a read failed."""
+        """Makes a unit present and starts to fetch the next ones. Blocks; raises OSError when a read failed."""
         if not live.is_streamed:
             live.use()
             return
@@ -317,14 +316,14 @@ class Prefetcher(Generic[T]):
         self._look_ahead(live)
 
     def release(self, live: T) -> None:
-        """Lets a unit leave when its buffer is needed; at once when it is not used again soon enough."""
+        """Allows a unit to be evicted when its buffer is needed; evicts it now if its next use is beyond reuse_numel."""
         if not live.is_streamed or live.num_users or live.state is not UnitState.PRESENT:
             return
         if self._limits.reuse_numel < math.inf and self._distance_numel(live) > self._limits.reuse_numel:
             self._evict(live)
 
     def empty(self) -> None:
-        """Makes every streamed unit leave: before weights change, and at the end. Gathers under way are waited for."""
+        """Evicts every streamed unit: before weights change, and at the end. Blocks for gathers under way."""
         for live in self._units:
             live.outdate()
         for live in [*self._full.values(), *self._staged.values()]:
@@ -332,35 +331,35 @@ class Prefetcher(Generic[T]):
             self._evict(live)
 
     def outdate(self, live: T) -> None:
-        """Makes a unit leave whose weights are about to change at home; it has no users."""
+        """Evicts a unit without users whose weights are about to change where they rest."""
         live.outdate()
         if live.state is not UnitState.HOME and live.is_streamed:
             self._evict(live)
 
     def expects_reads(self) -> bool:
-        """Whether a unit that rests on NVME is expected in this pass and its read has not been started."""
+        """Whether this pass expects a unit on NVMe whose read has not been started."""
         if not self._has_reads:
             return False
         upcoming = (self._units[index] for index in self.order.upcoming())
         return any(live.state is UnitState.HOME and live.reads for live in upcoming)
 
     def begin_pass(self, kind: Hashable, has_backward: bool) -> None:
-        """A pass of a kind begins: starts fetching what it is expected to begin with, unless that is under way."""
+        """Begins a pass: starts to fetch its expected first units, unless their fetches are under way."""
         self.order.begin(kind, has_backward)
         self._look_ahead(None)
 
     def end_pass(self) -> None:
-        """A pass has ended whose next is expected to be of the same kind: starts fetching what that begins with.
+        """Ends a pass and starts to fetch the first units of the next pass, which is expected to be of the same kind.
 
-        To be called when weights do not change before it: after a step, an evaluation, a micro-batch that ends no step.
+        Call it when weights do not change before the next pass: after a step, an evaluation, or a micro-batch without a step.
         """
         self.order.rewind()
         self._look_ahead(None)
 
-    # ---- coming and leaving ------------------------------------------------------------------------------------------
+    # ---- fetching and evicting ---------------------------------------------------------------------------------------
 
     def _bring(self, live: T) -> None:
-        """Makes a unit present now."""
+        """Makes a unit present now. Blocks."""
         live.promote()
         self._start(live, is_urgent=True)
         try:
@@ -370,7 +369,7 @@ class Prefetcher(Generic[T]):
             raise
 
     def _start(self, live: T, is_urgent: bool) -> bool:
-        """Starts a unit's way into its full layout, if that is not under way; False: there is no room, and it is not urgent."""
+        """Starts to bring a unit into its full layout, unless that is under way. False: no room, and it is not urgent."""
         begins = live.state is UnitState.HOME or (live.state is UnitState.READING and live.is_gathered)
         if not begins:
             return True
@@ -400,11 +399,11 @@ class Prefetcher(Generic[T]):
             self._full_numel -= live.unit.full_numel
         live.drop()
 
-    # ---- ahead -------------------------------------------------------------------------------------------------------
+    # ---- prefetching -------------------------------------------------------------------------------------------------
 
     def _look_ahead(self, current: T | None) -> None:
-        """Starts what comes next, nearest first, as far as limits and buffers allow."""
-        may_wait = current is not None  # for one read: that of the next unit
+        """Starts to fetch the next units, nearest first, as far as limits and buffers allow."""
+        may_wait = current is not None  # a gather may wait for one read: that of the next unit
         for live in self._ahead(current):
             if live.state is UnitState.PRESENT or (live.state is UnitState.GATHERING and not self._has_reads):
                 continue
@@ -416,7 +415,7 @@ class Prefetcher(Generic[T]):
             self._read_ahead(current)
 
     def _read_ahead(self, current: T | None) -> None:
-        """Starts reads of shards that will be gathered."""
+        """Starts reads of shards that will be gathered later."""
         for live in self._ahead(current):
             if live.state is UnitState.HOME and live.is_gathered and live.reads:
                 if not self._make_stage(live, is_urgent=False):
@@ -425,7 +424,7 @@ class Prefetcher(Generic[T]):
                 self._staged[live.unit.index] = live
 
     def _ahead(self, current: T | None) -> Iterator[T]:
-        """The units expected next, each once, as many as may be fetched ahead."""
+        """The units expected next, each once, up to the limits for prefetches."""
         ahead = 0
         seen = {current.unit.index} if current else set()
         for index in self.order.upcoming():
@@ -437,12 +436,12 @@ class Prefetcher(Generic[T]):
                     return
                 yield live
 
-    # ---- which leaves ------------------------------------------------------------------------------------------------
+    # ---- making room -------------------------------------------------------------------------------------------------
 
     def _make_room(self, live: T, is_urgent: bool) -> bool:
-        """Finds a unit the room for its full layout, if need be that of others whose next use lies farther ahead.
+        """Takes room for a unit's full layout, if need be from units whose next use is farther ahead.
 
-        Raises RuntimeError when it is urgent and all room is in use.
+        Returns False when there is no such room. Raises RuntimeError when the unit is urgent and all buffers are in use.
         """
         limits, mine = self._limits, -1.0 if is_urgent else self.order.distance(live.unit.index)
         while len(self._full) >= limits.num_full or self._full_numel + live.unit.full_numel > limits.live_numel:
@@ -451,7 +450,7 @@ class Prefetcher(Generic[T]):
                 if not is_urgent:
                     return False
                 if not limits.is_fixed or len(self._full) < limits.num_full:
-                    break  # more than allowed, but all are in use
+                    break  # exceeds the limit, since all units are in use
                 self._refuse(live)
             else:
                 self._evict(farthest)
@@ -460,7 +459,7 @@ class Prefetcher(Generic[T]):
         return True
 
     def _make_stage(self, live: T, is_urgent: bool) -> bool:
-        """Whether a stage is free for a unit's shard, if need be that of another whose use lies farther ahead."""
+        """Whether a stage is free for a unit's shard; evicts a unit whose next use is farther ahead if need be."""
         holders = {i: u for i, u in (self._staged | self._full).items() if u.holds_stage}
         if len(holders) < self._limits.num_stages:
             return True
@@ -472,7 +471,7 @@ class Prefetcher(Generic[T]):
         return True
 
     def _farthest(self, among: dict[int, T]) -> tuple[T | None, float]:
-        """Of those without users, the one whose next use lies farthest ahead, and how far."""
+        """The unit without users whose next use is farthest ahead, and the number of uses before it."""
         found, farthest = None, -1.0
         for index, live in among.items():
             if not live.num_users and (distance := self.order.distance(index)) > farthest:

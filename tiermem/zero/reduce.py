@@ -1,4 +1,4 @@
-"""Reduce: gradients packed into buckets and added up over ranks while backward goes on."""
+"""Reduce: packs gradients into buckets and adds them up over ranks while backward continues."""
 
 from __future__ import annotations
 
@@ -18,21 +18,19 @@ from tiermem.zero.packed import PackedReduction
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Shard, Unit
 
-# ---- Buckets: how the gradients of a unit are cut and packed for reductions over ranks. Arithmetic and copies, no ----
-# calls
+# ---- buckets ---------------------------------------------------------------------------------------------------------
 #
 #     parameter a, 5 elements, 2 ranks    share 3    a0 a1 a2 | a3 a4 .
 #     parameter b, 4 elements             share 2    b0 b1    | b2 b3
 #
-#     bucket                              a0 a1 a2 b0 b1 | a3 a4 . b2 b3       one column for each rank, one after the other
+#     bucket                              a0 a1 a2 b0 b1 | a3 a4 . b2 b3       one column per rank, one after the other
 #
-# Column r holds every parameter's share for rank r, so that one reduce-scatter leaves on every rank its own parts. A
-# share is ceil(numel / shards) elements; what the last ones lack is zeros. A bucket holds at most `limit_numel`
-# elements, all columns together: a parameter that does not fit goes on in the next bucket. With one shard there is one
-# column, for an all-reduce.
+# Column r holds every parameter's share for rank r, so one reduce-scatter gives each rank its own parts. A share is
+# ceil(numel / shards) elements; the last shares are padded with zeros. A bucket holds at most `limit_numel` elements over
+# all columns. A parameter that does not fit continues in the next bucket. With one shard there is one column, for an
+# all-reduce.
 #
-# Which elements of two ranks are added up does not depend on where a bucket is cut, and neither does the order in which
-# reductions add them.
+# The place of a cut changes neither which elements of two ranks are added nor the order in which reductions add them.
 
 
 class Piece(NamedTuple):
@@ -45,18 +43,18 @@ class Piece(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the parameter is in this bucket alone."""
+        """Whether this bucket holds all of the parameter."""
         return self.start == 0 and self.stop == self.shard.shard_numel
 
     @property
     def is_last(self) -> bool:
-        """Whether the parameter ends here."""
+        """Whether the parameter ends in this bucket."""
         return self.stop == self.shard.shard_numel
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """What one reduction takes."""
+    """The input of one reduction."""
 
     unit: Unit
     dtype: torch.dtype
@@ -66,21 +64,21 @@ class Bucket:
 
     @property
     def number(self) -> int:
-        """Of the parameter that it begins with: the same on every rank, and another in buckets of other units."""
+        """The index of its first parameter: the same on every rank, and different for buckets of other units."""
         return self.pieces[0].shard.index
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all columns: what a rank hands to the reduction."""
+        """Bytes of all columns: the input that a rank gives to the reduction."""
         return self.column_numel * self.num_columns * self.dtype.itemsize
 
 
 def cut(unit: Unit, num_shards: int, limit_numel: int, is_packed: bool = True) -> list[Bucket]:
-    """Cuts a unit's gradients into buckets, in the order of its parameters and of what they are added up in.
+    """Cuts a unit's gradients into buckets by the dtype of the reduction, in the order of parameters.
 
     Args:
-        limit_numel: most elements of a bucket, all columns together; a column holds one element at least.
-        is_packed: False: every parameter has buckets of its own.
+        limit_numel: most elements of a bucket over all columns; a column holds at least one element.
+        is_packed: False: every parameter has its own buckets.
     """
     room = max(1, limit_numel // num_shards)
     buckets: list[Bucket] = []
@@ -91,13 +89,13 @@ def cut(unit: Unit, num_shards: int, limit_numel: int, is_packed: bool = True) -
 
 
 def largest_bucket(unit: Unit, num_shards: int, limit_numel: int, dtype: torch.dtype) -> int:
-    """Bytes of the largest bucket that a unit can be cut into, whatever its parameters are added up in up to `dtype`."""
+    """Most bytes of a bucket of a unit, when no gradient is reduced in a wider dtype than `dtype`."""
     shares = sum(shard.shard_numel for shard in unit.shards)
     return min(shares, max(1, limit_numel // num_shards)) * num_shards * dtype.itemsize
 
 
 def put_in(bucket: Bucket, piece: Piece, grad: torch.Tensor | None, flat: torch.Tensor) -> None:
-    """Copies what a piece holds of a gradient into every column of a bucket's flat memory; zeros for None."""
+    """Copies a piece of a gradient into every column of a bucket's flat memory; None writes zeros."""
     columns = flat.view(bucket.num_columns, bucket.column_numel)
     columns = columns[:, piece.place : piece.place + piece.stop - piece.start]
     if grad is None:
@@ -139,46 +137,46 @@ def _fill(unit: Unit, dtype: torch.dtype, shards: Sequence[Shard], num_shards: i
         yield Bucket(unit, dtype, tuple(pieces), place, num_shards)
 
 
-# ---- Reduce: buckets of gradients, added up over ranks while backward goes on ----------------------------------------
-#
-#     start    a bucket has been filled: its reduction begins, and the gradients may be let go
-#     finish   the oldest one's end: waits, adds up, hands out this rank's column
-#
-#     stages 1 to 3            reduce-scatter: every rank gets the sum of its own column
-#     stage 0                  all-reduce: every rank gets the sum of the one column
-#     copies of parts (MiCS)   the column is then all-reduced among the ranks that hold copies of it
-#     reduce_scatter=False     all-reduce of all columns, of which a rank keeps its own: twice the bytes on the wire
-#     multi_rank_buckets=False a reduce of each column to its owner, one call for each rank; round_robin_gradients lets every
-#                              bucket begin with another owner, so that in turn each rank has its part to copy home first
-#
-# Between CPUs a reduce-scatter is an all-to-all, after which every rank adds up what it was sent in the order of ranks
-# (gloo would all-reduce the whole bucket instead, in an order that depends on an element's place in it). So there the
-# bits of a sum depend on the gradients and the number of ranks alone: on no bucket's size, no tier, no overlap. All-
-# reduces, reduces and NCCL add in an order of their own; with two ranks the bits are the same all the same.
-#
-# At most two reductions are under way (one without overlap): the first is finished before a third is started. What is under
-# way owns its buffers, which come from the arena on CPUs, where gradients are packed; a parameter reduced by itself is
-# sent from where autograd put it, if its size, dtype and layout allow.
+# ---- reductions ------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(eq=False)
 class Reduction:
-    """One bucket under way, and what it occupies."""
+    """One reduction under way, and the buffers that it owns."""
 
     what: str
     bucket: Bucket
     slot: Slot | None
     start_ns: int
     pending: Pending
-    column: Callable[[], torch.Tensor]  # this rank's column of the sums, once nothing is pending
-    others: Sequence[Pending] = ()  # reduces of columns to other owners
+    column: Callable[[], torch.Tensor]  # this rank's column of the sums; call it when `pending` has ended
+    others: Sequence[Pending] = ()  # reduces of columns to other ranks
 
 
 class Reducer:
     """Starts and finishes reductions, oldest first.
 
+        start    begins the reduction of a bucket; the gradients may be released afterwards
+        finish   waits for the oldest reduction and returns this rank's column
+
+        stages 1 to 3            reduce-scatter: every rank gets the sum of its own column
+        stage 0                  all-reduce: every rank gets the sum of the one column
+        copies of parts (MiCS)   the column is then all-reduced among the ranks that hold copies of it
+        reduce_scatter=False     all-reduce of all columns, of which a rank keeps its own: twice the bytes between ranks
+        multi_rank_buckets=False a reduce of each column to its owner, one call per rank. With round_robin_gradients every
+                                 bucket begins with another owner, so that each rank in turn stores its part first
+
+    Between CPUs a reduce-scatter is an all-to-all, after which every rank adds up the received columns in the order of ranks.
+    (gloo would all-reduce the whole bucket, in an order that depends on an element's place in it.) So on CPUs the bits of a sum
+    depend only on the gradients and the number of ranks, not on bucket sizes, tiers or overlap. All-reduces, reduces and NCCL
+    add in their own order; with two ranks the bits are the same anyway.
+
+    At most two reductions are under way (one without overlap): the first is finished before a third is started. Each owns its
+    buffers. Between CPUs they come from the arena, and gradients are packed into them. A parameter that is reduced alone is
+    sent from the place where autograd put it, if its size, dtype and layout allow this and there are neither pool nor factor.
+
     Args:
-        pool: buffers of `buffer_bytes` of the largest bucket; None: they are torch's own, made for each bucket.
+        pool: buffers of `buffer_bytes` of the largest bucket; None: torch's own memory, allocated for each bucket.
     """
 
     def __init__(self, topology: Topology, policy: OffloadPolicy, pool: Pool | None) -> None:
@@ -194,19 +192,19 @@ class Reducer:
 
     @property
     def is_full(self) -> bool:
-        """Whether one must be finished before the next is started."""
+        """Whether one reduction must be finished before the next is started."""
         return len(self._under_way) >= self._most
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no reduction is under way."""
         return not self._under_way
 
     def start(self, what: str, bucket: Bucket, grads: Sequence[torch.Tensor | None], device: torch.device) -> None:
-        """Starts adding up a bucket. Collective; does not block. The gradients have been read when it returns.
+        """Starts to add up a bucket. Collective; does not block. Gradients may be released when it returns.
 
         Args:
-            grads: the whole gradient of each of its pieces; None for zeros. One that is reduced where it lies is taken over.
+            grads: the whole gradient of each of its pieces; None for zeros. The reduction owns one that it sends in place.
         """
         start_ns = time.monotonic_ns()
         slot = self._pool.take() if self._pool is not None else None
@@ -221,7 +219,7 @@ class Reducer:
         self._under_way.append(Reduction(what, bucket, slot, start_ns, *begun))
 
     def finish(self) -> tuple[Reduction, torch.Tensor]:
-        """The oldest reduction and this rank's column of its sums, which lasts until `release`. Blocks; raises RankLost."""
+        """The oldest reduction and this rank's column of its sums, valid until `release`. Blocks; raises RankLost."""
         done = self._under_way.popleft()
         try:
             done.pending.wait()
@@ -251,7 +249,7 @@ class Reducer:
             done.slot = None
 
     def _in_place(self, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """A gradient that is a bucket as it lies in memory."""
+        """The gradient itself, when its memory can serve as the bucket; else None."""
         grad = grads[0]
         fits = len(grads) == 1 and grad is not None and grad.numel() == bucket.column_numel * bucket.num_columns
         if not fits or grad is None or grad.dtype != bucket.dtype or not grad.is_contiguous() or self._factor != 1.0:
@@ -261,7 +259,7 @@ class Reducer:
     def _begin(
         self, what: str, slot: Slot | None, bucket: Bucket, filled: torch.Tensor
     ) -> tuple[Pending, Callable[[], torch.Tensor], Sequence[Pending]]:
-        """Starts the calls for a filled bucket; returns what a Reduction keeps of them."""
+        """Starts the calls for a filled bucket; returns the fields of a Reduction."""
         topology, columns = self._topology, filled.view(bucket.num_columns, bucket.column_numel)
         if not self._scatters:
             return start(topology, what, dist.all_reduce, filled), lambda: columns[topology.shard_rank], ()
@@ -279,7 +277,7 @@ class Reducer:
         return start(topology, what, dist.reduce_scatter_tensor, column, filled, among="shard"), lambda: column, ()
 
     def _reduce_to_owners(self, what: str, columns: torch.Tensor) -> tuple[Pending, list[Pending]]:
-        """Starts a reduce of every column to the rank that it belongs to; returns this rank's, and the others."""
+        """Starts a reduce of every column to its owner; returns the one to this rank, and the others."""
         num, group = len(columns), self._topology.group_of("shard")
         first = self._num_started if self._is_round_robin else 0
         self._num_started += 1
@@ -298,19 +296,19 @@ class Reducer:
 
 
 def _added_up(parts: torch.Tensor) -> torch.Tensor:
-    """The sum of what every rank sent, in the order of ranks; in place of the first."""
+    """The sum of the columns that every rank sent, in the order of ranks; overwrites the first column."""
     for part in parts[1:]:
         parts[0].add_(part)
     return parts[0]
 
 
 def scatters(num_shards: int, policy: OffloadPolicy) -> bool:
-    """Whether ranks get their own columns only."""
+    """Whether each rank gets only its own column."""
     return num_shards > 1 and policy.reduce_scatter
 
 
 def predivided(world: int, policy: OffloadPolicy) -> float:
-    """What gradients are divided by before they are added up."""
+    """The number by which gradients are divided before they are added up."""
     if world == 1:
         return 1.0
     return float(world if policy.predivide_factor == "ranks" else policy.predivide_factor)
@@ -322,8 +320,8 @@ def num_under_way(policy: OffloadPolicy) -> int:
 
 
 def buffer_bytes(bucket_bytes: int, num_shards: int, policy: OffloadPolicy) -> int:
-    """Bytes of memory that a bucket needs between CPUs: itself, and as much again for what other ranks send.
+    """Bytes of memory that a bucket needs between CPUs: itself, and as much again for columns from other ranks.
 
-    What is added up by the backend takes no second one.
+    A bucket that the backend adds up in place needs no second buffer.
     """
     return bucket_bytes * (2 if scatters(num_shards, policy) and policy.multi_rank_buckets else 1)

@@ -1,4 +1,4 @@
-"""Settle: what a model's parameters hold goes to where their units rest, one parameter at a time; what is refused before."""
+"""Settle: checks a model, then moves its parameters' values to where their units rest, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from tiermem.zero.unit import Shard, Unit
 from tiermem.zero.unit_state import LiveUnit, Passage, UnitMemory, become
 from tiermem.zero.values import Values, initial_master
 
-# ---- Admission: what a model may not hold, asked before a byte is moved ----------------------------------------------
+# ---- models that are refused -----------------------------------------------------------------------------------------
 #
-#     lazy parameters      have no shape yet: nothing can be planned
-#   sparse embeddings    their gradients are lists of rows, which are neither reduced nor stepped here (frozen ones are welcome)
-#     max_norm embeddings  they write weights in forward, where a copy may be; the master is not (frozen ones are welcome)
-#     complex parameters   no optimizer here steps them (frozen ones are welcome)
+#     lazy parameters      have no shape yet, so nothing can be planned
+#     sparse embeddings    have gradients that are lists of rows, which cannot be reduced or stepped here (frozen: allowed)
+#     max_norm embeddings  write weights in forward, where these may be a copy; the master is not written (frozen: allowed)
+#     complex parameters   no optimizer here steps them (frozen: allowed)
 #
-# What depends on the policy (dtypes of masters, sizes of buffers) is asked where it is planned (plan.py, unit.py).
+# Checks that depend on the policy (dtypes of masters, sizes of buffers) are made during planning (plan.py, unit.py).
 
 
 def check_model(model: nn.Module, is_trained: bool) -> None:
-    """Raises ValueError for a model that cannot be partitioned, naming the parameter or module and what to change."""
+    """Raises ValueError for a model that cannot be partitioned; names the parameter or module and the change to make."""
     for name, param in model.named_parameters():
         if is_lazy(param):
             raise ValueError(
@@ -65,7 +65,7 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
         )
 
 
-# ---- Settling: what a model's parameters hold goes to where their units rest, one parameter at a time ----------------
+# ---- moving weights --------------------------------------------------------------------------------------------------
 #
 #     a parameter's whole value                    this rank's part, in the unit's shard layout
 #       rank 0's, shared with all     ----------->   resident   the unit's storage for life (and, for a gather, its shard)
@@ -73,21 +73,21 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
 #                                                    NVME       through a buffer, then an entry of the store
 #                                                    packed     int8 codes and scales, on HOST or NVME
 #
-# Beside it go the fp32 values that a first step starts from (`master_from="init"`). A parameter gives up what it held
-# as soon as its part is home, so that a model needs room for itself once. What happens to units afterwards is weights/.
+# The fp32 values for the first step (`master_from="init"`) are stored as well. A parameter releases its old memory as soon
+# as its part is stored, so the model needs memory once.
 
 
 def settle(units: Iterable[Unit], plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools) -> list[LiveUnit]:
-    """Sends every unit's weights home; what they rest in is the store's. Collective; blocks; raises OSError.
+    """Moves every unit's weights to where they rest; the store owns the memory. Collective; blocks; raises OSError.
 
-    Registering the memory that is taken here is left to `TensorStore.settle`.
+    `TensorStore.settle` registers the memory taken here.
     """
     settler = _Settler(plan, policy, values, pools)
     return [settler.send_home(unit) for unit in units]
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Takes a model's buffers to a device, those that share a tensor together."""
+    """Moves a model's buffers to a device; buffers that share a tensor still share it afterwards."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -98,7 +98,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def show_parts(units: Iterable[LiveUnit]) -> None:
-    """Gives the parameters of partitioned units the documented attributes (absent.py)."""
+    """Sets the documented attributes on the parameters of units (absent.py)."""
     for live in units:
         for shard in live.unit.shards:
             part = absent_part(shard.shard_numel, live.unit.dtype)
@@ -109,13 +109,13 @@ def show_parts(units: Iterable[LiveUnit]) -> None:
 
 
 def release(units: Iterable[LiveUnit], keeps_residents: bool) -> None:
-    """The opposite: parameters are ordinary ones for good, without gradients, and no longer enrolled.
+    """The opposite of `settle`: parameters become ordinary ones without gradients, and leave the registry.
 
-    keeps_residents: those that are always present take copies of their values, since their storage is the store's.
+    keeps_residents: parameters of resident units get copies of their values, since their storage is the store's.
     """
     units = list(units)
     for live in units:
-        live.await_home()  # which goes with the store
+        live.await_home()  # the memory ends with the store
         live.part_with()
     for live in units:
         for shard in live.unit.shards:
@@ -127,7 +127,7 @@ def release(units: Iterable[LiveUnit], keeps_residents: bool) -> None:
 
 
 class _Settler:
-    """Lives while units go home."""
+    """Moves units; used during `settle` only."""
 
     def __init__(self, plan: Plan, policy: OffloadPolicy, values: Values, pools: Pools) -> None:
         self._plan = plan
@@ -136,13 +136,13 @@ class _Settler:
         self._store = values.store
         self._topology = values.topology
         self._device = values.device
-        self._pool: Pool | None = pools.units or pools.shards  # what a unit that rests on NVMe is filled in
+        self._pool: Pool | None = pools.units or pools.shards  # buffers in which a unit for NVMe is filled
         self._wires = pools.wires
         self._is_accelerated = is_accelerator(self._device)
         self._passage = Passage.through(self._store, self._device, pools.units, pools.shards)
 
     def send_home(self, unit: Unit) -> LiveUnit:
-        """Moves a unit's weights to where they rest, one parameter at a time."""
+        """Moves a unit's weights to where they rest, one parameter at a time. Collective; blocks."""
         if unit.is_resident:
             return self._make_resident(unit)
         home, entry = self._plan.unit_homes[unit.index], f"param/{unit.index}/{unit.name}"
@@ -165,7 +165,7 @@ class _Settler:
         return LiveUnit(unit, memory, self._passage, entry, None, self._gather_of(unit, memory))
 
     def _protect(self, unit: Unit, entry: str) -> None:
-        """Gives a unit's weights on NVMe checksums, cut where tiles usually are."""
+        """Gives a unit's weights on NVMe checksums, cut at the usual tile boundaries."""
         if keeps_sums(self._policy):
             step = self._plan.tile_numel if unit.is_trainable else 0
             cuts = range(step, unit.shard_numel, step) if step else ()
@@ -173,7 +173,7 @@ class _Settler:
             self._store.sums.protect(entry, StatePieces(runs).pieces)
 
     def _gather_of(self, unit: Unit, memory: UnitMemory) -> Gather | None:
-        """How a unit is gathered; None: it is not, since it rests as it is present."""
+        """The gather of a unit; None when it is present in the form in which it rests."""
         policy, topology = self._policy, self._topology
         if gathers_packed(unit, policy):
             plain: Gather = PackedGather(topology, unit, memory.full, self._wires)
@@ -207,7 +207,7 @@ class _Settler:
         return LiveUnit(unit, memory, self._passage, None, shard)
 
     def _fill(self, unit: Unit, shard: torch.Tensor) -> None:
-        """Writes this rank's part of every parameter of a unit into its shard layout; rank 0's values win."""
+        """Writes this rank's part of every parameter of a unit, of rank 0's values, into the unit's shard layout."""
         shard.zero_()
         if keeps_initial_master(unit, self._policy):
             home = Tier.NVME if self._policy.optim is Tier.NVME else Tier.HOST
@@ -230,7 +230,7 @@ class _Settler:
             _forget_values(part, self._device)
 
     def _fill_part(self, part: Shard, out: torch.Tensor) -> None:
-        """Writes this rank's part of a parameter that has not been sharded yet; the padding is left."""
+        """Writes this rank's part of a parameter that is not sharded yet; leaves the padding unchanged."""
         keeper = registry.keeper_of(part.param)
         if isinstance(keeper, Nursery) and keeper.topology == self._topology:
             keeper.move_part(part.param, out)
@@ -250,6 +250,6 @@ class _Settler:
 
 
 def _forget_values(part: Shard, device: torch.device) -> None:
-    """Lets go of what a parameter held before it was sharded; it is on the device from here on."""
+    """Releases a parameter's old memory; it is on the device from now on, without elements."""
     part.param.grad = None
     become(part.param, torch.empty(0, dtype=part.param.dtype, device=device))

@@ -1,17 +1,17 @@
-"""Shards: a model whose parameters are partitioned and rest on a tier, and everything that looks after them.
+"""Shards: a model whose parameters are partitioned and rest on a tier, and the objects that serve it.
 
     with tiermem.shard(model, policy=OffloadPolicy(params=Tier.NVME, optim=Tier.NVME, paths=["/mnt/nvme0"])) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=3e-4)
         loss = model(x); loss.backward(); optim.step(); optim.zero_grad()
 
-    divide   the model into units                 unit.py       present   units when their modules run   prefetcher.py
-    plan     the memory of every tier             plan.py       watch     forward and backward           hooks.py
-    settle   every parameter's part at its home   settle.py   receive   gradients                      gradients.py
-    values   at home, read and written            values.py     show      whole weights to torch         values.py
+    divide   the model into units                 unit.py       fetch     units when their modules run   prefetcher.py
+    plan     the memory of every tier             plan.py       hook      forward and backward           hooks.py
+    settle   every parameter's part on its tier   settle.py     receive   gradients                      gradients.py
+    values   where they rest, read and written    values.py     show      whole weights to torch         values.py
 
-Reading a weight or a gradient from outside forward and backward gathers it: `weight`, `gradient`, and `state_dict`, which are
-collective (every rank calls them). Nothing is patched: closing the shards takes the hooks off and leaves the module behind,
-with its weights when asked to.
+To read a weight or a gradient outside forward and backward, use `weight`, `gradient` or `state_dict`. They gather it and are
+collective: every rank calls them. Nothing in torch is patched. Closing the shards removes the hooks and leaves the module, with
+its weights if asked to.
 """
 
 from __future__ import annotations
@@ -68,28 +68,28 @@ _Attached = TypeVar("_Attached", bound="Attached")
 
 
 class Attached(Protocol):
-    """What a higher room attaches to a sharded model, and the model's lifecycle calls: the saver of its durable steps."""
+    """An object that other packages attach to a sharded model; the model calls it. The saver of durable steps is one."""
 
     @property
     def keeps_files(self) -> bool:
-        """Whether the files of the store must stay when the model is closed."""
+        """Whether the files of the store must be kept when the model is closed."""
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step of this optimizer has ended. On every rank; may block."""
+        """Called after a step of this optimizer, on every rank. May block."""
 
     def close(self) -> None:
-        """The model is being closed and its store is still open. Blocks; raises what has failed since the last call."""
+        """Called when the model is being closed and its store is still open. Blocks; raises errors since the last call."""
 
 
 class States(Protocol):
-    """The optimizer's states of a sharded model, as far as the model itself must know them."""
+    """The optimizer's states of a sharded model, as far as the model uses them."""
 
     def load(self, shard: Shard, name: str, values: torch.Tensor) -> None:
-        """Puts this rank's part of one state of a parameter, in fp32, where it rests. Blocks."""
+        """Stores this rank's part of one state of a parameter, given in fp32. Blocks."""
 
 
 class Shards:
-    """What `tiermem.shard` returns (see there for the arguments). Closing it, or leaving its block, ends it."""
+    """The result of `tiermem.shard` (see there for the arguments). Closing it, or leaving its `with` block, ends it."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Shards:
         self.states: States | None = None  # of the optimizer that steps this model
         self._attached: list[Attached] = []
         self.is_held = False  # all units are kept present (access.py)
-        self.is_torn = False  # a step or a restore failed half-way: a mixture of two steps
+        self.is_torn = False  # a step or a restore failed half-way: the states are of two different steps
         self.topology: Topology = arrange(
             everyone, policy, ranks_per_node(), self.device.type, built.parts if ranks is built.group else None
         )
@@ -141,7 +141,7 @@ class Shards:
             self.workers.close()
             self._end_watch()
             raise
-        trim_heap()  # what building left behind is not needed again
+        trim_heap()  # returns freed memory of the build
         self._log_start()
 
     def __enter__(self) -> Shards:
@@ -152,7 +152,7 @@ class Shards:
     ) -> None:
         self.close()
 
-    # ---- looking at values ---------------------------------------------------------------------------------------------
+    # ---- reading values ------------------------------------------------------------------------------------------------
 
     def weight(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter's whole value, on the CPU, in its own dtype. Collective; blocks."""
@@ -168,18 +168,18 @@ class Shards:
         return self.values.elements(live, slice(shard.shard_offset, shard.shard_offset + shard.shard_numel))
 
     def refresh(self, param: nn.Parameter) -> None:
-        """Lets a parameter's unit show what was put where it rests, unless a module holds it. Collective; blocks."""
+        """Makes a parameter's unit show new values from where it rests, unless a module holds it. Collective; blocks."""
         live, _ = self.find(param)
         if live.is_streamed:
             if not self.hooks.may_lend:
-                live.let_all_go()  # what a forward without backward has left
+                live.let_all_go()  # users left by a forward without backward
             if not live.num_users:
                 self.residency.outdate(live)
         elif live.shard is not None and live.shard is not live.memory.full:
             self.values.regather(live.unit, live.shard, live.memory)
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A copy of a parameter's reduced gradient (the mean over ranks), or None. Between backward and step. Collective."""
+        """A copy of a parameter's reduced gradient (mean over ranks), or None. Call between backward and step. Collective."""
         live, shard = self.find(param)
         local = self.local_gradient(param)
         if local is None:
@@ -187,7 +187,7 @@ class Shards:
         return self.values.assemble(shard, local.to(self.homes.dtype(live.unit))).view(shard.shape)
 
     def local_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        """This rank's part of a reduced gradient, without padding, in fp32: flat, on the CPU; or None. Blocks."""
+        """This rank's part of a reduced gradient, without padding: flat, fp32, on the CPU; or None. Blocks."""
         live, shard = self.find(param)
         if not shard.gradient.is_there or param.grad is None:
             return None
@@ -200,7 +200,7 @@ class Shards:
         return local.float() * (shard.gradient.factor / self.homes.divisor)
 
     def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
-        """A parameter's unit and its part there. Raises ValueError for one of another model, RuntimeError in a fork."""
+        """A parameter's unit and its shard. Raises ValueError for a parameter of another model, RuntimeError in a fork."""
         self.store.check_process()
         try:
             return self._by_param[id(param)]
@@ -209,16 +209,17 @@ class Shards:
 
     @property
     def adds_at_home(self) -> bool:
-        """Whether gradients of micro-batches add up where they rest: in stages 2 and 3, and in a dtype of their own."""
+        """Whether gradients of micro-batches accumulate on their tier: in stages 2 and 3, or in a dtype of their own."""
         kept = (self.homes.dtype(live.unit) == live.unit.dtype for live in self.units if live.unit.is_trainable)
         return self.policy.stage >= 2 or not all(kept)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in the block add their gradients up without reducing them, where `p.grad` has a place for them.
+        """A block in which backwards accumulate gradients without reducing them, where `p.grad` can hold them.
 
-        That is in stages 0 and 1; the next backward outside, or the step, reduces all. In stages 2 and 3 a rank has a place
-        for its part alone, so that gradients are reduced as ever, and add up to the same. Not for step_in_backward.
+        This holds in stages 0 and 1; the next backward outside the block, or the step, reduces the sum. In stages 2 and 3 a
+        rank has room for its part alone, so gradients are reduced as usual, with the same sum. Raises RuntimeError with
+        step_in_backward.
         """
         if self.policy.step_in_backward:
             raise RuntimeError("no_sync with step_in_backward: no gradient is held to add to. Set it to False")
@@ -229,7 +230,7 @@ class Shards:
             self.hooks.receive_if(before)
 
     def receive_gradients(self) -> None:
-        """Adds up over ranks what backwards have left in `p.grad`, and sends it home. Collective; blocks."""
+        """Reduces the gradients that backwards have left in `p.grad`, and stores them. Collective; blocks."""
         self.hooks.check_backward_ended()
         self.homes.forget_replaced()
         self.homes.receive_rest()
@@ -238,12 +239,12 @@ class Shards:
                 self.homes.show(live.unit)
 
     def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Puts other values in a parameter's place; every rank gives the whole. Collective; blocks; raises OSError.
+        """Replaces a parameter's values; every rank gives the whole tensor. Collective; blocks; raises OSError.
 
-        A master becomes exactly the new value; moments stay as they are.
+        The master becomes exactly the new value; moments stay as they are.
         """
         live, shard = self.find(param)
-        stepped = any(other.num_steps for _, other in self.parameters())  # which has made the masters
+        stepped = any(other.num_steps for _, other in self.parameters())  # a step has made the masters
         if live.unit.is_trainable and self.states is not None and stepped:
             self.states.load(shard, MASTER, self.values.mine(shard, value.detach()).cpu().float())
         else:
@@ -252,7 +253,7 @@ class Shards:
             live.memory.views[live.unit.shards.index(shard)].copy_(value.view(shard.shape))
 
     def replace_mine(self, live: LiveUnit, shard: Shard, mine: torch.Tensor) -> None:
-        """Puts other values in place of this rank's part of a parameter that has no master yet; every rank its own. Blocks."""
+        """Replaces this rank's part of a parameter that has no master yet; every rank gives its own. Collective; blocks."""
         self.drop_head_start()
         if initial_master(live.unit) in self.store:
             self.values.put_initial_master(live.unit, shard, mine)
@@ -260,7 +261,7 @@ class Shards:
         self.refresh(shard.param)
 
     def check_may_change(self) -> None:
-        """Raises RuntimeError while units are held present that changes at home would not reach, and for a torn model."""
+        """Raises RuntimeError while all units are held present (changes would not reach them), and for a torn model."""
         self.check_whole()
         if self.is_held:
             raise RuntimeError(
@@ -268,7 +269,7 @@ class Shards:
             )
 
     def check_whole(self) -> None:
-        """Raises RuntimeError for a model that is neither one step nor another."""
+        """Raises RuntimeError when the model's states are of two different steps."""
         if self.is_torn:
             raise RuntimeError(
                 "a step, or opening a checkpoint, failed half-way, so that this model is a mixture of two steps: open a "
@@ -276,11 +277,11 @@ class Shards:
             )
 
     def is_of_leaf(self, param: nn.Parameter) -> bool:
-        """Whether a parameter is fetched with a leaf module."""
+        """Whether a parameter is fetched with its leaf module."""
         return self.find(param)[0].unit.is_leaf
 
     def take_out(self, param: nn.Parameter) -> None:
-        """Gives a parameter its whole values until `put_back`. Collective; blocks; takes memory for this parameter alone."""
+        """Gives a parameter its whole values until `put_back`. Collective; blocks. Takes memory for this parameter alone."""
         live, shard = self.find(param)
         if not live.is_streamed:
             return
@@ -291,12 +292,12 @@ class Shards:
             live.take_out(live.unit.shards.index(shard), self.weight(param).to(self.device))
 
     def put_back(self, param: nn.Parameter) -> None:
-        """Ends a `take_out`: the parameter is what its unit is. What was written in the copy is gone, unless `replace`d."""
+        """Ends a `take_out`: the parameter shows its unit again. Changes are dropped, unless `replace` was called."""
         live, shard = self.find(param)
         live.put_back(live.unit.shards.index(shard))
 
     def drop_head_start(self) -> None:
-        """Forgets what has been read ahead for the next step, because it is about to change at home. Blocks shortly."""
+        """Drops states read ahead for the next step, because they are about to change. Blocks until reads have stopped."""
         self.check_may_change()
         if self.head_start is not None:
             self.head_start.drop()
@@ -307,32 +308,35 @@ class Shards:
             for shard in live.unit.shards:
                 yield live, shard
 
-    # ---- what higher rooms attach --------------------------------------------------------------------------------------
+    # ---- attachments ---------------------------------------------------------------------------------------------------
 
     def attach(self, attached: Attached) -> None:
-        """From here on the model's lifecycle calls `attached`."""
+        """Attaches an object: the model calls it after each step and when it is closed."""
         self._attached.append(attached)
 
     def find_attached(self, kind: type[_Attached]) -> _Attached | None:
-        """What was attached of this class, or None."""
+        """The attached object of this class, or None."""
         return next((each for each in self._attached if isinstance(each, kind)), None)
 
     def attach_states(self, states: States, on_last_read: Callable[[], None] | None) -> None:
-        """An optimizer steps this model. `on_last_read` is called when a backward has no more reads to ask for (hooks.py)."""
+        """Registers the states of the optimizer that steps this model.
+
+        on_last_read: called when a backward expects no more reads (hooks.py).
+        """
         self.states = states
         if on_last_read is not None:
             self.hooks.call_on_last_read(on_last_read)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped this model, and all that it changes has changed. Collective where an attachment is."""
+        """Calls every attachment after a step of an optimizer. Collective if an attachment is."""
         for each in self._attached:
             each.after_step(optimizer)
 
     @contextlib.contextmanager
     def changing_all(self, overwrites: bool = False) -> Iterator[None]:
-        """Round a change of many states. If it fails, the model is a mixture of two steps: `check_whole` raises from then on.
+        """A block that changes many states. If it fails, the model is torn and `check_whole` raises from then on.
 
-        With `overwrites` every state is replaced, so that a mixture which an earlier failure left is whole again.
+        With `overwrites` the block replaces every state, so it also repairs a model that an earlier failure has torn.
         """
         if overwrites:
             self.is_torn = False
@@ -345,7 +349,7 @@ class Shards:
 
     @contextlib.contextmanager
     def held_present(self) -> Iterator[None]:
-        """The caller keeps all units present inside the block: nothing may change weights at home meanwhile."""
+        """A block in which the caller keeps all units present; stepping, replacing or loading weights raises RuntimeError."""
         self.is_held = True
         try:
             yield
@@ -356,21 +360,21 @@ class Shards:
 
     @property
     def may_lend(self) -> bool:
-        """Whether a forward or a backward is at work."""
+        """Whether a forward or a backward is under way."""
         return self.hooks.may_lend
 
     def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function with resting parameters brought back (access.py). Collective."""
+        """Calls a function with resting parameters gathered (access.py). Collective; blocks."""
         return self.hooks.lend(params, func, args, kwargs)
 
     def add_need(self, module: nn.Module, param: nn.Parameter) -> None:
-        """A module needs a parameter that is not its own whenever it runs; nothing to do for one that is always present."""
+        """Registers that a module needs a parameter of another module whenever it runs. No effect for a resident parameter."""
         live, _ = self._by_param.get(id(param), (None, None))
         if live is not None and live.is_streamed and self.hooks.add_need(module, live):
             self._added.append((module, live))
 
     def drop_need(self, module: nn.Module, param: nn.Parameter) -> None:
-        """The opposite of `add_need`; what else the module needs of the parameter's unit keeps it."""
+        """Removes an `add_need`, unless the module needs another external parameter of the same unit."""
         live, _ = self.find(param)
         still = {id(each) for each in registry.externals_of(module)}
         if (module, live) in self._added and not any(id(shard.param) in still for shard in live.unit.shards):
@@ -380,10 +384,10 @@ class Shards:
     # ---- the end -------------------------------------------------------------------------------------------------------
 
     def close(self, materialize: bool = False) -> None:
-        """Takes the hooks off and ends the store; what it kept on paths is removed, unless it holds a checkpoint.
+        """Removes the hooks and closes the store; files on paths are deleted, unless they hold a checkpoint.
 
         With materialize the parameters become ordinary tensors with their weights (collective; takes the whole model's
-        memory); without, parameters that are not resident are left as NaN. Raises the first error of a write-back.
+        memory). Without it, parameters that are not resident show NaN. Blocks. Raises the first error of a write-back.
         """
         if self._is_closed:
             return
@@ -410,7 +414,7 @@ class Shards:
     # ---- building ------------------------------------------------------------------------------------------------------
 
     def _open_store(self) -> TensorStore:
-        """The run's id is rank 0's on every rank; the folders of several ranks are told apart. Collective."""
+        """Opens the store. Rank 0 chooses the run's id; folder names of several ranks contain the rank. Collective."""
         policy, plan, topology = self.policy, self.plan, self.topology
         [run_id, *_] = exchange(topology, RunName.new().run_id)
         return TensorStore(
@@ -448,13 +452,13 @@ class Shards:
         self._take_charge()
 
     def _take_charge(self) -> None:
-        """The parameters are found, shown and needed as partitioned ones from here on; none is present."""
+        """Registers the parameters as partitioned ones; afterwards no module holds a unit."""
         self._by_param = {id(s.param): (u, s) for u, s in self.parameters()}
         for _, part in self.parameters():
             registry.enrol(part.param, self)
         if self.policy.stage == 3:
             show_parts(self.units)
-        self._added: list[tuple[nn.Module, LiveUnit]] = []  # needs of parameters of other modules, as registered
+        self._added: list[tuple[nn.Module, LiveUnit]] = []  # registered needs of other modules' parameters
         for module in self.model.modules():
             for param in registry.externals_of(module):
                 self.add_need(module, param)

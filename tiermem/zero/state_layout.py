@@ -1,4 +1,4 @@
-"""StateLayout: where the parts of a tile's states lie in its bytes, and which of them have a checksum each."""
+"""StateLayout: the places of optimizer states in a tile's bytes, and the pieces that have a checksum each."""
 
 from __future__ import annotations
 
@@ -20,24 +20,7 @@ from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero.quantised import BLOCK, byte_ranges
 from tiermem.zero.unit import Shard, Unit
 
-# ---- StateLayout: where the parts of a tile's states lie in its bytes ------------------------------------------------
-#
-#     a tile of n elements    [ master | moment 0 | moment 1 | ... ]    n multiples of 4096, so every part begins on 64 bytes
-#
-#     part       fp32  4n        split  2n: the bits that the bf16 weight lacks
-#                bf16  2n        8bit   n codes, then n / 64 scale bytes
-#                fp16  2n        (none: the weight is the master, and lies elsewhere)
-#
-# A tile is one range of the disk, so its bytes are rounded up to what the disk takes; zeros are the state before the
-# first step in every format. Moments have a place here and a name where a rule is known: two parameters of a tile may
-# be stepped by two rules. 8-bit blocks of 64 elements are counted from the start of this rank's part of a parameter,
-# which tiles never cut. They are not counted from the start of the whole parameter: where shards do not begin at
-# multiples of 64 elements another number of ranks makes other blocks, and so other bits, as good ones.
-#
-# With `master_from="init"` a split master is made from fp32 values in the first step. Those pass through the tile's
-# buffer behind the master, where the moments, still zero, have not been put yet:
-#
-#     [ low bits | fp32 values ... ]    of which fp32 masters need no more than their own place
+# ---- the layout of a tile --------------------------------------------------------------------------------------------
 
 MASTER = "master"
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
@@ -49,44 +32,62 @@ _NEVER_NEGATIVE = frozenset({EXP_AVG_SQ, "max_exp_avg_sq", "sum"})
 
 
 def is_positive(name: str) -> bool:
-    """Whether a moment, named as torch names it, is never negative: its 8-bit codes have no sign."""
+    """Whether a moment, named as in torch, is never negative: its 8-bit codes then have no sign."""
     return name in _NEVER_NEGATIVE
 
 
 class StatePart(NamedTuple):
-    """One part of the states; `place` counts from the first."""
+    """One part of the states: the master or a moment; `place` counts from 0."""
 
     place: int
     kind: Kind
 
     def num_bytes(self, numel: int) -> int:
-        """Bytes of so many elements."""
+        """Bytes of `numel` elements of the part."""
         if self.kind == "8bit":
             return numel + num_scales(numel)
         return numel * (torch.int16 if self.kind == "split" else DTYPES[self.kind]).itemsize
 
     def view(self, data: torch.Tensor, numel: int) -> Moment:
-        """These elements, looked at in the bytes that hold them and nothing else."""
+        """A view of the part's elements in bytes that hold this part alone."""
         if self.kind == "8bit":
             return Quantised(data[:numel], data[numel : numel + num_scales(numel)])
         return data[: self.num_bytes(numel)].view(torch.int16 if self.kind == "split" else DTYPES[self.kind])
 
 
 class StateViews(NamedTuple):
-    """The parts of a tile's states, or of a piece of them, as tensors."""
+    """The parts of a tile's states, or of a piece of the tile, as tensors."""
 
     master: torch.Tensor | None
     moments: tuple[Moment, ...]
 
     def piece(self, start: int, numel: int) -> StateViews:
-        """Elements [start, start + numel) of every part; where moments are in 8 bits, `start` is a multiple of 64."""
+        """Elements [start, start + numel) of every part, as views; with 8-bit moments `start` is a multiple of 64."""
         master = None if self.master is None else self.master[start : start + numel]
         return StateViews(master, tuple(_piece(moment, start, numel) for moment in self.moments))
 
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """The states of elements of one dtype, kept in a precision, with room for so many moments."""
+    """The layout of the states of elements of one dtype, in one precision, with a number of moments.
+
+        a tile of n elements    [ master | moment 0 | moment 1 | ... ]    n multiples of 4096, so parts begin at 64 bytes
+
+        part       fp32  4n        split  2n: the bits that the bf16 weight lacks
+                   bf16  2n        8bit   n codes, then n / 64 scale bytes
+                   fp16  2n        (none: the weight is the master, and rests elsewhere)
+
+    A tile is one range of the disk, so its bytes are rounded up to the disk's alignment. Zeros are the state before the first
+    step in every format. Moments have a place here; the optimizer's rule names them, and two parameters of a tile may have
+    different rules. 8-bit blocks of 64 elements are counted from the start of this rank's part of a parameter, and tiles never
+    cut a block. If shards do not begin at multiples of 64 elements of the whole parameter, another number of ranks makes other
+    blocks and other bits, of the same precision.
+
+    With `master_from="init"` the first step makes a split master from fp32 values. These pass through the tile's buffer behind
+    the master, in the place of the moments, which are still zero:
+
+        [ low bits | fp32 values ... ]    fp32 masters need only their own place
+    """
 
     dtype: torch.dtype
     precision: Precision
@@ -94,55 +95,55 @@ class StateLayout:
 
     @functools.cached_property
     def master(self) -> StatePart | None:
-        """The master kept beside the parameter; None: the parameter is its own."""
+        """The master kept beside the parameter; None: the parameter is its own master."""
         kind = self.precision.master_of(self.dtype)
         return None if kind is None else StatePart(0, kind)
 
     @functools.cached_property
     def parts(self) -> tuple[StatePart, ...]:
-        """Every part, in the order in which they lie."""
+        """Every part, in the order of their places."""
         master = self.master
         first = () if master is None else (master,)
         kind = self.precision.moments
         return first + tuple(StatePart(len(first) + i, kind) for i in range(self.num_moments))
 
     def moment(self, number: int) -> StatePart:
-        """The part of a moment, counted from 0."""
+        """The part of a moment; moments count from 0."""
         return self.parts[number + (self.master is not None)]
 
     @property
     def reads_weight(self) -> bool:
-        """Whether a step needs the weight as it was: it is the master, or its upper half."""
+        """Whether a step reads the old weight: it is the master, or the upper half of the master."""
         return self.master is None or self.master.kind == "split"
 
     def offset_bytes(self, part: StatePart, numel: int) -> int:
-        """Where a part begins in the states of so many elements."""
+        """The byte at which a part begins in the states of `numel` elements."""
         return sum(other.num_bytes(numel) for other in self.parts[: part.place])
 
     def total_bytes(self, numel: int) -> int:
-        """Bytes of a tile's states, at home and on their way."""
+        """Bytes of a tile's states, with padding."""
         return round_up(sum(part.num_bytes(numel) for part in self.parts), ALIGNMENT)
 
     def initial_offset_bytes(self, numel: int) -> int:
-        """Where fp32 values for the first master lie in a tile's buffer."""
+        """The byte at which fp32 values for the first master begin in a tile's buffer."""
         return 0 if self.master is None or self.master.kind == "fp32" else self.master.num_bytes(numel)
 
     def buffer_bytes(self, numel: int, keeps_initial: bool) -> int:
-        """Bytes of a tile's buffer that its states take, and in the first step what its master is made from."""
+        """Bytes that a tile's states take in its buffer; with `keeps_initial` also the fp32 values of the first step."""
         initial = self.initial_offset_bytes(numel) + FP32_BYTES * numel if keeps_initial else 0
         return max(self.total_bytes(numel), round_up(initial, ALIGNMENT))
 
     def views(self, states: torch.Tensor, numel: int) -> StateViews:
-        """The parts of a tile's states: a uint8 tensor of total_bytes(numel)."""
+        """The parts of a tile's states as views of `states`: a uint8 tensor of total_bytes(numel)."""
         found = [part.view(states[self.offset_bytes(part, numel) :], numel) for part in self.parts]
         master = found.pop(0) if self.master is not None else None
         assert not isinstance(master, Quantised)
         return StateViews(master, tuple(found))
 
     def ranges(self, part: StatePart, tile_numel: int, start: int, numel: int) -> list[ByteRange]:
-        """Which bytes of a tile's states hold elements [start, start + numel) of a part; in 8 bits, codes and scales.
+        """The byte ranges of a tile's states that hold elements [start, start + numel) of a part; 8-bit: codes and scales.
 
-        Put one behind the other they are what `StatePart.view` looks at.
+        The ranges one after the other are the bytes that `StatePart.view` takes.
         """
         offset = self.offset_bytes(part, tile_numel)
         if part.kind != "8bit":
@@ -158,59 +159,60 @@ def _piece(moment: Moment, start: int, numel: int) -> Moment:
     return moment[start : start + numel]
 
 
-# ---- StatePieces: what a checksum is of. An entry on NVMe holds parts of several parameters and states; each part ----
-# is cut at
-#
-# every MiB of its state's bytes, counted from the first element of the WHOLE parameter:
-#
-#     exp_avg of a parameter     |   1 MiB   |   1 MiB   |   1 MiB   | rest |       blocks: a manifest's checksums
-#     ranks                      [       rank 0       |       rank 1        ]
-#     tiles                      [ tile | tile | tile ][ tile | tile | tile ]
-#     pieces                     [  |   |    |  |     ][   |  |    | |      ]
-#
-# A piece lies in one block, one tile and one rank, so that it is written and read whole; CRC-32C combines, so the
-# pieces of a block give its one checksum, whatever tiles and ranks there are (checkpoint/saving/pieces.py). Pieces are
-# cut with arrays, a run of bytes at a time. Padding between parameters has no checksum, nor has what rests in memory,
-# nor gradients.
+# ---- pieces with checksums -------------------------------------------------------------------------------------------
 
 BLOCK_BYTES = 1 << 20
 WEIGHT, SCALES = "weight", ".scales"
 
 
 class Run(NamedTuple):
-    """Bytes of an entry that lie side by side in one state of one parameter as well."""
+    """Bytes of an entry that are contiguous in one state of one parameter as well."""
 
     shard: Shard
-    state: Callable[[], str | None]  # asked when it is needed: a rule may be known later; None: of no rule
-    offset: int  # in the entry
+    state: Callable[
+        [], str | None
+    ]  # called when needed, since the rule may be set later; None: the rule has no such state
+    offset: int  # first byte in the entry
     first_byte: int  # in the state of the whole parameter
     num_bytes: int
-    grain_bytes: int  # bytes that hold ...
-    grain_numel: int = 1  # ... so many elements
+    grain_bytes: int  # bytes of one grain ...
+    grain_numel: int = 1  # ... and its elements
 
 
 class StatePiece(NamedTuple):
-    """Elements of one state of one parameter; its str() is what errors say."""
+    """Elements of one state of one parameter; str() describes them for errors."""
 
     param: str
     state: str
     start: int
     stop: int
-    num_steps: int  # optimizer steps of the parameter, the one under way included
+    num_steps: int  # optimizer steps of the parameter, with the one under way
 
     def __str__(self) -> str:
         return f"{self.state} of {self.param}, elements {self.start} to {self.stop}, at step {self.num_steps}"
 
 
 def keeps_sums(policy: OffloadPolicy) -> bool:
-    """Whether what rests on NVMe has checksums: something is to be verified, or made durable."""
+    """Whether states on NVMe have checksums: the policy verifies reads or makes steps durable."""
     return policy.verify != "resume" or policy.durability != "none"
 
 
 class StatePieces:
-    """The pieces of one entry.
+    """The pieces of one entry on NVMe, each with a checksum.
 
-    runs: in the order in which they lie in the entry.
+    An entry holds parts of several parameters and states. Each part is cut at every MiB of its state's bytes, counted from the
+    first element of the WHOLE parameter:
+
+        exp_avg of a parameter     |   1 MiB   |   1 MiB   |   1 MiB   | rest |       blocks: a manifest's checksums
+        ranks                      [       rank 0       |       rank 1        ]
+        tiles                      [ tile | tile | tile ][ tile | tile | tile ]
+        pieces                     [  |   |    |  |     ][   |  |    | |      ]
+
+    A piece lies in one block, one tile and one rank, so it is written and read whole. Checksums (CRC-32C) of consecutive pieces
+    combine to the checksum of their block, whatever the tiles and ranks. Padding between parameters, states in memory and
+    gradients have no checksum.
+
+    runs: in the order of their bytes in the entry.
     """
 
     def __init__(self, runs: Iterable[Run]) -> None:
@@ -225,7 +227,7 @@ class StatePieces:
         self.pieces = Pieces(starts, starts + self.num_bytes, self.name)
 
     def name(self, number: int) -> StatePiece:
-        """What a piece is."""
+        """The elements of a piece."""
         run = self.runs[bisect.bisect_right(self._first_piece, number) - 1]
         first = int(self.first_bytes[number])
         start, stop = _element(run, first), _element(run, first + int(self.num_bytes[number]))
@@ -233,9 +235,9 @@ class StatePieces:
 
 
 def weight_runs(unit: Unit, shard_rank: int, cuts: Sequence[int] = ()) -> Iterator[Run]:
-    """What a unit's entry on NVMe holds of this rank's weights.
+    """The runs of a unit's entry on NVMe that hold this rank's weights.
 
-    cuts: elements of its shard layout, ascending, at which tiles write it in parts.
+    cuts: elements of its shard layout, ascending, at which tiles divide it.
     """
     if unit.is_packed:
         yield from _packed_runs(unit, shard_rank)
@@ -275,11 +277,11 @@ def _weight_scales() -> str:
 
 
 def _cut(run: Run) -> Numbers:
-    """Where its pieces begin, in the state of the whole parameter."""
+    """The first bytes of a run's pieces, in the state of the whole parameter."""
     inner = np.arange(round_up(run.first_byte + 1, BLOCK_BYTES), run.first_byte + run.num_bytes, BLOCK_BYTES)
     return np.concatenate(([run.first_byte], inner)).astype(np.int64)
 
 
 def _element(run: Run, byte: int) -> int:
-    """The element at a byte of a state; blocks of elements that share a scale are counted on each rank from its first."""
+    """The element at a byte of a state. Blocks of elements with one scale are counted on each rank from its first element."""
     return min(byte // run.grain_bytes * run.grain_numel, run.shard.numel)

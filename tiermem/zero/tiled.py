@@ -1,4 +1,4 @@
-"""TiledLinear and TiledMLP: layers cut into tiles, so that neither their weights nor their activations are present at once."""
+"""TiledLinear and TiledMLP: layers cut into tiles, so that not all of their weights or activations are in memory at once."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from tiermem.zero import registry
 from tiermem.zero.access import GatheredParameters
 from tiermem.zero.leaf import UsedInPieces
 
-# ---- TiledLinear: a linear layer cut into tiles that are fetched, used and released one after the other --------------
-#
-# For an operator larger than a unit's buffer. The weight becomes out_splits x in_splits smaller layers; each is a unit
-# of its own, so that the memory at work falls with their number:
-#
-#     y[o] = sum over i of tile[o][i](x[i])        the bias sits on the last tile of each row
-#
-# What it does not cut are inputs, outputs and gradients of the whole layer; tiled.py cuts activations, along the
-# sequence.
+# ---- TiledLinear -----------------------------------------------------------------------------------------------------
 
 
 class TiledLinear(UsedInPieces):
-    """A drop-in for `nn.Linear`, tile by tile.
+    """A replacement for `nn.Linear` whose tiles are fetched, used and released one after the other.
+
+    It serves an operator larger than a unit's buffer. The weight is cut into out_splits x in_splits smaller layers. Each is a
+    unit, so the memory of weights in use falls with their number:
+
+        y[o] = sum over i of tile[o][i](x[i])        the last tile of each row has the bias
+
+    Inputs, outputs and gradients of the whole layer are not cut; TiledMLP cuts activations, along the sequence.
 
     Args:
-        in_features, out_features, bias: as of nn.Linear.
-        in_splits, out_splits: pieces of the input and of the output; where they do not divide it, the first are one larger, as
-            in the reference.
+        in_features, out_features, bias: as in nn.Linear.
+        in_splits, out_splits: number of pieces of the input and of the output. Where they do not divide it, the first pieces
+            are one element larger, as in the reference.
         input_is_already_split: forward takes a sequence of in_splits tensors.
         combine_out_splits: forward returns one tensor; False: a list of out_splits tensors.
-        linear_cls: what a tile is; called with (in_features, out_features, bias=..., **kwargs).
-        init_linear: a layer whose weight and bias are copied.
+        linear_cls: the class of a tile; called with (in_features, out_features, bias=..., **kwargs).
+        init_linear: a layer from which weight and bias are copied.
 
     The tiles are `linears[o][i]`. Raises RuntimeError when a number of splits is less than 1 or more than the features.
     """
@@ -68,7 +67,7 @@ class TiledLinear(UsedInPieces):
             self.copy_params_from(init_linear)
 
     def forward(self, input_: torch.Tensor | list[torch.Tensor]) -> Any:
-        """y = x W^T + b, over the last dimension of the input: a tensor, or a list of out_splits tensors."""
+        """y = x W^T + b over the last dimension of the input. Returns a tensor, or a list of out_splits tensors."""
         pieces = self._split(input_)
         return self._combine([self._row(_tiles_of(row), pieces) for row in self.linears])
 
@@ -76,8 +75,8 @@ class TiledLinear(UsedInPieces):
     def copy_params_from(self, other: nn.Linear) -> None:
         """Copies weight and bias of a whole layer into the tiles, one tile at a time.
 
-        Both layers may be partitioned, in zero.Init or by `shard`: then it is collective and blocks, memory holds the whole
-        other layer and one tile, and what rank 0 copies is seen on every rank. Raises RuntimeError for another shape.
+        Both layers may be partitioned, in zero.Init or by `shard`. Then it is collective and blocks, memory holds the whole
+        other layer and one tile, and every rank gets rank 0's values. Raises RuntimeError for another shape.
         """
         self._check_fits(other)
         with GatheredParameters(_free(other)):
@@ -92,7 +91,7 @@ class TiledLinear(UsedInPieces):
                             tile.bias.copy_(biases[o])
 
     def extra_repr(self) -> str:
-        """The splits."""
+        """The number of splits."""
         return f"in_splits={self.in_splits}, out_splits={self.out_splits}"
 
     def _split(self, input_: torch.Tensor | list[torch.Tensor]) -> list[torch.Tensor]:
@@ -129,9 +128,9 @@ class TiledLinear(UsedInPieces):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """A TiledLinear whose tiles return (output, bias), as Megatron-LM's do, and which returns (outputs, biases) itself.
+    """A TiledLinear whose tiles return (output, bias), as Megatron-LM's do; forward returns (outputs, biases).
 
-    Outputs of a row are added up; its bias is the last one that is not None. Biases are combined as outputs are; None when no
+    Outputs of a row are added up. A row's bias is the last one that is not None. Biases are combined like outputs; None when no
     row has one.
     """
 
@@ -157,7 +156,7 @@ class TiledLinearReturnBias(TiledLinear):
 
 
 def _sizes(features: int, splits: int) -> list[int]:
-    """The sizes that torch.tensor_split cuts."""
+    """The sizes of the pieces that torch.tensor_split makes."""
     return [features // splits + (number < features % splits) for number in range(splits)]
 
 
@@ -172,24 +171,26 @@ def _tiles_of(row: nn.Module) -> list[Any]:
 
 
 def _free(module: nn.Module) -> list[nn.Parameter]:
-    """A module's parameters that no context around the caller has gathered already."""
+    """A module's parameters that no context around the caller has gathered."""
     return [param for param in module.parameters() if not registry.is_gathered(param)]
 
 
-# ---- TiledMLP: a position-wise block computed over pieces of the sequence, so that its inner activations are ---------
-# those of one piece
-#
-#     x  [batch, sequence, hidden]  --cut along the sequence-->  pieces  --fn, one by one-->  outputs  --joined-->  y
-#
-# An MLP treats every position alike, and widens it (hidden -> 4 x hidden and more): at long sequences that is what
-# fills memory. Forward keeps the pieces of x alone; backward computes each piece again, last first, and drops it. Peak
-# memory of inner activations falls with the number of pieces; the price is a second forward.
+# ---- TiledMLP --------------------------------------------------------------------------------------------------------
 
 AnyModule = TypeVar("AnyModule")
 
 
 class TiledMLP:
-    """Called as the reference's: `TiledMLP.apply(fn, self, x, shards, compute_params)` in a module's forward."""
+    """A position-wise block computed over pieces of the sequence: only one piece's inner activations are in memory.
+
+        x  [batch, sequence, hidden]  --cut along the sequence-->  pieces  --fn, one by one-->  outputs  --joined-->  y
+
+    An MLP treats every position alike and widens it (hidden -> 4 x hidden and more), which fills memory at long sequences.
+    Forward keeps only the pieces of x. Backward computes each piece again, last piece first, and drops it. Peak memory of inner
+    activations falls with the number of pieces; the cost is a second forward.
+
+    Call `TiledMLP.apply(fn, self, x, shards, compute_params)` in a module's forward, as with the reference.
+    """
 
     @staticmethod
     def apply(
@@ -201,9 +202,9 @@ class TiledMLP:
     ) -> torch.Tensor:
         """Computes `fn(module, x)` over `shards` pieces of the sequence, the last dimension but one.
 
-        Pieces differ by at most one position; more shards than positions make a piece per position. On several ranks all use
-        the same number when the module's layers are units of their own. `compute_params` is not needed: gradients count as
-        final when the last piece has been computed. Raises ValueError for less than 1 shard or an input of one dimension.
+        Pieces differ by at most one position. More shards than positions make one piece per position. On several ranks all use
+        the same number when the module's layers are units of their own. `compute_params` is ignored: gradients are final when
+        the last piece has been computed. Raises ValueError for less than 1 shard or an input of one dimension.
         """
         if shards < 1 or x.dim() < 2:
             raise ValueError(
