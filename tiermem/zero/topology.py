@@ -1,4 +1,4 @@
-"""Topology: which ranks share the parts of a tensor, which hold copies of a part, and the process groups for both."""
+"""Topology: which ranks share the parts of a tensor, which ranks hold copies of a part, and their process groups."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tiermem.swap.accelerator import control_device
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths
 from tiermem.zero.failures import Traffic, Watch
 
-# ---- Topology: which ranks share the parts of a tensor, and which hold copies of the same part -----------------------
+# ---- a rank's place --------------------------------------------------------------------------------------------------
 #
 #     stage 0        every rank holds everything (shards = 1), gradients are averaged over all ranks (replicas = world)
 #     stage 1 to 3   every rank holds one part (shards = world), no rank holds a copy (replicas = 1)
-#     MiCS           ranks share the parts in groups (shards = the group's size), replicas across the groups (topology.py)
+#     MiCS           groups of ranks share the parts (shards = the group's size); each group holds a copy (replicas = groups)
 #
-# Gradients are added up among those that share the parts, each getting its own, and then among those that hold copies
-# of that one. One process without a process group is a world of one rank; no group is made for it.
+# Gradients are added up first among the ranks that share the parts, each rank getting its own part, and then among the
+# ranks that hold copies of that part. A process without a process group is a world of one rank; no group is made for it.
 
 
 class Peers(NamedTuple):
@@ -39,7 +39,7 @@ class Peers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """This rank's place. `group` is None in a world of one. Topologies are equal when they cut parameters alike."""
+    """This rank's place. `group` is None in a world of one. Topologies are equal when they divide parameters alike."""
 
     group: dist.ProcessGroup | None  # all data-parallel ranks
     rank: int
@@ -48,40 +48,42 @@ class Topology:
     shard_rank: int
     timeout_s: float = dataclasses.field(default=1800.0, compare=False)  # longest wait for the other ranks
     traffic: Traffic = dataclasses.field(default_factory=Traffic, compare=False)
-    watch: Watch | None = dataclasses.field(default=None, compare=False)  # of waits for others; None in a world of one
+    watch: Watch | None = dataclasses.field(default=None, compare=False)  # watches waits; None in a world of one
     shard_group: dist.ProcessGroup | None = dataclasses.field(default=None, compare=False)  # None: one shard
     replica_group: dist.ProcessGroup | None = dataclasses.field(default=None, compare=False)  # None: no copies
-    across: Peers | None = dataclasses.field(default=None, compare=False)  # this place on every node of the shard group
+    across: Peers | None = dataclasses.field(
+        default=None, compare=False
+    )  # ranks at this place on each node of the group
     within: Peers | None = dataclasses.field(default=None, compare=False)  # the shard group's ranks on this node
     gathers_in_stages: bool = dataclasses.field(default=False, compare=False)  # across nodes first, then within
     packs_reductions: bool = dataclasses.field(default=False, compare=False)  # gradients cross as 8-bit blocks
     replica: int = dataclasses.field(default=0, compare=False)  # which copy of its part this rank holds
     mesh: DeviceMesh | None = dataclasses.field(
         default=None, compare=False
-    )  # of those, where there are parts (topology.py)
+    )  # of the dimensions; None unless a dimension has a group of its own
     control_device: torch.device = dataclasses.field(
         default=torch.device("cpu"), compare=False
-    )  # where the group takes small tensors, and values of the CPU
+    )  # where the group takes small tensors, and values of CPU tensors
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """Every group that this rank calls collectives in, each once."""
+        """Every group in which this rank calls collectives, each once."""
         near = [peers.group for peers in (self.across, self.within) if peers is not None]
         every = [self.group, self.shard_group, self.replica_group, *near]
         return list(dict.fromkeys(group for group in every if group is not None))
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that hold a copy of this rank's part."""
+        """Ranks that hold a copy of this rank's part, this rank included."""
         return self.world // self.num_shards
 
     def group_of(self, among: str) -> dist.ProcessGroup:
-        """The ranks of a dimension: "world" (all), "shard", "replica", "across" or "within"."""
+        """The process group of a dimension: "world" (all), "shard", "replica", "across" or "within"."""
         peers = self.across if among == "across" else self.within
         near = peers.group if peers is not None else None
         groups = {"world": self.group, "shard": self.shard_group, "replica": self.replica_group}
         group = groups.get(among, near)
-        assert group is not None, f"no ranks are {among!r}"  # torch would take the world for it
+        assert group is not None, f"no ranks are {among!r}"  # torch would use the world instead
         return group
 
 
@@ -93,8 +95,8 @@ def find_topology(
 ) -> Topology:
     """The topology of a ZeRO stage over a process group (default: the world, if torch.distributed is initialised).
 
-    Does not wait for the other ranks: the first agreement (agreement.py) does. Raises ValueError for a group that takes no
-    tensors of the device.
+    Does not wait for other ranks; the first agreement (agreement.py) does. Raises ValueError for a group that takes no tensors
+    of the device.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Topology(None, 0, 1, 1, 0)
@@ -115,21 +117,23 @@ def find_topology(
 
 
 def bound_waits(group: dist.ProcessGroup, timeout_s: float) -> None:
-    """Gives gloo our time-out as well: its threads would wait for as long as the group was made to, and the exit for them."""
-    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # private: without it only the exit is slower
+    """Sets gloo's own time-out as well; else its threads, and so the process's exit, wait for the group's original time-out."""
+    set_timeout = getattr(
+        dist.distributed_c10d, "_set_pg_timeout", None
+    )  # private to torch; without it exits take longer
     if set_timeout is not None and "cpu:gloo" in dist.get_backend_config(group):
         set_timeout(timedelta(seconds=timeout_s), group)
 
 
 def ranks_per_node() -> int:
-    """Ranks that share this node's memory and cores: torchrun says so in LOCAL_WORLD_SIZE; else all of them."""
+    """Ranks that share this node's memory and cores: LOCAL_WORLD_SIZE, which torchrun sets; else all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
 def paths_of_rank(paths: AnyPath | Sequence[AnyPath]) -> tuple[NvmePath, ...]:
-    """The paths with this rank's share of their caps, which are per node."""
+    """The paths with this rank's share of their caps. The caps are bytes per node."""
     ranks = ranks_per_node()
     return tuple(
         path if path.max_bytes is None else dataclasses.replace(path, max_bytes=max(1, path.max_bytes // ranks))
@@ -138,12 +142,12 @@ def paths_of_rank(paths: AnyPath | Sequence[AnyPath]) -> tuple[NvmePath, ...]:
 
 
 def fair_threads() -> int:
-    """This rank's share of the cores it may run on, at least one."""
+    """The number of cores in this rank's share, at least one."""
     return max(1, len(os.sched_getaffinity(0)) // ranks_per_node())
 
 
 def fair_cores() -> tuple[int, ...]:
-    """The cores of that share: no two ranks of a node have one in common, where there is one for each."""
+    """The cores of this share. Ranks of a node share no core; empty when there are fewer cores than ranks."""
     cores, share, ranks = sorted(os.sched_getaffinity(0)), fair_threads(), ranks_per_node()
     if share * ranks > len(cores):
         return ()
@@ -152,17 +156,16 @@ def fair_cores() -> tuple[int, ...]:
 
 
 def give_fair_threads() -> int:
-    """Sets torch's threads to the fair share (torchrun sets OMP_NUM_THREADS=1) and returns it."""
+    """Sets torch's threads to the fair share (torchrun sets OMP_NUM_THREADS=1) and returns the share."""
     threads = fair_threads()
     if torch.get_num_threads() != threads and ranks_per_node() > 1:
         torch.set_num_threads(threads)
     return threads
 
 
-# ---- Mesh: the process groups inside the data-parallel ranks, for sharding within a part of them (MiCS) and near -----
-# them (hpZ)
+# ---- process groups for MiCS and hpZ ---------------------------------------------------------------------------------
 #
-# Ranks are counted through three dimensions, the last one fastest, and make a DeviceMesh of them:
+# Ranks are counted through three dimensions, the last one fastest. A DeviceMesh holds them:
 #
 #     replica   ranks that hold the same part              world / num_shards of them
 #     across    nodes that a shard group spreads over      num_shards / num_within
@@ -174,18 +177,18 @@ def give_fair_threads() -> int:
 #     8 ranks, 2 to a node, shards in fours      replica 2, across 2, within 2     {0 1|2 3} {4 5|6 7}
 #     8 ranks, 4 to a node, one shard group      replica 1, across 2, within 4     {0 1 2 3|4 5 6 7}
 #
-# Ranks are near when they share a node (LOCAL_WORLD_SIZE) or, with hpZ, when they keep a secondary copy together. A
-# shard group that nothing gathers or reduces in two stages is one row: across 1. Dimensions of one rank are left out of
-# the mesh. Sizes that do not divide are refused with the arithmetic before any group is made.
+# Ranks are near when they share a node (LOCAL_WORLD_SIZE) or, with hpZ, when they keep a second copy together. A shard
+# group without two-stage gathers or reductions has across 1. Dimensions of one rank are left out of the mesh. Sizes that
+# do not divide raise ValueError before any group is made.
 
-# Parts of a group by their ranks. torch finds the members of a group by a name made of their ranks, under which the keys of a
-# destroyed one are still in the store: a group is made once for every list of ranks.
+# The groups made inside a group, by their ranks. torch names a group by its ranks, and the store keeps the keys of a destroyed
+# group under that name. So a group is made once for every list of ranks.
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 _ASIDE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 class Layout(NamedTuple):
-    """Sizes of the three dimensions."""
+    """The sizes of the three dimensions."""
 
     num_replicas: int
     num_across: int
@@ -202,12 +205,12 @@ class Layout(NamedTuple):
         return self.num_across > 1 and self.num_within > 1
 
     def place(self, rank: int) -> tuple[int, int, int]:
-        """A rank's place in each dimension."""
+        """The place of a rank in each dimension."""
         outer, within = divmod(rank, self.num_within)
         return outer // self.num_across, outer % self.num_across, within
 
     def peers(self, rank: int, dimension: str) -> list[int]:
-        """The ranks that differ from this one in a dimension alone ("shard": in across and within), in order."""
+        """The ranks that differ from `rank` only in one dimension ("shard": in across and within), in order."""
         replica, across, within = self.place(rank)
         replicas = range(self.num_replicas) if dimension == "replica" else (replica,)
         nodes = range(self.num_across) if dimension in ("across", "shard") else (across,)
@@ -236,14 +239,14 @@ def plan_layout(world: int, policy: OffloadPolicy, ranks_on_node: int) -> Layout
 
 
 def plan_topology(world: int, policy: OffloadPolicy, ranks_on_node: int) -> Topology:
-    """Rank 0's place among ranks that are not there: sizes without groups, for plans. Raises ValueError as `plan_layout`."""
+    """Rank 0's topology for `world` imagined ranks: sizes without groups, for plans. Raises ValueError as `plan_layout`."""
     return _placed(Topology(None, 0, world, 1, 0), plan_layout(world, policy, ranks_on_node), 0, policy, {})
 
 
 def numbered(topology: Topology, parts: Sequence[int]) -> Topology:
-    """All ranks of a topology share parameters, each keeping the part that is said: `parts`, in the order of ranks.
+    """A topology in which all ranks share parameters and rank r keeps part `parts[r]`.
 
-    Collective over the topology's ranks; blocks. Raises ValueError where torch cannot make a group in such an order.
+    Collective over the topology's ranks; blocks. Raises ValueError when torch cannot make a group in such an order.
     """
     ranks = _in_order_of_parts(topology, parts)
     return dataclasses.replace(
@@ -258,12 +261,12 @@ def arrange(
     device_type: str = "cpu",
     parts: Sequence[int] | None = None,
 ) -> Topology:
-    """This rank's place and groups under a policy; `topology` as it is when that needs no groups of its own.
+    """This rank's place and groups under a policy.
 
-    parts: the place that each rank takes in the three dimensions, in the order of ranks; default: that of its number.
+    parts: the place that each rank takes in the three dimensions, in the order of ranks; default: the rank's number.
 
     Collective over the topology's ranks, which must have agreed on the policy before; blocks. Groups are made once and live as
-    long as the topology's own. Raises ValueError when sizes do not divide.
+    long as the topology's own. Returns `topology` itself in a world of one. Raises ValueError when sizes do not divide.
     """
     layout = plan_layout(topology.world, policy, ranks_on_node)
     if topology.group is None:
@@ -285,7 +288,7 @@ def arrange(
 def _placed(
     topology: Topology, layout: Layout, place: int, policy: OffloadPolicy, groups: Mapping[str, dist.ProcessGroup]
 ) -> Topology:
-    """The topology of the rank that takes a place in a layout."""
+    """The topology of the rank at a place in a layout."""
     replica, across, within = layout.place(place)
     return dataclasses.replace(
         topology,
@@ -304,10 +307,10 @@ def _placed(
 def ranks_of(
     given: dist.ProcessGroup | DeviceMesh | None, policy: OffloadPolicy
 ) -> tuple[dist.ProcessGroup | None, OffloadPolicy]:
-    """The data-parallel ranks that a user names by a group or a mesh, and the policy with what the mesh says.
+    """The data-parallel ranks of a user's group or mesh, and the policy with the mesh's size of shard groups.
 
-    A mesh of one dimension is its group. One of two is (replicas, shards), as torch's `fully_shard` takes it, and holds all
-    ranks: its second size is the policy's `shard_group_size`. Raises ValueError for other meshes.
+    A mesh of one dimension stands for its group. A mesh of two is (replicas, shards), as torch's `fully_shard` takes it, and
+    holds all ranks; its second size becomes the policy's `shard_group_size`. Raises ValueError for other meshes.
     """
     if not isinstance(given, DeviceMesh):
         return given, policy
@@ -327,7 +330,7 @@ def ranks_of(
 
 
 def _num_within(num_shards: int, policy: OffloadPolicy, ranks_on_node: int) -> int:
-    """Ranks of a shard group that are near each other; all of it where nothing happens in two stages."""
+    """Ranks of a shard group that are near each other; the whole group when nothing runs in two stages."""
     if policy.secondary_group_size > 1:
         return policy.secondary_group_size
     has_two_stages = policy.two_stage_gather or policy.quantised_reduction
@@ -335,14 +338,14 @@ def _num_within(num_shards: int, policy: OffloadPolicy, ranks_on_node: int) -> i
 
 
 def _in_order_of_parts(topology: Topology, parts: Sequence[int]) -> list[int]:
-    """The topology's ranks by what they keep."""
+    """The topology's ranks, sorted by the parts that they keep."""
     assert topology.group is not None
     ranks = dist.get_process_group_ranks(topology.group)
     return [ranks[index] for index in sorted(range(len(ranks)), key=lambda index: parts[index])]
 
 
 def _group_of(topology: Topology, ranks: list[int], dimension: str) -> dist.ProcessGroup:
-    """The process group of some of the topology's ranks; only they call this, in the same order as their other groups."""
+    """The process group of some of the topology's ranks. Collective over these ranks; all make groups in the same order."""
     assert topology.group is not None
     made = _GROUPS.setdefault(topology.group, {})
     order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
@@ -365,9 +368,9 @@ def _group_of(topology: Topology, ranks: list[int], dimension: str) -> dist.Proc
 
 
 def group_aside(topology: Topology) -> dist.ProcessGroup:
-    """All ranks of a topology once more, for what a thread calls while others train: over gloo, on any device.
+    """A second gloo group of all ranks of a topology, for a thread's collectives while the main group is in use.
 
-    Collective the first time; made once.
+    Works on any device. Collective the first time; made once.
     """
     assert topology.group is not None
     if topology.group not in _ASIDE:
@@ -382,7 +385,7 @@ def group_aside(topology: Topology) -> dist.ProcessGroup:
 
 
 def _mesh(layout: Layout, everyone: list[int], groups: dict[str, dist.ProcessGroup], device_type: str) -> DeviceMesh:
-    """The dimensions of several ranks as a DeviceMesh; `shard` stands for `across` and `within` where these are one row."""
+    """The dimensions of more than one rank as a DeviceMesh; `shard` replaces `across` and `within` without two stages."""
     sizes = {"replica": layout.num_replicas}
     if "within" in groups:
         sizes |= {"across": layout.num_across, "within": layout.num_within}

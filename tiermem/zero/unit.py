@@ -1,4 +1,4 @@
-"""Unit: parameters that are fetched, gathered and released together, and how they lie in memory."""
+"""Unit: parameters that are fetched, gathered and released together, and their places in memory."""
 
 from __future__ import annotations
 
@@ -20,31 +20,30 @@ from tiermem.swap.ranges import round_up
 from tiermem.zero.leaf import UsedInPieces, apply_rules, has_forward, is_routed, z3_leaf_module
 from tiermem.zero.quantised import packed_bytes
 
-# ---- Lowering: which weights torch.autocast would cast in every forward, so that they are cast once, before they -----
-# are gathered
+# ---- lowered weights -------------------------------------------------------------------------------------------------
 #
-# Under autocast a Linear's fp32 weight is cast to bf16 where it is used, and autograd keeps that copy until backward.
-# Where the policy names the dtype (`gather_dtype`), each rank casts its fp32 part instead and the ranks gather the
-# lower dtype: half the bytes cross, the unit's buffer is half as large, and autograd keeps a view of that buffer, no
-# copy. The values are the same to the bit. At rest such a parameter is fp32 (so are masters, gradients and state
-# dicts); while its unit is present its dtype is the lower one.
+# Under torch.autocast a Linear's fp32 weight is cast to bf16 in every forward, and autograd keeps the copy until
+# backward. When the policy names the dtype (`gather_dtype`), each rank casts its fp32 part before the gather instead.
+# Half the bytes cross ranks, the unit's buffer is half as large, and autograd keeps a view of that buffer, no copy. The
+# values have the same bits. At rest the parameter is fp32 (as are masters, gradients and state dicts). While its unit
+# is present, its dtype is the lower one.
 #
-# It is done for parameters in a wider dtype that belong to nothing but modules of the classes that the policy names: a
-# weight tied to an Embedding, which autocast does not lower, stays as it is. With one shard nothing is gathered, and
-# weights are read straight into place: they stay as they are, too.
+# A parameter is lowered when it has a wider dtype and belongs only to modules of the classes that the policy names. A
+# weight tied to an Embedding, which autocast does not lower, is not lowered. With one shard no weight is lowered:
+# nothing is gathered, and weights are read straight into place.
 #
-# A module that runs outside that autocast after all (an island of fp32) computes with its parameters as they rest: they
-# are gathered for that call, beside the unit, and autograd keeps the copy until backward.
+# An *island* is such a module that runs outside that autocast after all. It computes with its parameters as they rest.
+# They are gathered for that call, beside the unit, and autograd keeps the copy until backward.
 
 logger = logging.getLogger("tiermem")
 
 
 def lowered_parameters(model: nn.Module, policy: OffloadPolicy, num_shards: int) -> dict[nn.Parameter, torch.dtype]:
-    """The parameters that are gathered in a lower dtype than they rest in, with that dtype."""
+    """The parameters that are gathered in a lower dtype than they rest in, each with that dtype."""
     if policy.gather_dtype is None or policy.stage != 3 or num_shards == 1:
         return {}
     if policy.quantised_gather or policy.quantised_frozen:
-        return {}  # what crosses ranks is 8-bit blocks
+        return {}  # 8-bit blocks cross ranks
     dtype = DTYPES[policy.gather_dtype]
     lowered = {p: dtype for m in _lowered_modules(model, policy) for p in m.parameters(recurse=False)}
     for module in model.modules():
@@ -61,7 +60,7 @@ def serve_islands(
     device: torch.device,
     whole: Callable[[nn.Parameter], torch.Tensor],
 ) -> Iterator[RemovableHandle]:
-    """Puts hooks on every module with lowered parameters, which serve its forward where it runs outside autocast.
+    """Installs hooks on every module with lowered parameters; they serve its forward outside autocast. Yields their handles.
 
     whole: gathers a parameter's values as they rest. Collective; held weakly.
     """
@@ -76,7 +75,7 @@ def serve_islands(
 
 
 class _Islands:
-    """Modules whose forward runs outside the autocast for which their parameters are lowered: see the module's docstring."""
+    """Replaces lowered parameters during forwards outside the autocast for which they are lowered."""
 
     def __init__(
         self,
@@ -93,7 +92,7 @@ class _Islands:
         self._has_warned = False
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Before forward: where it is an island, its parameters are replaced by their values as they rest."""
+        """Before forward: outside autocast, replaces the module's parameters by their values as they rest."""
         kind = self._device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self._dtype:
             return
@@ -107,7 +106,7 @@ class _Islands:
             module._parameters[name] = cast(Any, _AsItRests).apply(param, whole(param).to(self._device))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After forward, also one that raised: the parameters are back."""
+        """After forward, also one that raised: restores the parameters."""
         module._parameters.update(self._replaced.pop(module, {}))
 
     def _warn(self, module: nn.Module) -> None:
@@ -124,7 +123,7 @@ class _Islands:
 
 
 class _AsItRests(torch.autograd.Function):
-    """Other values in place of a parameter's, whose gradient is the parameter's."""
+    """Gives another value for a parameter, and passes the value's gradient to the parameter."""
 
     @staticmethod
     def forward(ctx: Any, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -139,22 +138,21 @@ def _lowered_modules(model: nn.Module, policy: OffloadPolicy) -> Iterator[nn.Mod
     return (module for module in model.modules() if type(module) in policy.lowered_modules)
 
 
-# ---- Unit: parameters that are fetched, gathered and released together, and how they lie in memory -------------------
+# ---- units -----------------------------------------------------------------------------------------------------------
 #
-# A unit is a child of the outermost ModuleList; one that is larger than its buffer is split at its inner modules, down
-# to leaf modules (leaf.py) and tiles (tiled.py). What lies outside every ModuleList becomes a unit per module that owns
-# parameters. Small parameters (and, below stage 3, all of them) make *resident* units, which stay present. Parameters
-# of one unit share a dtype (and the lower one that they are gathered in, unit.py) and are all trainable or all
-# frozen. A parameter owned by two modules (tied weights) belongs to the first one's unit, which both modules then
-# trigger.
+# A unit is a child of the outermost ModuleList. A child that is larger than its buffer is split at its inner modules, down
+# to leaf modules (leaf.py) and tiles (tiled.py). Outside every ModuleList each module that owns parameters is a unit.
+# Small parameters (and, below stage 3, all of them) form *resident* units, which stay present. Parameters of one unit
+# share a dtype (and a lowered dtype), and are all trainable or all frozen. A parameter owned by two modules (tied
+# weights) belongs to the first module's unit, and both modules then trigger that unit.
 #
-# Two layouts, in elements, with every parameter on a multiple of ALIGN (64 bytes or more in every dtype):
+# There are two layouts, in elements. Every parameter begins at a multiple of ALIGN (64 bytes or more in every dtype):
 #
-#     full    what the maths sees:   parameter i holds shards x ceil(numel / shards) elements, its own numel first
-#     shard   this rank's part:      parameter i holds ceil(numel / shards) elements, flat row-major, zero-padded tail
+#     full    as the maths sees it:   parameter i holds shards x ceil(numel / shards) elements, its own numel first
+#     shard   this rank's part:       parameter i holds ceil(numel / shards) elements, flat row-major, zero-padded tail
 #
-# With one shard the two are the same, so that a unit is read from disk straight into place. Both are padded to a
-# multiple of UNIT_ALIGN elements, so that any tile cut at it lies on 4096 bytes in every dtype. A shard is one
+# With one shard the two are the same, so a unit is read from disk straight into place. Both are padded to a multiple of
+# UNIT_ALIGN elements, so a tile cut at such a multiple begins at a multiple of 4096 bytes in every dtype. A shard is one
 # contiguous extent: one read.
 
 ALIGN = 64  # elements
@@ -163,16 +161,16 @@ _PAGE = 4096  # bytes
 
 
 class GradientState(enum.Enum):
-    """What rests at the home of a parameter's reduced gradient; see the diagram of Gradient."""
+    """The content of the home (the place at rest) of a parameter's reduced gradient; see the diagram of Gradient."""
 
-    NONE = enum.auto()  # nothing that counts
-    ARRIVED = enum.auto()  # what was reduced in this backward; whether any rank had a gradient is not known yet
+    NONE = enum.auto()  # no valid content
+    ARRIVED = enum.auto()  # the sum of this backward; it is not known yet whether any rank had a gradient
     HOME = enum.auto()  # the gradient
-    ZERO = enum.auto()  # anything: the gradient is zero
+    ZERO = enum.auto()  # any content: the gradient is zero
 
 
 class Gradient:
-    """The reduced gradient of a parameter, of which this rank's part rests at its home.
+    """The reduced gradient of a parameter; this rank's part is at its home.
 
     NONE --arrive--> ARRIVED --confirm--> HOME      another micro-batch: HOME --arrive--> HOME
     HOME --clear--> ZERO --arrive--> HOME           any state --forget--> NONE
@@ -180,8 +178,8 @@ class Gradient:
 
     def __init__(self) -> None:
         self.state = GradientState.NONE
-        self.factor = 1.0  # what clip_grad_norm_ or GradScaler multiplied it by
-        self.block_sums: Sequence[float] | torch.Tensor = ()  # of its squares
+        self.factor = 1.0  # the product of factors from clip_grad_norm_ and GradScaler
+        self.block_sums: Sequence[float] | torch.Tensor = ()  # sums of squares of its blocks
 
     @property
     def is_there(self) -> bool:
@@ -190,16 +188,16 @@ class Gradient:
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is zero, whatever rests at home."""
+        """Whether it is zero, whatever its home contains."""
         return self.state is GradientState.ZERO
 
     @property
     def takes_more(self) -> bool:
-        """Whether what arrives is added to what rests at home."""
+        """Whether the next gradient is added to the content of its home."""
         return self.state in (GradientState.ARRIVED, GradientState.HOME)
 
     def arrive(self, block_sums: Sequence[float] | torch.Tensor, factor: float = 1.0) -> None:
-        """NONE -> ARRIVED, any other state -> HOME: all of this rank's part is at home, with these sums of squares."""
+        """NONE -> ARRIVED, any other state -> HOME: all of this rank's part is stored, with these sums of squares."""
         self.state = GradientState.HOME if self.is_there else GradientState.ARRIVED
         self.factor, self.block_sums = factor, block_sums
 
@@ -209,11 +207,11 @@ class Gradient:
             self.state = GradientState.HOME
 
     def scale(self, factor: float) -> None:
-        """HOME: multiplies the gradient; what rests at home stays."""
+        """HOME: multiplies the gradient by a factor; the stored values do not change."""
         self.factor *= factor
 
     def clear(self) -> None:
-        """HOME -> ZERO: what rests at home is overwritten by the next gradient, or before the step."""
+        """HOME -> ZERO: the next gradient, or the step, overwrites the stored values."""
         if self.is_there:
             self.state, self.factor, self.block_sums = GradientState.ZERO, 1.0, ()
 
@@ -236,26 +234,26 @@ class Shard:
     shard_offset: int
     gradient: Gradient = dataclasses.field(default_factory=Gradient)
     num_steps: int = 0  # optimizer steps taken
-    has_moments: bool = False  # moments were put before the first step, which reads them then
-    has_master: bool = False  # a master was put before the first step
-    reduce_dtype: torch.dtype | None = None  # what its gradient is reduced in; None: the gradient's own
+    has_moments: bool = False  # moments were loaded before the first step, which then reads them
+    has_master: bool = False  # a master was loaded before the first step
+    reduce_dtype: torch.dtype | None = None  # the dtype of its gradient's reduction; None: the gradient's own
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unit:
-    """Parameters fetched, gathered and released together."""
+    """Parameters that are fetched, gathered and released together."""
 
     name: str
     index: int
     shards: list[Shard]
     dtype: torch.dtype
     is_trainable: bool
-    is_resident: bool  # present all the time: its full layout is never given up
+    is_resident: bool  # always present: its full layout is never released
     full_numel: int
     shard_numel: int
-    full_dtype: torch.dtype  # what the maths sees; other than dtype when parts are cast before they are gathered
-    is_leaf: bool = False  # of a module that is fetched as one
-    is_packed: bool = False  # its shard rests as 8-bit blocks (quantised.py), and is sent so
+    full_dtype: torch.dtype  # dtype of the full layout; differs from dtype when parts are cast before the gather
+    is_leaf: bool = False  # the unit of a leaf module
+    is_packed: bool = False  # its shard rests as 8-bit blocks (quantised.py), and is sent as such
 
     @property
     def full_bytes(self) -> int:
@@ -264,18 +262,18 @@ class Unit:
 
     @property
     def packed_numel(self) -> int:
-        """Elements of the shard layout up to the end of the last parameter's blocks: what is packed of it."""
+        """Elements of the shard layout up to the end of the last parameter's blocks: the elements that are packed."""
         last = self.shards[-1]
         return last.shard_offset + round_up(last.shard_numel, ALIGN)
 
     @property
     def rests_as(self) -> torch.dtype:
-        """The dtype of this rank's part where it rests."""
+        """The dtype of this rank's part at rest."""
         return torch.uint8 if self.is_packed else self.dtype
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of this rank's part where it rests."""
+        """Bytes of this rank's part at rest."""
         if self.is_packed:
             return round_up(packed_bytes(self.packed_numel), _PAGE)
         return self.shard_numel * self.dtype.itemsize
@@ -287,16 +285,16 @@ class Division:
 
     units: list[Unit]
     triggers: dict[nn.Module, list[Unit]]  # modules whose forward needs units, in the order of the model
-    most_at_once: int  # streamed units that a module needs, with those of the modules around it
+    most_at_once: int  # most streamed units that a module needs, together with the modules around it
 
     def with_residents(self, indices: Collection[int]) -> Division:
-        """The same division with these units present all the time."""
+        """The same division, with these units resident."""
         units = [dataclasses.replace(u, is_resident=True) if u.index in indices else u for u in self.units]
         triggers = {module: [units[u.index] for u in needed] for module, needed in self.triggers.items()}
         return dataclasses.replace(self, units=units, triggers=triggers)
 
     def order(self, counts: Callable[[nn.Module], bool] = lambda module: True) -> list[Unit]:
-        """The streamed units in the order in which their modules, those that count, were defined: the first guess."""
+        """The streamed units in the order of definition of their modules; `counts` selects modules."""
         seen: dict[int, Unit] = {}
         for module, units in self.triggers.items():
             if counts(module):
@@ -308,7 +306,7 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
     """Divides a model's parameters into units.
 
     Raises ValueError when a module with parameters of its own is larger than `policy.unit_numel`, naming it, and for a model
-    marked as a leaf that cannot be called.
+    that is marked as a leaf and has no forward.
     """
     apply_rules(model, policy.leaves)
     if z3_leaf_module(model) and not has_forward(model):
@@ -358,19 +356,19 @@ def _most_at_once(model: nn.Module, triggers: Mapping[nn.Module, list[Unit]]) ->
 
 
 class _Group(NamedTuple):
-    """Parameters that are fetched together, in one or several units."""
+    """Parameters that are fetched together, in one or more units."""
 
     name: str
-    module: nn.Module  # whose forward needs them
+    module: nn.Module  # its forward needs them
     params: list[nn.Parameter]
     is_leaf: bool
 
 
 def _groups(model: nn.Module, limit: int | None, persistent: set[nn.Parameter], num_shards: int) -> Iterator[_Group]:
-    """Every group: whole subtrees where they fit, a module's own parameters elsewhere.
+    """Every group: whole subtrees where they fit, elsewhere a module's own parameters.
 
-    The module is one whose forward runs: what lies in a bare container (ModuleList, ParameterList) is needed by the forward
-    around it.
+    The group's module has a forward. Parameters in a bare container (ModuleList, ParameterList) belong to the module around
+    it.
     """
     seen: set[nn.Module] = set()
 
@@ -382,7 +380,7 @@ def _groups(model: nn.Module, limit: int | None, persistent: set[nn.Parameter], 
         fits = limit is None or sum(p.numel() for p in params if p not in persistent) <= limit
         holds_list = any(isinstance(m, nn.ModuleList) and len(m) > 0 for m in module.modules())
         is_whole = fits and not _must_split(module, num_shards) and (is_listed or not holds_list)
-        # One unit at any size: marked so, or several ranks could go different ways inside it.
+        # One unit of any size: marked as a leaf, or several ranks could run different children.
         is_leaf = z3_leaf_module(module) or (num_shards > 1 and is_routed(module))
         runs = module if has_forward(module) else runs
         if is_leaf or (module is not model and is_whole and runs is module):
@@ -399,7 +397,7 @@ def _groups(model: nn.Module, limit: int | None, persistent: set[nn.Parameter], 
 
 
 def _must_split(module: nn.Module, num_shards: int) -> bool:
-    """Whether a module holds what is used piece by piece: tiles, and on one rank the experts behind a router."""
+    """Whether a module holds modules whose children are units: tiles, and on one rank the experts behind a router."""
     return any(
         isinstance(m, UsedInPieces) or (num_shards == 1 and is_routed(m) and not z3_leaf_module(m))
         for m in module.modules()
@@ -422,7 +420,7 @@ def _persistent(model: nn.Module, policy: OffloadPolicy) -> set[nn.Parameter]:
 
 
 class _Kind(NamedTuple):
-    """What the parameters of a unit have in common."""
+    """The properties that all parameters of a unit share."""
 
     dtype: torch.dtype
     is_trainable: bool

@@ -1,4 +1,4 @@
-"""LiveUnit: a unit while the model lives: its state, its memory, and the ways by which its values come and go."""
+"""LiveUnit: a unit of a living model: its state machine, its memory, and the transfers of its values."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from tiermem.zero.collectives import Pending
 from tiermem.zero.gather import Gather
 from tiermem.zero.unit import Unit
 
-# ---- Passage: the buffers and streams that the units of a model share ------------------------------------------------
+# ---- shared buffers and streams --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-    """What the units of a model come through."""
+    """The buffers and streams that the units of a model share."""
 
-    store: TensorStore  # shards on NVMe are read from it; its recorder gets an event for every gather
-    device: torch.device  # where the maths runs
-    slots: Pool | None  # for full layouts (CPU); None: torch's allocator is asked
-    stages: Pool | None  # for shards on their way to a gather or to the accelerator
-    may_swap: bool  # what `can_swap_pointers` found, on a CPU
+    store: TensorStore  # holds shards on NVMe; its recorder gets an event for every gather
+    device: torch.device  # runs the maths
+    slots: Pool | None  # buffers for full layouts (CPU); None: torch's allocator
+    stages: Pool | None  # buffers for shards on their way to a gather or to the accelerator
+    may_swap: bool  # the result of `can_swap_pointers`, on a CPU
     owner: torch.Stream | None  # allocates and frees full layouts on an accelerator
     copies: torch.Stream | None  # copies whole units to the accelerator
 
     @staticmethod
     def through(store: TensorStore, device: torch.device, slots: Pool | None, stages: Pool | None) -> Passage:
-        """The passage to a device: streams where it is an accelerator, swapped pointers on a CPU."""
+        """The passage for a device: streams for an accelerator, swapped pointers on a CPU."""
         if is_accelerator(device):
             return Passage(store, device, None, stages, False, new_stream(device), new_stream(device))
         return Passage(store, device, slots, stages, can_swap_pointers(), None, None)
 
 
 def can_swap_pointers() -> bool:
-    """Whether this torch can put memory under a storage; tried once per call, on two small storages."""
+    """Whether this torch can put other memory under a storage; each call tries it on two small storages."""
     swap = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
     if swap is None:
         return False
@@ -59,54 +59,56 @@ def can_swap_pointers() -> bool:
     return borrower.nbytes() == 4 and lender.nbytes() == 0
 
 
-# ---- UnitMemory: one storage for a unit's life, filled and emptied under the views of it -----------------------------
+# ---- a unit's memory -------------------------------------------------------------------------------------------------
 
 
 class UnitMemory:
-    """The memory of one unit's full layout.
+    """The memory of one unit's full layout: one storage for the unit's life, whose bytes come and go.
 
     Autograd saves views of weights (`weight.t()`) in forward and reads them in backward. They point at the storage, so the
-    storage stays and its bytes come and go:
+    storage has to stay:
 
         CPU            arena memory is put under the storage (`UntypedStorage._swap_data_ptr_`: microseconds, views follow). The
-                       call is private to torch, so it is probed; without it the storage is resized and the bytes are copied.
+                       call is private to torch, so it is tested first; without it the storage is resized and bytes are copied.
         accelerator    the storage is resized to fill and to free; torch's caching allocator keeps the pages
 
-    Torch's allocator gives freed memory to the next request on the stream that allocated it. So on an accelerator one stream,
-    the *owner*, allocates and frees all units: a stream that fills a unit waits for the owner, and the owner waits for every
-    stream that has used the unit (from `use` to `end_use`) before it frees.
+    torch's allocator gives freed memory to the next request on the stream that allocated it. So on an accelerator one stream,
+    the *owner*, allocates and frees all units. A stream that fills a unit waits for the owner. Before the owner frees a unit,
+    it waits for every stream that has used the unit (from `use` to `end_use`).
     """
 
     def __init__(self, unit: Unit, passage: Passage) -> None:
         self.unit = unit
         self._owner = passage.owner
         self._users: dict[int, torch.Stream] = {}  # by id; streams whose work reads or writes the memory
-        self._ends: dict[int, torch.Event] = {}  # by id; after which a stream's work has ended, where that is known
-        self._accumulating: dict[int, torch.Stream] = {}  # by id; on which gradients have come since the last join
-        self._filled: torch.Event | None = None  # comes when the layout on an accelerator holds its bytes
+        self._ends: dict[int, torch.Event] = {}  # by id; the end of a stream's work, where it is known
+        self._accumulating: dict[
+            int, torch.Stream
+        ] = {}  # by id; streams that accumulated gradients since the last join
+        self._filled: torch.Event | None = None  # the layout on an accelerator holds its bytes
         self._slots = passage.slots
-        self._slot: Slot | None = None  # of those, while the unit occupies it
+        self._slot: Slot | None = None  # the arena's buffer, while the unit occupies it
         self._may_swap = passage.may_swap
-        self._lender: torch.UntypedStorage | None = None  # holds the slot's pointer while the unit does not
+        self._lender: torch.UntypedStorage | None = None  # the buffer's storage, while the unit has its pointer
         full = torch.empty(unit.full_numel, dtype=unit.full_dtype, device=passage.device)  # no page is touched
         self.full = full
         self._storage = full.untyped_storage()
         self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards]
         self._nan = torch.full((), _nothing(unit.dtype), dtype=unit.dtype, device=passage.device)
-        self._is_checked = passage.device.type == "cpu" and unit.dtype.is_floating_point  # where a look costs nothing
+        self._is_checked = passage.device.type == "cpu" and unit.dtype.is_floating_point  # reading it costs no transfer
         self.absent = [self._nan.expand(s.shape) for s in unit.shards]
         self._storage.resize_(0)
         if unit.full_dtype != unit.dtype and unit.is_trainable:
             for shard in unit.shards:
-                shard.param.grad_dtype = unit.dtype  # autograd adds up in it, whatever dtype forward saw
+                shard.param.grad_dtype = unit.dtype  # autograd accumulates in it, whatever dtype forward saw
 
     @property
     def has_streams(self) -> bool:
-        """Whether it is an accelerator's, where several streams may use it."""
+        """Whether it is on an accelerator, where several streams may use it."""
         return self._owner is not None
 
     def take_slot(self) -> Slot:
-        """The arena's buffer for the full layout (CPU), which stays the unit's until it leaves."""
+        """The arena's buffer for the full layout (CPU). The unit keeps it until `free`."""
         if self._slot is None:
             assert self._slots is not None
             self._slot = self._slots.take()
@@ -114,7 +116,7 @@ class UnitMemory:
         return self._slot
 
     def allocate_slot(self) -> None:
-        """Puts the arena's buffer under the unit (CPU), or else allocates. What is in the buffer is in the full layout."""
+        """Puts the arena's buffer under the unit (CPU), with its content, or else allocates torch's memory."""
         if self._slots is None:
             self.allocate()
             return
@@ -128,15 +130,15 @@ class UnitMemory:
             self.full.view(torch.uint8).copy_(data)
 
     def hold(self, slot: Slot) -> None:
-        """Makes an arena slot the unit's memory for good, content undefined (CPU, resident units)."""
+        """Makes an arena buffer the unit's memory for life, content undefined (CPU, resident units)."""
         full = slot.tensor[: self.unit.full_bytes].view(self.unit.full_dtype)
         self.full = full
         self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in self.unit.shards]
 
     def allocate(self, filled_on: torch.Stream | None = None) -> None:
-        """Makes room for the full layout in torch's own memory, content undefined.
+        """Allocates the full layout in torch's own memory, content undefined.
 
-        filled_on: the stream that fills it on an accelerator; default: the current one.
+        filled_on: the accelerator stream that fills it; default: the current one.
         """
         if self._owner is None:
             self._storage.resize_(self.unit.full_bytes)
@@ -148,11 +150,11 @@ class UnitMemory:
         self._users[stream.stream_id] = stream
 
     def end_filling(self, filled: torch.Event, stream: torch.Stream) -> None:
-        """The stream that fills the memory has done so when the event comes."""
+        """Sets the event after which `stream` has filled the memory."""
         self._filled = self._ends[stream.stream_id] = filled
 
     def use(self) -> None:
-        """The current stream uses the memory from now on, once that has been filled; nothing to do on a CPU."""
+        """Registers the current stream as a user, from the time when the memory is filled. Does nothing on a CPU."""
         if self._owner is not None:
             stream = current_stream(self._owner.device)
             self._ends.pop(stream.stream_id, None)
@@ -162,20 +164,20 @@ class UnitMemory:
                     stream.wait_event(self._filled)
 
     def end_use(self) -> None:
-        """The current stream uses the memory no more, once it has done what it was given until now."""
+        """Ends the current stream's use, after the work that it has been given until now."""
         if self._owner is not None:
             stream = current_stream(self._owner.device)
             if stream.stream_id in self._users:
                 self._ends[stream.stream_id] = record(stream)
 
     def note_gradient(self) -> None:
-        """A gradient of the unit has been accumulated on the current stream."""
+        """Notes that a gradient of the unit was accumulated on the current stream."""
         assert self._owner is not None
         stream = current_stream(self._owner.device)
         self._accumulating[stream.stream_id] = stream
 
     def join(self) -> None:
-        """The current stream waits for all others that use the memory or made gradients of it."""
+        """Lets the current stream wait for all other streams that use the memory or accumulated its gradients."""
         if self._owner is not None:
             stream = current_stream(self._owner.device)
             for other in (*self._users.values(), *self._accumulating.values()):
@@ -184,7 +186,7 @@ class UnitMemory:
             self._accumulating.clear()
 
     def free(self) -> None:
-        """Gives the bytes up. Nothing is written anywhere."""
+        """Releases the bytes. Nothing is written to any tier."""
         if self._lender is not None:
             self._storage._swap_data_ptr_(self._lender)  # type: ignore[attr-defined]
             self._lender = None
@@ -211,7 +213,7 @@ class UnitMemory:
         return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
 
     def check_absent(self) -> None:
-        """Raises RuntimeError when a parameter was filled while it showed NaN, which torch lets `fill_` and `zero_` do."""
+        """Raises RuntimeError when a parameter was filled while it showed NaN; torch allows `fill_` and `zero_` there."""
         if self._is_checked and not math.isnan(self._nan.item()):
             self._nan.fill_(float("nan"))
             raise RuntimeError(
@@ -220,54 +222,53 @@ class UnitMemory:
             )
 
 
-# ---- LiveUnit: the state machine -------------------------------------------------------------------------------------
+# ---- the state machine -----------------------------------------------------------------------------------------------
 
 
 class UnitState(enum.Enum):
-    """What a unit occupies beside its home; see the diagram of LiveUnit."""
+    """The memory that a unit occupies beside its place at rest (its home); see the diagram of LiveUnit."""
 
-    HOME = enum.auto()  # nothing
-    READING = enum.auto()  # a buffer that its shard is read into from NVMe
-    GATHERING = enum.auto()  # its full layout, which the parts of all ranks are on their way into
-    COPYING = enum.auto()  # its full layout on the accelerator, which its shard is copied into
-    PRESENT = enum.auto()  # its full layout, which the parameters see
+    HOME = enum.auto()  # none
+    READING = enum.auto()  # a buffer; the shard is being read into it from NVMe
+    GATHERING = enum.auto()  # its full layout; the parts of all ranks are being received in it
+    COPYING = enum.auto()  # its full layout on the accelerator; the shard is being copied into it
+    PRESENT = enum.auto()  # its full layout, which the parameters show
 
 
 _STATUS = {UnitState.HOME: ZeroParamStatus.NOT_AVAILABLE, UnitState.PRESENT: ZeroParamStatus.AVAILABLE}
 
 
 class _Gathering(NamedTuple):
-    """The exchange under way."""
+    """The exchange under way, and when it began."""
 
     pending: Pending
     start_ns: int
 
 
 class LiveUnit:
-    """One unit: its state, and who needs it.
+    """One unit: its state, and the number of its users.
 
         parts on several ranks, or 8-bit blocks    HOME --read--> READING --gather--> GATHERING --land--> PRESENT
         one shard, CPU                             HOME --read--> READING --land--> PRESENT
         one shard, accelerator                     HOME --read--> READING --copy--> COPYING --land--> PRESENT
         from any state                             --drop--> HOME
 
-    `read` is left out for a shard that rests in memory; `land` makes the `copy` of a unit that was read. `read` is this rank's
-    own business and may follow time and memory. `gather` is collective: every rank calls it for the same units in the same
-    order, so it waits for the read there if need be. The shard goes into its place in the full layout (in the dtype that the
-    maths sees) and its buffer is given back before the exchange begins. After an error the unit is to be dropped. The
-    prefetcher decides which units come.
+    A shard that rests in memory needs no `read`. `land` calls `copy` for a unit in READING. Ranks may call `read` at different
+    times. `gather` is collective: every rank calls it for the same units in the same order, so it waits for the read if need
+    be. It copies the shard into the full layout (in the dtype that the maths sees). On a CPU the shard's buffer is free before
+    the exchange begins. After an error the caller has to drop the unit. The prefetcher decides which units are fetched.
 
     Outside PRESENT a parameter's data is a zero-stride NaN expanded to the true shape: shape and numel stay right, reads give
-    NaN, writes raise, nothing crashes.
+    NaN, and writes raise.
 
-    On an accelerator `copy` runs on a stream of its own, behind nothing but the memory that it fills; the stream that computes
-    waits for the copy's event. The unit remembers the last read of host memory until a writer asks (`await_home`); a buffer is
-    given back when the copy out of it has ended.
+    On an accelerator `copy` runs on its own stream, which waits only for the memory that it fills. The stream that computes
+    waits for the copy's event. The unit keeps the event of the last read from host memory until a writer asks (`await_home`). A
+    buffer is given back when the copy out of it has ended.
 
     Args:
-        entry: its shard's name in the store, when it rests on NVME.
-        shard: its shard, flat, when that rests in memory.
-        gather: how the parts come together; None: it rests as it is present.
+        entry: its shard's name in the store, when the shard rests on NVMe.
+        shard: its shard, flat, when the shard rests in memory.
+        gather: brings the parts together; None: the unit is present in the form in which it rests.
     """
 
     def __init__(
@@ -286,39 +287,39 @@ class LiveUnit:
         self._gather = gather
         self._passage = passage
         self.state = UnitState.PRESENT if unit.is_resident else UnitState.HOME
-        self.num_users = 0  # modules in forward and passes of backward that need it now
+        self.num_users = 0  # modules in forward, and uses in backward, that need it now
         self._is_kept = False  # present outside the prefetcher's buffers
         self._stage: Slot | None = None  # holds the shard on its way to a gather or to the accelerator
-        self._coming: Move | _Gathering | None = None  # of READING and GATHERING
-        self._home_read: torch.Event | None = None  # comes when the accelerator has read the shard in host memory
+        self._coming: Move | _Gathering | None = None  # the transfer of READING or GATHERING
+        self._home_read: torch.Event | None = None  # the accelerator has read the shard in host memory
         self._params = [shard.param for shard in unit.shards]
-        self._changing = [] if unit.is_resident else self._params  # those whose class says whether the unit is used
-        self._out: set[int] = set()  # parameters that hold a copy of their own (access.py)
+        self._changing = [] if unit.is_resident else self._params  # their class shows whether the unit has users
+        self._out: set[int] = set()  # parameters that hold their own copy (access.py)
         self._point()
 
     @property
     def is_streamed(self) -> bool:
-        """Whether it comes and goes."""
+        """Whether it is fetched and evicted."""
         return not (self.unit.is_resident or self._is_kept)
 
     @property
     def is_present(self) -> bool:
-        """Whether the parameters see the full layout."""
+        """Whether the parameters show the full layout."""
         return self.state is UnitState.PRESENT
 
     @property
     def is_gathered(self) -> bool:
-        """Whether it comes from the parts of all ranks, or from 8-bit blocks."""
+        """Whether it is gathered: from the shards of all ranks, or from 8-bit blocks."""
         return self._gather is not None
 
     @property
     def reads(self) -> bool:
-        """Whether bringing the unit begins with a read from NVMe."""
+        """Whether fetching it begins with a read from NVMe."""
         return self.entry is not None and (self._gather is None or self._gather.needs_shard)
 
     @property
     def is_staged(self) -> bool:
-        """Whether a read of it goes into a stage, rather than straight into the full layout."""
+        """Whether its read goes into a stage rather than straight into the full layout."""
         return self._gather is not None or self._passage.slots is None
 
     @property
@@ -328,13 +329,13 @@ class LiveUnit:
 
     @property
     def move(self) -> Move | None:
-        """The read under way."""
+        """The read under way, or None."""
         return self._coming if isinstance(self._coming, Move) else None
 
     # ---- transitions -------------------------------------------------------------------------------------------------
 
     def read(self, is_urgent: bool) -> None:
-        """HOME -> READING: starts the read of the shard; the caller has made sure of a free buffer."""
+        """HOME -> READING: starts the read of the shard. The caller ensures that a buffer is free."""
         self._check(UnitState.READING, UnitState.HOME)
         assert self.entry is not None
         into = self._take_stage() if self.is_staged else self.memory.take_slot()
@@ -346,12 +347,12 @@ class LiveUnit:
         self.memory.use()
 
     def promote(self) -> None:
-        """A unit in READING is needed at once."""
+        """READING: raises the priority of the read, which is needed at once. Other states: does nothing."""
         if isinstance(self._coming, Move):
             self._coming.promote()
 
     def gather(self) -> None:
-        """HOME or READING -> GATHERING: starts the exchange. Collective; waits for the read alone. Raises OSError, RankLost."""
+        """HOME or READING -> GATHERING: starts the exchange. Collective; waits only for the read. Raises OSError, RankLost."""
         self._check(UnitState.GATHERING, UnitState.HOME, UnitState.READING)
         assert self._gather is not None
         self._await_read()
@@ -359,14 +360,14 @@ class LiveUnit:
         self.memory.allocate_slot()
         self._gather.put(self.shard if self.shard is not None else self._staged())
         if self._passage.copies is not None:
-            self._home_read = record(current_stream(self._passage.device))  # a stage is given back when the unit lands
+            self._home_read = record(current_stream(self._passage.device))  # the stage is given back in `land`
         else:
             self._give_stage_back()
         self._coming = _Gathering(self._gather.start(), start_ns)
         self._become(UnitState.GATHERING)
 
     def copy(self) -> None:
-        """HOME or READING -> COPYING: starts the copy of the whole unit to the accelerator, after its read. Raises OSError."""
+        """HOME or READING -> COPYING: waits for the read, starts the copy of the unit to the accelerator. Raises OSError."""
         self._check(UnitState.COPYING, UnitState.HOME, UnitState.READING)
         self._await_read()
         shard, copies = self.shard if self.shard is not None else self._staged(), self._passage.copies
@@ -398,7 +399,7 @@ class LiveUnit:
         self._show()
 
     def drop(self) -> None:
-        """Any state -> HOME; what is under way is cancelled, or waited for where it cannot be. Raises RankLost."""
+        """Any state -> HOME. Cancels a read under way; waits for an exchange under way. Raises RankLost."""
         coming, self._coming = self._coming, None
         try:
             if isinstance(coming, _Gathering):
@@ -416,7 +417,7 @@ class LiveUnit:
             self.memory.free()
 
     def keep(self, fill: Callable[[UnitMemory], None]) -> None:
-        """HOME -> PRESENT, filled by `fill` in torch's own memory. It does not come and go until `end_keeping`."""
+        """HOME -> PRESENT: `fill` fills it in torch's own memory. It is not streamed until `end_keeping`."""
         self._check(UnitState.PRESENT, UnitState.HOME)
         self.memory.allocate()
         fill(self.memory)
@@ -424,48 +425,48 @@ class LiveUnit:
         self._is_kept = True
 
     def end_keeping(self) -> None:
-        """Ends a `keep`, also one that failed: the unit is at HOME."""
+        """Ends a `keep`, also one that failed: the unit returns to HOME."""
         self._is_kept = False
         self.drop()
         self.let_all_go()
 
-    # ---- home --------------------------------------------------------------------------------------------------------
+    # ---- the place at rest -------------------------------------------------------------------------------------------
 
     def await_home(self) -> None:
-        """Waits until no copy to the accelerator reads the shard in host memory; to be called before it is written. Blocks."""
+        """Blocks until no copy to the accelerator reads the shard in host memory. Call it before the shard is written."""
         if self._home_read is not None:
             self._home_read.synchronize()
             self._home_read = None
 
     def outdate(self) -> None:
-        """The weights are about to change at home: what has been kept of them elsewhere is not gathered from again."""
+        """Notes that the weights are about to change where they rest: a second copy of them is not used again."""
         if self._gather is not None:
             self._gather.outdate()
 
     # ---- users -------------------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """The unit is needed: its parameters are ordinary ones until every `hold` is let go."""
+        """Adds a user. The parameters are ordinary ones until every `hold` is let go."""
         if not self.num_users:
             absent.wake(self._changing)
         self.num_users += 1
 
     def let_go(self) -> None:
-        """The opposite of one `hold`."""
+        """Removes a user."""
         if self.num_users > 1:
             self.num_users -= 1
         else:
             self.let_all_go()
 
     def let_all_go(self) -> None:
-        """The opposite of all of them: the parameters rest (absent.py)."""
+        """Removes all users: the parameters rest (absent.py)."""
         if self.num_users:
             self.memory.end_use()
         self.num_users = 0
         absent.rest(self._changing)
 
     def take_out(self, index: int, value: torch.Tensor) -> None:
-        """One parameter holds a copy of its own, whatever becomes of the unit, until `put_back`."""
+        """Gives one parameter its own copy of the values until `put_back`, whatever the state of the unit."""
         param = self._params[index]
         self._changing = [each for each in self._changing if each is not param]
         absent.wake([param])
@@ -486,7 +487,7 @@ class LiveUnit:
             absent.rest([param])
 
     def part_with(self) -> None:
-        """The unit's parameters are ordinary ones for good."""
+        """Makes the unit's parameters ordinary ones for good."""
         absent.wake(self._changing)
         self._changing = []
 
@@ -504,13 +505,13 @@ class LiveUnit:
         mark(params, _STATUS.get(self.state, ZeroParamStatus.INFLIGHT))
 
     def _show(self) -> None:
-        """The bytes are right, or will be in stream order: the parameters see them."""
+        """Makes the parameters show the full layout; its bytes are complete, on an accelerator in stream order."""
         self.memory.check_absent()
         self._become(UnitState.PRESENT)
         self._point()
 
     def _point(self) -> None:
-        """Points the parameters at the full layout, or at NaN; those that hold a copy of their own keep it."""
+        """Points the parameters at the full layout, or at NaN; skips parameters that hold their own copy."""
         params, tensors = self._params, self.memory.views if self.is_present else self.memory.absent
         if self._out:
             inside = [i for i in range(len(params)) if i not in self._out]
@@ -524,7 +525,7 @@ class LiveUnit:
 
     def _await_gather(self, gathering: _Gathering) -> None:
         wait_ns = time.monotonic_ns()
-        self.memory.join()  # this rank's part may have been put on another stream
+        self.memory.join()  # this rank's part may have been copied on another stream
         gathering.pending.wait()
         self.memory.use()
         end_ns, name, recorder = time.monotonic_ns(), self.unit.name, self._passage.store.recorder
@@ -541,7 +542,7 @@ class LiveUnit:
         return None if self._stage is None else self._stage.tensor[: self.unit.shard_bytes].view(self.unit.rests_as)
 
     def _give_stage_back(self) -> None:
-        """Gives the buffer of the shard back, once the accelerator has read it."""
+        """Gives the buffer of the shard back, after the accelerator has read it."""
         if self._stage is not None:
             self.await_home()
             assert self._passage.stages is not None
@@ -555,11 +556,10 @@ class LiveUnit:
 
 
 def become(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Gives a parameter another value, on another device too; the Parameter stays the same object.
+    """Gives a parameter another value, possibly on another device; the Parameter stays the same object.
 
-    torch assigns `data` within a device alone (but from CPU to CUDA), so the tensors behind the two objects change places: what
-    torch.utils.swap_tensors does once it has made sure that there are no weak references (ours stay right: they are of the
-    Python object).
+    torch assigns `data` only within a device (or from CPU to CUDA). Otherwise the tensors behind two objects are swapped. This
+    is torch.utils.swap_tensors without its check for weak references: ours refer to the Python object and stay right.
     """
     if param.device == value.device:
         param.data = value

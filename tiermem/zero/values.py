@@ -1,4 +1,4 @@
-"""Values: a unit's weights where they rest, read and written by element, and as the model's state dict."""
+"""Values: reads and writes a unit's weights where they rest, by element, by parameter, and as the model's state dict."""
 
 from __future__ import annotations
 
@@ -21,14 +21,7 @@ from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Shard, Unit
 from tiermem.zero.unit_state import LiveUnit, UnitMemory
 
-# ---- Values: a unit's weights where they rest, read and written by element; and parameters made whole out of ---------
-# every rank's part
-#
-#     memory   the shard itself                      NVMe   through a small bounce buffer, a piece at a time
-#     packed   int8 codes and their scales (Packed)  initial master   fp32 values kept until the first step
-#
-# A unit rests in its shard layout (unit.py): every parameter's part of this rank, padding included. A full layout that is
-# present does not follow what is written here: `Shards.refresh` makes it show the change.
+# ---- values at rest --------------------------------------------------------------------------------------------------
 
 
 def initial_master(unit: Unit) -> str:
@@ -37,10 +30,16 @@ def initial_master(unit: Unit) -> str:
 
 
 class Values:
-    """Units' values in a store. Lives as long as the store does.
+    """Reads and writes units' weights in a store. Lives as long as the store does.
 
-    bounce: moves pieces of what rests on NVMe; None: nothing does.
-    updating: how units that stay present come together.
+        memory   the shard itself                      NVMe             through a small bounce buffer, a piece at a time
+        packed   int8 codes and their scales           initial master   fp32 values kept until the first step
+
+    A unit rests in its shard layout (unit.py): this rank's part of every parameter, with padding. A full layout that is present
+    does not follow writes made here; `Shards.refresh` makes it show them.
+
+    bounce: moves pieces of entries on NVMe; None: no entry is on NVMe.
+    updating: brings the weights of resident units to all ranks.
     """
 
     def __init__(
@@ -60,9 +59,9 @@ class Values:
     # ---- by element -----------------------------------------------------------------------------------------------------
 
     def elements(self, live: LiveUnit, part: slice) -> torch.Tensor:
-        """A copy of elements of a unit's shard layout, this rank's parameters. Blocks; raises OSError.
+        """A copy of elements of a unit's shard layout on this rank, on the CPU. Blocks; raises OSError.
 
-        Of a unit that rests packed the first element is a multiple of BLOCK, as every parameter's is.
+        When the unit rests packed, the first element must be a multiple of BLOCK; every parameter begins at one.
         """
         if live.unit.is_packed:
             return self._unpacked_elements(live, part)
@@ -72,9 +71,9 @@ class Values:
         return self.read_part(live.entry, live.unit.dtype, part)
 
     def put_elements(self, live: LiveUnit, start: int, values: torch.Tensor) -> None:
-        """Overwrites elements of a unit's shard layout from `start` on, in its dtype. Blocks; raises OSError.
+        """Overwrites elements of a unit's shard layout from `start` on, in the unit's dtype. Blocks; raises OSError.
 
-        Nothing that shows the parameters follows yet: `drop_head_start` before, and `refresh` once all are there.
+        Call `drop_head_start` before, and `refresh` after the last write: present parameters do not follow by themselves.
         """
         live.await_home()
         if live.unit.is_packed:
@@ -86,19 +85,19 @@ class Values:
             self.write_part(live.entry, start * live.unit.dtype.itemsize, values.contiguous().view(torch.uint8))
 
     def read_part(self, entry: str, dtype: torch.dtype, part: slice) -> torch.Tensor:
-        """A copy of elements of an entry that rests on NVME, through a small bounce buffer. Blocks; raises OSError."""
+        """A copy of elements of an entry on NVME, through a small bounce buffer. Blocks; raises OSError."""
         out = torch.empty(part.stop - part.start, dtype=dtype)
         assert self._bounce is not None
         self._bounce.read(entry, part.start * dtype.itemsize, part.stop * dtype.itemsize, out.view(torch.uint8))
         return out
 
     def write_part(self, entry: str, offset: int, data: torch.Tensor) -> None:
-        """Writes bytes of an entry that rests on NVME, from byte `offset` on; as `read_part`. Blocks; raises OSError."""
+        """Writes bytes of an entry on NVME from byte `offset` on, through the bounce buffer. Blocks; raises OSError."""
         assert self._bounce is not None
         self._bounce.write(entry, offset, data)
 
     def put_initial_master(self, unit: Unit, part: Shard, values: torch.Tensor) -> None:
-        """Keeps a parameter's values in fp32 until its first step."""
+        """Stores a parameter's fp32 values until its first step. Blocks; raises OSError."""
         entry = initial_master(unit)
         if self.store.home_of(entry) is Tier.HOST:
             self.store.view(entry)[part.shard_offset : part.shard_offset + values.numel()].copy_(values)
@@ -108,7 +107,7 @@ class Values:
     # ---- by parameter, over ranks ---------------------------------------------------------------------------------------
 
     def assemble(self, shard: Shard, local: torch.Tensor) -> torch.Tensor:
-        """A parameter's elements out of every rank's part of them: flat, on the CPU. Collective; blocks.
+        """A parameter's whole elements from every rank's part: flat, on the CPU. Collective; blocks.
 
         local: this rank's part, flat, with or without its padding.
         """
@@ -121,7 +120,7 @@ class Values:
         return whole[: shard.numel].cpu()
 
     def mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a parameter's elements, flat and without padding: a view where that is possible."""
+        """This rank's part of a parameter's elements, flat and without padding: a view where possible."""
         first = shard.shard_numel * self.topology.shard_rank
         return whole.reshape(-1)[first : first + shard.shard_numel]
 
@@ -130,14 +129,14 @@ class Values:
         return own_numel(shard, self.topology.shard_rank)
 
     def regather(self, unit: Unit, shard: torch.Tensor, memory: UnitMemory) -> None:
-        """Refreshes a present unit's full layout from every rank's shard. Collective."""
+        """Fills a present unit's full layout from every rank's shard. Collective; blocks (on a GPU in stream order)."""
         if unit.is_resident:
             self._updating.spread(unit, shard, memory.full)
         else:
             gather_unit(self.topology, unit, shard.to(self.device), memory.full)
 
     def keep_present(self, live: LiveUnit) -> None:
-        """Brings a unit that is at HOME, in memory beside the arena, until `end_keeping`. Collective; blocks."""
+        """Makes a unit at HOME present in torch's own memory until `end_keeping`. Collective; blocks."""
         shard = live.shard if live.shard is not None else self.elements(live, slice(0, live.unit.shard_numel))
         live.keep(lambda memory: self.regather(live.unit, shard, memory))
 
@@ -164,21 +163,19 @@ class Values:
         self.write_part(live.entry, scales.start, packed[num_codes:])
 
 
-# ---- State dicts: `model.state_dict()` shows whole weights, and `load_state_dict` puts them where the parameters -----
-# rest
-#
-#     state_dict        each module's own parameters become gathered copies     (torch's post-hook)
-#     load_state_dict   values go home first; torch then copies nothing         (torch's pre-hook)
-#
-# Both are collective, as gathering is. Every module has hooks of its own, so that a state dict of a part of the model
-# works. What is no partitioned parameter (buffers, extra state, the weights of a module that was copied) is left to
-# torch.
+# ---- state dicts -----------------------------------------------------------------------------------------------------
 
 
 class StateDicts:
-    """Looks after the state dicts of one sharded model.
+    """Makes `model.state_dict()` return whole weights, and `load_state_dict` store them where the parameters rest.
 
-    weight: makes a copy of a parameter's whole value. replace: puts a whole value in a parameter's place.
+        state_dict        each module's own parameters are replaced by gathered copies     (torch's post-hook)
+        load_state_dict   values are stored first; torch then copies nothing               (torch's pre-hook)
+
+    Both are collective. Every module has its own hooks, so the state dict of a submodule works. Buffers, extra state and the
+    parameters of copied modules are left to torch.
+
+    weight: returns a copy of a parameter's whole value. replace: stores a parameter's whole value.
     """
 
     def __init__(
@@ -189,21 +186,21 @@ class StateDicts:
         self._weight = weight
         self._replace = replace
         self._gathered: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-        self._gathered_by: Callable[[], object] = lambda: None  # the state_dict under way, held weakly
+        self._gathered_by: Callable[[], object] = lambda: None  # a weak reference to the state dict under way
 
     def watch(self, model: nn.Module) -> list[RemovableHandle]:
-        """Hooks every module that has parameters; the caller takes the hooks off."""
+        """Installs hooks on every module with parameters. Returns their handles; the caller removes them."""
         handles: list[RemovableHandle] = []
         for module in model.modules():
             if module._parameters:
-                # torch marks the functions it is given, so each module gets one of its own
+                # torch sets attributes on these functions, so each module gets its own
                 fill, put = self._fill, self._take
                 handles.append(module.register_state_dict_post_hook(lambda *args, fill=fill: fill(*args)))
                 handles.append(module.register_load_state_dict_pre_hook(lambda *args, put=put: put(*args)))
         return handles
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Replaces a module's own parameters in a state dict by gathered copies, in ordinary memory; tied ones by one."""
+        """Replaces a module's own parameters in a state dict by gathered copies in ordinary memory; tied ones share one."""
         if self._gathered_by() is not state:
             self._gathered_by = weakref.ref(state)
             self._gathered.clear()
@@ -215,7 +212,7 @@ class StateDicts:
                 state[prefix + name] = copy
 
     def _take(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Before torch loads a module's own parameters: puts the values where the parameters rest."""
+        """Before torch loads a module's own parameters: stores their values where the parameters rest."""
         for name, param in module._parameters.items():
             value = state.get(prefix + name)
             if param is None or registry.keeper_of(param) is None:
