@@ -167,9 +167,7 @@ class Watch:
         self._traffic = traffic
         self._board = Board()
         self._board.post(f"rank/{self._me}", _this_process())
-        self._known: dict[
-            int, tuple[str, int, str]
-        ] = {}  # host, process and start of each rank, read while the store lives
+        self._known: dict[int, tuple[str, int, str]] = {}  # host, process and start of ranks, while the store lives
         self._groups: list[dist.ProcessGroup] = []
         self._key = ""  # prefix of the posted sequences; empty until the watch is started
         self._waits_since = 0.0  # 0: this rank does not wait

@@ -172,9 +172,7 @@ class UnitGather:
                 num_bytes += mine.nbytes * len(row)
                 whole = self._full[start : start + len(row) * part.numel] if is_whole else [pieces[i] for i in row]
                 calls.append(partial(_all_gather, whole, mine, group))
-        if (
-            self._full.device.type == "cpu"
-        ):  # grouping gains nothing here, and a grouped call has no wait with a time-out
+        if self._full.device.type == "cpu":  # grouping gains nothing, and a grouped call has no wait with a time-out
             return _Exchange(each.among, num_bytes, calls)
         return _Exchange(each.among, num_bytes, calls, _grouping(group, None if is_whole else self._full.device))
 

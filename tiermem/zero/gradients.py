@@ -80,9 +80,7 @@ class GradientHomes:
         self._waiting: dict[Unit, bool] = {}  # units that this backward has not begun to reduce; True: answered
         self.num_micro_batches = 1  # a step's gradient is the mean of this many; 1: their losses were divided already
         self._given: set[Shard] = set()  # shards of which this rank had a gradient in this backward
-        self._stepped: dict[
-            Unit, list[Shard]
-        ] = {}  # units stepped in backward since the last step; shards with a gradient
+        self._stepped: dict[Unit, list[Shard]] = {}  # units stepped in backward; their shards with a gradient
         for unit in units:
             for shard in unit.shards:
                 shard.reduce_dtype = DTYPES[policy.reduce_dtype] if policy.reduce_dtype is not None else None

@@ -160,9 +160,8 @@ class Hooks:
         """Watches a parameter's gradient, which may be the only sign that a backward has begun."""
         if live.unit.is_trainable and param.requires_grad and id(param) not in self._seen_params:
             self._seen_params.add(id(param))
-            see = WeakCall(
-                self, Hooks.watch_backward
-            )  # torch keeps hooks of parameters where the garbage collector is blind
+            # Weak, because torch keeps hooks of parameters where the garbage collector does not look.
+            see = WeakCall(self, Hooks.watch_backward)
             self._handles.append(param.register_hook(unserializable_hook(see)))
 
     # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -351,9 +350,7 @@ class Hooks:
         for later in [other for other in self._held if other.entered > use.left]:
             self.answer(later)  # operations recorded after this forward have been computed
         use.is_held = True
-        if (
-            grad is not None and grad.requires_grad
-        ):  # a second backward through this one needs the units until it ends here
+        if grad is not None and grad.requires_grad:  # a second backward through this one needs the units until here
             mark([grad], use, self._let_go)
         self._uses.add(use)
         self._held.append(use)
@@ -432,9 +429,8 @@ class _ModuleHooks:
         self.is_inner = is_inner
         self._hooks = hooks
         self._inside: list[_ModuleHooks] = []  # of modules whose units this module holds while it runs
-        self._frames: list[
-            tuple[Frame, bool] | None
-        ] = []  # of forwards under way (a module may call itself), and whether each is the outermost call
+        # Forwards under way (a module may call itself), and whether each is the outermost call.
+        self._frames: list[tuple[Frame, bool] | None] = []
         self._num_off = 0  # modules around this one that run now
         self._before = module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
         self._after = module.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True)

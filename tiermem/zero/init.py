@@ -140,9 +140,7 @@ class Init:
         self._handles: list[RemovableHandle] = []
         self._mode: _Touch | None = None
         self._nursery: Nursery | None = None
-        self._seen: weakref.WeakKeyDictionary[nn.Module, None] = (
-            weakref.WeakKeyDictionary()
-        )  # modules built here, in order
+        self._seen: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # built here, in order
         if module is not None and self._enabled:
             with self:
                 self._seen.update(dict.fromkeys(module.modules()))
@@ -191,9 +189,8 @@ class Init:
         while self._handles:
             self._handles.pop().remove()
         if error is None:
-            for module in list(
-                self._seen
-            ):  # a module may hold other parameters than those registered: to_empty replaces them
+            # A module may hold other parameters than those registered: to_empty replaces them.
+            for module in list(self._seen):
                 self._nursery.adopt(module.parameters(recurse=False))
             self._nursery.graduate(self._dtype)
         else:

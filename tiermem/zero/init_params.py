@@ -133,9 +133,7 @@ class Nursery:
         if policy.params is Tier.NVME:
             self._store = TensorStore(paths_of_rank(policy.paths), 8 << 20, policy.io, policy.disk_bytes)
             self._bounce = Bounce(self._store)
-            self._piece = torch.empty(
-                _PIECE_NUMEL * 8, dtype=torch.uint8
-            )  # kept: repeated allocation fragments the heap
+            self._piece = torch.empty(_PIECE_NUMEL * 8, dtype=torch.uint8)  # kept: new blocks fragment the heap
         self._children: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> _Child
         self._awake: collections.OrderedDict[int, nn.Parameter] = collections.OrderedDict()
         self._out: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a GatheredParameters context holds

@@ -65,9 +65,7 @@ class Plan:
     host_bytes: int  # all HOST rows: the arena's size
     device_bytes: int  # all DEVICE rows, on an accelerator
     disk_bytes: int  # all NVME rows
-    frozen_disk_bytes: (
-        int  # the part of disk_bytes for checkpoints; taken when the first step after a checkpoint is written
-    )
+    frozen_disk_bytes: int  # the part for checkpoints; taken when the first step after a checkpoint is written
     grads: Tier | None  # None: gradients are not kept
     states: Tier  # of the optimizer
     link_bytes: int  # the part of host_bytes that crosses the link to an accelerator

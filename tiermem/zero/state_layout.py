@@ -169,9 +169,7 @@ class Run(NamedTuple):
     """Bytes of an entry that are contiguous in one state of one parameter as well."""
 
     shard: Shard
-    state: Callable[
-        [], str | None
-    ]  # called when needed, since the rule may be set later; None: the rule has no such state
+    state: Callable[[], str | None]  # called when needed: the rule may be set later; None: the rule has no such state
     offset: int  # first byte in the entry
     first_byte: int  # in the state of the whole parameter
     num_bytes: int

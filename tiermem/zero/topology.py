@@ -51,19 +51,14 @@ class Topology:
     watch: Watch | None = dataclasses.field(default=None, compare=False)  # watches waits; None in a world of one
     shard_group: dist.ProcessGroup | None = dataclasses.field(default=None, compare=False)  # None: one shard
     replica_group: dist.ProcessGroup | None = dataclasses.field(default=None, compare=False)  # None: no copies
-    across: Peers | None = dataclasses.field(
-        default=None, compare=False
-    )  # ranks at this place on each node of the group
+    across: Peers | None = dataclasses.field(default=None, compare=False)  # ranks at this place on each node
     within: Peers | None = dataclasses.field(default=None, compare=False)  # the shard group's ranks on this node
     gathers_in_stages: bool = dataclasses.field(default=False, compare=False)  # across nodes first, then within
     packs_reductions: bool = dataclasses.field(default=False, compare=False)  # gradients cross as 8-bit blocks
     replica: int = dataclasses.field(default=0, compare=False)  # which copy of its part this rank holds
-    mesh: DeviceMesh | None = dataclasses.field(
-        default=None, compare=False
-    )  # of the dimensions; None unless a dimension has a group of its own
-    control_device: torch.device = dataclasses.field(
-        default=torch.device("cpu"), compare=False
-    )  # where the group takes small tensors, and values of CPU tensors
+    mesh: DeviceMesh | None = dataclasses.field(default=None, compare=False)  # None: no dimension has its own group
+    # The device on which the group takes small tensors, and values of CPU tensors.
+    control_device: torch.device = dataclasses.field(default=torch.device("cpu"), compare=False)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -118,9 +113,7 @@ def find_topology(
 
 def bound_waits(group: dist.ProcessGroup, timeout_s: float) -> None:
     """Sets gloo's own time-out as well; else its threads, and so the process's exit, wait for the group's original time-out."""
-    set_timeout = getattr(
-        dist.distributed_c10d, "_set_pg_timeout", None
-    )  # private to torch; without it exits take longer
+    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # private; without it exits take longer
     if set_timeout is not None and "cpu:gloo" in dist.get_backend_config(group):
         set_timeout(timedelta(seconds=timeout_s), group)
 

@@ -82,9 +82,7 @@ class UnitMemory:
         self._owner = passage.owner
         self._users: dict[int, torch.Stream] = {}  # by id; streams whose work reads or writes the memory
         self._ends: dict[int, torch.Event] = {}  # by id; the end of a stream's work, where it is known
-        self._accumulating: dict[
-            int, torch.Stream
-        ] = {}  # by id; streams that accumulated gradients since the last join
+        self._accumulating: dict[int, torch.Stream] = {}  # by id; streams that made gradients since the last join
         self._filled: torch.Event | None = None  # the layout on an accelerator holds its bytes
         self._slots = passage.slots
         self._slot: Slot | None = None  # the arena's buffer, while the unit occupies it
