@@ -104,7 +104,7 @@ def writes_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     is_operator = name.startswith("__i") and name.endswith("__") and name not in _NOT_IN_PLACE
     is_in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or is_operator
     written = [*args[:1], *(kwargs[key] for key in ("tensor", "input", "self") if key in kwargs)] if is_in_place else []
-    if len(args) > 1 and args[1] is args[0]:  # a copy to itself, as torch's load_state_dict makes when we have loaded
+    if len(args) > 1 and args[1] is args[0]:  # torch's load_state_dict, after our hook has loaded
         return []
     out = kwargs.get("out")
     written += list(out) if isinstance(out, (list, tuple)) else [out]
@@ -134,7 +134,7 @@ class Lender(Protocol):
 
     @property
     def may_lend(self) -> bool:
-        """Whether a forward or a backward is at work, on every rank."""
+        """Whether a forward or a backward is under way, on every rank."""
 
     def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
         """Calls `func` while the parameters hold their values."""

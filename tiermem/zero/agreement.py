@@ -53,7 +53,7 @@ def agree(topology: Topology, facts: Mapping[str, Any], where: str = "tiermem.sh
 def facts_of(model: nn.Module, policy: OffloadPolicy, device: torch.device) -> dict[str, Any]:
     """The facts that decide the sequence of collectives: policy fields, ranks on a node, device type, parameters in order."""
     facts: dict[str, Any] = {f"policy.{name}": value for name, value in vars(policy).items() if name not in _OWN}
-    facts["ranks on a node (LOCAL_WORLD_SIZE)"] = ranks_per_node()  # divides the budget and decides who is near
+    facts["ranks on a node (LOCAL_WORLD_SIZE)"] = ranks_per_node()  # divides the budget; decides which ranks are near
     facts["device"] = device.type
     for name, param in model.named_parameters():
         frozen = "" if param.requires_grad else ", frozen"

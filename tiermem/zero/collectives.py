@@ -23,7 +23,7 @@ from tiermem.zero.topology import Topology
 # different ways would match calls of different sizes, which ends the process. A message carries a tag for its purpose
 # instead, so such ranks wait, and failures.py finds where they differ. Other backends run the collective.
 
-GATHER_TAG = 1 << 20  # users' own begin at 0
+GATHER_TAG = 1 << 20  # tags of the user's own messages begin at 0
 REDUCE_TAG = 1 << 29
 
 
@@ -147,7 +147,7 @@ class Pending:
             if failure is not None:
                 raise failure
         finally:
-            failure = None  # its traceback holds this frame
+            failure = None  # else its traceback keeps this frame alive
 
 
 class Then(Pending):

@@ -31,7 +31,7 @@ from tiermem.zero.unit import Unit, divide
 _GIB = 1 << 30
 _PARAM, _GRAD, _FP32 = 2, 2, 4  # bytes of an element: 16-bit weights, 16-bit gradients, 32-bit values
 _STATES = 4 * _FP32  # master, gradient, momentum, variance
-_MOST_LAYERS = 10_000  # of an imagined model
+_MOST_LAYERS = 10_000  # in an imagined model
 
 
 class MemoryNeeds(NamedTuple):

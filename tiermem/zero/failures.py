@@ -45,7 +45,7 @@ class Traffic:
 
     def __init__(self, max_calls: int = 50_000) -> None:
         self.payloads: collections.deque[Payload] = collections.deque(maxlen=max_calls)
-        self._num_calls = 0  # ever
+        self._num_calls = 0  # since the beginning
         self._newest: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=_NUM_COMPARED)
 
     def add(self, op: str, what: str, num_bytes: int, among: str = "world") -> None:

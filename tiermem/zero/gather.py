@@ -1,4 +1,4 @@
-"""Gather: every rank's part brought together on all ranks; the second copy of hpZ; the update of resident units."""
+"""Gather: brings every rank's part to all ranks; keeps the second copy of hpZ; spreads new weights of resident units."""
 
 from __future__ import annotations
 

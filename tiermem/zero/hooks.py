@@ -100,8 +100,8 @@ class Hooks:
         self._is_training_pass = False  # whether the outermost forward under way began with gradients
         self._ending: weakref.ref[EndOfBackward] | None = None  # of the backward under way; dead after an exception
         self._watched = -1  # torch's number of the backward whose end calls `finish_backward`
-        self.num_backwards = 0  # begun
-        self._clock = 0  # counts forwards that begin and end
+        self.num_backwards = 0  # backwards that have begun
+        self._clock = 0  # counts begins and ends of forwards
         self._may_receive: Callable[[], bool] = lambda: True  # False: autograd continues to add to p.grad
         self._on_last_read: Callable[[], None] = lambda: None
         self._handles: list[RemovableHandle] = []

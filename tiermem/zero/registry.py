@@ -44,7 +44,7 @@ def set_gathered(param: nn.Parameter, is_gathered: bool) -> None:
 
 
 def is_gathered(param: nn.Parameter) -> bool:
-    """Whether a context around the caller holds a parameter's values."""
+    """Whether a GatheredParameters context holds a parameter's values."""
     return param in _gathered
 
 

@@ -53,8 +53,8 @@ class Topology:
     replica_group: dist.ProcessGroup | None = dataclasses.field(default=None, compare=False)  # None: no copies
     across: Peers | None = dataclasses.field(default=None, compare=False)  # ranks at this place on each node
     within: Peers | None = dataclasses.field(default=None, compare=False)  # the shard group's ranks on this node
-    gathers_in_stages: bool = dataclasses.field(default=False, compare=False)  # across nodes first, then within
-    packs_reductions: bool = dataclasses.field(default=False, compare=False)  # gradients cross as 8-bit blocks
+    gathers_in_stages: bool = dataclasses.field(default=False, compare=False)  # gathers across nodes first, then within
+    packs_reductions: bool = dataclasses.field(default=False, compare=False)  # gradients cross ranks as 8-bit blocks
     replica: int = dataclasses.field(default=0, compare=False)  # which copy of its part this rank holds
     mesh: DeviceMesh | None = dataclasses.field(default=None, compare=False)  # None: no dimension has its own group
     # The device on which the group takes small tensors, and values of CPU tensors.

@@ -88,7 +88,7 @@ class UnitMemory:
         self._slot: Slot | None = None  # the arena's buffer, while the unit occupies it
         self._may_swap = passage.may_swap
         self._lender: torch.UntypedStorage | None = None  # the buffer's storage, while the unit has its pointer
-        full = torch.empty(unit.full_numel, dtype=unit.full_dtype, device=passage.device)  # no page is touched
+        full = torch.empty(unit.full_numel, dtype=unit.full_dtype, device=passage.device)  # allocates no page
         self.full = full
         self._storage = full.untyped_storage()
         self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards]
