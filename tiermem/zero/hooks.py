@@ -10,12 +10,12 @@ Only hooks that torch offers are used. For every module that needs units:
                      their gradients, since autograd accumulates those at once
 
 Each forward with gradients makes a *use* (prefetcher.py), which backward answers. A unit's gradients are final when it has no
-unanswered use. A use without input gradients (inputs such as token ids) is answered at the end of backward. Gradients
-accumulate where they rest, so a late answer costs time, never correctness.
+unanswered use. A use that is still unanswered when backward ends (its inputs are token ids, for example) is answered there.
+Gradients accumulate where they rest, so a late answer costs time, never correctness.
 
 Any module of the tree may be called by itself, any number of times:
 
-    a module that triggers units            needs these units, whoever calls it
+    a module that triggers units            needs these units, from any caller
     a module inside such a module           needs the units of its own parameters. Its hooks are removed while the module around
                                             it runs, which holds these units (torch.compile then sees the module without hooks)
     a module around such modules            needs nothing; its call shows where a pass begins, and its output shows backward
