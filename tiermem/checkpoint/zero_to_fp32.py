@@ -1,4 +1,4 @@
-"""zero_to_fp32: the reference system's functions that take weights out of a checkpoint, for tiermem's checkpoints.
+"""zero_to_fp32: the reference system's functions that extract weights, for tiermem's checkpoints.
 
 They have the same names, arguments and results; tiermem.utils.zero_to_fp32 exports them. A checkpoint of DeepSpeed itself must
 be converted with `tiermem import` first.

@@ -119,9 +119,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def _begin(self, precision: Precision | None) -> None:
         self.was_skipped = False  # whether the last step found gradients that are not finite
-        self.grad_norm = (
-            0.0  # of the last step, before clipping: of a sharded model, else of ordinary parameters if computed
-        )
+        self.grad_norm = 0.0  # of the last step, before clipping: of a sharded model, else of ordinary parameters
         self.loss_scaler: LossScaler | None = None  # set by the engine that steps this optimizer
         self._precision = precision  # of ordinary parameters; None: default
         self._is_built = False  # whether __init__ has added all its groups

@@ -1,4 +1,4 @@
-"""The optimizers: Adam, AdamW, Adagrad, Lion, SGD and Muon, with torch's arguments."""
+"""The optimizers Adam, AdamW, Adagrad, Lion, SGD and Muon, with torch's arguments."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Adagrad(NativeOptimizer):
         params, precision, foreach, differentiable, fused: as for Adam.
         lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in torch.optim.Adagrad.
 
-    Raises and owns as Adam does.
+    Errors and ownership: as Adam.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class SGD(NativeOptimizer):
         params, precision, foreach, differentiable, fused: as for Adam.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
 
-    Raises and owns as Adam does.
+    Errors and ownership: as Adam.
     """
 
     def __init__(

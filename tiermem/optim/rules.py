@@ -70,7 +70,7 @@ class MatrixStep(NamedTuple):
     """
 
     momentum: StepRule  # sgd with a step size of 0: updates the moment only
-    update: StepRule  # sgd without a moment, along the orthogonal update
+    update: StepRule  # sgd without a moment: steps along the orthogonal update
     shape: tuple[int, int]
     nesterov: bool
     coefficients: tuple[float, float, float]

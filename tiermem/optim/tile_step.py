@@ -60,7 +60,7 @@ class Places(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.weight.numel()
 
     @property
@@ -118,9 +118,7 @@ class TilePass:
         self._reads_gradients = is_step and grads is None and shards.homes.home is Tier.NVME
         self._reads_weights = reads_weights
         self._is_blank = is_blank
-        self._copies: dict[
-            int, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # (data, its copy on another device), by address
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (data, its copy), by the data's address
 
     def compute(self, tile: Tile, slot: Slot | None) -> None:
         """Does the work on a tile, in its buffer or where it rests. Blocks."""
@@ -311,9 +309,7 @@ def stepping(workers: Workers, rule_of: RuleOf) -> Act:
             dither = Dither(precision.key(shard.name), shard.num_steps, places.first)
         assert places.grad is not None
         parts = StepParts(places.weight, places.master, places.grad, moments[: len(places.names)])
-        starts = (
-            shard.num_steps == 1 and not shard.has_moments
-        )  # of this parameter; the tile may have been stepped before
+        starts = shard.num_steps == 1 and not shard.has_moments  # its tile may have been stepped before
         step_parts(workers, rule, parts, dither, start_moments=starts)
 
     return step

@@ -408,7 +408,7 @@ class _Codec(NamedTuple):
     kinds: tuple[type, ...]
     write: Callable[[Any, str, int], Json]
     read: Callable[[Fields, str, int], Any]
-    takes_more: bool = True  # accepts subclasses, and restores them as the base type
+    takes_more: bool = True  # also accepts subclasses, which hold nothing more
 
 
 _ARRAYS = frozenset(["b1", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)), "f2", "f4", "f8", "c8", "c16"])

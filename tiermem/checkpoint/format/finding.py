@@ -1,4 +1,7 @@
-"""Finding: which durable steps a place holds, where their files are and what they must hold."""
+"""Finding: the durable steps of a place, the paths of their files, and the check that their parts are complete.
+
+This module opens manifests, parts, pointers and `latest`. It never opens the files of states; opening/source.py does.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def cover(manifest: Manifest, parts: Sequence[Part], source: str) -> States:
 
 
 def total_bytes(pieces: Iterable[tuple[int, Piece]]) -> int:
-    """Bytes of a state."""
+    """Bytes of a state, from its pieces."""
     return sum(piece.num_bytes for _, piece in pieces)
 
 

@@ -155,7 +155,7 @@ class PartState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one rank saved."""
+    """One rank's part of a durable step: the pieces of states in its files, and its generators and loader state."""
 
     run_id: Annotated[str, _RUN_ID]
     commit: Annotated[int, whole()]
@@ -181,7 +181,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class PartFile:
-    """Where the part of a rank is, and what it must be."""
+    """The file of a rank's part: its folder, name, size and CRC-32C."""
 
     rank: Annotated[int, whole(_MOST_RANKS)]
     folder: Annotated[str, string()]
@@ -205,13 +205,13 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What all ranks together saved."""
+    """A durable step of all ranks. The fields are described in the module's docstring."""
 
     run_id: Annotated[str, _RUN_ID]
     commit: Annotated[int, whole()]
@@ -237,7 +237,7 @@ class Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class Pointer:
-    """Where the manifest of a tag is."""
+    """The manifest file of a tag: its folder, name, size and CRC-32C, its run and commit."""
 
     run_id: Annotated[str, _RUN_ID]
     commit: Annotated[int, whole()]

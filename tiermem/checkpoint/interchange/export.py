@@ -239,9 +239,8 @@ def export_dcp(source: Source, out: Path, dtype: torch.dtype | None = None, prog
         state["optim"] = {"state": _optimizer(source, planner), "param_groups": torch_groups(source)}
     with contextlib.ExitStack() as undoing:
         with new_folder(out, undoing) as new:
-            check_room(
-                new, planner.num_bytes + MOST_AROUND_BYTES * (planner.num_tensors + 1)
-            )  # torch's error says less
+            # torch's own error says less
+            check_room(new, planner.num_bytes + MOST_AROUND_BYTES * (planner.num_tensors + 1))
             _save(state, new, planner)
         undoing.pop_all()
     return planner.num_bytes
@@ -268,9 +267,7 @@ class _Planner(DefaultSavePlanner):
         super().__init__()
         self.num_bytes = 0
         self._progress = progress
-        self._reads: dict[
-            int, tuple[torch.Tensor, Read]
-        ] = {}  # by id(tensor); the tensor is kept so that ids stay unique
+        self._reads: dict[int, tuple[torch.Tensor, Read]] = {}  # by the id of the tensor, which is kept alive
 
     @property
     def num_tensors(self) -> int:

@@ -210,7 +210,7 @@ def _defaults(name: str) -> Mapping[str, Any]:
 
 
 def _says_nothing(key: Any, group: Mapping[str, Any]) -> bool:
-    """Whether a setting selects only an implementation, or has an empty value."""
+    """Whether a setting selects only an implementation, or is false (None, False, 0, empty)."""
     return key in IMPLEMENTATION or key in ("step", "bias_correction", "params", "param_names") or not group[key]
 
 

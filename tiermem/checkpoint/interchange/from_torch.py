@@ -118,7 +118,7 @@ def _load(file: Path | io.BytesIO, what: str, foreign: Sequence[str], is_mapped:
 
 @contextlib.contextmanager
 def _bounded(num_bytes: int, what: str) -> Iterator[None]:
-    """Limits this process to 10 times `num_bytes` and 64 MiB more memory. Raises ValueError when that is not enough."""
+    """Within the block this process may allocate 10 times `num_bytes` and 64 MiB. Raises ValueError if that is too little."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     with open("/proc/self/statm", "rb") as file:
         used = int(file.read().split()[5]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""Loading: puts a saved step into a sharded model, its optimizer and its generators, for `tiermem.load` and the engine.
+"""Loading: puts a saved step into a sharded model, its optimizer and its generators.
 
     find the steps -> open one on every rank -> match names, groups, states -> put everything in place
 
@@ -172,7 +172,7 @@ def check_moments(source: Source, shards: Shards, fitted: Fitted) -> None:
 
 
 def put_groups(optimizer: NativeOptimizer, groups: list[tuple[Group, Group]]) -> None:
-    """Gives groups their saved values. Raises ValueError for values that the optimizer does not take."""
+    """Sets groups to their saved values. Raises ValueError for values that the optimizer refuses."""
     how = {name: value for name, (value, _) in IMPLEMENTATION.items() if name in optimizer.defaults}
     for group, values in groups:
         optimizer.check_group({**group, **values, **how})

@@ -6,8 +6,9 @@
     show      step counts, buffers, and gathered parameters are updated       all ranks together
 
 The saved step may come from any number of ranks, tiers, tile sizes and precisions. A rank reads its own elements and the
-1 MiB blocks around them, tile by tile: no rank holds a whole parameter in memory. The next tiles are read while one tile is
-filled and others are written, all within the buffers of the optimizer's tiles.
+1 MiB blocks around them, tile by tile, and gathers no parameter. The next tiles are read while one tile is filled and others
+are written, all within the buffers of the optimizer's tiles. Two reads are not cut into pieces: a buffer of the model, and
+this rank's part of a parameter whose fp32 initial values are kept for a master.
 
 When a rank fails, all ranks raise. The model then holds a mixture of old and new values, and every step refuses to run until
 another restore succeeds.
@@ -357,5 +358,5 @@ def _show(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling:
             keeps_master = shards.policy.precision.master_of(live.unit.dtype) is not None
             is_wider = (
                 source.kind(name, MASTER) is not None or source.kind(name, WEIGHT) == "fp32"
-            )  # than the weight here
+            )  # than the weight in this model
             shard.has_master = wants.masters and shard.num_steps == 0 and keeps_master and is_wider

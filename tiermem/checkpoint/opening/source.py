@@ -87,9 +87,7 @@ class Source:
         self._aliases = {alias: each.name for each in self.manifest.parameters for alias in each.aliases}
         self._states: dict[str, list[str]] = {name: [] for name in self.parameters}
         self._streams: dict[tuple[str, str], Stream] = {}
-        paths = [
-            [folder / file for file in part.files] for folder, part in parts
-        ]  # resolved once per file, not per piece
+        paths = [[folder / file for file in part.files] for folder, part in parts]  # once per file, not per piece
         used: set[Path] = set()
         for (param, state), pieces in covered.items():
             placed = [(paths[rank][piece.file], piece) for rank, piece in pieces]

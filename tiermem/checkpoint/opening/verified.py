@@ -195,9 +195,8 @@ class Verified:
         self._due: collections.deque[_Chunk] = collections.deque()  # waiting for room
         self._coming: dict[_Chunk, Reading] = {}  # being read, in the order of their start
         self._known: dict[tuple[Stream, int], _Chunk] = {}  # by block: chunks in `_due` and `_coming`
-        self._edges: collections.OrderedDict[tuple[Stream, int], torch.Tensor] = (
-            collections.OrderedDict()
-        )  # unread rests
+        self._edges: collections.OrderedDict[tuple[Stream, int], torch.Tensor] = collections.OrderedDict()
+        """The blocks of which a part is unread, by (stream, block), oldest first."""
         self._ahead: ReadAhead | None = None
         self._arena: Arena | None = None  # own memory, if none is lent
 
@@ -207,7 +206,7 @@ class Verified:
         self._start_next()
 
     def copy(self, stream: Stream, first_byte: int, out: torch.Tensor) -> None:
-        """Fills a flat uint8 tensor with bytes of a stream, from `first_byte` on. Blocks; raises DamagedState, OSError."""
+        """Fills a flat uint8 CPU tensor with bytes of a stream, from `first_byte` on. Blocks; raises DamagedState, OSError."""
         done, stop = 0, first_byte + out.numel()
         self._expect(stream, first_byte, stop)
         self._start_next()

@@ -146,9 +146,7 @@ class SavingInto:
             make_folder(folder, undo)
             with contextlib.suppress(FileNotFoundError):
                 self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                with contextlib.suppress(
-                    OSError
-                ):  # a file system without locks: no save removes unfinished files there
+                with contextlib.suppress(OSError):  # without locks no save removes unfinished files
                     fcntl.flock(self._fd, fcntl.LOCK_SH)
                 if not (folder.exists() and os.path.samestat(folder.stat(), os.fstat(self._fd))):
                     self.close()
@@ -309,16 +307,17 @@ def alone(folder: Path) -> Iterator[bool]:
 
 
 def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
-    """Keeps the newest `num_more` tags of other runs that still have a manifest. Blocks; never raises OSError."""
+    """Keeps the newest `num_more` tags of other runs and drops the older ones. Blocks; never raises OSError.
+
+    A pointer whose manifest was removed is removed too, and does not count. Complete copies are neither dropped nor counted.
+    """
     try:
         pointers = _pointers(save_dir)
     except (ManifestError, OSError) as error:
         logger.warning("%s: checkpoints of earlier runs are left: %s", save_dir, error)
         return
     others = [(file, manifest) for file, pointer, manifest in pointers if pointer.run_id != run_id]
-    stores = [
-        (file, manifest) for file, manifest in others if RunName.of(manifest.parent) is not None
-    ]  # copies are not
+    stores = [(file, manifest) for file, manifest in others if RunName.of(manifest.parent) is not None]  # no copies
     gone = [file for file, manifest in stores if is_removed(manifest)]
     for file in gone:  # a process died after it removed the manifest and before the pointer
         remove_pointer(file)
