@@ -196,7 +196,9 @@ def save(
         beside: all of these and more in one value; replaces the arguments above.
         tag_validation: the reaction to different tags on ranks: "Warn", "Ignore" or "Fail" (ValueError).
 
-    Collective; blocks. In the store's files this run keeps its newest `keep` tags; an older tag is dropped, with a warning.
+    Collective; blocks. In the store's files the newest `keep` tags stay; tags of earlier runs in save_dir count. An older
+    tag is dropped, with a warning.
+
     An error is raised on every rank and leaves earlier durable steps unchanged: OSError (full disk, failed sync or write);
     TypeError for a value of client_state that JSON cannot hold, naming the key; ValueError for an empty save_dir, an invalid
     tag, different arguments or states on ranks, and content that opening would refuse, such as a parameter's name with NUL.
