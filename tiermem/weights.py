@@ -1,4 +1,4 @@
-"""Weights from safetensors files, streamed into a model: plain, sharded, or built under `zero.Init`; and files of them."""
+"""Weights: loads safetensors files into a model (plain, sharded, or built under `zero.Init`), and writes weight files."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tiermem.swap.direct import check_room, take_room
 from tiermem.swap.stream import FileReader
 from tiermem.zero import registry
 
-# ---- Weight files: files of whole tensors that are filled piece by piece, as large as they will be from the start ----
+# ---- writing weight files --------------------------------------------------------------------------------------------
 #
-#     SafetensorsFile    header first, then every tensor's bytes, in order and without holes
-#     TorchFile          torch.save's layout without values, which are then written into their places
+#     SafetensorsFile    the header first, then every tensor's bytes, in order and without holes
+#     TorchFile          torch.save's layout without values; the values are written into their places later
 #
-# A tied tensor is there once, under its first name; safetensors name the others in their metadata, torch's format gives
-# each name the same storage. `torch.load(weights_only=True)` reads the latter, weights.py and others the former. No
-# values are kept here.
+# A file has its full size from the start and is filled in pieces, so no values stay in memory. A tied tensor is stored once,
+# under its first name. safetensors metadata lists the other names; in torch's format each name has the same storage.
+# `torch.load(weights_only=True)` reads a TorchFile; `load_safetensors` reads a SafetensorsFile.
 
 MOST_AROUND_BYTES = 4096
-"""More than torch's formats take around one tensor: its name, its header, padding, its part of the pickle."""
+"""Upper limit in bytes of what torch's formats store around one tensor: name, header, padding, its part of the pickle."""
 
 
 class WeightEntry(NamedTuple):
-    """One tensor of a file, and all its names."""
+    """One tensor of a file: all its names, its shape, its dtype."""
 
     names: Sequence[str]
     shape: tuple[int, ...]
@@ -42,24 +42,24 @@ class WeightEntry(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of its values."""
+        """Bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class WeightFile(Protocol):
-    """A file that is being filled."""
+    """A weight file that is being filled."""
 
     def put(self, entry: WeightEntry, start: int, values: torch.Tensor) -> None:
-        """Writes elements [start, start + numel) of an entry: a flat CPU tensor of its dtype. Raises OSError."""
+        """Writes elements [start, start + numel) of an entry from a flat CPU tensor of its dtype. Blocks; raises OSError."""
         ...
 
     def close(self) -> None:
-        """Closes the file, which is not synced."""
+        """Closes the file without a sync."""
         ...
 
 
 class SafetensorsFile:
-    """A new safetensors file. Raises OSError when it cannot be made or the disk has no room for all of it."""
+    """A new safetensors file. Raises OSError when it cannot be created or the disk has no space for all of it."""
 
     def __init__(self, path: Path, entries: Sequence[WeightEntry]) -> None:
         ties = {alias: entry.names[0] for entry in entries for alias in entry.names[1:]}
@@ -99,20 +99,20 @@ class SafetensorsFile:
 
 
 class TorchFile:
-    """A new file in torch's format. It is mapped while it is filled. Raises OSError as SafetensorsFile."""
+    """A new file in torch's format, memory-mapped while it is filled. Raises OSError as SafetensorsFile."""
 
     def __init__(self, path: Path, entries: Sequence[WeightEntry]) -> None:
         layout: dict[str, torch.Tensor] = {}
         for entry in entries:
-            empty = torch.empty(entry.shape, dtype=entry.dtype)  # no page of it is ever touched
+            empty = torch.empty(entry.shape, dtype=entry.dtype)  # its pages are never touched, so it takes no memory
             layout.update(dict.fromkeys(entry.names, empty))
         num_bytes = sum(entry.num_bytes for entry in entries)
-        check_room(path.parent, num_bytes + MOST_AROUND_BYTES * (len(layout) + 1))  # torch tells less well
+        check_room(path.parent, num_bytes + MOST_AROUND_BYTES * (len(layout) + 1))  # torch's error says less
         with torch.serialization.skip_data():
             torch.save(layout, path)
         del layout
         with durable.named(path), open(path, "r+b") as file:
-            take_room(file.fileno(), 0, os.path.getsize(path), path)  # else a full disk would be a SIGBUS
+            take_room(file.fileno(), 0, os.path.getsize(path), path)  # without it a full disk would raise SIGBUS
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             self._tensors: dict[str, torch.Tensor] = torch.load(path, mmap=True, weights_only=True)
 
@@ -123,17 +123,14 @@ class TorchFile:
         self._tensors.clear()
 
 
-# ---- Weights from safetensors files, streamed into a model: plain, sharded, or built under `zero.Init` ---------------
-#
-# Bytes go through the queue into each parameter's place, one tensor at a time, past the page cache: never mmapped,
-# never the whole model in memory. The header is validated whole before the first byte of data is read.
+# ---- loading safetensors ---------------------------------------------------------------------------------------------
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100 << 20
-_MAX_DIMS = 64  # torch allows as many
+_MAX_DIMS = 64  # torch's limit
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -146,15 +143,19 @@ class _Stored(NamedTuple):
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-    """Fills a model's parameters and buffers from a safetensors file, or from a folder of them.
+    """Fills a model's parameters and buffers from a safetensors file, or from a folder of such files.
+
+    Each tensor is read into memory with O_DIRECT where possible, past the page cache, then copied to its place: one whole
+    tensor is in memory at a time, never the whole model. All headers are validated before the first value is read.
 
     Args:
-        model: any; sharded parameters are filled at their home.
+        model: any model; sharded parameters are filled on the tier where they rest.
         path: one file, or a folder with an index, or with one or several `.safetensors` files.
-        strict: names missing in the file or the model are an error; tied parameters need one name only.
+        strict: names that only the files or only the model has raise ValueError; tied parameters need only one name.
 
-    Blocks; with several ranks every rank calls it. Raises ValueError (what does not fit, both lists of names) and OSError (a
-    missing or truncated file), before any parameter is changed where that is possible.
+    Blocks; with several ranks every rank must call it. Raises ValueError (a shape or a name does not match; lists both sides'
+    names) and OSError (a missing file). A file that is too short raises ValueError. Both are raised before any parameter is
+    changed, except for errors while values are read.
     """
     files = find_files(Path(path))
     targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
@@ -178,7 +179,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
 
 
 def dtype_code(dtype: torch.dtype) -> str:
-    """The format's name of a dtype. Raises ValueError for one that it does not know."""
+    """The safetensors name of a dtype. Raises ValueError for a dtype without one."""
     for code, known in _DTYPES.items():
         if known == dtype:
             return code
@@ -186,7 +187,7 @@ def dtype_code(dtype: torch.dtype) -> str:
 
 
 def find_files(path: Path) -> list[Path]:
-    """The safetensors files that a path means. Raises FileNotFoundError naming what is missing."""
+    """The safetensors files of a path. Raises FileNotFoundError that names missing files."""
     if path.is_file():
         return [path]
     index = path / INDEX_NAME
@@ -198,7 +199,7 @@ def find_files(path: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> list[_Stored]:
-    """Every tensor of a file, in the order of their bytes. Raises ValueError for a header that does not describe the file."""
+    """Every tensor of a file, in the order of their bytes. Raises ValueError for a header that does not match the file."""
     header, base = _header_of(file)
     header.pop("__metadata__", None)
     found = sorted(_entries(file, header, base, file.stat().st_size), key=lambda stored: stored.start)
@@ -211,7 +212,7 @@ def read_header(file: Path) -> list[_Stored]:
 
 
 def read_ties(file: Path) -> dict[str, str]:
-    """Other names of a file's tensors, with the name in the file: what its metadata says. Raises ValueError as read_header."""
+    """{alias: name in the file} of tied tensors, from a file's metadata. Raises ValueError as read_header."""
     header, _ = _header_of(file)
     said = header.get("__metadata__")
     said = said if isinstance(said, dict) else {}
@@ -221,7 +222,7 @@ def read_ties(file: Path) -> dict[str, str]:
 
 
 def _header_of(file: Path) -> tuple[dict[str, Any], int]:
-    """A file's header, and where the bytes behind it begin."""
+    """A file's header, and the offset of the first byte after it. Raises ValueError."""
     with open(durable.open_regular(file, follows=True), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
@@ -249,7 +250,7 @@ def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> Iterat
 
 
 def names_in(index: Path) -> list[str]:
-    """The files that an index names. Raises ValueError for one that is no index, or names files in other folders."""
+    """The file names in an index. Raises ValueError if it is not an index, or names files in other folders."""
     data = durable.read_file(index, _MAX_HEADER_BYTES, follows=True)
     if len(data) > _MAX_HEADER_BYTES:
         raise ValueError(f"{index}: more than {_MAX_HEADER_BYTES} bytes are too many for an index")
@@ -279,7 +280,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _size(value: object) -> int:
-    """A count or an offset as JSON must write it. Raises ValueError."""
+    """A count or an offset from JSON. Raises ValueError unless it is a whole number from 0 to 2**63 - 1."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError
     return value

@@ -1,18 +1,18 @@
-"""Checkpoint: durable steps of a sharded model, which are the store's own files, and complete copies of them.
+"""Checkpoint: durable steps of a sharded model, and complete copies of them. The store's own files are the durable step.
 
-Rooms and files in order: each imports only files before it.
+Packages and modules in order; each imports only those before it:
 
     format/      kinds       how elements are stored                 fields     strict readers of JSON files
                  manifest    the files of a durable step             finding    the durable steps of a folder
-    together     a stage that all ranks go through; an error on one rank is an error on all
-    saving/      pieces      the file ranges that a rank saves       capture    which elements, and where they lie
-                 publish     a manifest made known; old steps go     commit     a step made durable where it rests
-                 copies      a complete copy elsewhere               saver      both, for shards and optimizer
-    opening/     verified    bytes compared with their checksums     source     an opened step
-                 restore     put where a model's states rest         loading    for `load_checkpoint` and resume
-    survey       runs and steps of a place, read only
-    interchange/ other systems' checkpoints, in and out
-    zero_to_fp32 the reference's functions that take weights out
+    together     runs a stage on all ranks; an error on one rank is an error on all
+    saving/      pieces      the file ranges that a rank saves       capture    which elements a rank saves, and their places
+                 publish     writes the manifest, drops old steps    commit     makes a step durable in the store's files
+                 copies      a complete copy in another folder       saver      saves tags and steps
+    opening/     verified    reads bytes, compares checksums         source     an opened step
+                 restore     puts saved states into a model          loading    load_checkpoint and resume
+    survey       lists the runs and steps of a place, read only
+    interchange/ imports and exports checkpoints of other systems
+    zero_to_fp32 the reference's functions that take weights out of a checkpoint
 """
 
 from __future__ import annotations

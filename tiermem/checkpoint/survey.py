@@ -1,4 +1,4 @@
-"""Survey: what a place holds, read only: runs, durable steps, the space they take, and files of others."""
+"""Survey: lists the contents of a place, read only: runs, durable steps, the disk space they take, unknown files."""
 
 from __future__ import annotations
 
@@ -30,27 +30,26 @@ from tiermem.checkpoint.saving.publish import alone, is_removed, remove_pointer,
 from tiermem.swap import durable
 from tiermem.swap.run_folder import RunName, holds_states, is_live, is_made, is_stillborn, owner_of, run_folders, share
 
-# ---- Space: what the files of runs take on the disk, told by who needs it --------------------------------------------
-#
-#     durable   blocks that a durable step names; its own are those that no other step names: what dropping it would free
-#     live      of a run that goes on, what else has been written: the slots that its steps write to. Which of them are free
-#               for the next step only its process knows
-#     free      reserved and never written; of a run that does not go on, all that no step names
-#     unclear   what would be free, were there not a step that cannot be read, which may name it
-#     records   manifests, parts, the lock, what a killed process has left half-written, and what is not ours
-#
-# Blocks are of 4096 bytes. The five of a folder are together what stat says that its files take, whatever the file
-# system makes of them: where it squeezes what it keeps, less is told than was named. Nothing is read but where a file
-# has data.
+# ---- disk space ------------------------------------------------------------------------------------------------------
 
 BLOCK_BYTES = 4096
 
 Ranges = Sequence[tuple[int, int]]
-"""(start, stop) of bytes, sorted, none touching another."""
+"""(start, stop) of byte ranges, sorted; no two ranges touch."""
 
 
 class Space(NamedTuple):
-    """Bytes on the disk."""
+    """Bytes on the disk, by use. The sum equals the blocks that stat reports for the files.
+
+    durable   blocks of 4096 bytes that a durable step names
+    live      of a run that is live or may be: other blocks that were written. Its steps write to these slots. Only its process
+              knows which of them are free for the next step
+    free      reserved and never written; of a run that has ended, all blocks that no step names
+    unclear   blocks that would count as free, but a step that cannot be read may name them
+    record    manifests, parts, the lock, files that a killed process left incomplete, unknown files
+
+    On a file system that compresses, `durable` may be less than the blocks that steps name.
+    """
 
     durable_bytes: int = 0
     live_bytes: int = 0
@@ -60,32 +59,32 @@ class Space(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """What stat says."""
+        """The bytes that stat reports."""
         return sum(self)
 
     def plus(self, other: Space) -> Space:
-        """Both together."""
+        """The sum of both."""
         return Space(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
 class StepSpace:
-    """What a durable step names in one folder: a run's, or a tag's."""
+    """The space of a durable step in one folder, a run's or a tag's."""
 
     folder: Path
     durable_bytes: int
-    own_bytes: int  # of them, named by no other step that was found
+    own_bytes: int  # of these, bytes that no other known step names: dropping the step frees them
 
 
 class Named:
-    """Which blocks of which files durable steps name, of the steps that were found."""
+    """The blocks of files that durable steps name."""
 
     def __init__(self) -> None:
         self._steps: set[Path] = set()
         self._by_file: dict[Path, dict[Path, list[tuple[int, int]]]] = {}  # file, then the step's manifest
 
     def add(self, step: Path, parts: Iterable[tuple[Path, Part]]) -> None:
-        """Takes note of a step, known by its manifest: the pieces of its parts, each with the folder it lies in."""
+        """Adds a step, identified by its manifest: its parts, each with the folder of the part."""
         self._steps.add(step)
         found: dict[Path, list[tuple[int, int]]] = {}
         for place, part in parts:
@@ -96,16 +95,16 @@ class Named:
             self._by_file.setdefault(file, {})[step] = ranges
 
     def knows(self, step: Path) -> bool:
-        """Whether a step's parts could be read."""
+        """Whether a step's parts have been read and added."""
         return step in self._steps
 
     def blocks_of(self, file: Path, without: Path | None = None) -> Ranges:
-        """The blocks that any step names; `without` one of them."""
+        """The blocks that any step names, except the step `without`."""
         steps = self._by_file.get(real(file), {})
         return blocks(each for step, ranges in steps.items() if step != without for each in ranges)
 
     def by_folder(self, step: Path) -> tuple[StepSpace, ...]:
-        """What a step names, in each folder."""
+        """The space of a step in each folder."""
         found: dict[Path, list[int]] = {}
         for file, steps in self._by_file.items():
             if step in steps:
@@ -116,9 +115,9 @@ class Named:
 
 
 def space_of(files: Iterable[Path], named: Named, goes_on: bool, is_clear: bool) -> Space:
-    """What files of a run take. Files that vanish meanwhile take nothing. Raises OSError.
+    """The space of a run's files. Files that vanish meanwhile take nothing. Blocks; raises OSError.
 
-    goes_on: the run is live, or may be. is_clear: every step of it could be read.
+    goes_on: whether the run is live, or may be. is_clear: whether every step of the run has been read.
     """
     total = Space()
     for file in files:
@@ -140,7 +139,7 @@ def blocks(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def length(ranges: Ranges) -> int:
-    """Bytes."""
+    """Total bytes of ranges."""
     return sum(stop - start for start, stop in ranges)
 
 
@@ -159,7 +158,7 @@ def _of_file(file: Path, named: Named, goes_on: bool, is_clear: bool) -> Space:
 
 
 def _data_of(file: Path) -> Iterator[tuple[int, int]]:
-    """Where a file has been written: reserved blocks that were not written are holes. Raises OSError."""
+    """The ranges that were written; reserved blocks that were never written are holes. Raises OSError."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         stop, end = 0, os.fstat(fd).st_size
@@ -176,23 +175,16 @@ def _data_of(file: Path) -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
-# ---- Survey: what a place holds, looked at and left alone: runs, durable steps, the space they take, what is not -----
-# ours
-#
-#     DIR     a store's path, a run's folder, a folder of checkpoints, a tag's; what lies one folder below is looked at too
-#
-# A run       live: a process holds its lock     dead: no process does, it was killed     kept: it was closed in order
-#             unseen: it is of another host, and cannot be seen from here
-# A step      whole: manifest and parts are valid, every file is there and long enough (verified: and every checksum is
-# right)
-#           live: of a run that goes on, so only its manifest was looked at   broken: why is said   damaged: a checksum differs
-#             removed: its manifest went and its pointer stayed, because the removal was cut short; another step is the latest
-#             unread: this process lacks what reading it takes (memory, threads, descriptors, a permission), as is said
-#
-# Reading takes a shared lock on what it reads, as resuming does; nothing is written or taken over but by `repair`.
+# ---- runs and steps of a place ---------------------------------------------------------------------------------------
 
 RunState = Literal["live", "dead", "kept", "unseen"]
+"""live: a process holds its lock. dead: its process was killed. kept: it was closed in order. unseen: it belongs to another
+host, and this host cannot see whether it lives."""
 StepState = Literal["whole", "live", "broken", "damaged", "removed", "unread"]
+"""whole: manifest and parts are valid, every file exists and is long enough; verified: also every checksum matches. live: of a
+run that is in use, only its manifest and parts were read. broken: invalid or incomplete; `why` says more. damaged: a checksum
+differs. removed: a removal was cut short after the manifest and before the pointer, and another step is the latest. unread:
+this process lacks memory, threads, descriptors or a permission to read it; `why` says which."""
 
 _OF_THE_FILES = frozenset(
     {
@@ -211,10 +203,10 @@ _OF_THE_FILES = frozenset(
         errno.ESTALE,
     }
 )
-"""What is wrong with files or their disk; other errors are about this process and what the machine lets it have."""
+"""Errors of the files or their disk. Other errors concern this process and its limits."""
 
 Progress = Callable[[int], None]
-"""Told how many bytes more have been verified."""
+"""Called with the number of bytes just verified."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,48 +217,48 @@ class RunReport:
     run_id: str
     rank: int | None
     state: RunState
-    owner: str  # as its lock says; empty without one
-    file_bytes: int  # that its files take on the disk: what follows, together
-    durable_bytes: int  # named by durable steps that were found
-    live_bytes: int  # written by a run that goes on, beside them
-    free_bytes: int  # neither: unused, or reserved and not written yet
-    unclear_bytes: int  # what would be free, were there not a step that cannot be read
-    record_bytes: int  # manifests, parts, the lock, files that are not ours
+    owner: str  # from its lock; empty without one
+    file_bytes: int  # disk space of its files: the sum of the next five
+    durable_bytes: int  # these five: see Space
+    live_bytes: int
+    free_bytes: int
+    unclear_bytes: int
+    record_bytes: int
     unknown: tuple[str, ...]  # files that no run makes
 
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """One durable step, or what is said to be one."""
+    """One durable step, or a place that should hold one."""
 
     place: Path  # the tag's folder, or the manifest
-    manifest: Path  # what a pointer points at, where that can be told
+    manifest: Path  # the manifest that a pointer names, if the pointer can be read; else the pointer
     tag: str | None
     is_latest: bool  # whether `latest` names it
     state: StepState
-    why: str  # empty for a whole one
+    why: str  # empty for a whole step
     step: int | None = None
     run_id: str | None = None
     world: int | None = None
     num_parameters: int | None = None
     num_bytes: int | None = None  # of states
     is_verified: bool = False
-    places: tuple[StepSpace, ...] = ()  # what it names on the disk
+    places: tuple[StepSpace, ...] = ()  # its disk space by folder
 
     @property
     def durable_bytes(self) -> int:
-        """Bytes on the disk that it names."""
+        """Disk space in bytes of the blocks that it names."""
         return sum(place.durable_bytes for place in self.places)
 
     @property
     def own_bytes(self) -> int:
-        """Of them, those that no other step names."""
+        """Of these, bytes that no other step names."""
         return sum(place.own_bytes for place in self.places)
 
 
 @dataclasses.dataclass(frozen=True)
 class PathReport:
-    """What the folders of all runs on one path take."""
+    """Disk space of the folders of all runs on one path."""
 
     path: Path
     file_bytes: int
@@ -279,7 +271,7 @@ class PathReport:
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """All of it; `faults` are about no step: a `latest` that names nothing. `unread` are folders, and why."""
+    """The result of `survey`. `faults` concern `latest` files that name no tag; `unread` are folders and the reasons."""
 
     where: Path
     runs: tuple[RunReport, ...]
@@ -290,12 +282,12 @@ class Survey:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether something durable is not whole."""
+        """Whether a durable step or a `latest` file is not whole."""
         return bool(self.faults) or any(step.state in ("broken", "damaged") for step in self.steps)
 
     @property
     def is_unread(self) -> bool:
-        """Whether something could not be looked at."""
+        """Whether a folder or a step could not be read."""
         return bool(self.unread) or any(step.state == "unread" for step in self.steps)
 
     @property
@@ -304,14 +296,19 @@ class Survey:
         return tuple(run for run in self.runs if run.state == "dead")
 
     def steps_of(self, run_id: str) -> tuple[StepReport, ...]:
-        """The steps of one run that can be opened, or may be, by a process that has what this one lacks."""
+        """The steps of one run that can be opened, or may be by a process with more memory or permissions."""
         return tuple(
             step for step in self.steps if _run_id_of(step) == run_id and step.state in ("whole", "live", "unread")
         )
 
 
 def survey(where: Path, verifies: bool = False, progress: Progress | None = None) -> Survey:
-    """Looks at a place. Blocks; with `verifies` every byte of every whole step is read. Raises OSError for no such folder."""
+    """Lists the contents of a folder: a store's path, a run's folder, a folder of checkpoints, or a tag's folder.
+
+    Folders one level below are listed too. Reading takes shared locks, as resuming does. Writes nothing and takes no run over.
+
+    verifies: reads every byte of every whole step. Blocks. Raises OSError if the folder does not exist.
+    """
     if not where.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "no such folder", str(where))
     named = Named()
@@ -332,7 +329,7 @@ def survey(where: Path, verifies: bool = False, progress: Progress | None = None
     for folder in runs:
         if folder != where:
             steps += [_step(each, False, verifies, progress, named) for each, _ in _found(folder)[0]]
-    unique = {real(step.manifest): step for step in reversed(steps)}  # a tag, before the manifest it points at
+    unique = {real(step.manifest): step for step in reversed(steps)}  # a tag's report replaces that of its manifest
     unknown = {_run_id_of(step) for step in unique.values() if not named.knows(step.manifest)}
     reports = tuple(_run(folder, named, unknown) for folder in runs)
     placed = [dataclasses.replace(step, places=named.by_folder(step.manifest)) for step in reversed(unique.values())]
@@ -344,10 +341,10 @@ def survey(where: Path, verifies: bool = False, progress: Progress | None = None
 
 
 def repair(found: Survey) -> list[str]:
-    """Does again what was cut short, and nothing else; says what. Blocks; raises OSError.
+    """Completes removals and saves that were cut short; returns what it did, one line each. Blocks; raises OSError.
 
-    A step that is `removed` loses its pointer. Where tags lie and `latest` names none of them, it names the newest whole one.
-    What killed saves have left goes (publish.py). A folder that a run saves into, or may, is left as it is.
+    A `removed` step loses its pointer. If `latest` names none of the tags beside it, it names the newest whole tag. Files that
+    killed saves left are removed (saving/publish.py). A folder that a run saves into, or may, is left as it is.
     """
     done: list[str] = []
     of_folder: dict[Path, list[StepReport]] = {}
@@ -372,7 +369,7 @@ def repair(found: Survey) -> list[str]:
 
 
 def _is_cut_short(step: StepReport, steps: Iterable[StepReport]) -> bool:
-    """Whether a step went before its pointer did, which a removal that ends takes away as well (saving/commit.py)."""
+    """Whether a removal ended after it removed the manifest and before it removed the pointer (saving/publish.py)."""
     if step.state != "broken" or step.is_latest or step.manifest.name != POINTER_FILE:
         return False
     if not any(
@@ -386,7 +383,7 @@ def _is_cut_short(step: StepReport, steps: Iterable[StepReport]) -> bool:
 
 
 def _folders(where: Path) -> list[Path]:
-    """The place itself, and folders below it that are neither a run's nor a tag's."""
+    """The place itself, and the folders below it that belong to no run and no tag."""
     if RunName.of(real(where)) is not None:
         return [where]
     tags = set(tags_of(where))
@@ -395,7 +392,7 @@ def _folders(where: Path) -> list[Path]:
 
 
 def _found(folder: Path) -> tuple[list[tuple[Found, bool]], list[str]]:
-    """The steps of one folder, each with whether `latest` names it, and what is wrong with `latest`."""
+    """(step, whether `latest` names it) for each step of one folder, and the faults of its `latest`."""
     try:
         latest = read_latest(folder)
         return [(each, latest is not None and each.tag == latest) for each in find(folder)], []
@@ -444,14 +441,14 @@ def _step(found: Found, is_latest: bool, verifies: bool, progress: Progress | No
 
 
 def _said(error: OSError | ManifestError) -> str:
-    """An error in words, with its file."""
+    """The text of an error, with its file."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror or error}"
     return str(error)
 
 
 def _run_id_of(step: StepReport) -> str | None:
-    """The run that a step is of, where its manifest or the folder that this lies in tells."""
+    """The run of a step, from its manifest or from the folder of its manifest."""
     name = RunName.of(step.manifest.parent)
     return step.run_id or (None if name is None else name.run_id)
 
@@ -475,7 +472,7 @@ def _run(folder: Path, named: Named, unread: Collection[str | None]) -> RunRepor
 
 
 def _paths(runs: Iterable[RunReport]) -> tuple[PathReport, ...]:
-    """The runs' figures, path by path."""
+    """The sums over runs, by path."""
     found: dict[Path, Space] = {}
     for run in runs:
         own = Space(*(getattr(run, field) for field in Space._fields))

@@ -1,12 +1,11 @@
-"""Together: a stage that every rank goes through by itself, after which all know how it went on each.
-from tiermem.checkpoint.format.fields import ManifestError
+"""Together: a stage that every rank runs by itself; then all ranks exchange their results and errors.
 
-    together     a stage of saving: every rank gets the values of all; a rank that failed raises its own error, the others
-                 one that tells of it
-    everywhere   a stage of opening: all raise damage only if all that failed found damage, so that either all ranks may fall
-                 back to an older step or none
+    together     for saving: every rank gets the values of all ranks; a rank that failed raises its own error, every other
+                 rank raises an error that names the failed ranks
+    everywhere   for opening: all ranks raise a damage error only if every failed rank found damage, so either all ranks may
+                 fall back to an older step or none
 
-So no rank goes on while another has failed, and none waits for one that will not come.
+No rank continues after another rank failed, and no rank waits for a rank that raised an error.
 """
 
 from __future__ import annotations
@@ -23,35 +22,36 @@ from tiermem.zero.topology import Topology
 T = TypeVar("T")
 
 Talk = Callable[[str], list[str]]
-"""Hands a string to every rank and returns those of all, in the order of ranks."""
+"""Hands a string to every rank and returns the strings of all ranks, in the order of ranks. Collective."""
 
 DAMAGE = (ManifestError, OSError)
-"""Errors of a step that is not whole."""
+"""Errors that mean the saved step is damaged or incomplete."""
 
 
 class DamageElsewhere(OSError):
-    """Another rank could not read its part of a saved step; errno is EIO, the text that of its error."""
+    """Another rank failed to read its part of a saved step. errno is EIO; the text quotes that rank's error."""
 
 
 def talk_over(topology: Topology) -> Talk:
-    """Among the ranks of a topology, by its own collectives."""
+    """A Talk that uses the collectives of a topology."""
     return lambda text: exchange(topology, text)
 
 
 def together(
     talk: Talk, what: str, stage: Callable[[], Any], unheard: Callable[[bool], None] | None = None
 ) -> list[Any]:
-    """Runs a stage and returns what it returned on every rank: JSON values, in the order of ranks. Collective; blocks.
+    """Runs a stage and returns the stage's values of all ranks, JSON values in the order of ranks. Collective; blocks.
 
-    unheard: called, with whether this rank's own stage went well, when another rank is lost before it has been heard. What
-        the stage has done may stand then, or may not: only a rank that knows that it does not may take it back.
+    unheard: called when the exchange itself fails because another rank is lost. Its argument says whether this rank's own
+        stage succeeded. The effect of the stage on other ranks is then unknown: a rank takes its work back only if it knows
+        that no other rank relies on it.
 
-    Raises this rank's own error as it is; where only others failed an OSError or RuntimeError that tells of them.
+    Raises this rank's own error unchanged. Where only other ranks failed, raises OSError or RuntimeError that names them.
     """
     value, own = None, None
     try:
         value = stage()
-    except Exception as error:  # raised below, once the others know
+    except Exception as error:  # raised below, after the other ranks know of it
         own = error
     try:
         values, failed = _heard(talk, value, own)
@@ -68,16 +68,16 @@ def together(
 
 
 def everywhere(topology: Topology, what: str, act: Callable[[], T]) -> T:
-    """Does something on every rank and returns what it has returned here. Collective; blocks.
+    """Calls `act` on every rank and returns this rank's result. Collective; blocks.
 
-    Raises, where a rank failed: damage if all of them found damage (its own error on a rank that did, DamageElsewhere on the
-    others); else what is no damage, and RuntimeError on ranks where nothing or damage was found.
+    If every failed rank found damage, a failed rank raises its own error and the other ranks raise DamageElsewhere. If a
+    rank failed for another reason, it raises its own error; ranks that succeeded or found damage raise RuntimeError.
     """
     done: list[T] = []
     own: Exception | None = None
     try:
         done.append(act())
-    except Exception as error:  # raised below, once the others know
+    except Exception as error:  # raised below, after the other ranks know of it
         own = error
     _, failed = _heard(talk_over(topology), None, own)
     if not failed:
@@ -91,7 +91,7 @@ def everywhere(topology: Topology, what: str, act: Callable[[], T]) -> T:
 
 
 class _Failed(NamedTuple):
-    """What other ranks hear of an error."""
+    """An error of one rank, as the other ranks receive it."""
 
     rank: int
     text: str

@@ -1,7 +1,7 @@
-"""zero_to_fp32: the reference system's functions that take weights out of a checkpoint, for tiermem's checkpoints.
+"""zero_to_fp32: the reference system's functions that extract weights, for tiermem's checkpoints.
 
-Same names, arguments and results: tiermem.utils.zero_to_fp32 is where migrating users import them from. DeepSpeed's own
-checkpoints become ours with `tiermem import` first.
+They have the same names, arguments and results; tiermem.utils.zero_to_fp32 exports them. A checkpoint of DeepSpeed itself must
+be converted with `tiermem import` first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNITS = (
 
 
 class LazyTensor:
-    """A tensor of an opened checkpoint that is read when `contiguous()` is called, from files opened anew for it."""
+    """A tensor of a checkpoint. Each `contiguous()` call opens the checkpoint's files and reads the tensor."""
 
     def __init__(self, where: Path, tag: str | None, weight: Weight) -> None:
         self._where, self._tag, self._name = where, tag, weight.parameter.name
@@ -42,9 +42,9 @@ class LazyTensor:
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: PathLike, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
-    """A state dict of fp32 masters and float buffers on the CPU; tied names share a tensor. Blocks; not collective.
+    """Returns the fp32 masters and the float buffers on the CPU, by name; tied names share a tensor. Blocks; not collective.
 
-    lazy_mode: values are read when their `contiguous()` is called. Raises ManifestError, DamagedState, OSError.
+    lazy_mode: the values are LazyTensor; each is read by its `contiguous()`. Raises ManifestError, DamagedState, OSError.
     """
     where = Path(checkpoint_dir)
     found: dict[str, Any] = {}
@@ -63,7 +63,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes pytorch_model.bin, or model.safetensors where that is asked for, in shards; streamed. Blocks; not collective."""
+    """Writes fp32 weights as pytorch_model.bin, or model.safetensors with safe_serialization. Blocks; not collective.
+
+    max_shard_size: bytes, or for example "5GB"; larger weights are split into several files. Weights are streamed.
+    """
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
@@ -78,7 +81,7 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """The same in another dtype of floats: a torch.dtype, or its name as "bf16" or "float16". Raises ValueError for others."""
+    """The same in a float dtype: a torch.dtype, or a name such as "bf16" or "float16". Raises ValueError for other dtypes."""
     most = None if max_shard_size is None else _bytes(max_shard_size)
     with Source.open(Path(checkpoint_dir), tag) as source:
         weights = weights_of(source, dtype_of(dtype), exclude_frozen_parameters)
@@ -88,7 +91,7 @@ def convert_zero_checkpoint_to_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: PathLike, tag: str | None = None
 ) -> nn.Module:
-    """Moves an ordinary model to the CPU and loads fp32 weights where names fit; returns it. Blocks."""
+    """Moves an ordinary model to the CPU and loads the fp32 weights whose names it has; returns the model. Blocks."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     model.load_state_dict(state, strict=False)
@@ -102,7 +105,7 @@ _DTYPES = {
 
 
 def dtype_of(given: torch.dtype | str) -> torch.dtype:
-    """The dtype of a name. Raises ValueError naming those that are allowed."""
+    """The dtype of a name. Raises ValueError that lists the allowed names."""
     found = _DTYPES.get(given.removeprefix("torch.").lower()) if isinstance(given, str) else given
     if found not in _DTYPES.values():
         raise ValueError(f"the dtype is {given!r}; allowed are {', '.join(_DTYPES)}")

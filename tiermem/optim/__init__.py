@@ -1,17 +1,17 @@
-"""Optimizers: the step over states that rest on a tier, and over ordinary tensors.
+"""Optimizers: the step of sharded models, whose states rest on a tier, and of ordinary tensors.
 
-Files in order: each imports only files before it.
+Files in order; each imports only files before it:
 
-    rules        what each optimizer keeps for a parameter, the scalars of a step, the step of one piece, the loss scale
+    rules        the moments and scalars of each optimizer, the step of one piece, the loss scale
     tile         a range of one unit's states that is read, stepped and written as one
-    tile_step    a pass over tiles: which bytes are read and written, what is done to each in a buffer
+    tile_step    a pass over tiles: the bytes to read and write, the work in a buffer
     tiles        all tiles of a sharded model
     ordinary     states of ordinary parameters
-    sharded      a sharded model's step as a whole
-    base         one torch optimizer over sharded and ordinary parameters
+    sharded      the whole step of a sharded model
+    base         one torch optimizer for sharded and ordinary parameters
     classes      Adam, AdamW, Adagrad, Lion, SGD, Muon: torch's arguments and checks
 
-The classes are imported when they are first used, so that the plan does not import the machinery.
+A class is imported when it is first used, so that importing the plan does not import the optimizers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NativeOptimizer: what every optimizer here shares: a torch optimizer."""
+"""NativeOptimizer: the base class of all optimizers here; a torch optimizer for sharded and ordinary parameters."""
 
 from __future__ import annotations
 
@@ -28,34 +28,32 @@ if TYPE_CHECKING:
     from tiermem.optim.rules import LossScaler
 
 
-# ---- State dicts of optimizers: torch's own format and keys, whatever states rest where ------------------------------
+# ---- state dicts -----------------------------------------------------------------------------------------------------
 #
 #   {"state": {0: {"step": tensor(3.), "exp_avg": fp32, "exp_avg_sq": fp32 [, "master": fp32]}, 1: ...}, "param_groups": [...]}
 #
-# torch's optimizers load ours, and ours load torch's. Every state is fp32 and has the parameter's shape; `master` is
-# there where a parameter of lower precision has one beside it (torch passes over it; a dict without it makes the master
-# from the
-#         if name in given and shards.policy.loads_masters:
-#             values = shards.values.mine(shard, value_of(given, name, shard.shape, shard.name))
+# torch's optimizers can load these dicts, and the reverse. Every state is fp32 and has the parameter's shape. `master` exists
+# if a parameter of lower precision has a master beside it; torch ignores it. Without `master` in a dict, the
+# master is made from the parameter; for a sharded model also if its policy's `loads_masters` is False.
 #
-# Of a sharded model each state is gathered, whole, one parameter at a time: every rank makes the dict, and every rank's
-# CPU memory holds all of it (12 bytes per parameter of a bf16 model under AdamW), beside one parameter's largest state.
+# The states of a sharded model are gathered whole, one parameter at a time. Every rank makes the dict and holds all of it in
+# host memory (12 bytes per parameter of a bf16 model under AdamW), beside the largest state of one parameter.
 
 
 @dataclasses.dataclass(frozen=True)
 class Sealed:
-    """An entry on its way through torch's `load_state_dict`, which would cast fp32 states to the parameter's dtype."""
+    """Wraps an entry, so that torch's `load_state_dict` does not cast its fp32 states to the parameter's dtype."""
 
     entry: Mapping[str, Any]
 
 
 def seal(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The same dict with sealed entries."""
+    """The same dict, with each entry wrapped in Sealed."""
     return {**state_dict, "state": {number: Sealed(entry) for number, entry in state_dict["state"].items()}}
 
 
 def export_sharded(shards: Shards, tiles: StateTiles, shard: Shard, rule: Rule) -> State:
-    """The entry of a sharded parameter. Collective; blocks; raises OSError when a transfer failed."""
+    """The entry of a sharded parameter: its step, moments and master, whole, fp32. Collective; blocks; raises OSError."""
     found: State = {STEP: torch.tensor(float(shard.num_steps))}
     moments = rule.moments if shard.num_steps or shard.has_moments else ()
     for name in (*moments, *_masters(shards, shard)):
@@ -66,9 +64,9 @@ def export_sharded(shards: Shards, tiles: StateTiles, shard: Shard, rule: Rule) 
 def restore_sharded(
     shards: Shards, tiles: StateTiles, shard: Shard, given: Mapping[str, Any] | None, rule: Rule
 ) -> None:
-    """Puts an entry where a sharded parameter's states rest; None: it has not been stepped. Collective; blocks.
+    """Puts an entry where a sharded parameter's states rest; None: the parameter has no steps. Collective; blocks.
 
-    Raises ValueError for a state that is missing or misshapen, OSError when a transfer failed.
+    Raises ValueError for a state that is missing or has another shape, OSError when a transfer fails.
     """
     given = given or {}
     shard.num_steps = num_steps_of(given, rule)
@@ -88,28 +86,26 @@ def _masters(shards: Shards, shard: Shard) -> tuple[str, ...]:
     return () if shards.policy.precision.master_of(shard.param.dtype) is None else (MASTER,)
 
 
-# ---- NativeOptimizer: what every optimizer here shares: a torch optimizer for sharded and ordinary parameters --------
-# alike
-#
-#     sharded    states rest where the model's policy says, in its precision, and are stepped tile by tile (sharded.py)
-#     ordinary   states are tensors in `optimizer.state`, under torch's own keys (ordinary.py)
-#
-# Both run the same native kernels: one pass over memory for unscaling, clipping, the step and the low-precision copy.
-# `param_groups` are real, so that torch's schedulers work; state dicts are torch's (base.py). A class on top of
-# this one says which rule a parameter follows (rules.py) and which values its groups may hold.
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 Params = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
-"""Parameters, named parameters or groups, as torch's optimizers take them."""
+"""Parameters, named parameters, or groups, as torch's optimizers accept them."""
 
 
 class NativeOptimizer(torch.optim.Optimizer):
-    """See the optimizers made of it.
+    """Base class of the optimizers. A subclass gives the rule of each parameter (rules.py) and checks its groups' values.
+
+        sharded    states rest where the model's policy says, in its precision, and are stepped tile by tile (sharded.py)
+        ordinary   states are tensors in `optimizer.state`, under torch's keys (ordinary.py)
+
+    Both run the same native kernels: one pass over memory for unscaling, clipping, the step and the low-precision copy.
+    `param_groups` are torch's, so torch's schedulers work.
 
     Args:
-        params: parameters, named ones, or groups.
-        defaults: of the groups' values.
-        asked: those of torch's options about how it computes that the class knows, see IMPLEMENTATION.
-        precision: of ordinary parameters' states, a Precision or a preset's name; default: fp32 throughout. Sharded ones
+        params: parameters, named parameters, or groups.
+        defaults: default values of the groups.
+        asked: values of torch's implementation options that the subclass accepts; see IMPLEMENTATION.
+        precision: of ordinary parameters' states: a Precision or a preset's name; default: fp32 states. Sharded parameters
             follow their model's policy.
     """
 
@@ -122,25 +118,25 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._attach_all()
 
     def _begin(self, precision: Precision | None) -> None:
-        self.was_skipped = False  # the last step found gradients that are not finite
-        self.grad_norm = 0.0  # of the last step, before clipping: sharded parameters', else ordinary ones' if needed
-        self.loss_scaler: LossScaler | None = None  # the engine's that steps this one
-        self._precision = precision  # of ordinary parameters; None: not asked for
-        self._is_built = False  # all groups that it was made with are there
-        self._groups: dict[int, dict[str, Any]] = {}
+        self.was_skipped = False  # whether the last step found gradients that are not finite
+        self.grad_norm = 0.0  # of the last step, before clipping: of a sharded model, else of ordinary parameters
+        self.loss_scaler: LossScaler | None = None  # set by the engine that steps this optimizer
+        self._precision = precision  # of ordinary parameters; None: default
+        self._is_built = False  # whether __init__ has added all its groups
+        self._groups: dict[int, dict[str, Any]] = {}  # by id(parameter)
         self._sharded: dict[Shards, ShardedModel] = {}
-        self._workers: Workers | None = None  # for ordinary parameters
+        self._workers: Workers | None = None  # threads for ordinary parameters
 
     def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
-        """The rule that a parameter of a group follows."""
+        """The rule of a parameter in a group."""
         raise NotImplementedError
 
     def check_group(self, group: Group) -> None:
-        """Raises ValueError for values that a group may not hold."""
+        """Raises ValueError for values that a group must not have."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as in torch. Raises ValueError for values out of range and parameters that cannot be stepped."""
+        """Adds a group, as in torch. Raises ValueError for values out of range and for parameters that cannot be stepped."""
         merged = {**self.defaults, **param_group}
         check_implementation(merged)
         self.check_group(merged)
@@ -155,23 +151,23 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because gradients were not finite; the reference's name for it."""
+        """Whether the last step was skipped because gradients were not finite, under the reference's name."""
         return self.was_skipped
 
     @property
     def optimizer(self) -> NativeOptimizer:
-        """Itself: the reference wraps the optimizer that steps, and tools look for it here."""
+        """This optimizer. The reference wraps an optimizer, and tools access it under this name."""
         return self
 
     @property
     def loss_scale(self) -> float:
-        """What the losses are multiplied by of which these gradients come; 1 outside an engine."""
+        """The factor of the losses that gave these gradients; 1 without an engine."""
         return self.loss_scaler.scale if self.loss_scaler is not None else 1.0
 
     cur_scale = loss_scale
 
     def set_lr(self, lr: float) -> None:
-        """Gives every parameter group this learning rate."""
+        """Sets the learning rate of every parameter group."""
         for group in self.param_groups:
             group["lr"] = lr
 
@@ -180,7 +176,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         return float(self.param_groups[0]["lr"])
 
     def tiles_of(self, shards: Shards) -> StateTiles:
-        """The states of a sharded model."""
+        """The states of a sharded model, as tiles."""
         return self._sharded[shards].tiles
 
     @torch.no_grad()
@@ -192,18 +188,20 @@ class NativeOptimizer(torch.optim.Optimizer):
         max_norm: float = 0.0,
         num_undivided: int = 1,
     ) -> Any:
-        """Steps every parameter that has a gradient; collective over the ranks of sharded models.
+        """Steps every parameter that has a gradient. Blocks; collective over the ranks of sharded models.
 
         Args:
             closure: computes the loss again, as in torch.
             scale: the loss scale; gradients are divided by it in the same pass.
-            max_norm: clips to this the global norm of each sharded model's gradients, and that of all ordinary
-                parameters' together; 0: does not.
-            num_undivided: micro-batches whose sum ordinary parameters' gradients are, to be divided by; sharded ones' know.
+            max_norm: maximum of the global norm, separately for each sharded model and for all ordinary parameters together;
+                0: no clipping.
+            num_undivided: divisor of ordinary parameters' gradients, which sum this many micro-batches. Sharded models divide
+                their gradients themselves.
 
-        Gradients that hold NaN or infinity leave every sharded state untouched (`was_skipped` is then True), or raise
-        NonFiniteGradients, as the policy says; ordinary parameters too are left when scale or max_norm is given, else they
-        are stepped as torch does. Blocks; raises OSError when a transfer failed.
+        If gradients of a sharded model hold NaN or infinity, its policy decides: its states stay unchanged and `was_skipped`
+        is True, NonFiniteGradients is raised, or the gradients are applied. After a skip, ordinary parameters are not stepped.
+        If gradients of ordinary parameters hold NaN or infinity, ordinary parameters are skipped if scale, num_undivided or
+        max_norm is given; else they are stepped as in torch. Raises OSError when a transfer fails.
         """
         loss = None
         if closure is not None:
@@ -221,7 +219,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The states in torch's format, on the CPU: see base.py. Collective when a model is sharded; blocks."""
+        """The states in torch's format, on the CPU; see the top of this file. Collective for sharded models; blocks."""
         handle = self.register_state_dict_post_hook(self._fill, prepend=True)
         try:
             return super().state_dict()
@@ -229,11 +227,11 @@ class NativeOptimizer(torch.optim.Optimizer):
             handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Puts states back, ours or those of torch's optimizer of the same name. Collective when a model is sharded; blocks.
+        """Restores a dict of this class, or of torch's optimizer of the same name. Collective for sharded models; blocks.
 
-        Raises ValueError for a dict of another optimizer; then groups and some states may be those of the dict.
+        Raises ValueError for a dict of another optimizer. Groups and some states may then already be changed.
         """
-        # After the user's own hooks, and before them: those see what torch's optimizers would show them.
+        # Sealing runs after the user's pre-hooks and opening before the user's post-hooks: both see plain dicts, as in torch.
         sealing = self.register_load_state_dict_pre_hook(lambda _, given: seal(given))
         opening = self.register_load_state_dict_post_hook(lambda _: self._restore(), prepend=True)
         try:
@@ -243,7 +241,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             opening.remove()
 
     def restore_ordinary(self, entries: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """Puts states of ordinary parameters back, as state dicts have them; an empty one has not been stepped. Blocks."""
+        """Restores states of ordinary parameters from entries of a state dict; an empty entry means no steps. Blocks."""
         self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
         names = {param: name for name, param in self.named()}
         for param, entry in entries.items():
@@ -255,14 +253,14 @@ class NativeOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "precision": self._precision}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "defaults" in state:  # unpickled or copied; torch also hands over what it has loaded
+        if "defaults" in state:  # unpickled or copied; torch also calls this with a loaded dict, which has no defaults
             self._begin(state["precision"])
             state = {name: value for name, value in state.items() if name != "precision"}
         super().__setstate__(state)
         self._is_built = True
 
     def _fill(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Puts the entries of every parameter that has been stepped into a dict, by its number there."""
+        """Adds the entry of every parameter that has states to a dict, under the parameter's number."""
         found: dict[int, ordinary.State] = {}
         numbers = [group["params"] for group in state_dict["param_groups"]]
         for group, own in zip(self.param_groups, numbers, strict=True):
@@ -277,10 +275,10 @@ class NativeOptimizer(torch.optim.Optimizer):
         state_dict["state"] = found
 
     def _restore(self) -> None:
-        """Opens what torch has put in `state`, once the groups are the dict's."""
+        """Restores the entries that torch has put into `state`, after torch has set the groups."""
         for group in self.param_groups:
             nothing = {name: value for name, (value, _) in IMPLEMENTATION.items() if name in self.defaults}
-            group.update({**self.defaults, **group, **nothing})  # how torch computed is not how we do
+            group.update({**self.defaults, **group, **nothing})  # torch's implementation options do not apply here
             self.check_group(group)
         self._attach_all()
         sealed = dict(self.state)
@@ -294,14 +292,14 @@ class NativeOptimizer(torch.optim.Optimizer):
                 restore_sharded(shards, self._sharded[shards].tiles, found[1], given, rule)
 
     def _restore_one(self, name: str, param: nn.Parameter, given: Mapping[str, Any] | None) -> None:
-        """The state of an ordinary parameter."""
+        """Restores the state of an ordinary parameter."""
         self.state.pop(param, None)
         if given:
             rule, precision = self.rule_of(self._groups[id(param)], param), self._ordinary_precision
             self.state[param] = ordinary.restore_state(self._threads(), param, given, rule, precision, name)
 
     def _check_keepers(self) -> None:
-        """Raises rather than pass over parameters that would never be stepped."""
+        """Raises RuntimeError for a parameter that this optimizer holds and would never step."""
         for _, param in self.named():
             keeper = registry.keeper_of(param)
             if isinstance(keeper, Shards) and keeper not in self._sharded:
@@ -315,7 +313,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                     )
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter with its name where torch was told it, else its number in state dicts."""
+        """Every parameter with its name if torch was given names, else with its number in state dicts."""
         number = 0
         for group in self.param_groups:
             names = group.get("param_names") or [str(i) for i in range(number, number + len(group["params"]))]
@@ -323,13 +321,13 @@ class NativeOptimizer(torch.optim.Optimizer):
             yield from zip(names, group["params"], strict=True)
 
     def named_ordinary(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that no sharded model holds, as `named` gives them."""
+        """The parameters that belong to no sharded model, as `named` yields them."""
         return ((name, param) for name, param in self.named() if not isinstance(registry.keeper_of(param), Shards))
 
     # ---- sharded -----------------------------------------------------------------------------------------------------------
 
     def _attach_all(self) -> None:
-        """Makes the states of models whose parameters are here; raises ValueError when they have no room for a rule's."""
+        """Makes the states of sharded models whose parameters are here. Raises ValueError when the plan lacks room."""
         self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
         for _, param in self.named():
             keeper = registry.keeper_of(param)
@@ -398,7 +396,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             self._step_parameter(name, param, factor)
 
     def _ordinary_norm(self, params: list[nn.Parameter]) -> float:
-        """Of all gradients together: sums of squares of fixed blocks, added in order."""
+        """The norm of all gradients together. Sums of squares of fixed blocks are added in a fixed order."""
         sums = []
         for param in params:
             assert param.grad is not None

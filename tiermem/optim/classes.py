@@ -1,4 +1,4 @@
-"""The optimizers: Adam, AdamW, Adagrad, Lion, SGD and Muon, with torch's arguments."""
+"""The optimizers Adam, AdamW, Adagrad, Lion, SGD and Muon, with torch's arguments."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from tiermem.optim.base import NativeOptimizer, Params
 from tiermem.optim.rules import MATRIX_LR_NAMES, Group, Rule, check_betas, check_not_negative, check_range
 from tiermem.precision import Precision
 
-# ---- Adam and AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019; amsgrad: Reddi et al. 2018), with torch's -----------
-# arguments
+# ---- Adam and AdamW --------------------------------------------------------------------------------------------------
 
 
 class Adam(NativeOptimizer):
-    """Adam with weight decay as an L2 term of the gradient.
+    """Adam (Kingma & Ba 2015; amsgrad: Reddi et al. 2018): weight decay is an L2 term of the gradient.
 
     Args:
-        params: parameters, named parameters or groups, sharded or ordinary (those on the CPU).
+        params: parameters, named parameters or groups; sharded, or ordinary on the CPU.
         lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in torch.optim.Adam.
-        foreach, capturable, differentiable, fused: torch's choice of implementation; only what asks for nothing is taken.
-        precision: of ordinary parameters' states, a Precision or a preset's name (tiermem/precision.py); default: fp32
-            moments, and an fp32 master for parameters of lower precision. Sharded ones follow their model's policy.
+        foreach, capturable, differentiable, fused: torch's implementation options; only their defaults, or False, are accepted.
+        precision: of ordinary parameters' states: a Precision or a preset's name (tiermem/precision.py). Default: fp32
+            moments, and an fp32 master for parameters of lower precision. Sharded parameters follow their model's policy.
 
-    Raises ValueError for values out of range, an empty list, and states that the plan has no room for. Owns the states of
-    ordinary parameters; those of sharded ones belong to the model's store and go when it is closed.
+    Raises ValueError for values out of range, an empty list, and states that the plan has no room for. The optimizer owns the
+    states of ordinary parameters. The states of sharded parameters belong to the model's store and are freed with it.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Adam(NativeOptimizer):
 
 
 class AdamW(Adam):
-    """AdamW: weight decay acts on the weight, times lr. Otherwise as Adam."""
+    """AdamW (Loshchilov & Hutter 2019): weight decay acts on the weight, times lr. Otherwise as Adam."""
 
     def __init__(
         self,
@@ -102,26 +101,26 @@ class AdamW(Adam):
         )
 
     def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
-        return rules.adam(True, group["amsgrad"])  # whatever a loaded group says, as in torch
+        return rules.adam(True, group["amsgrad"])  # ignores decoupled_weight_decay of a loaded group, as torch does
 
 
 def check_adam(group: Group) -> None:
-    """Raises ValueError for values that Adam's groups may not hold."""
+    """Raises ValueError for values that Adam's groups must not have."""
     check_betas(group["betas"])
     check_not_negative(group, "lr", "eps", "weight_decay")
 
 
-# ---- Adagrad (Duchi et al. 2011), with torch's arguments -------------------------------------------------------------
+# ---- Adagrad ---------------------------------------------------------------------------------------------------------
 
 
 class Adagrad(NativeOptimizer):
-    """Adagrad; the state `sum` is made by a parameter's first step.
+    """Adagrad (Duchi et al. 2011). A parameter's first step creates its state `sum`.
 
     Args:
         params, precision, foreach, differentiable, fused: as for Adam.
         lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in torch.optim.Adagrad.
 
-    Raises and owns as Adam does.
+    Errors and ownership: as Adam.
     """
 
     def __init__(
@@ -158,20 +157,22 @@ class Adagrad(NativeOptimizer):
         check_not_negative(group, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
 
 
-# ---- Lion (Chen et al. 2023): the sign of an interpolated momentum, with decoupled weight decay. torch has none ------
+# ---- Lion ------------------------------------------------------------------------------------------------------------
 
 
 class Lion(NativeOptimizer):
-    """Lion: one moment, `exp_avg`, a third of Adam's states less.
+    """Lion (Chen et al. 2023): steps along the sign of an interpolated momentum, with decoupled weight decay.
+
+    torch has no Lion. It keeps one moment, `exp_avg`; with an fp32 master its states take a third less memory than Adam's.
 
     Args:
         params, precision: as for Adam.
-        lr: a third to a tenth of AdamW's.
-        betas: of the interpolation that is stepped along, and of the moment.
-        weight_decay: decoupled; three to ten times AdamW's.
-        maximize: go up instead of down.
+        lr: a third to a tenth of the lr for AdamW.
+        betas: (factor of the interpolation, decay of the moment).
+        weight_decay: decoupled; three to ten times the weight_decay for AdamW.
+        maximize: maximizes instead of minimizing.
 
-    Raises and owns as Adam does.
+    Errors and ownership: as Adam.
     """
 
     def __init__(
@@ -195,17 +196,18 @@ class Lion(NativeOptimizer):
         check_not_negative(group, "lr", "weight_decay")
 
 
-# ---- SGD with momentum (Sutskever et al. 2013, in torch's variant), with torch's arguments ---------------------------
+# ---- SGD -------------------------------------------------------------------------------------------------------------
 
 
 class SGD(NativeOptimizer):
-    """SGD; without momentum it keeps no moment. Beside torch's `momentum_buffer` its states hold `step`.
+    """SGD with momentum (Sutskever et al. 2013, torch's variant). Without momentum it keeps no moment. Unlike torch's SGD, its
+    states also hold `step`.
 
     Args:
         params, precision, foreach, differentiable, fused: as for Adam.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
 
-    Raises and owns as Adam does.
+    Errors and ownership: as Adam.
     """
 
     def __init__(
@@ -247,30 +249,30 @@ class SGD(NativeOptimizer):
             )
 
 
-# ---- Muon (Jordan et al. 2024): matrices by momentum made orthogonal, everything else by AdamW, in one optimizer -----
-#
-#     group                  parameters of two dimensions     others
-#     use_muon=True          matrix rule (rules.py)        AdamW
-#     use_muon=False         AdamW                            AdamW
-#
-# Embeddings and output heads are matrices that Muon is not for: put them in a group with use_muon=False. Of a sharded
-# model no tile cuts a matrix, which therefore has to fit in one, and in one rank: a matrix step needs all of it.
+# ---- Muon ------------------------------------------------------------------------------------------------------------
 
 _COEFFICIENTS = (3.4445, -4.775, 2.0315)
 _MOST_ITERATIONS = 99
 
 
 class Muon(NativeOptimizer):
-    """Muon for matrices, AdamW for the rest.
+    """Muon (Jordan et al. 2024) for matrices, AdamW for other parameters.
+
+        group                  parameters of two dimensions     others
+        use_muon=True          matrix rule (rules.py)           AdamW
+        use_muon=False         AdamW                            AdamW
+
+    Muon does not suit embeddings and output heads: put them in a group with use_muon=False. A matrix step needs the whole
+    matrix. In a sharded model a matrix must therefore fit into one tile and lie whole on one rank.
 
     Args:
-        params, precision: as for Adam. A group may hold use_muon=False; there `eps` is AdamW's.
+        params, precision: as for Adam. In a group with use_muon=False `eps` is AdamW's.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon.
-        use_muon: whether matrices are stepped by Muon, of groups that do not say.
-        betas, adam_eps: of what AdamW steps; it shares lr and weight_decay.
-        ns_dtype: of the Newton-Schulz iteration's products: bfloat16 as in torch, or float32.
+        use_muon: default for groups without their own use_muon.
+        betas, adam_eps: of AdamW, which shares lr and weight_decay with Muon.
+        ns_dtype: dtype of the Newton-Schulz iteration's products: bfloat16 as in torch, or float32.
 
-    While a matrix is stepped it takes some 16 bytes of memory per element beside its states. Raises and owns as Adam does.
+    A matrix step takes about 16 bytes of memory per element of the matrix beside its states. Errors and ownership: as Adam.
     """
 
     def __init__(
@@ -308,7 +310,7 @@ class Muon(NativeOptimizer):
         super().__init__(params, defaults, {}, precision)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as in torch; in one with use_muon=False `eps` is AdamW's."""
+        """Adds a group, as in torch. In a group with use_muon=False `eps` is AdamW's."""
         if not param_group.get("use_muon", self.defaults["use_muon"]) and "eps" in param_group:
             param_group = {**param_group, "adam_eps": param_group["eps"]}
         super().add_param_group(param_group)

@@ -1,13 +1,13 @@
-"""Ordinary parameters: plain tensors on the CPU, their states in a chosen precision, under torch's keys.
+"""Ordinary parameters: plain tensors on the CPU. Their states have a chosen precision, and torch's keys.
 
-    optimizer.state[param]     step, the rule's moments [, master]: as they are stepped
+    optimizer.state[param]     step, the rule's moments [, master], in their stored formats:
         a moment               fp32, bf16 or fp16, in the parameter's shape; 8bit: uint8 codes, and `<name>_scales`
-        master                 fp32; split: int16, the bits that the bf16 parameter lacks
-    optimizer.state_dict()     the same keys, all fp32 and in the parameter's shape, as torch's own optimizers have them
+        master                 fp32; split: int16, the 16 bits that the bf16 parameter lacks
+    optimizer.state_dict()     the same keys, all fp32 and in the parameter's shape, as in torch's optimizers
 
-Formats below fp32 become fp32 exactly, and those fp32 values become the same numbers again, so a state dict restores
-every state to the bit. A parameter that is not contiguous is stepped in a contiguous copy, which costs a pass more.
-Gradients are taken as autograd leaves them.
+Every stored format converts to fp32 exactly, and back to the same numbers, so a state dict restores every state bit by bit.
+A parameter that is not contiguous is stepped in a contiguous copy, which costs one more pass over memory. Gradients are used
+as autograd leaves them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 
 def check_parameter(param: nn.Parameter, precision: Precision, name: str) -> None:
-    """Raises ValueError when a parameter's states cannot be kept so, or its gradient cannot be stepped."""
+    """Raises ValueError when a precision does not apply to a parameter's dtype or to its gradient's dtype."""
     precision.check_dtype(param.dtype, name)
     if precision.grads == "fp32" and param.dtype != torch.float32:
         raise ValueError(
@@ -40,7 +40,7 @@ def check_parameter(param: nn.Parameter, precision: Precision, name: str) -> Non
 
 
 def check_gradient(param: nn.Parameter, name: str) -> torch.Tensor:
-    """The gradient of a parameter that is due. Raises ValueError when the parameter or it cannot be stepped here."""
+    """The gradient of a parameter. Raises ValueError when the gradient or the parameter cannot be stepped here."""
     grad = param.grad
     assert grad is not None
     if grad.layout != torch.strided:
@@ -64,7 +64,7 @@ def check_gradient(param: nn.Parameter, name: str) -> torch.Tensor:
 
 
 def new_state(param: nn.Parameter, rule: Rule, precision: Precision) -> State:
-    """A state before its first step, which fills it without reading it."""
+    """An empty state. The first step fills it without reading it."""
     state: State = {STEP: torch.tensor(0.0)}
     is_8bit = precision.moments == "8bit"
     for moment in rule.moments:
@@ -81,7 +81,7 @@ def new_state(param: nn.Parameter, rule: Rule, precision: Precision) -> State:
 def step_parameter(
     workers: Workers, param: nn.Parameter, state: State, rule: Rule, step: AnyStep, precision: Precision, name: str
 ) -> None:
-    """Steps a parameter that has a gradient, after its `step` has been counted. Blocks. Raises ValueError."""
+    """Steps a parameter that has a gradient. `step` in the state already counts this step. Blocks. Raises ValueError."""
     grad = check_gradient(param, name)
     num_steps = int(state[STEP])
     weight = param.detach() if param.is_contiguous() else param.detach().contiguous()
@@ -96,7 +96,7 @@ def step_parameter(
 
 
 def export_state(workers: Workers, param: nn.Parameter, state: State, rule: Rule) -> State:
-    """A state as torch's own state dicts have it: fp32, in the parameter's shape. What is fp32 already is not copied."""
+    """A state in the format of torch's state dicts: fp32, in the parameter's shape. fp32 states are not copied."""
     found: State = {STEP: state[STEP]}
     for moment in rule.moments:
         kept = _moment(state, moment)
@@ -115,9 +115,9 @@ def export_state(workers: Workers, param: nn.Parameter, state: State, rule: Rule
 def restore_state(
     workers: Workers, param: nn.Parameter, given: Mapping[str, Any], rule: Rule, precision: Precision, name: str
 ) -> State:
-    """A state from a state dict's entry, ours or torch's own. Raises ValueError for a moment that is missing or misshapen.
+    """A state from an entry of a state dict. Raises ValueError for a moment that is missing or has another shape.
 
-    Without `master` the master is the parameter as it is now; a split one makes its parameter what the master says.
+    Without `master` in the entry, the master is made from the parameter. Restoring a split master also sets its parameter.
     """
     state = new_state(param, rule, precision)
     state[STEP] = torch.tensor(float(num_steps_of(given, rule)))
@@ -135,14 +135,14 @@ def restore_state(
 
 
 def num_steps_of(given: Mapping[str, Any], rule: Rule) -> int:
-    """The steps that an entry of a state dict has behind it. torch's SGD counts none: with a momentum it has had one."""
+    """The number of steps in an entry. torch's SGD saves no count: an entry with a momentum counts as one step."""
     if STEP in given:
         return int(given[STEP])
     return int(any(given.get(moment) is not None for moment in rule.moments))
 
 
 def value_of(given: Mapping[str, Any], key: str, shape: torch.Size, name: str) -> torch.Tensor:
-    """One state out of an entry of a state dict, in fp32 on the CPU. Raises ValueError when it is not there or misshapen."""
+    """One state of an entry, fp32 on the CPU. Raises ValueError when it is missing or has another shape."""
     value = given.get(key)
     if not isinstance(value, torch.Tensor):
         raise ValueError(

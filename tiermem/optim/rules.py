@@ -1,4 +1,4 @@
-"""Rules: what each optimizer keeps for a parameter, the scalars of one step, the step of one piece, the loss scale."""
+"""Rules: the moments and scalars of each optimizer, the step of one piece, the loss scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiermem.swap.native import Workers, optimizer_step, widen_part
 from tiermem.swap.parts import Dither, Quantised, StepParts, StepRule
 from tiermem.swap.torch_step import step_in_torch, widen_in_torch
 
-# ---- Arguments: what a parameter group may hold, said with what was given, what is allowed and what to change --------
+# ---- checks of a parameter group -------------------------------------------------------------------------------------
 
 IMPLEMENTATION: Mapping[str, tuple[Any, str]] = {
     "foreach": (None, "there is one implementation here, a native pass over every parameter; leave it out"),
@@ -25,7 +25,7 @@ IMPLEMENTATION: Mapping[str, tuple[Any, str]] = {
         "a native step leaves no graph behind; use torch's own optimizer to differentiate through it",
     ),
 }
-"""torch's options about how it computes: what asks for nothing, and why anything else is refused."""
+"""torch's implementation options: the value that requests nothing, and the reason in the error for other values."""
 
 
 def check_range(name: str, value: float, low: float, high: float, is_open: bool = False) -> None:
@@ -47,30 +47,30 @@ def check_betas(betas: tuple[float, float]) -> None:
 
 
 def check_implementation(group: Group) -> None:
-    """Raises ValueError when a group asks torch to compute in a certain way."""
+    """Raises ValueError when a group requests one of torch's implementations."""
     for name, (nothing, why) in IMPLEMENTATION.items():
         if group.get(name, nothing) not in (nothing, False):
             raise ValueError(f"{name}={group[name]} asks for something that does not exist here: {why}")
 
 
-# ---- Stepping: one step of one parameter, or of a piece of it, by whichever rule -------------------------------------
+# ---- one step of a parameter, or of a piece of it --------------------------------------------------------------------
 #
-#     StepRule      elementwise: one pass of a native kernel on the CPU, torch operations with the same bits on other
-#                   devices; a piece may be any range of the parameter
-#     MatrixStep    the whole matrix: momentum elementwise, the update made orthogonal by torch and applied elementwise
-#
-# The matrix step is Muon's (Jordan et al. 2024): five steps of a Newton-Schulz iteration turn the momentum into nearly
-# the orthogonal matrix next to it. Beside the states it takes, while it runs, some 16 bytes per element of the one
-# matrix. Its products are torch's, so their last bits may depend on torch's number of threads and on the device. What
-# the moment's format rounds away is not seen by the step that rounds it (elementwise rules use moments before they are
-# rounded).
+#     StepRule      elementwise: one pass of a native kernel on the CPU; on other devices torch operations with the same bits.
+#                   A piece may be any range of the parameter
+#     MatrixStep    a whole matrix: elementwise momentum, an update that torch makes orthogonal, an elementwise step along it
 
 
 class MatrixStep(NamedTuple):
-    """The scalars of one step of a matrix."""
+    """The scalars of one step of a whole matrix, Muon's (Jordan et al. 2024).
 
-    momentum: StepRule  # sgd that moves nothing: the moment alone
-    update: StepRule  # sgd without a moment, along the orthogonal update
+    A Newton-Schulz iteration, by default of five steps, turns the momentum into nearly the closest orthogonal matrix. While it
+    runs, it takes about 16 bytes per element of the matrix beside the states. torch computes its products, so their last bits
+    may depend on torch's number of threads and on the device. The iteration reads the momentum after it was rounded to its
+    stored format; elementwise rules use moments before rounding.
+    """
+
+    momentum: StepRule  # sgd with a step size of 0: updates the moment only
+    update: StepRule  # sgd without a moment: steps along the orthogonal update
     shape: tuple[int, int]
     nesterov: bool
     coefficients: tuple[float, float, float]
@@ -80,7 +80,7 @@ class MatrixStep(NamedTuple):
 
 
 AnyStep = StepRule | MatrixStep
-"""The rule and scalars of one step."""
+"""The rule and the scalars of one step."""
 
 
 def step_parts(
@@ -91,10 +91,10 @@ def step_parts(
     start_moments: bool = False,
     start_master: bool = False,
 ) -> None:
-    """Steps the parts in place where they lie; as `optimizer_step` in swap/native.py.
+    """Steps the parts in place, as `optimizer_step` in swap/native.py.
 
-    A MatrixStep takes those of a whole matrix. Blocks on the CPU; on other devices it queues the step on their current
-    stream and returns, and `workers` do nothing.
+    A MatrixStep takes the parts of a whole matrix. On the CPU it blocks. On other devices it queues the step on the current
+    stream and returns, and does not use `workers`.
     """
     if isinstance(step, MatrixStep):
         _step_matrix(workers, step, parts, dither, start_moments, start_master)
@@ -107,7 +107,7 @@ def step_parts(
 def orthogonalise(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], num_iterations: int, eps: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Nearly the orthogonal matrix next to this one, in `dtype`: its singular values end between 0.5 and 1.5.
+    """Nearly the orthogonal matrix closest to `matrix`, in `dtype`: its singular values end between 0.5 and 1.5.
 
     Newton-Schulz: X <- a X + b (X X^T) X + c (X X^T)^2 X, from X of norm 1 at most.
     """
@@ -143,19 +143,17 @@ def _step_matrix(
     step_parts(workers, step.update, parts._replace(grad=near.contiguous().view(-1), moments=()), dither)
 
 
-# ---- Rules: what each optimizer keeps for a parameter, and the scalars of one step -----------------------------------
+# ---- the rule of each optimizer --------------------------------------------------------------------------------------
 #
-#     rule      native    moments, under torch's own keys               first step
+#     rule      native    moments, under torch's own keys               value before the first step
 #     adamw     adamw     exp_avg, exp_avg_sq [, max_exp_avg_sq]        zero
 #     adam      adam      the same                                      zero
 #     adagrad   adagrad   sum                                           initial_accumulator_value
 #     lion      lion      exp_avg                                       zero
-#     sgd       sgd       [momentum_buffer]                             the gradient
+#     sgd       sgd       [momentum_buffer]                             the first gradient
 #     matrix    sgd       momentum_buffer                               zero             Muon's, for whole matrices
 #
-# A rule is a value; what its numbers are stands in the parameter group, which schedulers change, so `scalars` is asked
-# anew for every step. num_steps counts the parameter's own steps from 1: in step 1 its moments start without being
-# read, whether or not others beside it in a tile have been stepped before. Formulas: native/tiermem.h.
+# Formulas: native/tiermem.h.
 
 Group = Mapping[str, Any]
 """One of `optimizer.param_groups`."""
@@ -163,20 +161,24 @@ Group = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What one optimizer does to a parameter."""
+    """The update of one optimizer. Its numbers are in the parameter group.
+
+    Schedulers change the group, so `scalars` is called for every step. A parameter counts its own steps from 1. In step 1 its
+    moments are not read, even if other parameters of the same tile have been stepped before.
+    """
 
     code: str
     """The native rule: a key of `swap.parts.MOMENTS`."""
     moments: tuple[str, ...]
-    """What is kept, in the order of MOMENTS, under torch's keys."""
+    """The moments that are kept, under torch's keys, in the order of MOMENTS."""
     make_scalars: Callable[[str, Group, int, float, Sequence[int]], AnyStep] = dataclasses.field(repr=False)
     is_matrix: bool = False
-    """Whether a step needs the whole parameter at once, so that no tile may cut it."""
+    """Whether a step needs the whole parameter at once. Then no tile may cut it."""
 
     def scalars(self, group: Group, num_steps: int, factor: float, shape: Sequence[int] = ()) -> AnyStep:
-        """The scalars of a parameter's step number `num_steps`, from 1; gradients are multiplied by `factor` first.
+        """The scalars of a parameter's step `num_steps`, counted from 1. Gradients are multiplied by `factor` first.
 
-        shape: the parameter's, for rules of whole matrices.
+        shape: the parameter's shape; used by rules for whole matrices.
         """
         return self.make_scalars(self.code, group, num_steps, factor, shape)
 
@@ -188,7 +190,7 @@ def adam(is_decoupled: bool, amsgrad: bool = False) -> Rule:
 
 
 def sgd(has_momentum: bool) -> Rule:
-    """SGD; without momentum it keeps nothing."""
+    """SGD; without momentum it keeps no moment."""
     return Rule("sgd", ("momentum_buffer",) if has_momentum else (), _sgd_scalars)
 
 
@@ -244,7 +246,7 @@ def _sgd_scalars(code: str, group: Group, num_steps: int, factor: float, _shape:
         decay=group["weight_decay"],
         grad_scale=factor,
         momentum=group["momentum"],
-        # torch's buffer starts as the gradient, not dampened; a group without momentum knows no dampening
+        # torch's buffer starts as the first gradient without dampening; a group without momentum has no dampening
         dampening=group["dampening"] if num_steps > 1 and has_momentum else 0.0,
         maximize=group["maximize"],
         nesterov=group["nesterov"] and has_momentum,
@@ -280,30 +282,31 @@ def _match_adamw(num_rows: int, num_columns: int) -> float:
 
 _MATRIX_LR = {None: _keep_norm, "original": _keep_norm, "match_rms_adamw": _match_adamw}
 MATRIX_LR_NAMES = tuple(name for name in _MATRIX_LR if name is not None)
-"""What `adjust_lr_fn` may be."""
+"""Allowed names for `adjust_lr_fn`."""
 
 ADAGRAD = Rule("adagrad", ("sum",), _adagrad_scalars)
 LION = Rule("lion", ("exp_avg",), _lion_scalars)
 MATRIX = Rule("sgd", ("momentum_buffer",), _matrix_scalars, is_matrix=True)
 """Muon's rule for matrices."""
 ADAMW_OF_MUON = Rule("adamw", ("exp_avg", "exp_avg_sq"), _adamw_of_muon_scalars)
-"""What Muon does to parameters that are no matrices: AdamW, with an eps of its own."""
+"""Muon's rule for other parameters: AdamW with its own eps."""
 
 
-# ---- Loss scale: fp16 gradients are multiplied so that small ones survive, and divided again inside the step ---------
-#
-#     static    the scale given
-#     dynamic   halves when a step overflows (after `hysteresis` overflows), doubles after `window` steps in a row without
-#
-# A step that overflows is skipped and leaves every state untouched; this class only decides what the next scale is.
+# ---- the loss scale --------------------------------------------------------------------------------------------------
 
 
 class LossScaler:
-    """The scale of an fp16 run.
+    """The loss scale of an fp16 run. Gradients are multiplied by it, so that small values do not become zero, and the step
+    divides them again.
+
+        static    the configured scale
+        dynamic   halved at an overflow, after `hysteresis` overflows; doubled after each `window` steps without overflow
+
+    The optimizer skips a step that overflows. This class only computes the next scale.
 
     Args:
         config: the section `fp16`.
-        is_on: whether gradients pass through fp16; else the scale is 1 for ever. Default: what the section says.
+        is_on: whether gradients are fp16; if not, the scale is always 1. Default: `config.enabled`.
     """
 
     def __init__(self, config: Fp16Config, is_on: bool | None = None) -> None:
@@ -314,7 +317,7 @@ class LossScaler:
         if is_on:
             self.scale = float(2**config.initial_scale_power) if config.is_dynamic else float(config.loss_scale)
         self._hysteresis_left = config.hysteresis
-        self._num_good = 0  # steps since the last overflow or doubling
+        self._num_good = 0  # steps since the last overflow
 
     @property
     def loss_scale(self) -> float:
@@ -324,13 +327,13 @@ class LossScaler:
     cur_scale = loss_scale
 
     def state_dict(self) -> dict[str, float | int]:
-        """What the next scales depend on."""
+        """The values that determine the next scales."""
         return {"scale": self.scale, "hysteresis_left": self._hysteresis_left, "num_good": self._num_good}
 
     def load_state_dict(self, state_dict: Mapping[str, float | int]) -> None:
-        """Goes on from what `state_dict` returned; a scale that does not change stays as the config says.
+        """Continues from a `state_dict`. A static scale stays as configured.
 
-        Raises ValueError for what is no such state.
+        Raises ValueError for a dict with other values.
         """
         scale, left, good = (state_dict.get(name) for name in ("scale", "hysteresis_left", "num_good"))
         if not isinstance(scale, float) or not 0 < scale < math.inf or type(left) is not int or type(good) is not int:
@@ -339,7 +342,7 @@ class LossScaler:
             self.scale, self._hysteresis_left, self._num_good = scale, left, good
 
     def update(self, has_overflowed: bool) -> None:
-        """Takes note of a step and sets the scale of the next."""
+        """Records whether a step has overflowed, and sets the scale of the next step."""
         if not self._is_dynamic:
             return
         if has_overflowed:

@@ -1,10 +1,10 @@
-"""A sharded model as its optimizer steps it: its states are made, its gradients come together, every tile is stepped.
+"""ShardedModel: one optimizer step of a sharded model.
 
-    gradients of all ranks -> their norm -> finite? -> every tile, with one factor -> resident weights gathered again
-                                            no: nothing is touched, and the policy says what that means
+    gradients of all ranks -> their norm -> finite? -> every tile, with one factor -> gather resident weights again
+                                            no: the states stay unchanged, and the policy decides
 
-With `step_in_backward` a unit is stepped inside backward, as soon as its gradients are there, and nothing is left for `step`
-but the count. Which rule a parameter follows is the optimizer's to say (base.py); what happens in a tile is tiles.py's.
+With `step_in_backward` a unit is stepped inside backward, as soon as its gradients are reduced; `step` then only ends the
+step. The optimizer gives the rule of each parameter (base.py). tiles.py does the work in a tile.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from tiermem.zero.unit import Shard
 from tiermem.zero.unit_state import LiveUnit
 
 FindRule = Callable[[nn.Parameter], tuple[Group, Rule] | None]
-"""A parameter's group and the rule that it follows, or None when the optimizer has not been given it."""
+"""Returns a parameter's group and rule, or None if the optimizer does not hold the parameter."""
 
 
 class NonFiniteGradients(RuntimeError):
-    """The gradients hold NaN or infinity and the policy says that this is an error. No state was touched."""
+    """The gradients hold NaN or infinity, and the policy makes this an error. `step` changed no state."""
 
 
 class ShardedModel:
-    """A sharded model and its states, which rest in its store and live as long as that does."""
+    """A sharded model and its optimizer states, which rest in the model's store and live as long as the store."""
 
     def __init__(self, shards: Shards, find_rule: FindRule) -> None:
         self._shards = shards
@@ -41,14 +41,13 @@ class ShardedModel:
             shards.homes.step_with(lambda unit, grads: self._step_unit(shards.units[unit.index], grads))
 
     def step(self, scale: float, max_norm: float) -> float | None:
-        """Steps every parameter that has a gradient, unless their norm `is_refused`. Collective; blocks; raises OSError when a
-        transfer failed.
+        """Steps every parameter that has a gradient, unless `is_refused(norm)`. Collective; blocks; raises OSError.
 
-        Returns the norm of all gradients together, before clipping; None: they were used up in backward.
+        Returns the norm of all gradients together, before clipping; None with `step_in_backward`, which used the gradients.
 
         Args:
-            scale: the loss scale, by which gradients are divided.
-            max_norm: what their global norm is clipped to; 0: it is not.
+            scale: the loss scale; gradients are divided by it.
+            max_norm: maximum of the gradients' global norm; 0: no clipping.
         """
         shards = self._shards
         shards.check_may_change()
@@ -75,11 +74,11 @@ class ShardedModel:
         return norm
 
     def is_refused(self, norm: float) -> bool:
-        """Whether gradients of this norm are not finite, and the policy does not apply such."""
+        """Whether this norm is not finite and the policy does not apply such gradients."""
         return not math.isfinite(norm) and self._shards.policy.on_nonfinite != "apply"
 
     def _step_unit(self, live: LiveUnit, grads: torch.Tensor) -> None:
-        """Inside backward: steps a unit with gradients that are not kept."""
+        """Inside backward: steps a unit with gradients that are not stored."""
         shards = self._shards
         if any(self.is_refused(each) for each in shards.homes.sums_of_squares(live.unit.shards)):
             raise NonFiniteGradients(f"the gradients of unit {live.unit.name!r} hold NaN or infinity")
@@ -90,7 +89,7 @@ class ShardedModel:
             shard.gradient.forget()
 
     def _count_steps(self, live: LiveUnit) -> None:
-        """Counts the step at hand for every parameter that takes part in it."""
+        """Counts this step for every parameter that has a gradient and a rule."""
         for shard in live.unit.shards:
             shard.num_steps += int(shard.gradient.is_there and self._find_rule(shard.param) is not None)
 
@@ -116,7 +115,7 @@ class ShardedModel:
 
 
 def check_room(shards: Shards, rule: Rule, optimizer: str) -> None:
-    """Raises ValueError when a model was not planned for what a rule keeps, or is cut where it needs the whole.
+    """Raises ValueError when the plan lacks room for a rule's moments, or when ranks hold parts of a matrix to be stepped.
 
     optimizer: its name, for the error.
     """
@@ -137,5 +136,5 @@ def check_room(shards: Shards, rule: Rule, optimizer: str) -> None:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients of a norm are multiplied by, to have at most another; 1 for max_norm=0 and norms that are not finite."""
+    """The factor that clips gradients of a norm to max_norm; 1 for max_norm=0 and for norms that are not finite."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm and math.isfinite(norm) else 1.0

@@ -1,9 +1,9 @@
 """Tile: a range of one unit's shard layout whose states are read, stepped and written as one.
 
-A tile may cut through a parameter; a Segment is the part of one parameter that a tile holds. The states of a tile lie side by
-side in one entry of the store, so that a tile is one read and one write (zero/state_layout.py draws the entry). In a buffer:
+A tile may cut a parameter. A Segment is the part of one parameter inside a tile. The states of a tile lie in one entry of the
+store, so a tile is one read and one write (zero/state_layout.py draws the entry). A buffer holds:
 
-    [ states | parameters | gradients ]    the last two where they rest on NVME; each begins at a multiple of 4096 bytes
+    [ states | parameters | gradients ]    the last two only if they rest on NVMe; each begins at a multiple of 4096 bytes
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tiermem.zero.unit import UNIT_ALIGN, Shard, Unit
 from tiermem.zero.unit_state import LiveUnit
 
 MomentsOf = Callable[[Shard], Sequence[str]]
-"""The names of a parameter's moments, as torch names them, in the order of swap.parts.MOMENTS."""
+"""Returns the names of a parameter's moments, as in torch, in the order of swap.parts.MOMENTS."""
 
 
 class Segment(NamedTuple):
-    """The elements of one parameter inside a tile; `start` counts from the tile's first element."""
+    """The elements of one parameter inside a tile; `start` is counted from the tile's first element."""
 
     shard: Shard
     start: int
@@ -36,31 +36,31 @@ class Segment(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Tile:
-    """A range of one unit's shard layout and the home of its states."""
+    """A range of one unit's shard layout, and the tier on which its states rest."""
 
     live: LiveUnit
-    start: int  # elements, a multiple of 4096, as numel is
+    start: int  # in elements; start and numel are multiples of 4096
     numel: int
     layout: StateLayout
-    room_bytes: int  # of a buffer, for its states and what they are made from
+    room_bytes: int  # in a buffer, for its states and the values that they are made from
     entry: str
     home: Tier
     segments: Sequence[Segment]
-    is_started: bool = False  # its states have been written once
+    is_started: bool = False  # whether its states have been written
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its parameters."""
+        """The dtype of its parameters."""
         return self.live.unit.dtype
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Of its gradients."""
+        """The dtype of its gradients."""
         return self.layout.precision.grad_dtype(self.dtype)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of its states at home."""
+        """Bytes of its states where they rest."""
         return self.layout.total_bytes(self.numel)
 
     @property
@@ -75,11 +75,11 @@ class Tile:
 
     @property
     def elements(self) -> slice:
-        """Its place in the unit's shard layout."""
+        """Its range of elements in the unit's shard layout."""
         return slice(self.start, self.start + self.numel)
 
     def first_element(self, segment: Segment, shard_rank: int) -> int:
-        """Where a segment begins in its whole parameter."""
+        """The index in the whole parameter of a segment's first element."""
         shard = segment.shard
         return shard.shard_numel * shard_rank + self.start + segment.start - shard.shard_offset
 
@@ -87,7 +87,7 @@ class Tile:
 def stepped_ranges(
     unit: Unit, step: int, shard_rank: int, whole: Sequence[Shard] = ()
 ) -> Iterator[tuple[int, int, list[Segment]]]:
-    """(start, elements, what of which parameter) of a unit's tiles: those that hold more than padding."""
+    """(start, elements, segments) of each tile of a unit. Tiles that hold only padding are left out."""
     for start, numel in _ranges(unit.shard_numel, step, whole):
         segments = [s for s in (_overlap(part, start, numel, shard_rank) for part in unit.shards) if s.numel > 0]
         if segments:
@@ -95,7 +95,7 @@ def stepped_ranges(
 
 
 def rests_on_host(sizes: Sequence[int], resident_bytes: int) -> list[bool]:
-    """Of tiles of these bytes, which stay on HOST: so many bytes of them at most, spread evenly."""
+    """Which tiles of these sizes stay in host memory: evenly spread, at most `resident_bytes` together."""
     due, total, stays = 0, sum(sizes), []
     for size in sizes:
         due += size * resident_bytes
@@ -105,7 +105,7 @@ def rests_on_host(sizes: Sequence[int], resident_bytes: int) -> list[bool]:
 
 
 def _ranges(total: int, step: int, whole: Sequence[Shard]) -> Iterator[tuple[int, int]]:
-    """(start, number) of at most `step` elements, cut at multiples of 4096 and through none of the whole parameters."""
+    """(start, number) of ranges of at most `step` elements, cut at multiples of 4096 and never inside a whole parameter."""
     start = 0
     while start < total:
         end = min(start + step, total)
@@ -127,31 +127,32 @@ def _ranges(total: int, step: int, whole: Sequence[Shard]) -> Iterator[tuple[int
 
 
 def _cut_by(end: int, whole: Sequence[Shard]) -> Shard | None:
-    """The whole parameter that a tile's end would cut."""
+    """The whole parameter that a tile ending at `end` would cut; None if there is none."""
     return next((s for s in whole if s.shard_offset < end < s.shard_offset + s.shard_numel), None)
 
 
 def _overlap(part: Shard, start: int, numel: int, shard_rank: int) -> Segment:
-    """The elements of a parameter inside [start, start + numel) of its unit's shard layout; none of its padding."""
+    """The elements of a parameter inside [start, start + numel) of its unit's shard layout, without padding."""
     before = part.shard_numel * shard_rank
     valid = min(part.shard_numel, max(0, part.numel - before))
     first, last = max(start, part.shard_offset), min(start + numel, part.shard_offset + valid)
     return Segment(part, first - start, last - first)
 
 
-# ---- Checksums of a tile: one for each part of each parameter in it, codes and scales apart --------------------------
-#
-#     [ master: a, b, c | moment 0: a, b, c | moment 1 codes: a, b, c | its scales: a, b, c ]
-#
-# Every part has checksums, also where the rule of its parameter does not keep that moment: the part is written and read
-# with the rest, and the rule may be known later.
+# ---- checksums -------------------------------------------------------------------------------------------------------
 
 
 def tile_runs(tile: Tile, shard_rank: int, moments_of: MomentsOf) -> Iterator[Run]:
-    """What a tile's entry holds, in the order in which it lies there."""
+    """The byte ranges of a tile's entry that get a checksum each, in the order of the entry.
+
+        [ master: a, b, c | moment 0: a, b, c | moment 1 codes: a, b, c | its scales: a, b, c ]    of segments a, b, c
+
+    A moment that a parameter's rule does not keep has checksums too: its bytes are written and read with the others, and the
+    rule may become known later.
+    """
     for part in tile.layout.parts:
         ranges = [tile.layout.ranges(part, tile.numel, segment.start, segment.numel) for segment in tile.segments]
-        for kind, suffix in enumerate(("", SCALES) if part.kind == "8bit" else ("",)):  # numbers or codes, then scales
+        for kind, suffix in enumerate(("", SCALES) if part.kind == "8bit" else ("",)):  # values or codes, then scales
             for segment, places in zip(tile.segments, ranges, strict=True):
                 number = part.place - (tile.layout.master is not None)
                 state = functools.partial(_state_name, moments_of, segment.shard, number, suffix)
@@ -167,7 +168,7 @@ def tile_runs(tile: Tile, shard_rank: int, moments_of: MomentsOf) -> Iterator[Ru
 
 
 def _state_name(moments_of: MomentsOf, shard: Shard, number: int, suffix: str) -> str | None:
-    """The name of a part's state, as torch names it; number: of a moment, -1 of the master. None: no rule keeps it."""
+    """The name of a part's state, as in torch. number: of a moment, or -1 for the master. None: no rule keeps it."""
     if number < 0:
         return MASTER
     names = moments_of(shard)

@@ -1,21 +1,21 @@
-"""TilePass: one pass over tiles: which bytes of each are read and written, and what is done to it in a buffer.
+"""TilePass: one pass over tiles: the bytes of each that are read and written, and the work in a buffer.
 
-What is read depends on what has been written before and on what the work needs (zero/state_layout.py):
+It reads, depending on what was written before and what the work needs (zero/state_layout.py):
 
-    states             once they have been made
-    fp32 initial       before that, when zero.Init kept them for a master
-    parameters         when they are the master, or its upper half; and when the master is made from them
-    gradients          for a step, when they rest on NVME; they are final only at the end of backward
+    states             once they have been written
+    fp32 initial       before that, if zero.Init kept these values for a master
+    parameters         if they are the master or its upper half, or if the master is made from them
+    gradients          for a step, if they rest on NVMe; they are final only at the end of backward
 
-States and the slice of the parameters are written back. The work is computed on the CPU. Steps of states that rest on an
-accelerator are computed there: data that lies elsewhere is copied there and back.
+It writes back the states and the tile's slice of the parameters. It computes on the CPU, except for steps of states that rest
+on an accelerator: these run there, and data that rests elsewhere is copied there and back.
 
-What is done to a tile is a function of the `Places` of each parameter in it:
+The work on a tile is a function of the `Places` of each parameter in it:
 
-    a step     one pass of a native kernel per parameter; elements between parameters are never stepped
+    a step     one pass of a native kernel per parameter; padding between parameters is not stepped
     a visit    a function of the user changes states of chosen parameters, in fp32
-    a fill     a function puts states from elsewhere in place, in the formats that they are kept in
-    nothing    the states are made and written
+    a fill     a function writes states of another source, in their stored formats
+    nothing    the first states are made and written
 """
 
 from __future__ import annotations
@@ -41,40 +41,40 @@ from tiermem.zero.values import initial_master
 FP32_PARAM = "fp32_param"
 
 RuleOf = Callable[[Shard], AnyStep | None]
-"""The rule of a parameter's next step and its scalars, or None when it is not to be stepped."""
+"""Returns the rule and the scalars of a parameter's next step, or None if the parameter is not stepped."""
 
 Visitor = Callable[[dict[str, torch.Tensor], Shard, slice], None]
-"""Changes states in place: by name, of which parameter, and which of its elements, counted from its first."""
+"""Changes states in place: (states by name, their parameter, the range of elements in the whole parameter)."""
 
 
 class Places(NamedTuple):
-    """Where a tile has elements of one parameter and of its states."""
+    """The elements of one parameter in a tile: its weight, gradient and states, as views."""
 
     tile: Tile
     shard: Shard
-    first: int  # element of the whole parameter that these begin with
+    first: int  # index in the whole parameter of the first element
     weight: torch.Tensor
-    grad: torch.Tensor | None  # in a step
+    grad: torch.Tensor | None  # None except in a step
     views: StateViews
-    names: Sequence[str]  # of the moments, as torch names them
+    names: Sequence[str]  # of the moments, as in torch
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.weight.numel()
 
     @property
     def master(self) -> torch.Tensor | None:
-        """fp32; int16: the low bits of a split one; None: the weight is the master."""
+        """The master: fp32; or int16, the low bits of a split master; or None if the weight is the master."""
         return self.views.master
 
     @property
     def moments(self) -> Mapping[str, Moment]:
-        """By name; a tile may have room for more."""
+        """The moments by name. The tile may have room for more."""
         return dict(zip(self.names, self.views.moments, strict=False))
 
     def cut(self, most_numel: int) -> Iterator[Places]:
-        """The same in pieces of at most so many elements, a multiple of 64."""
+        """The same elements in pieces of at most `most_numel`, a multiple of 64. `grad` is not cut."""
         for start in range(0, self.numel, most_numel):
             weight = self.weight[start : start + most_numel]
             views = self.views.piece(start, weight.numel())
@@ -82,20 +82,20 @@ class Places(NamedTuple):
 
 
 Act = Callable[[Places], None]
-"""What is done to a parameter's elements in a tile, in place."""
+"""Works on a parameter's elements in a tile, in place."""
 
 
 class TilePass:
-    """One pass over a model's tiles, as swap/pipeline.py runs it.
+    """One pass over a model's tiles, which swap/pipeline.py runs.
 
     Args:
         shards: the model.
-        moments_of: what is kept of each parameter.
-        act: called for each parameter in each tile, in order, once the tile's states are made.
+        moments_of: the moments of each parameter.
+        act: called for each parameter in each tile, in order, after the tile's first states are made.
         is_step: whether `act` is an optimizer step, which needs gradients.
-        grads: of the one unit that is stepped, flat in its shard layout, when none rest at home.
-        reads_weights: whether parameters are always read, not only where states are made of them.
-        is_blank: nothing is read: states and parameters are all zero when `act` is called.
+        grads: gradients of the one unit that is stepped, flat in its shard layout; None: they rest in the store or in memory.
+        reads_weights: whether parameters are always read, not only if states are made from them.
+        is_blank: nothing is read; states and parameters are zero when `act` is called.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class TilePass:
         self._reads_gradients = is_step and grads is None and shards.homes.home is Tier.NVME
         self._reads_weights = reads_weights
         self._is_blank = is_blank
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of what lies elsewhere, by its address
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (data, its copy), by the data's address
 
     def compute(self, tile: Tile, slot: Slot | None) -> None:
-        """Does the work with a tile, in its buffer or where it rests. Blocks."""
+        """Does the work on a tile, in its buffer or where it rests. Blocks."""
         start_ns = time.monotonic_ns()
         try:
             self._compute(tile, slot)
@@ -133,24 +133,24 @@ class TilePass:
             self._store.recorder.add("compute", f"tile {tile.entry}", start_ns, time.monotonic_ns(), tile.state_bytes)
 
     def read(self, tile: Tile, slot: Slot) -> Move:
-        """Starts filling a buffer with all that the work needs."""
+        """Starts reading all bytes that the work needs into a buffer."""
         parts = self._lasting_parts(tile) + self._gradient_parts(tile)
         return self._store.read(_into(slot, parts), f"tile {tile.entry}")
 
     def read_lasting(self, tile: Tile, slot: Slot) -> Move:
-        """Starts reading what rests from step to step; whatever else waits for the disk goes first."""
+        """Starts reading the bytes that stay valid between steps, at a lower priority than all other transfers."""
         return self._store.read(_into(slot, self._lasting_parts(tile)), f"tile {tile.entry}", BACKGROUND)
 
     def read_rest(self, tile: Tile, slot: Slot) -> Move:
-        """Starts reading what `read_lasting` leaves out."""
+        """Starts reading the bytes that `read_lasting` leaves out: gradients."""
         return self._store.read(_into(slot, self._gradient_parts(tile)), f"gradients of tile {tile.entry}")
 
     def has_lasting(self, tile: Tile) -> bool:
-        """Whether a tile has anything on NVMe that is read and rests from step to step."""
+        """Whether `read_lasting` would read any bytes of a tile."""
         return bool(self._lasting_parts(tile))
 
     def write(self, tile: Tile, slot: Slot) -> Move:
-        """Starts writing states and parameters back."""
+        """Starts writing states and parameters back to NVMe."""
         ranges = []
         if tile.home is Tier.NVME:
             ranges.append((tile.entry, 0, slot.tensor[: tile.state_bytes]))
@@ -158,7 +158,7 @@ class TilePass:
             ranges.append((tile.live.entry, tile.start * tile.dtype.itemsize, self._params_in(tile, slot)))
         return self._store.write(ranges, f"tile {tile.entry}")
 
-    # ---- with a tile that has come ---------------------------------------------------------------------------------------
+    # ---- the work on a tile ------------------------------------------------------------------------------------------------
 
     def _compute(self, tile: Tile, slot: Slot | None) -> None:
         params, states = self._params(tile, slot), self._states(tile, slot)
@@ -176,7 +176,7 @@ class TilePass:
             self._act(Places(tile, shard, first, params[part], grad, own, self._moments_of(shard)))
 
     def _start(self, tile: Tile, slot: Slot | None, views: StateViews, params: torch.Tensor) -> None:
-        """Makes a tile's first states: masters from initial values or from the weight, moments zero."""
+        """Makes a tile's first states: masters from the initial values or from the weight; moments are zero."""
         initial, states = self._initial_values(tile, slot), self._states(tile, slot)
         master = tile.layout.master
         if master is None:
@@ -186,15 +186,15 @@ class TilePass:
         if master.kind == "fp32":
             views.master.copy_(params if initial is None else initial)
         else:
-            views.master.zero_()  # bits that a bf16 number does not have
+            views.master.zero_()  # the bits of an fp32 number that bf16 does not have
             for segment in tile.segments if initial is not None else ():
                 assert initial is not None
                 part = slice(segment.start, segment.start + segment.numel)
                 narrow_part(self._shards.workers, initial[part], views.master[part], params[part])
-        states[master.num_bytes(tile.numel) :].zero_()  # the initial values may have lain here
+        states[master.num_bytes(tile.numel) :].zero_()  # the initial values may have used these bytes
 
     def _initial_of(self, tile: Tile) -> str | None:
-        """The entry of fp32 initial values that a tile's master starts from, when they were kept."""
+        """The entry of the fp32 initial values for a tile's master; None if the tile is started or none were kept."""
         name = initial_master(tile.live.unit)
         return name if not tile.is_started and name in self._store else None
 
@@ -208,14 +208,14 @@ class TilePass:
         place = tile.layout.initial_offset_bytes(tile.numel)
         return slot.tensor[place : place + tile.numel * FP32_BYTES].view(torch.float32)
 
-    # ---- where things are ------------------------------------------------------------------------------------------------
+    # ---- places of data ----------------------------------------------------------------------------------------------------
 
     def _device(self, tile: Tile) -> torch.device:
-        """Where the work with a tile is computed."""
+        """The device that computes the work on a tile."""
         return self._store.device if self.is_step and tile.home is Tier.DEVICE else torch.device("cpu")
 
     def _near(self, tile: Tile, data: torch.Tensor) -> torch.Tensor:
-        """A tile's data where its work is computed: themselves, or a copy that is copied back in the end."""
+        """A tile's data on the device of its work: the data itself, or a copy that `compute` copies back."""
         if data.device == self._device(tile) or not data.numel():
             return data
         if data.data_ptr() not in self._copies:
@@ -223,7 +223,7 @@ class TilePass:
         return self._copies[data.data_ptr()][1]
 
     def _lasting_parts(self, tile: Tile) -> list[_Part]:
-        """States, fp32 initial values and parameters, as far as they are read from NVMe."""
+        """The states, fp32 initial values and parameters that are read from NVMe."""
         parts: list[_Part] = []
         if self._is_blank:
             return parts
@@ -239,7 +239,7 @@ class TilePass:
         return parts
 
     def _gradient_parts(self, tile: Tile) -> list[_Part]:
-        """Gradients, when they rest on NVME."""
+        """The gradients, if they are read from NVMe."""
         if not self._reads_gradients:
             return []
         entry, offset = self._shards.homes.entry(tile.live.unit), tile.start * tile.grad_dtype.itemsize
@@ -256,7 +256,7 @@ class TilePass:
         return slot.tensor[place : place + tile.grad_bytes].view(tile.grad_dtype).to(self._device(tile))
 
     def _states(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
-        """The bytes of a tile's states, at home or in its buffer."""
+        """The bytes of a tile's states, where they rest or in its buffer."""
         if not tile.state_bytes:
             return torch.empty(0, dtype=torch.uint8)
         if tile.home is not Tier.NVME:
@@ -277,22 +277,22 @@ class TilePass:
 
 
 _Part = tuple[str, int, int, int]
-"""Bytes of an entry of the store and their place in a tile's buffer: entry, offset, place, bytes."""
+"""A byte range of an entry, and its place in a tile's buffer: (entry, offset, place, bytes)."""
 
 
 def _into(slot: Slot, parts: Sequence[_Part]) -> list[tuple[str, int, torch.Tensor]]:
-    """The ranges that the store reads: each part with its place in the buffer."""
+    """The ranges for `store.read`: (entry, offset, view of the buffer)."""
     return [(entry, offset, slot.tensor[place : place + num_bytes]) for entry, offset, place, num_bytes in parts]
 
 
-# ---- Acts ------------------------------------------------------------------------------------------------------------
+# ---- the work --------------------------------------------------------------------------------------------------------
 
 
 def stepping(workers: Workers, rule_of: RuleOf) -> Act:
-    """One optimizer step.
+    """The work of one optimizer step.
 
-    Stochastic rounding is told the parameter's name, its own count of steps and the elements' place in the whole
-    parameter: the bits do not depend on where tiles are cut, nor on the number of ranks.
+    Stochastic rounding depends on the parameter's name, its own count of steps and the element's index in the whole parameter,
+    so the bits do not depend on the tiles or on the number of ranks.
     """
 
     def step(places: Places) -> None:
@@ -300,7 +300,7 @@ def stepping(workers: Workers, rule_of: RuleOf) -> Act:
         if rule is None:
             if not tile.layout.reads_weight and tile.live.shard is None:
                 assert places.master is not None
-                places.weight.copy_(places.master)  # it may not have been read, and the whole slice is written
+                places.weight.copy_(places.master)  # it may be unread, and the whole slice is written back
             return
         moments, precision, dither = places.views.moments, tile.layout.precision, None
         if len(places.names) > len(moments):
@@ -309,14 +309,14 @@ def stepping(workers: Workers, rule_of: RuleOf) -> Act:
             dither = Dither(precision.key(shard.name), shard.num_steps, places.first)
         assert places.grad is not None
         parts = StepParts(places.weight, places.master, places.grad, moments[: len(places.names)])
-        starts = shard.num_steps == 1 and not shard.has_moments  # this parameter; its tile may have been stepped before
+        starts = shard.num_steps == 1 and not shard.has_moments  # its tile may have been stepped before
         step_parts(workers, rule, parts, dither, start_moments=starts)
 
     return step
 
 
 def too_many_moments(names: Sequence[str], num_moments: int) -> str:
-    """What is said when an optimizer keeps more than the plan has made room for."""
+    """The error's text when an optimizer keeps more moments than the plan has room for."""
     return (
         f"this optimizer keeps {len(names)} moments of a parameter ({', '.join(names)}) and the plan made room for "
         f"num_moments={num_moments}: {len(names)} > {num_moments}. Shard the model with "
@@ -325,10 +325,10 @@ def too_many_moments(names: Sequence[str], num_moments: int) -> str:
 
 
 def visiting(workers: Workers, chosen: Collection[Shard], visitor: Visitor) -> Act:
-    """Shows the states of chosen parameters to a function and keeps what it leaves.
+    """The work of a visit: shows the states of chosen parameters to a function and stores its changes.
 
-    The function gets flat fp32 tensors, {"fp32_param": ..., "exp_avg": ..., ...}, to be changed in place. Values that it
-    leaves alone come back to the bit in every precision. The parameter follows its master.
+    The function gets flat fp32 tensors, {"fp32_param": ..., "exp_avg": ..., ...}, and changes them in place. Values that it
+    does not change keep their bits in every precision. The parameter is set from its master.
     """
 
     def visit(places: Places) -> None:

@@ -1,14 +1,14 @@
 """StateTiles: the optimizer states of a sharded model, cut into tiles that are read, stepped and written as one.
 
-Before its first step a tile has no states on disk: masters are made from the parameters (or from the fp32 values that
-zero.Init saw, when those were kept), moments are zero.
+Before its first step a tile has no states on disk. Its masters are then made from the parameters, or from the fp32 values that
+zero.Init kept; its moments are zero.
 
-The first tiles are read before backward has ended (zero/hooks.py says when). States and parameters rest from one step to the
-next, so these reads stay valid while micro-batches accumulate, a backward fails or a step is skipped; code that writes states
-in between drops the reads (`Shards.drop_head_start`).
+The first tiles are read before backward has ended (zero/hooks.py says when). States and parameters do not change between
+steps, so these reads stay valid while micro-batches accumulate, after a failed backward and after a skipped step. Code that
+writes states in between drops these reads (`Shards.drop_head_start`).
 
-An optimizer's state_dict is made of `state` and `load`, one parameter and one state at a time. Both are exact in every
-precision: a value that was stored in fewer bits is found again when it is rounded to them.
+`state` and `load` make and restore an optimizer's state_dict, one state of one parameter at a time. Both are exact in every
+precision: fp32 values that came from a smaller format convert back to the same bits.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from tiermem.zero.values import initial_master
 
 
 class StateTiles:
-    """The tiles of a sharded model: makes room for its states and steps them.
+    """The tiles of a sharded model. Reserves room for its states and steps them.
 
     Args:
-        shards: the model; its plan says how large tiles are and how many buffers they pass through.
-        moments_of: what the optimizer keeps of each parameter; nothing of one that it does not know.
-        is_whole: whether a parameter is stepped as a whole matrix, so that no tile may cut it.
+        shards: the model; its plan gives the size of tiles and the number of buffers.
+        moments_of: the moments of each parameter; none for a parameter that the optimizer does not hold.
+        is_whole: whether a parameter is stepped as a whole matrix. No tile may cut such a parameter.
 
-    Raises ValueError when that is more than the plan has room for, or the model has an optimizer already.
+    Raises ValueError when the plan lacks room for the moments, or when the model already has an optimizer.
     """
 
     def __init__(
@@ -65,25 +65,25 @@ class StateTiles:
         if len(names) > shards.policy.num_moments:
             raise ValueError(too_many_moments(names, shards.policy.num_moments))
         self.tiles = [tile for live in trainable for tile in self._cut(live, len(names), is_whole)]
-        self._pieces: dict[Shard, list[tuple[Tile, Segment]]] = {}  # of each parameter, in the order of its elements
+        self._pieces: dict[Shard, list[tuple[Tile, Segment]]] = {}  # of each parameter, in the order of elements
         for tile in self.tiles:
             for segment in tile.segments:
                 self._pieces.setdefault(segment.shard, []).append((tile, segment))
         self.num_started = 0
-        """Tiles whose states have been written once."""
+        """Tiles whose states have been written."""
         self._choose_homes()
         if any(tile.entry in self._store for tile in self.tiles):
             raise ValueError("this model has an optimizer already: make one optimizer with several parameter groups")
         for tile in self.tiles:
-            if tile.state_bytes:  # plain SGD of fp32 parameters keeps nothing
+            if tile.state_bytes:  # plain SGD of fp32 parameters has no states
                 self._store.reserve(tile.entry, (tile.state_bytes,), torch.uint8, tile.home)
         if keeps_sums(shards.policy):
             self._protect()
 
     def begin(self) -> None:
-        """Starts reading the first tiles of the next step, behind everything else; does nothing once they are on their way.
+        """Starts reading the first tiles of the next step, at low priority. Does nothing if they are already being read.
 
-        Tiles that lie in memory are left out: they would hold a buffer for nothing.
+        Tiles in memory are left out, because they need no buffer.
         """
         start = self._shards.head_start
         if start is None or not self._shards.policy.pipeline_read:
@@ -92,27 +92,27 @@ class StateTiles:
         start.begin((tile for tile in self.tiles if work.has_lasting(tile)), work.read_lasting)
 
     def step(self, rule_of: RuleOf) -> None:
-        """Steps every tile once. Blocks; raises OSError when a transfer failed, and then the model is torn."""
+        """Steps every tile once. Blocks. Raises OSError when a transfer fails; tiles then hold old and new states."""
         self._step(self.tiles, rule_of, None)
 
     def step_unit(self, live: LiveUnit, grads: torch.Tensor, rule_of: RuleOf) -> None:
-        """Steps one unit's tiles with gradients that rest nowhere: flat, in its shard layout. Blocks."""
+        """Steps one unit's tiles with the given gradients: flat, in its shard layout. Blocks; raises OSError."""
         self._step([tile for tile in self.tiles if tile.live is live], rule_of, grads)
 
     def state(self, shard: Shard, name: str) -> torch.Tensor:
-        """A copy of this rank's part of one state of a parameter, in fp32: flat, without padding. Blocks; raises OSError.
+        """A copy of this rank's part of one state of a parameter: fp32, flat, without padding. Blocks; raises OSError.
 
-        `name` is MASTER, which every parameter has, or one of its moments. Takes memory for that part, twice.
+        `name` is MASTER, which every parameter has, or one of its moments. Takes twice the memory of that part.
         """
         pieces = [self.piece(tile, segment, name) for tile, segment in self._pieces.get(shard, ())]
         return torch.cat(pieces) if pieces else torch.empty(0)
 
     def load(self, shard: Shard, name: str, values: torch.Tensor) -> None:
-        """Puts fp32 values in place of a state, as `state` returns them; the opposite of it, to the bit. Blocks.
+        """Restores a state from fp32 values of the form that `state` returns, exactly. Blocks.
 
-        A master writes the parameter too, as a step does, so that neither needs the other to be loaded. Who loads moments
-        sets `shard.num_steps` to the steps that they have seen: from 1 on a step reads them. Collective for MASTER, when
-        there are several ranks. Raises ValueError for another number of values, OSError when a transfer failed.
+        MASTER also sets the parameter, as a step does. After loading moments the caller sets `shard.num_steps` to the number
+        of steps that they have seen. With several ranks, MASTER is collective. Raises ValueError for another number of values,
+        OSError when a transfer fails.
         """
         pieces = self._pieces.get(shard, [])
         due = sum(segment.numel for _, segment in pieces)
@@ -135,10 +135,10 @@ class StateTiles:
             shard.has_moments = shard.num_steps == 0
 
     def visit(self, chosen: Collection[Shard], visitor: Visitor) -> None:
-        """Lets a function change the states of chosen parameters in place, each tile that holds any of them once.
+        """Calls a function that changes the states of chosen parameters in place, for each tile that holds any of them.
 
-        Every rank calls it for the same parameters. Blocks; raises OSError when a transfer failed, and what the visitor
-        raises: then what it has seen may be written or not.
+        Every rank calls it for the same parameters; collective. Blocks. Raises OSError when a transfer fails, and the
+        visitor's error; then the states that the visitor has seen may be written or not.
         """
         self._shards.drop_head_start()
         due = [tile for tile in self.tiles if any(segment.shard in chosen for segment in tile.segments)]
@@ -151,22 +151,22 @@ class StateTiles:
             shard.has_master |= shard.num_steps == 0 and self._has_master(shard)
 
     def fill(self, filler: Act, keeps: bool = False) -> None:
-        """Lets a function put states and weights from elsewhere in place, each tile once, in the formats that they are kept in.
+        """Calls a function that writes states and weights in their stored formats, once for each parameter in each tile.
 
-        keeps: whether what it leaves alone stays as it was; else that becomes the state before the first step. Not collective:
-        every rank calls `Shards.refresh` for every unit after, and sets `num_steps`, `has_moments` and `has_master` of every
-        parameter. Blocks; raises OSError, and what the filler raises: then some tiles hold the one, some the other.
+        keeps: whether states and weights that the function does not write keep their values; else they become zero. Not
+        collective. Afterwards every rank calls `Shards.refresh` for every unit, and sets `num_steps`, `has_moments` and
+        `has_master` of every parameter. Blocks. Raises OSError, and the filler's error; then tiles hold old and new values.
         """
         self._shards.drop_head_start()
         work = TilePass(self._shards, self._moments_of, filler, reads_weights=True, is_blank=not keeps)
         self._run(self.tiles, work)
 
     def pieces(self, shard: Shard) -> list[tuple[Tile, Segment]]:
-        """What each tile holds of a parameter, in the order of its elements."""
+        """The tiles that hold a parameter, with its segment in each, in the order of its elements."""
         return list(self._pieces.get(shard, ()))
 
     def piece(self, tile: Tile, segment: Segment, name: str) -> torch.Tensor:
-        """A copy of what a tile holds of one state of a parameter, in fp32; before its first step what it will be. Blocks."""
+        """A copy of one state of a segment, in fp32; before the tile's first step, the state's first value. Blocks."""
         part = self._part_of(tile, segment.shard, name)
         if not tile.is_started:
             return self._first_value(tile, segment, name)
@@ -178,7 +178,7 @@ class StateTiles:
         return widen_part(self._shards.workers, part.view(data, segment.numel), weight, is_positive(name))
 
     def names(self, shard: Shard) -> tuple[str, ...]:
-        """What is kept of a parameter beside its master, under torch's names."""
+        """The names of a parameter's moments, as in torch."""
         return tuple(self._moments_of(shard))
 
     # ---- stepping --------------------------------------------------------------------------------------------------------
@@ -208,19 +208,19 @@ class StateTiles:
                 self._store.drop(initial)
 
     def _cut(self, live: LiveUnit, num_moments: int, is_whole: Callable[[Shard], bool]) -> Iterator[Tile]:
-        """The tiles of a unit. Raises ValueError for a parameter that no tile may cut, and that does not fit in one."""
+        """The tiles of a unit. Raises ValueError for a whole matrix that does not fit into one tile."""
         policy, plan, unit = self._shards.policy, self._shards.plan, live.unit
         layout = StateLayout(unit.dtype, policy.precision, num_moments)
         whole, step = [shard for shard in unit.shards if is_whole(shard)], plan.tile_numel
         if not plan.tiles.num and whole:
-            step = unit.shard_numel  # no buffer bounds what is stepped where it rests
+            step = unit.shard_numel  # stepped where it rests, without a buffer that limits the size
         for start, numel, segments in stepped_ranges(unit, step, self._shards.topology.shard_rank, whole):
             in_buffer = layout.buffer_bytes(numel, keeps_initial_master(unit, policy))
             entry = f"state/{unit.index}/{unit.name}/{start}"
             yield Tile(live, start, numel, layout, in_buffer, entry, plan.states, segments)
 
     def _choose_homes(self) -> None:
-        """Of states on NVME a share stays on HOST, spread evenly."""
+        """Keeps a share of the tiles in host memory, if states rest on NVMe."""
         plan = self._shards.plan
         stays = rests_on_host([tile.state_bytes for tile in self.tiles], plan.resident_bytes)
         for tile, is_resident in zip(self.tiles, stays, strict=True):
@@ -228,7 +228,7 @@ class StateTiles:
                 tile.home = Tier.HOST
 
     def _protect(self) -> None:
-        """Gives what rests on NVMe checksums: states, and weights anew, which tiles write in parts."""
+        """Sets up checksums for bytes on NVMe: for states, and anew for weights, because tiles write parts of them."""
         rank = self._shards.topology.shard_rank
         cuts: dict[LiveUnit, list[int]] = {}
         for tile in self.tiles:
@@ -242,7 +242,7 @@ class StateTiles:
     def _has_master(self, shard: Shard) -> bool:
         return self._shards.policy.precision.master_of(shard.param.dtype) is not None
 
-    # ---- looking and putting ---------------------------------------------------------------------------------------------
+    # ---- reading and writing pieces ----------------------------------------------------------------------------------------
 
     def _write_piece(self, tile: Tile, segment: Segment, name: str, values: torch.Tensor) -> None:
         part = self._part_of(tile, segment.shard, name)
@@ -260,7 +260,7 @@ class StateTiles:
             self._shards.values.put_elements(tile.live, tile.start + segment.start, weight)
 
     def _part_of(self, tile: Tile, shard: Shard, name: str) -> StatePart | None:
-        """Where a state lies; None: it is the parameter itself. Raises ValueError for a state that is not kept."""
+        """The part of a tile that holds a state; None: the parameter itself. Raises ValueError for an unknown state."""
         if name == MASTER:
             return tile.layout.master
         names = list(self._moments_of(shard))
@@ -269,7 +269,7 @@ class StateTiles:
         return tile.layout.moment(names.index(name))
 
     def _first_value(self, tile: Tile, segment: Segment, name: str) -> torch.Tensor:
-        """What a state will be when its tile is started."""
+        """The value that a state will have when its tile is started."""
         if name != MASTER:
             return torch.zeros(segment.numel)
         start, initial = tile.start + segment.start, initial_master(tile.live.unit)

@@ -1,5 +1,5 @@
-"""The format of a checkpoint, and where its files are. manifest.py specifies it.
+"""The files of a checkpoint. manifest.py specifies the format.
 
-kinds      how elements are stored        fields     strict JSON, values without pickle
+kinds      how elements are stored        fields     strict readers of JSON, values without pickle
 manifest   the files of a durable step    finding    the durable steps of a folder, and how files name each other
 """

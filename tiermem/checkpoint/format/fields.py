@@ -18,49 +18,49 @@ import torch
 from tiermem.checkpoint.format.kinds import DTYPES, dtype_of, name_of
 from tiermem.swap.native import crc32c_of
 
-# ---- CRC-32C of a file's text; those of states, and how two are combined: swap/checksum.py ---------------------------
+# ---- the CRC-32C of a file's text (for states: swap/checksum.py) -----------------------------------------------------
 
 
 def crc32c(data: bytes | memoryview) -> int:
-    """The CRC-32C of bytes (iSCSI's: RFC 3720, B.4)."""
+    """The CRC-32C (Castagnoli) of bytes, as in RFC 3720, B.4."""
     view = np.frombuffer(data, np.uint8)
     return int(crc32c_of(np.array([view.ctypes.data], np.uint64), np.array([len(data)], np.uint64))[0])
 
 
-# ---- Fields: strict readers of JSON files, so that a hostile file is an error and nothing else ------------------------
+# ---- strict readers of JSON files ------------------------------------------------------------------------------------
 #
 #     text(data, source)    bytes -> one JSON object: UTF-8, no NaN, no key twice
-#     Fields(...)           its keys, each read once; what is left over is an error
-#     Rule                  what a field may hold and what is made of it
+#     Fields(...)           the keys of an object; each is read once, and an unread key is an error
+#     Rule                  how the value of a field is checked, read and written
 #     read, write           a record whose annotations hold the rules: `num_bytes: Annotated[int, whole(), "bytes"]`
 #
-# Every error is a ManifestError that names the file and the field. Nothing is executed. Time is linear in a file's
-# bytes, and what is made of it takes at most 26 bytes for each; usually it is 5.
+# Files may be hostile. Every error is a ManifestError that names the file and the field. Nothing in a file is executed.
+# Time is linear in a file's bytes. The result takes at most 26 bytes of memory for each byte of the file, usually 5.
 
 T = TypeVar("T")
 
 Json = Any
-"""What json.loads returns: None, bool, int, float, str, and lists and dicts of those."""
+"""A value of json.loads: None, bool, int, float, str, or a list or dict of them."""
 
 LARGEST = (1 << 63) - 1
 MOST_TEXT = 4096  # characters of a name or a path
-MOST_BYTES = 1 << 28  # of a file that says what is where: enough for 20 TB of states, at 12 bytes for each MiB
+MOST_BYTES = 1 << 28  # of a manifest or part: enough for 20 TB of states, at 12 bytes for each MiB
 _TRAILER = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n\Z')
 _TRAILER_BYTES = len(b',"crc32c":"00000000"}\n')
 
 
 class ManifestError(ValueError):
-    """A file of a checkpoint is not what it should be; names the file and the field."""
+    """A file of a checkpoint is invalid or damaged. The text names the file and the field."""
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
-    """A JSON file: one object of one line, whose last field is the CRC-32C of all bytes before it."""
+    """The bytes of a JSON file: one object on one line, whose last field is the CRC-32C of all bytes before it."""
     body = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()[:-1]
     return body + b',"crc32c":"%08x"}\n' % crc32c(body)
 
 
 def unseal(data: bytes, source: str) -> dict[str, Any]:
-    """The object in a sealed file, without its CRC. Raises ManifestError for anything else."""
+    """The object of a sealed file, without its CRC. Raises ManifestError for a file that is cut, damaged or not sealed."""
     if len(data) > MOST_BYTES:
         raise ManifestError(f"{source}: has {len(data)} bytes; {MOST_BYTES} are allowed")
     match = _TRAILER.search(data, max(0, len(data) - _TRAILER_BYTES))
@@ -88,10 +88,10 @@ def text(data: bytes, source: str) -> dict[str, Any]:
 
 
 class Fields:
-    """The keys of one JSON object.
+    """The keys of one JSON object. Raises ManifestError if the value is not an object.
 
     Args:
-        value: what the file has in this place; anything but an object is an error.
+        value: the value in the file.
         where: the file and the field, for errors.
     """
 
@@ -102,7 +102,7 @@ class Fields:
         self._left = dict(value)
 
     def any(self, name: str) -> Any:
-        """Whatever is there."""
+        """Any value. Raises ManifestError if the field is missing."""
         if name not in self._left:
             raise ManifestError(f"{self.where}: {name} is missing")
         return self._left.pop(name)
@@ -115,7 +115,7 @@ class Fields:
         return ((f"{self.where}: {name}[{i}]", item) for i, item in enumerate(value))
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list of strings, none of them twice."""
+        """A list of different strings."""
         value = self.any(name)
         if not isinstance(value, list) or not all(_is_text(each, MOST_TEXT) for each in value):
             self.refuse(name, value, f"a list of strings of 1 to {MOST_TEXT} characters, without NUL, in UTF-8,")
@@ -127,11 +127,11 @@ class Fields:
         return tuple(value)
 
     def names(self) -> list[str]:
-        """The names that have not been read."""
+        """The names of fields that have not been read."""
         return list(self._left)
 
     def done(self) -> None:
-        """Raises ManifestError when there are fields that have not been read."""
+        """Raises ManifestError when a field has not been read."""
         if self._left:
             raise ManifestError(f"{self.where}: {', '.join(map(repr, list(self._left)[:4]))}: no such field")
 
@@ -141,14 +141,14 @@ class Fields:
 
 
 class Rule(NamedTuple):
-    """How a field is read, which may raise ManifestError, and how its value is written."""
+    """How a field is read, and how its value is written. Reading may raise ManifestError."""
 
     read: Callable[[Fields, str], Any]
     write: Callable[[Any], Json] = lambda value: value
 
 
 def rule(fits: Callable[[Any], Any], due: str, make: Callable[[Any], Any] | None = None) -> Rule:
-    """For values that fit. due: what is expected of others."""
+    """A rule for values that `fits` accepts. `due` describes them in errors; `make` converts an accepted value."""
 
     def read(fields: Fields, name: str) -> Any:
         value = fields.any(name)
@@ -171,13 +171,13 @@ def wholes(most: int = LARGEST) -> Rule:
 
 
 def are_whole(value: Any, most: int = LARGEST) -> bool:
-    """Whether it is a list of whole numbers of 0 to `most`: without a step of Python for each of them."""
+    """Whether a value is a list of whole numbers of 0 to `most`. It runs no Python code per number."""
     is_list = isinstance(value, list)
     return is_list and (not value or ({*map(type, value)} == {int} and min(value) >= 0 and max(value) <= most))
 
 
 def string(most: int = MOST_TEXT) -> Rule:
-    """A string of 1 to so many characters, without NUL and half surrogate pairs."""
+    """A string of 1 to `most` characters, without NUL and half surrogate pairs."""
     due = f"a string of 1 to {most} characters, without NUL, that UTF-8 can hold,"
     return rule(lambda value: _is_text(value, most), due)
 
@@ -207,7 +207,7 @@ DIGEST = Rule(
 
 
 def read(kind: type[T], fields: Fields) -> T:
-    """A record. Raises ManifestError, also for fields that are none of it."""
+    """Reads a record. Raises ManifestError, also for fields that the record does not have."""
     found = kind(**{attribute: rule.read(fields, name) for attribute, name, rule in _keys(kind)})  # type: ignore[arg-type]
     fields.done()
     return found
@@ -220,7 +220,7 @@ def write(record: Any) -> dict[str, Json]:
 
 @functools.cache
 def _keys(kind: Any) -> list[tuple[str, str, Rule]]:
-    """The attributes of a record, with their names in a file, which follow the rule where they differ, and their rules."""
+    """(attribute, name in the file, rule) of each attribute of a record. The name follows the rule if it differs."""
     hints = get_type_hints(kind, include_extras=True)
     return [(name, (*hint.__metadata__, name)[1], hint.__metadata__[0]) for name, hint in hints.items()]
 
@@ -244,14 +244,14 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _is_text(value: Any, most: int) -> bool:
-    """Whether it is a string that can be written again: JSON may smuggle half a surrogate pair in."""
+    """Whether a value is a string that UTF-8 can hold. JSON escapes can encode half a surrogate pair, which UTF-8 cannot."""
     if not isinstance(value, str) or not 0 < len(value) <= most or "\0" in value:
         return False
     return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _kind(value: Any) -> str:
-    """A value as an error shows it: itself if short, else its type."""
+    """A value as an error shows it: itself if it is short, else its type."""
     try:
         shown = repr(value) if isinstance(value, (int, float, str, type(None))) else ""
     except ValueError:  # more digits than Python shows
@@ -260,22 +260,23 @@ def _kind(value: Any) -> str:
     return shown if 0 < len(shown) <= 80 else names.get(type(value), type(value).__name__)
 
 
-# ---- Plain: Python values as JSON and back, without pickle: client states, schedulers, generators -------------------
+# ---- Python values as JSON, without pickle ---------------------------------------------------------------------------
 #
-#     None, bool, int, float, str, list, dict of strings          as JSON has them
+# For client states, schedulers and generators:
+#
+#     None, bool, int, float, str, list, dict of strings          as JSON
 #     tuple, set, bytes, dict with other keys, inf and nan        {"$": "tuple", "value": [...]}, ... ($ names the type)
 #     torch.Tensor, numpy arrays and scalars, torch.dtype, Size   {"$": "tensor", "dtype": "fp32", "shape": [2], "value": ...}
 #
-# Everything else is refused with its place in the value (`client_state['args']`), rather than pickled: opening must
-# never execute anything. A decoded value equals what was encoded; dicts keep their order; an OrderedDict comes back as a
-# dict.
+# `encode` refuses any other type instead of pickling it, because opening a checkpoint must never execute code. A decoded
+# value equals the encoded one. Dicts keep their order; an OrderedDict comes back as a dict.
 
 _TYPE = "$"
 _MOST_DEPTH = 100
 
 
 def encode(value: Any, where: str, depth: int = 0) -> Json:
-    """A value as JSON. `where` names it in errors: TypeError for what has no place, naming it and its type."""
+    """A value as JSON. Raises TypeError for a type that cannot be saved; it names the type and `where` the value is."""
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if depth > _MOST_DEPTH:
@@ -295,7 +296,7 @@ def encode(value: Any, where: str, depth: int = 0) -> Json:
 
 
 def decode(value: Json, where: str, depth: int = 0) -> Any:
-    """The value that was encoded. Raises ManifestError, naming the place, for JSON that `encode` never writes."""
+    """The Python value of encoded JSON. Raises ManifestError, naming the place, for JSON that `encode` never writes."""
     if depth > 2 * _MOST_DEPTH:
         raise ManifestError(f"{where[:200]}: is nested deeper than {_MOST_DEPTH}")
     if isinstance(value, list):
@@ -319,7 +320,7 @@ def _read_plain(fields: Fields, name: str) -> Json:
 
 
 PLAIN = Rule(_read_plain)
-"""A value that `decode` can make something of, still encoded."""
+"""A value that `decode` accepts; it stays encoded."""
 
 
 def _encode_items(value: Iterable[Any], where: str, depth: int) -> Json:
@@ -402,12 +403,12 @@ def _decode_scalar(fields: Fields, where: str, depth: int) -> Any:
 
 
 class _Codec(NamedTuple):
-    """How values of a type are written, as {"value": ...} or with more fields, and read."""
+    """How values of a type are written, as {"value": ...} or with more fields, and how they are read."""
 
     kinds: tuple[type, ...]
     write: Callable[[Any, str, int], Json]
     read: Callable[[Fields, str, int], Any]
-    takes_more: bool = True  # subclasses, which are no more than these
+    takes_more: bool = True  # also accepts subclasses, which hold nothing more
 
 
 _ARRAYS = frozenset(["b1", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)), "f2", "f4", "f8", "c8", "c16"])
@@ -429,7 +430,7 @@ _CODECS: dict[str, _Codec] = {
     ),
     "complex": _Codec((complex,), lambda value, *_: [str(value.real), str(value.imag)], _decode_complex),
 }
-"""By the name in "$"; the first codec that takes a value writes it."""
+"""Codecs by the name in "$". The first codec that accepts a value writes it."""
 
 
 def _base64(raw: bytes) -> str:
@@ -437,7 +438,7 @@ def _base64(raw: bytes) -> str:
 
 
 def _raw(fields: Fields, due: int | None, shape: tuple[int, ...]) -> bytes:
-    """The bytes of a field in base64; so many, where that is known."""
+    """The bytes of a base64 field. Raises ManifestError unless there are `due` bytes; None accepts any number."""
     if len(shape) > 32 or math.prod(max(size, 1) for size in shape) > 1 << 48:
         fields.refuse("shape", list(shape)[:33], f"at most 32 dimensions and {1 << 48} elements")
     given = fields.any("value")

@@ -1,4 +1,7 @@
-"""Finding: which durable steps a place holds, where their files are and what they must hold."""
+"""Finding: the durable steps of a place, the paths of their files, and the check that their parts are complete.
+
+This module opens manifests, parts, pointers and `latest`. It never opens the files of states; opening/source.py does.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +31,19 @@ from tiermem.checkpoint.format.manifest import (
 )
 from tiermem.swap import durable
 
-# ---- Cover: whether the parts of a manifest, put together, hold every state once and whole ---------------------------
-#
-# The pieces of a (parameter, state) are checked in the order of their elements, those of a file in the order of their
-# bytes.
+# ---- cover: the parts of a manifest hold every state once and whole --------------------------------------------------
 
 States = Mapping[tuple[str, str], Sequence[tuple[int, Piece]]]
-"""(rank, piece) of each (parameter, state), by element."""
+"""(rank, piece) of each (parameter, state), in the order of elements."""
 
 
 def cover(manifest: Manifest, parts: Sequence[Part], source: str) -> States:
-    """The pieces of every state, checked.
+    """Checks the pieces of all parts and returns them by state.
 
-    Raises ManifestError: a part is not of this commit, a piece of an unknown parameter, ends beyond it, overlaps another or
-    leaves a hole, a state mixes kinds, a weight is missing, checksums are too many or too few.
+    Pieces of a state are compared in the order of their elements; pieces of a file are compared in the order of their bytes.
+
+    Raises ManifestError: a part is of another commit, a piece names an unknown parameter, a state has a hole, an overlap or
+    ends at another element than its parameter, a state mixes kinds, a weight is missing, the number of checksums is wrong.
     """
     _check_parts(manifest, parts, source)
     parameters = {each.name: each for each in manifest.parameters}
@@ -60,7 +62,7 @@ def cover(manifest: Manifest, parts: Sequence[Part], source: str) -> States:
 
 
 def total_bytes(pieces: Iterable[tuple[int, Piece]]) -> int:
-    """Bytes of a state."""
+    """Bytes of a state, from its pieces."""
     return sum(piece.num_bytes for _, piece in pieces)
 
 
@@ -130,14 +132,15 @@ def _check_sums(sums: Sequence[int] | None, num_bytes: int, what: str, source: s
         raise ManifestError(f"{source}: checksums: {what} has {has} checksums; {due} are due for {num_bytes} bytes")
 
 
-# ---- Places: the paths of a checkpoint's files, and how one file names another ---------------------------------------
-#
-# A path is written relative to the folder of the file that names it where both lie in one folder, or in two beside each
-# other: then the folders may be moved together. Else it is absolute.
+# ---- the paths of a checkpoint's files -------------------------------------------------------------------------------
 
 
 def written(path: Path, base: Path) -> str:
-    """A path as a file in `base` names it; either may be relative to the working directory, or pass through links."""
+    """A path as a file in `base` names it. Both may be relative to the working directory, or contain links.
+
+    The result is relative where both lie in one folder, or in two folders beside each other, so that the folders can be moved
+    together. Else it is absolute.
+    """
     path, base = real(path), real(base)
     if path == base:
         return "."
@@ -151,14 +154,14 @@ def written(path: Path, base: Path) -> str:
 
 
 def named_folder(argument: str, folder: str | os.PathLike[str]) -> Path:
-    """A folder that was given. Raises ValueError for an empty name, of which pathlib makes the working directory."""
+    """The folder that the user gave. Raises ValueError for an empty name, which pathlib would read as the working directory."""
     if not os.fspath(folder):
         raise ValueError(f"{argument} is empty; give the folder of checkpoints, '.' for the working directory")
     return Path(folder)
 
 
 def tag_folder(save_dir: Path, tag: str) -> Path:
-    """The folder of a tag. Raises ValueError for one that is no name of a folder below."""
+    """The folder of a tag. Raises ValueError for a tag that does not name a folder below `save_dir`."""
     if not is_tag(tag):
         raise ValueError(
             f"tag is {tag!r}; allowed are names of a folder below the checkpoint's, such as 'global_step10'"
@@ -167,7 +170,7 @@ def tag_folder(save_dir: Path, tag: str) -> Path:
 
 
 def pointer_path(save_dir: Path, tag: str) -> Path:
-    """The file that says where a tag's manifest is."""
+    """The pointer of a tag: the file that names the tag's manifest."""
     return tag_folder(save_dir, tag) / POINTER_FILE
 
 
@@ -177,43 +180,34 @@ def latest_path(save_dir: Path) -> Path:
 
 
 def copy_name(run_id: str, commit: int, rank: int | None, suffix: str) -> str:
-    """The file name of a complete copy's manifest (no rank), part or data: of its own for every run and commit."""
+    """The file name of a complete copy's manifest (rank None), part or data. Every run and commit has its own names."""
     if rank is None:
         return f"manifest-{run_id}-{commit}.{suffix}"
     return f"{'data' if suffix == 'bin' else 'part'}-{run_id}-{commit}-{rank}.{suffix}"
 
 
-# ---- Finding: which durable steps a place holds, newest first, and their manifests -----------------------------------
-#
-#     DIR            what save_checkpoint was given: the tag asked for, else the one that `latest` names; then the others
-#     DIR/TAG        that tag, with its pointer or a complete copy in it
-#     a run folder   the newest commit in it; then the others
-#     a file         that manifest, or where a pointer points
-#
-# The step that is asked for comes first; older ones follow for callers that allow them.
-# Files are looked at here, never the states they speak of (source.py). They are regular files: a FIFO or a link in the
-# place of one is an error. Folders may be links, and so may a file that the user names.
+# ---- the durable steps of a place ------------------------------------------------------------------------------------
 
 _MANIFEST = re.compile(r"manifest-(?:[^-]{1,64}-)?(\d{1,18})\.json")
 _MOST_TAG_BYTES = 4096
 
 
 class Found(NamedTuple):
-    """A place where a durable step is said to be: a manifest, or a pointer to one."""
+    """A place that should hold a durable step: a manifest, or a pointer to one."""
 
     file: Path
-    tag: str | None  # the folder's name, where it is a tag's
+    tag: str | None  # the folder's name, if the folder is a tag's
 
     def __str__(self) -> str:
         return f"tag {self.tag!r}" if self.tag is not None else str(self.file)
 
 
 class Opened(NamedTuple):
-    """A manifest, whole and valid, and the folder that its paths are relative to."""
+    """A manifest that has been read and validated; its paths are relative to the folder of `file`."""
 
     file: Path
     manifest: Manifest
-    place: Path  # what names it: the tag's folder, else the manifest
+    place: Path  # the tag's folder, else the manifest
 
 
 class NothingSaved(FileNotFoundError):
@@ -221,9 +215,19 @@ class NothingSaved(FileNotFoundError):
 
 
 def find(where: Path, tag: str | None = None) -> list[Found]:
-    """The durable steps of a place: what is asked for, then the others, newest first.
+    """The durable steps of a place: the requested step first, then the others, newest first.
 
-    Raises NothingSaved (a FileNotFoundError) when there is none, or not that tag, naming those that are there.
+    where               first                                               then
+    DIR (of tags)       `tag`, else the tag that DIR/latest names           the other tags
+    DIR/TAG             its pointer, else its newest manifest (a copy's)    its other manifests
+    a run folder        its newest commit                                   its other commits
+    a file              that manifest or pointer                            -
+
+    The other steps are for callers that may fall back to them. This function reads `latest` and file names only. Manifests,
+    pointers and `latest` must be regular files: a FIFO or a link in their place is an error when it is read. Folders may be
+    links, and so may the file that the user names.
+
+    Raises NothingSaved (a FileNotFoundError) when there is no step, or not that tag; the text lists the tags.
     """
     if tag is not None and not is_tag(tag):
         raise ValueError(f"tag is {tag!r}; a tag is the name of a folder below the checkpoint's")
@@ -250,13 +254,13 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
 
 
 def is_tag(tag: str) -> bool:
-    """Whether a tag names a folder below another, and nothing outside it."""
+    """Whether a tag is a relative path of 1 to 255 characters that stays below its folder."""
     parts = Path(tag).parts
     return 0 < len(tag) <= 255 and "\0" not in tag and bool(parts) and ".." not in parts and not Path(tag).is_absolute()
 
 
 def read_latest(where: Path) -> str | None:
-    """The tag that `latest` names; None: there is no such file. Raises ManifestError when it names none."""
+    """The tag that `latest` names; None if there is no such file. Raises ManifestError if its text is not a tag."""
     file = where / LATEST_FILE
     if not os.path.lexists(file) or file.is_dir():
         return None
@@ -267,18 +271,18 @@ def read_latest(where: Path) -> str | None:
 
 
 def real(path: Path) -> Path:
-    """The path without links; where links go in a circle, as far as they lead."""
+    """The absolute path without links. Links that form a circle are followed as far as they lead."""
     return Path(os.path.realpath(path))
 
 
 def read_pointer(file: Path) -> tuple[Pointer, Path]:
-    """A tag's pointer, and the manifest that it names, which may be gone. Raises ManifestError, OSError."""
+    """A tag's pointer, and the path of its manifest, which may no longer exist. Raises ManifestError, OSError."""
     pointer = parse_pointer(_read(file), str(file))
     return pointer, file.parent / pointer.folder / pointer.file
 
 
 def read_manifest(found: Found) -> Opened:
-    """The manifest of a place, through its pointer where there is one. Raises ManifestError, OSError."""
+    """The manifest of a place; a pointer is followed. Raises ManifestError, OSError."""
     if found.file.name != POINTER_FILE:
         manifest = parse_manifest(_read(found.file), str(found.file))
         return Opened(found.file, manifest, found.file if found.tag is None else found.file.parent)
@@ -294,7 +298,7 @@ def read_manifest(found: Found) -> Opened:
 
 
 def read_parts(opened: Opened) -> list[tuple[Path, Part]]:
-    """Every rank's part, with the folder it lies in. Raises ManifestError, OSError."""
+    """Every rank's part, with the folder of the part. Raises ManifestError, OSError."""
     found = []
     for each in opened.manifest.parts:
         folder = opened.file.parent / each.folder
@@ -304,7 +308,7 @@ def read_parts(opened: Opened) -> list[tuple[Path, Part]]:
 
 
 def tags_of(where: Path) -> list[str]:
-    """The tags below a folder, newest first. Raises OSError."""
+    """The names of tags below a folder, newest first. Raises OSError."""
     found = [(_age(each), each.name) for each in where.iterdir() if _is_of_tag(each)]
     return [name for _, name in sorted(found, reverse=True)]
 
@@ -318,7 +322,7 @@ def _is_of_tag(folder: Path) -> bool:
 
 
 def _age(folder: Path) -> int:
-    """When a tag was written."""
+    """When a tag was written: the newest modification time of its pointer and manifests, in ns."""
     files = [folder / POINTER_FILE, *(file for _, file in _commits(folder))]
     return max((file.lstat().st_mtime_ns for file in files if os.path.lexists(file)), default=0)
 
@@ -336,7 +340,7 @@ def _commits(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _read_whole(file: Path, num_bytes: int, crc: int, source: str) -> bytes:
-    """A file that another one speaks of. Raises ManifestError when it is not what that says."""
+    """The bytes of a file whose size and checksum another file records. Raises ManifestError when they differ."""
     data = _read(file)
     if len(data) != num_bytes:
         raise ManifestError(f"{file}: has {len(data)} bytes; {source} says {num_bytes}: it was cut, or is another's")

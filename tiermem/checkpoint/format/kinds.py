@@ -1,11 +1,11 @@
 """Kinds: how the elements of a piece of a state are stored, and how many bytes they take.
 
-    fp32 bf16 fp16 int64 ...   numbers as torch keeps them, little-endian
-    split                      int16, the bits that the bf16 weight lacks of its fp32 master (zero/state_layout.py)
-    8bit, 8bit-scales          a code per element, one scale byte for 64: a moment (native/tiermem.h)
-    packed, packed-scales      an int8 code per element, one fp32 scale for 64: a frozen weight (zero/quantised.py)
+    fp32 bf16 fp16 int64 ...   numbers in torch's layout, little-endian
+    split                      int16: the 16 bits of an fp32 master that its bf16 weight does not hold (zero/state_layout.py)
+    8bit, 8bit-scales          a moment: one byte per element, one scale byte per 64 elements (native/tiermem.h)
+    packed, packed-scales      a frozen weight: one int8 per element, one fp32 scale per 64 elements (zero/quantised.py)
 
-Blocks of 64 are counted from the first element of the piece that they lie in; the last one of a piece may be shorter.
+Blocks of 64 elements start at the first element of a piece. The last block of a piece may be shorter.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 
 BLOCK = 64  # elements that share a scale
 SCALES = ".scales"
-"""What the name of a state ends in that holds the scales of another."""
+"""The name of a state that holds scales is the name of the scaled state and this suffix."""
 OF_RANK = ".rank"
-"""Comes behind the name of a state that is not the same on every rank, before the rank."""
+"""Stands between the name of a state and a rank, for a state that differs between ranks."""
 
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,11 +37,11 @@ SPLIT, CODES, CODE_SCALES, PACKED, PACKED_SCALES = "split", "8bit", "8bit-scales
 DTYPES = frozenset(_DTYPES)
 KINDS = DTYPES | {SPLIT, CODES, CODE_SCALES, PACKED, PACKED_SCALES}
 SCALED, OF_SCALES = frozenset({CODES, PACKED}), frozenset({CODE_SCALES, PACKED_SCALES})
-"""Codes, whose scales are a state of their own, and those scales."""
+"""Kinds of codes, whose scales are a state of their own; and the kinds of those scales."""
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype in a manifest. Raises ValueError for one that has none (quantised, sub-byte)."""
+    """The name of a dtype in a manifest. Raises ValueError for a dtype without a name (quantised, sub-byte)."""
     try:
         return _NAMES[dtype]
     except KeyError:
@@ -49,12 +49,12 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of a name; KeyError for a kind that is none."""
+    """The dtype of a name. Raises KeyError for a kind that is not a dtype."""
     return _DTYPES[name]
 
 
 def bytes_of(kind: str, numel: int) -> int:
-    """Bytes of so many elements from the first of a piece on."""
+    """Bytes of the first `numel` elements of a piece."""
     if kind in SCALED:
         return numel
     if kind in OF_SCALES:
@@ -63,11 +63,11 @@ def bytes_of(kind: str, numel: int) -> int:
 
 
 def grain_of(kind: str) -> tuple[int, int]:
-    """The fewest bytes that hold whole elements, and how many those are: a block's, where there are scales."""
+    """The smallest unit of a kind: (bytes, elements). For scales it is one scale and its block; else one element."""
     return bytes_of(kind, 1), BLOCK if kind in OF_SCALES else 1
 
 
 def scales_of(state: str) -> str:
-    """The name of the state that holds the scales of one in 8 bits."""
+    """The name of the state that holds the scales of a quantised state."""
     base, dot, rank = state.partition(OF_RANK)
     return f"{base}{SCALES}{dot}{rank}"

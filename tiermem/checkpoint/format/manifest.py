@@ -1,46 +1,46 @@
-"""Manifest: the files that say what a durable step consists of. This page is the format's specification, version 1.
+"""Manifest: the files that describe a durable step. This docstring specifies the format, version 1.
 
     <dir>/latest                       text: the newest tag
     <dir>/<tag>/tiermem.json           pointer: the folder and the file of the tag's manifest
-    <folder>/manifest-<commit>.json    what all ranks together saved: parameters, scalars, checksums, the parts
-    <folder>/part-<commit>-<rank>.json what one rank saved: pieces of states, and in which bytes of which file they lie
-    <folder>/segment.bin               states that rest on NVMe lie where they rest; the store's own file is the checkpoint
-    <folder>/data-<commit>.bin         states that rest in memory, written when they were saved
-    <dir>/<tag>/data-<run id>-<commit>-<rank>.bin    a complete copy: all states of a rank; its parts and manifest lie beside
-                                       it, with such names, so that a tag that is saved again is replaced by its pointer
+    <folder>/manifest-<commit>.json    what all ranks saved: parameters, scalars, checksums, the list of parts
+    <folder>/part-<commit>-<rank>.json what one rank saved: pieces of states, and their file and byte ranges
+    <folder>/segment.bin               the store's own file: states that rest on NVMe are not copied
+    <folder>/data-<commit>.bin         states that rest in host memory, written when the step is saved
+    <dir>/<tag>/data-<run id>-<commit>-<rank>.bin    a complete copy: all states of a rank; its part and manifest lie beside
+                                       it under similar names, so a tag that is saved again changes only with its pointer
 
-<folder> is rank 0's (manifest) or each rank's own run folder, `<path>/tiermem-<run id>[.<rank>]`. A path in a file is
-absolute, or relative to the folder of the file that names it. Commits of a run are numbered upwards. A file is written to a
-temporary name, synced and renamed, the parts before the manifest and the manifest before the pointer: what is there is whole.
+<folder> is a run folder, `<path>/tiermem-<run id>[.<rank>]`: rank 0's for the manifest, each rank's own for the rest. A path in
+a file is absolute, or relative to the folder of the file that names it. Commit numbers of a run increase. Every file is
+written under a temporary name, synced and renamed. The order is parts, manifest, pointer: a file that exists is whole.
 
-Each file is one JSON object (UTF-8, no NaN, no key twice) on one line; its last field, "crc32c", is the CRC-32C of all bytes
-before `,"crc32c"`, in 8 hexadecimal digits. Sizes are bytes, offsets are bytes, starts and numels are elements.
+Each file is one JSON object (UTF-8, no NaN, no key twice) on one line. Its last field, "crc32c", is the CRC-32C of all bytes
+before `,"crc32c"`, in 8 hexadecimal digits. Sizes and offsets are in bytes; starts and numels are in elements.
 
-pointer   format "tiermem" · version 1 · run_id · commit · folder · file · bytes and crc32c_of (those of the manifest)
-manifest  format, version, run_id, commit · tag (null: a step that was made durable without one) · step (optimizer steps) ·
-          world, num_shards (ranks; ranks that share one copy of a parameter) · parts [{rank, folder, file, bytes, crc32c}],
+pointer   format "tiermem" · version 1 · run_id · commit · folder · file · bytes and crc32c_of (of the manifest file)
+manifest  format, version, run_id, commit · tag (null: a durable step without a tag) · step (number of optimizer steps) ·
+          world (ranks) · num_shards (ranks that share one copy of a parameter) · parts [{rank, folder, file, bytes, crc32c}],
           one per rank, in order · optimizer, scheduler, loss_scaler, engine, client_state, config (values, see fields.py) ·
-          parameters [{name, aliases, role, shape, dtype, trainable, num_steps, group}] · excluded (frozen parameters left
-          out when asked to) · checksums {parameter: {state: [CRC-32C of each MiB]}}
+          parameters [{name, aliases, role, shape, dtype, trainable, num_steps, group}] · excluded (frozen parameters that
+          the caller left out) · checksums {parameter: {state: [CRC-32C of each MiB]}}
 part      format, version, run_id, commit · rank · rng, data (values) · files [path] ·
           states [{param, state, kind, pieces [[start, numel, file, offset]]}], each (param, state) once
 
 role      "parameter": of the sharded model; "buffer": of the model; "ordinary": stepped by the optimizer, not sharded
-group     which of the optimizer's parameter groups; null: of none. num_steps: optimizer steps that its states have seen
-state     "weight" (a buffer's too) · "master": the fp32 value, where the weight is not it · moments under torch's names
-          ("exp_avg", ...) · "<state>.scales" beside states in 8 bits · "<state>.rank<r>": of a buffer or an ordinary
-          parameter that is not the same on rank r as on rank 0
-kind      how a piece's elements are stored, see fields.py; one kind for all pieces of a (parameter, state)
-piece     elements start to start + numel of the whole parameter, row-major, from byte `offset` on in one of the files, which
-          are counted from 0. The pieces of a (parameter, state), over all parts, cover it exactly once, if there are any;
-          those of one file do not overlap. Pieces may have any size, and a state without pieces is the one before the first
-          step: zero, and a master is the weight
-checksums of each 1 MiB of a state's bytes, put in the order of its elements as if it lay in one piece: they do not depend
-          on tiles, ranks or files. The last one is of what is left. With 8-bit states codes and scales have their own
+group     index of the optimizer's parameter group; null: in no group. num_steps: optimizer steps that the states have seen
+state     "weight" (also of a buffer) · "master": the fp32 value, if it is kept beside the weight · moments under torch's
+          names ("exp_avg", ...) · "<state>.scales" for a quantised state · "<state>.rank<r>" for a buffer or an ordinary
+          parameter whose value on rank r differs from rank 0's
+kind      how a piece's elements are stored, see kinds.py; all pieces of a (parameter, state) have one kind
+piece     elements [start, start + numel) of the whole parameter, row-major, from byte `offset` of a file; `file` is an index
+          into the part's files, from 0. The pieces of a (parameter, state), over all parts, cover it exactly once. Pieces of
+          one file do not overlap. Pieces may have any size. A state without pieces has its value from before the first step:
+          a moment is zero, and a master equals the weight
+checksums of each 1 MiB of a state's bytes, in the order of its elements as if they lay in one piece. They do not depend on
+          tiles, ranks or files. The last checksum covers the remaining bytes. Codes and scales have separate checksums
 
-What is opened is validated as a whole, here and in finding.py, before a byte of a state is read: an error is a ManifestError
-that names the file and the field. Nothing in a file is executed, and no more memory is taken than its size asks for. What is
-written is read by the same functions before it is published (`dump`): what opening refuses is not saved.
+This module and finding.py validate all files before any byte of a state is read. An error is a ManifestError that names the
+file and the field. Nothing in a file is executed, and memory use is bounded by the file's size. `dump` reads back what it
+has written with the same functions: a checkpoint that opening would refuse is not saved.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _MOST_RANKS = 1 << 24
 _MOST_CRC = (1 << 32) - 1
 
 
-# ---- Fields that are more than a number or a name --------------------------------------------------------------------
+# ---- rules of fields -------------------------------------------------------------------------------------------------
 
 
 def _read_shape(fields: Fields, name: str) -> tuple[int, ...]:
@@ -126,7 +126,9 @@ _GROUP = rule(
 _CHECKSUMS = Rule(_read_checksums, lambda found: {name: dict(states) for name, states in found.items()})
 
 
-# ---- Records: each attribute with its rule, and its name in the file where that is another one -----------------------
+# ---- records ---------------------------------------------------------------------------------------------------------
+#
+# Each attribute is annotated with its rule, and with its name in the file where that differs.
 
 
 class Piece(NamedTuple):
@@ -143,7 +145,7 @@ class Piece(NamedTuple):
 
 
 class PartState(NamedTuple):
-    """What a part has of one state of one parameter; a piece is (start, numel, file, offset), as in Piece."""
+    """The pieces of one state of one parameter in a part. A piece is (start, numel, file, offset), as in Piece."""
 
     param: Annotated[str, string()]
     state: Annotated[str, string(255)]
@@ -153,7 +155,7 @@ class PartState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one rank saved."""
+    """One rank's part of a durable step: the pieces of states in its files, and its generators and loader state."""
 
     run_id: Annotated[str, _RUN_ID]
     commit: Annotated[int, whole()]
@@ -179,7 +181,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class PartFile:
-    """Where the part of a rank is, and what it must be."""
+    """The file of a rank's part: its folder, name, size and CRC-32C."""
 
     rank: Annotated[int, whole(_MOST_RANKS)]
     folder: Annotated[str, string()]
@@ -203,13 +205,13 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What all ranks together saved."""
+    """A durable step of all ranks. The fields are described in the module's docstring."""
 
     run_id: Annotated[str, _RUN_ID]
     commit: Annotated[int, whole()]
@@ -235,7 +237,7 @@ class Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class Pointer:
-    """Where the manifest of a tag is."""
+    """The manifest file of a tag: its folder, name, size and CRC-32C, its run and commit."""
 
     run_id: Annotated[str, _RUN_ID]
     commit: Annotated[int, whole()]
@@ -260,11 +262,11 @@ def part_name(commit: int, rank: int) -> str:
 
 
 def data_name(commit: int) -> str:
-    """The file name of what rested in a rank's memory at a commit."""
+    """The file name of the states that rest in a rank's host memory at a commit."""
     return f"data-{commit}.bin"
 
 
-# ---- Reading: a record, and what its fields must be to each other ----------------------------------------------------
+# ---- reading files ---------------------------------------------------------------------------------------------------
 
 
 def parse_pointer(data: bytes, source: str) -> Pointer:
@@ -305,7 +307,7 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
 
 
 def check_parameters(parameters: Iterable[Parameter], excluded: Sequence[str]) -> None:
-    """Raises ManifestError for parameters that `parse_manifest` refuses: before anything is written."""
+    """Raises ManifestError for parameters that `parse_manifest` would refuse. Call it before anything is written."""
     content = {"parameters": [write(each) for each in parameters], "excluded": excluded}
     fields = Fields(text(json.dumps(content).encode(), _NOT_SAVED), _NOT_SAVED)
     _check_names(records(Parameter).read(fields, "parameters"), fields.texts("excluded"), _NOT_SAVED)
@@ -316,7 +318,7 @@ _Record = TypeVar("_Record", Pointer, Part, Manifest)
 
 
 def _sealed(record: _Record, parse: Callable[[bytes, str], _Record], what: str) -> bytes:
-    """A file that its reader takes."""
+    """The bytes of a file, checked by its own parser. Raises ManifestError."""
     data = seal({"format": FORMAT, "version": VERSION, **write(record)})
     parse(data, f"{_NOT_SAVED}: {what}")
     return data
@@ -335,7 +337,7 @@ def _opened(kind: type[_Record], data: bytes, source: str) -> _Record:
 
 
 def _check_names(parameters: Iterable[Parameter], excluded: Sequence[str], source: str) -> set[str]:
-    """The names of what is saved. Raises ManifestError for a name that is there twice."""
+    """The names of the parameters. Raises ManifestError for a name that occurs twice."""
     names, seen = set[str](), set[str]()
     for each in parameters:
         names.add(each.name)

@@ -1,7 +1,7 @@
-"""Interchange: checkpoints of other systems become ours, and ours become theirs.
+"""Interchange: converts checkpoints of other systems to tiermem's format, and back.
 
-in    foreign           what a checkpoint of another system holds, and parameter groups in both directions
-      from_torch        state dicts and safetensors            from_deepspeed    ZeRO-3 folders of any number of ranks
-      from_dcp          torch.distributed.checkpoint           write             a Foreign as a tiermem checkpoint
-out   export            weights as safetensors and torch files, everything as torch.distributed.checkpoint
+in    foreign           the values of another system's checkpoint; parameter groups in both directions
+      from_torch        reads state dicts and safetensors      from_deepspeed    reads ZeRO-3 folders of any number of ranks
+      from_dcp          reads torch.distributed.checkpoint     write             writes a Foreign as a tiermem checkpoint
+out   export            writes weights as safetensors and torch files, everything as torch.distributed.checkpoint
 """

@@ -1,4 +1,4 @@
-"""A saved step as others open it: safetensors, torch files, and torch.distributed.checkpoint folders, streamed."""
+"""Export: writes a saved step as safetensors, as torch files, or as a torch.distributed.checkpoint folder, streamed."""
 
 from __future__ import annotations
 
@@ -28,27 +28,20 @@ from tiermem.swap import durable
 from tiermem.swap.direct import check_room
 from tiermem.weights import MOST_AROUND_BYTES, SafetensorsFile, TorchFile, WeightEntry
 
-# ---- The weights of an opened step, as others want them: whole tensors in one dtype, read in pieces of 16 MiB --------
-#
-#     as stored    the weight, to the bit; one kept in 8 bits, in the dtype it stands for
-#     masters      the fp32 value that the optimizer steps, where there is one beside the weight; else the weight, widened
-#     a dtype      floats in it: the weight where that is what is stored, else the master, rounded to nearest
-#
-# Tensors that are no floats stay as they are. Ordinary parameters, which only the optimizer knows, are not weights of
-# the model.
+# ---- the weights of an opened step -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One weight or buffer. Its source must be open while it is read."""
+    """One weight or buffer of an opened step. The source must stay open while values are read."""
 
     source: Source
     parameter: Parameter
-    dtype: torch.dtype  # in which it is handed out
+    dtype: torch.dtype  # of the values that `pieces`, `read` and `whole` return
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them, its own first."""
+        """All names; the parameter's own name is first."""
         return (self.parameter.name, *self.parameter.aliases)
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -61,14 +54,18 @@ class Weight:
         return self.source.weight(self.parameter.name, start, numel, self.dtype)
 
     def whole(self) -> torch.Tensor:
-        """The tensor, read in pieces. Blocks; raises DamagedState, OSError."""
+        """The whole tensor. Blocks; raises DamagedState, OSError."""
         return _filled(self.parameter, self.dtype, self.read)
 
 
 def weights_of(source: Source, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> list[Weight]:
-    """The weights and buffers, in the order of the model.
+    """The weights and buffers, in the order of the model. Ordinary parameters are no weights of the model.
 
-    dtype: of floats; None: as stored. fp32 means masters. Raises ValueError for one that floats are not exported in.
+    dtype: of floating-point values. None: as stored, bit by bit; an 8-bit weight has the dtype of its parameter. fp32: the
+        master where it was saved beside the weight, else the weight. Another dtype: the weight if it is stored in this dtype,
+        else the master, rounded to nearest. Other values keep their dtype.
+
+    Raises ValueError for a dtype that is not floating-point.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"weights cannot be exported as {dtype}; floating-point dtypes are allowed")
@@ -81,22 +78,14 @@ def weights_of(source: Source, dtype: torch.dtype | None = None, exclude_frozen:
     return found
 
 
-# ---- Weights of a saved step as safetensors and torch files, in shards, streamed -------------------------------------
-#
-#     OUT/model.safetensors                       all of it, where it fits one shard
-#     OUT/model-00001-of-00003.safetensors ...    else, with model.safetensors.index.json
-#     OUT/pytorch_model*.bin                      the same in torch's format
-#     OUT/config.json                             the model's, where it is known
-#
-# A shard is laid out at its full size first, then filled 16 MiB at a time: memory does not grow with it. Files carry
-# `.partial` until all are synced; the index comes last. A file that is there already is refused and nothing is touched.
+# ---- safetensors and torch files -------------------------------------------------------------------------------------
 
 Progress = Callable[[int], None]
-"""Told how many bytes more have been written."""
+"""Called with the number of bytes just written."""
 
 
 class Shard(NamedTuple):
-    """One file and what goes into it."""
+    """One file of an export, and the weights in it."""
 
     name: str
     weights: Sequence[Weight]
@@ -114,14 +103,22 @@ def export_weights(
     config: str | None = None,
     progress: Progress | None = None,
 ) -> list[Shard]:
-    """Writes shards, the index of several and the model's config; returns the shards. Blocks.
+    """Writes shards, the index of several shards, and the model's config; returns the shards. Blocks.
+
+        OUT/model.safetensors                       one shard
+        OUT/model-00001-of-00003.safetensors ...    several shards, with model.safetensors.index.json
+        OUT/pytorch_model*.bin                      the same in torch's format
+        OUT/config.json                             the model's config, if it is given
+
+    A shard is created in its full size and filled 16 MiB at a time, so memory use does not depend on its size. Files have the
+    suffix `.partial` until all are synced; the index is renamed after the shards.
 
     Args:
-        max_shard_bytes: a tensor larger than it gets a shard of its own. None: one file.
+        max_shard_bytes: a larger tensor gets a shard of its own. None: one file.
         config: the text of config.json.
 
-    Raises FileExistsError when one of the files is there, OSError when the disk is full or states are damaged; then
-    nothing is left.
+    Raises FileExistsError when one of the files exists; nothing is changed then. Raises OSError when the disk is full or a
+    state is damaged; then no new file is left.
     """
     shards = deal(weights, max_shard_bytes, is_safetensors)
     texts = {} if config is None else {"config.json": config}
@@ -151,7 +148,7 @@ def export_weights(
 
 
 def deal(weights: Sequence[Weight], max_shard_bytes: int | None, is_safetensors: bool = True) -> list[Shard]:
-    """The shards, in the order of the model, each as full as it can be."""
+    """The shards, in the order of the model. Each takes weights until the next one does not fit."""
     dealt: list[list[Weight]] = [[]]
     filled = 0
     for weight in weights:
@@ -189,7 +186,8 @@ def _index_name(is_safetensors: bool) -> str:
 
 
 def _index(shards: Sequence[Shard]) -> str:
-    """Which tensor is in which file; tied names are in none, in safetensors as in Hugging Face's own."""
+    """The text of an index: the file of each tensor. For safetensors it lists only the first name of a tied tensor, as
+    Hugging Face does."""
     is_safetensors = shards[0].name.endswith(".safetensors")
     place = {
         name: shard.name
@@ -207,7 +205,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _remove_file(path: Path) -> None:
-    """What this export has made; what cannot be removed is left: the first error is told."""
+    """Removes a file that this export made. A file that cannot be removed is left, so that the first error is raised."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 
@@ -216,24 +214,22 @@ def _partial(out: Path, name: str) -> Path:
     return out / f"{name}.partial"
 
 
-# ---- A saved step as a torch.distributed.checkpoint folder, which FSDP2, DDP and plain torch open with dcp.load ------
-#
-#     model.<name>                        weights and buffers, under every name that a tensor has
-#     optim.state.<name>.exp_avg, .step   states in fp32, by the parameter's name
-#     optim.param_groups.<n>.lr, ...      the groups, with every setting that torch's own optimizer has
-#
-# as get_state_dict makes and set_state_dict takes them. Floats of the model are masters in fp32, as FSDP2 keeps them,
-# unless a dtype is asked for. torch's planner is given tensors without values and asks for each when it is written: one
-# tensor is in memory at a time.
+# ---- torch.distributed.checkpoint folders ----------------------------------------------------------------------------
 
 Read = Callable[[], torch.Tensor]
 
 
 def export_dcp(source: Source, out: Path, dtype: torch.dtype | None = None, progress: Progress | None = None) -> int:
-    """Writes a new folder and returns the bytes of its tensors. Blocks; not collective.
+    """Writes a new folder for dcp.load (FSDP2, DDP, plain torch); returns the bytes of its tensors. Blocks; not collective.
 
-    dtype: of the model's floats; None: fp32, masters where there are some. Raises FileExistsError when `out` is there, OSError
-    when the disk is full or a state is damaged; then nothing is left.
+        model.<name>                        weights and buffers, under every name of a tensor
+        optim.state.<name>.exp_avg, .step   states in fp32, by the parameter's name
+        optim.param_groups.<n>.lr, ...      the groups, with every setting of torch's own optimizer
+
+    The layout is that of get_state_dict and set_state_dict. One tensor is in memory at a time.
+
+    dtype: of the model's floating-point values; None: fp32 masters, as FSDP2 keeps them. Raises FileExistsError when `out`
+    exists and is not an empty folder, OSError when the disk is full or a state is damaged; then nothing is left.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(17, "is there and not empty; choose another folder", str(out))
@@ -243,17 +239,18 @@ def export_dcp(source: Source, out: Path, dtype: torch.dtype | None = None, prog
         state["optim"] = {"state": _optimizer(source, planner), "param_groups": torch_groups(source)}
     with contextlib.ExitStack() as undoing:
         with new_folder(out, undoing) as new:
-            check_room(new, planner.num_bytes + MOST_AROUND_BYTES * (planner.num_tensors + 1))  # torch tells less well
+            # torch's own error says less
+            check_room(new, planner.num_bytes + MOST_AROUND_BYTES * (planner.num_tensors + 1))
             _save(state, new, planner)
         undoing.pop_all()
     return planner.num_bytes
 
 
 def _save(state: dict[str, Any], folder: Path, planner: DefaultSavePlanner) -> None:
-    """torch's own `save`. Raises what it failed with, where torch raises a BaseException that tells of it."""
+    """Calls torch's `save`. torch wraps errors in a BaseException; this raises the error itself."""
     try:
         with warnings.catch_warnings(), _quiet():
-            warnings.simplefilter("ignore")  # that there is one process
+            warnings.simplefilter("ignore")  # the warning that only one process saves
             save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
     except CheckpointException as wrapper:
         error = next((error for error, _ in wrapper.failures.values()), wrapper)
@@ -264,21 +261,21 @@ def _save(state: dict[str, Any], folder: Path, planner: DefaultSavePlanner) -> N
 
 
 class _Planner(DefaultSavePlanner):
-    """torch's own, which is given tensors without values and reads the values of one when it is written."""
+    """torch's planner for tensors without values: it reads the values of a tensor when that tensor is written."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
         self.num_bytes = 0
         self._progress = progress
-        self._reads: dict[int, tuple[torch.Tensor, Read]] = {}  # by the id of the tensor, which is kept
+        self._reads: dict[int, tuple[torch.Tensor, Read]] = {}  # by the id of the tensor, which is kept alive
 
     @property
     def num_tensors(self) -> int:
-        """So far."""
+        """Tensors made so far."""
         return len(self._reads)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> torch.Tensor:
-        """A tensor on the meta device that stands for what `read` returns."""
+        """A tensor on the meta device. When it is written, `read` returns its values."""
         empty = torch.empty(shape, dtype=dtype, device="meta")
         self._reads[id(empty)] = empty, read
         self.num_bytes += empty.nbytes
@@ -315,13 +312,13 @@ def _optimizer(source: Source, planner: _Planner) -> dict[str, dict[str, torch.T
 
 
 def _states(source: Source, parameter: Parameter) -> list[str]:
-    """The moments of a parameter, without what belongs to its weight."""
+    """The names of a parameter's moments, without scales and variants of ranks."""
     names = source.states(parameter.name)
     return [name for name in names if name not in (WEIGHT, MASTER) and kinds.SCALES not in name and ".rank" not in name]
 
 
 def _filled(parameter: Parameter, dtype: torch.dtype, part: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
-    """A whole tensor, read in pieces."""
+    """A whole tensor, read in pieces of 16 MiB (fp32)."""
     value = torch.empty(parameter.shape, dtype=dtype)
     flat = value.view(-1)
     for start in range(0, parameter.numel, CHUNK_NUMEL):
@@ -332,7 +329,7 @@ def _filled(parameter: Parameter, dtype: torch.dtype, part: Callable[[int, int],
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's own word that it saves in one process."""
+    """Silences torch's message that it saves in one process."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     level = logger.level
     logger.setLevel(logging.ERROR)

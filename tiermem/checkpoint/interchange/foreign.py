@@ -1,4 +1,9 @@
-"""Foreign: what another system's checkpoint holds, in the form that every reader here gives it."""
+"""Foreign: the values of another system's checkpoint, in one form for all readers.
+
+    from_torch.py   from_deepspeed.py   from_dcp.py   ->   Foreign   ->   write.py: a tiermem checkpoint
+
+Values are read in pieces when they are written, so a checkpoint may be larger than memory. This module opens no file.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +19,11 @@ from tiermem.checkpoint.opening.source import Source
 from tiermem.optim.rules import IMPLEMENTATION
 from tiermem.zero.state_layout import EXP_AVG, EXP_AVG_SQ, MASTER
 
-# ---- Foreign: what another system's checkpoint holds, as every reader of this room hands it on -----------------------
-#
-#     from_torch.py   from_deepspeed.py   from_dcp.py   ->   Foreign   ->   write.py: a tiermem checkpoint
-#
-# Values are read when they are asked for, piece by piece, so that a checkpoint larger than memory passes through.
-# Nothing here opens a file.
+# ---- the form --------------------------------------------------------------------------------------------------------
 
 STEP = "step"
 STATES = (MASTER, EXP_AVG, EXP_AVG_SQ, "max_exp_avg_sq", "sum", "momentum_buffer")
-"""States of a parameter that are taken over, as torch and we name them; others are left behind, and named."""
+"""States of a parameter that are imported, under torch's and tiermem's names. Others are left out and listed."""
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,8 +35,8 @@ Pieces = Callable[[], Iterator[torch.Tensor]]
 class ForeignState:
     """The values of one state of one parameter, or of a buffer.
 
-    `pieces` gives flat CPU tensors of `dtype` that are the values when put one behind the other; each is free to go before
-    the next is asked for. It raises OSError, or ValueError when what it finds is not what was announced.
+    `pieces` yields flat CPU tensors of `dtype`; in order they are the values. Each piece may be freed before the next is
+    requested. It raises OSError, or ValueError when the values do not match the description.
     """
 
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class ForeignState:
 
 @dataclasses.dataclass(frozen=True)
 class ForeignParameter:
-    """One parameter, or one buffer, under its first name; `states` holds at least `weight`."""
+    """One parameter or one buffer, under its first name. `states` holds at least `weight`."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,11 +54,11 @@ class ForeignParameter:
     is_buffer: bool = False
     is_trainable: bool = True
     num_steps: int = 0
-    group: int | None = None  # of `Foreign.groups`
+    group: int | None = None  # index in `Foreign.groups`
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weight."""
+        """The weight's dtype."""
         return self.states[WEIGHT].dtype
 
 
@@ -68,18 +68,18 @@ class LossScale:
 
     scale: float
     is_dynamic: bool
-    good_steps: int = 0  # since the last overflow, or since the scale grew
-    hysteresis: int | None = None  # overflows left before the scale falls
+    good_steps: int = 0  # since the last overflow
+    hysteresis: int | None = None  # overflows left before the scale is halved
 
 
 @dataclasses.dataclass(frozen=True)
 class Foreign:
     """A whole checkpoint. Scalars are plain Python values.
 
-    `groups` are those of a torch optimizer; a `params` among a group's settings is the names of its parameters, in order.
+    `groups` are those of a torch optimizer. If a group has `params`, it lists the names of its parameters in order.
     """
 
-    kind: str  # said to the user: "DeepSpeed ZeRO-3, 2 ranks"
+    kind: str  # shown to the user: "DeepSpeed ZeRO-3, 2 ranks"
     parameters: Sequence[ForeignParameter]
     groups: Sequence[Mapping[str, Any]] = ()
     global_steps: int = 0
@@ -88,21 +88,21 @@ class Foreign:
     loss_scale: LossScale | None = None
     scheduler: Mapping[str, Any] | None = None
     client_state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    left_behind: Sequence[str] = ()  # in words; tiermem has no place for it
+    left_behind: Sequence[str] = ()  # descriptions of values that tiermem cannot keep
 
 
 def of_tensor(value: torch.Tensor) -> ForeignState:
-    """The state that a tensor is; the tensor stays alive as long."""
+    """A state with the values of a tensor; the state keeps the tensor alive."""
     return ForeignState(value.dtype, lambda: iter((value.detach().reshape(-1),)))
 
 
 def is_buffer_like(name: str, dtype: torch.dtype) -> bool:
-    """Whether a tensor of a state dict, which does not say it, is a buffer: no float, or one of torch's own norms."""
+    """Whether a tensor of a state dict is probably a buffer: not floating-point, or named like a buffer of torch's norms."""
     return not dtype.is_floating_point or name.rpartition(".")[2] in _BUFFERS
 
 
 def steps_in(value: Any, what: str) -> int:
-    """A step count as optimizers keep it: a number, or a tensor of one. Raises ValueError for anything else."""
+    """A step count from a number, or from a tensor of one number. Raises ValueError for anything else."""
     number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     if not is_number or not number >= 0 or number != int(number) or number >= 1 << 53:
@@ -111,7 +111,7 @@ def steps_in(value: Any, what: str) -> int:
 
 
 def check_state(name: str, state: str, value: Any, numel: int) -> None:
-    """Raises ValueError unless this is a tensor of a parameter's so many elements that tiermem can keep."""
+    """Raises ValueError unless `value` is a tensor of `numel` elements in a dtype that tiermem can keep."""
     if not isinstance(value, torch.Tensor) or value.numel() != numel or value.dtype not in _FLOATS:
         found = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
         allowed = ", ".join(str(dtype) for dtype in _FLOATS)
@@ -119,7 +119,7 @@ def check_state(name: str, state: str, value: Any, numel: int) -> None:
 
 
 def tie(parameters: Iterable[ForeignParameter], ties: Mapping[str, str]) -> list[ForeignParameter]:
-    """The parameters with the other names that they go by: alias -> first name. Raises ValueError for a name unknown."""
+    """The parameters with their aliases; `ties` maps alias -> first name. Raises ValueError for an unknown first name."""
     others: dict[str, list[str]] = {}
     for alias, name in ties.items():
         others.setdefault(name, []).append(alias)
@@ -129,11 +129,10 @@ def tie(parameters: Iterable[ForeignParameter], ties: Mapping[str, str]) -> list
     return found
 
 
-# ---- Parameter groups, on their way in and out: whose optimizer they are, and which of their settings mean -----------
-# something there
+# ---- parameter groups ------------------------------------------------------------------------------------------------
 #
-# in     the class is known by its states and settings; a group keeps what any optimizer here may hold
-# out    a group gets every setting that torch's optimizer of that class has, since dcp.load asks for each of them
+# import    the class is inferred from states and settings; a group keeps the settings that an optimizer here may have
+# export    a group gets every setting of torch's optimizer of that class, because dcp.load asks for each of them
 
 _SETTINGS = frozenset(
     (
@@ -141,11 +140,11 @@ _SETTINGS = frozenset(
         "dampening", "nesterov", "lr_decay", "initial_accumulator_value", "ns_steps", "ns_coefficients", "adjust_lr_fn",
     )
 )  # fmt: skip
-"""What groups of torch's optimizers that have a counterpart here hold, beside how they compute."""
+"""Settings of torch's optimizers that have a counterpart here, without those of the implementation."""
 
 
 def class_of(foreign: Foreign) -> str:
-    """The name of the optimizer that these states and settings are of; AdamW where nothing says more."""
+    """The name of the optimizer that these states and settings belong to; AdamW if they do not tell."""
     states = {name for p in foreign.parameters for name in p.states}
     keys = {key for group in foreign.groups for key in group}
     if EXP_AVG_SQ in states:
@@ -162,7 +161,7 @@ def class_of(foreign: Foreign) -> str:
 
 
 def optimizer_of(foreign: Foreign, lost: list[str]) -> Json:
-    """The field `optimizer` of a manifest; None without groups. What cannot be kept is added to `lost`."""
+    """The field `optimizer` of a manifest; None without groups. Adds the names of settings that cannot be kept to `lost`."""
     if not foreign.groups:
         return None
     names: list[list[str]] = [[] for _ in foreign.groups]
@@ -182,7 +181,7 @@ def optimizer_of(foreign: Foreign, lost: list[str]) -> Json:
 
 
 def torch_groups(source: Source) -> list[dict[str, Any]]:
-    """The groups of a saved step as a torch optimizer's state dict has them, `params` by name."""
+    """The groups of a saved step as in a torch optimizer's state dict; `params` are names."""
     saved = source.manifest.optimizer
     if not isinstance(saved, dict):
         return []
@@ -197,7 +196,7 @@ def torch_groups(source: Source) -> list[dict[str, Any]]:
 
 
 def _defaults(name: str) -> Mapping[str, Any]:
-    """Every setting that torch's optimizer of a name has; of one that torch has not, none."""
+    """The default settings of torch's optimizer of a name; empty if this module knows none of that name."""
     made = {
         "AdamW": torch.optim.AdamW,
         "Adam": torch.optim.Adam,
@@ -211,10 +210,10 @@ def _defaults(name: str) -> Mapping[str, Any]:
 
 
 def _says_nothing(key: Any, group: Mapping[str, Any]) -> bool:
-    """Whether a setting only says how, or that there is nothing special."""
+    """Whether a setting selects only an implementation, or is false (None, False, 0, empty)."""
     return key in IMPLEMENTATION or key in ("step", "bias_correction", "params", "param_names") or not group[key]
 
 
 def _plain(value: Any) -> Any:
-    """A setting as a number where it is a tensor of one, as torch keeps a learning rate that it compiles."""
+    """A setting as a number, if it is a tensor of one number: a capturable learning rate, for example."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -1,4 +1,4 @@
-"""A torch.distributed.checkpoint folder as a Foreign, opened without executing any of it."""
+"""Reads a torch.distributed.checkpoint folder as a Foreign. No code in the files is executed."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from tiermem.checkpoint.interchange.from_torch import (
 )
 from tiermem.swap import durable
 
-# ---- The files of torch.distributed.checkpoint, opened without executing any of them ---------------------------------
+# ---- the files -------------------------------------------------------------------------------------------------------
 #
-#     DIR/.metadata        a pickle: for each key its size, dtype and chunks, and where each chunk lies
-#     DIR/__R_N.distcp     chunks one behind the other, each as torch.save writes it
+#     DIR/.metadata        a pickle: for each key its size, dtype and chunks, and the place of each chunk
+#     DIR/__R_N.distcp     chunks one after another, each as torch.save writes it
 #
-# torch's own reader runs whatever the pickle says. Here its classes are stand-ins with attributes and no code, made for
-# one reading; names other than theirs are refused. Chunks pass through torch's weights-only machine. One chunk is in
-# memory at a time, where chunks are cut along the first dimension, as FSDP2 and DDP cut them; else one whole tensor.
+# torch's own reader executes the pickle. This reader replaces its classes by stand-ins with attributes and without code, and
+# refuses other names. Chunks pass through torch's weights-only unpickler. If chunks are cut along the first dimension, as
+# FSDP2 and DDP do, one chunk is in memory at a time; else one whole tensor.
 
 METADATA = ".metadata"
 _ROOM = "torch.distributed.checkpoint."
@@ -51,7 +51,7 @@ _CLASSES = {
     f"{_ROOM}filesystem": ("_StorageInfo", "_StoragePrefix"),
     "torch.serialization": ("_get_layout",),
     "torch": ("memory_format",),
-    "builtins": ("getattr",),  # a member of an enumeration, as Python 3.11.0 to 3.11.3 pickle them; a stand-in gets nothing
+    "builtins": ("getattr",),  # Python 3.11.0 to 3.11.3 pickle a member of an enumeration so; the stand-in calls nothing
     "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
 }  # fmt: skip
@@ -62,7 +62,7 @@ Path_ = tuple[Any, ...]
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, and where its bytes lie."""
+    """A box of a tensor, and its byte range in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -72,7 +72,7 @@ class Chunk(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A stored tensor."""
+    """A stored tensor, whose values are read later."""
 
     key: str
     dtype: torch.dtype
@@ -80,7 +80,7 @@ class Tensor(NamedTuple):
     chunks: tuple[Chunk, ...]
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """Its elements in order, flat, a chunk at a time where that is possible. Raises ValueError, OSError."""
+        """The elements in order, flat, one chunk at a time if possible. Blocks. Raises ValueError, OSError."""
         if not math.prod(self.shape):
             return
         if all(chunk.sizes[1:] == self.shape[1:] for chunk in self.chunks):
@@ -104,7 +104,7 @@ class Tensor(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """A stored value that is no tensor."""
+    """A stored value that is not a tensor; it is read later."""
 
     key: str
     file: Path
@@ -112,7 +112,7 @@ class Plain(NamedTuple):
     length: int
 
     def load(self) -> Any:
-        """The value. Raises ValueError when it is not made of plain values and tensors, OSError."""
+        """The value. Blocks. Raises OSError, and ValueError unless it consists of plain values and tensors."""
         return load_torch_bytes(_bytes_of(self.file, self.offset, self.length), f"{self.file}: {self.key}")
 
 
@@ -120,7 +120,7 @@ Stored = dict[Path_, Tensor | Plain]
 
 
 def read_stored(folder: Path) -> Stored:
-    """What a folder holds, by the path of keys that leads to it in the state dict. Raises ValueError, OSError."""
+    """The stored values of a folder, by their path of keys in the state dict. Raises ValueError, OSError."""
     file = folder / METADATA
     size = file.stat().st_size
     if size > _MAX_METADATA_BYTES:
@@ -133,7 +133,7 @@ def read_stored(folder: Path) -> Stored:
 
 
 class _Metadata:
-    """The unpickled metadata, on its way to what it says."""
+    """Turns the unpickled metadata into `Stored`, and validates it."""
 
     def __init__(self, folder: Path, found: Any) -> None:
         self._folder = folder
@@ -174,7 +174,8 @@ class _Metadata:
         return Tensor(key, dtype, shape, tuple(chunks))
 
     def _check_boxes(self, key: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
-        """The chunks fill the tensor, once."""
+        """Raises ValueError unless the chunks lie inside the tensor and have as many elements. Also raises if chunks of whole
+        rows overlap; `Tensor.pieces` checks other chunks."""
         is_inside = all(
             len(chunk.sizes) == len(chunk.offsets) == len(shape)
             and all(o + n <= most for o, n, most in zip(chunk.offsets, chunk.sizes, shape, strict=True))
@@ -219,11 +220,11 @@ def _bytes_of(file: Path, offset: int, length: int) -> bytes:
         return opened.read(length)
 
 
-# ---- the pickle, without its code -----------------------------------------------------------------------------------------
+# ---- the pickle, without its code ------------------------------------------------------------------------------------
 
 
 class _Properties(Attributes):
-    """TensorProperties: a tuple of state, or attributes, by version."""
+    """Stands for TensorProperties. Its pickled state is a tuple or a dict, by version of torch."""
 
     def __setstate__(self, state: Any) -> None:
         self.kept = state
@@ -236,9 +237,9 @@ class _Properties(Attributes):
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's own machine written in Python: a hostile memo takes no more memory than the file has bytes."""
+    """The unpickler of the standard library that is written in Python: its memo cannot allocate more than the file's size."""
 
-    dispatch = {  # noqa: RUF012 - as in the class above. BYTEARRAY8 takes what it claims before it reads
+    dispatch = {  # noqa: RUF012 - as in the base class. Without BYTEARRAY8, which allocates its claimed size before it reads
         code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
     }
 
@@ -267,20 +268,19 @@ def _unpickle(file: Path) -> Any:
         raise
     except pickle.UnpicklingError as error:
         raise ValueError(f"{file}: {error}") from None
-    except Exception as error:  # whatever a damaged or hostile pickle leads the machine into is the file's fault
+    except Exception as error:  # a damaged or hostile pickle may cause any error
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise ValueError(f"{file}: not the metadata of torch.distributed.checkpoint ({reason})") from None
 
 
-# ---- A torch.distributed.checkpoint folder as a Foreign: what FSDP2, DDP and plain torch save, with the --------------
-# optimizer's states
+# ---- weights, an optimizer's states and the rest ---------------------------------------------------------------------
 #
 #     model.<name>                          weights and buffers            ("model": get_model_state_dict(...))
 #     optim.state.<name>.exp_avg, .step     states by name                 ("optim": get_optimizer_state_dict(...))
 #     optim.param_groups.<n>.lr             groups; or by name, from flatten_optimizer_state_dict
 #
-# Keys may have other names (from_torch.py), a common first part ("app.model..."), or none at all: then all tensors are
-# weights.
+# `model` and `optim` may have other names (from_torch.py), and a common first key ("app.model..."). Without a model key all
+# tensors outside the optimizer are weights.
 
 _SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "sched")
 _STATE, _GROUPS = "state", "param_groups"
@@ -292,22 +292,22 @@ def is_dcp(path: Path) -> bool:
 
 
 def read_dcp(path: Path) -> Foreign:
-    """Opens a folder; reads sizes and scalars, no weights yet.
+    """Opens a folder. Reads sizes and scalars; weights are read later.
 
-    Raises ValueError when it is damaged, not understood or would execute something, OSError when it cannot be read.
+    Raises ValueError when it is damaged, not understood or would execute code; OSError when it cannot be read.
     """
     return _Reader(path, _without_common_key(read_stored(path))).foreign()
 
 
 class _Reader:
-    """What is stored, sorted into weights, states, groups and the rest."""
+    """Sorts stored values into weights, states, groups and others."""
 
     def __init__(self, path: Path, stored: Stored) -> None:
         self._path = path
         self._left_behind: set[str] = set()
         self._weights: dict[str, Tensor] = {}
         self._states: dict[str, dict[str, Tensor | Plain]] = {}
-        self._settings: dict[Any, dict[str, Any]] = {}  # of groups, by number or by parameter
+        self._settings: dict[Any, dict[str, Any]] = {}  # of groups, by the group's index or the parameter's name
         self._rest: dict[Path_, Tensor | Plain] = {}
         has_model = any(keys[0] in MODEL_KEYS for keys in stored)
         for keys, value in stored.items():
@@ -371,7 +371,7 @@ class _Reader:
             self._left_behind.add(f"{'.'.join(map(str, keys))!r} of the optimizer")
 
     def _groups(self) -> tuple[list[Mapping[str, Any]], dict[str, int]]:
-        """The groups, and which one each parameter is of."""
+        """The groups, and the index of each parameter's group."""
         if all(isinstance(key, int) for key in self._settings):
             ordered = [self._settings[number] for number in sorted(self._settings)]
             group_of = {name: i for i, group in enumerate(ordered) for name in _names(group.get("params"))}
@@ -410,7 +410,7 @@ def _names(params: Any) -> Iterable[str]:
 
 
 def _number(value: Tensor | Plain) -> Any:
-    """A stored number."""
+    """A stored number. Raises ValueError for anything else."""
     if isinstance(value, Plain):
         return value.load()
     found = list(value.pieces()) if math.prod(value.shape) == 1 else []
@@ -420,7 +420,7 @@ def _number(value: Tensor | Plain) -> Any:
 
 
 def _without_common_key(stored: Stored) -> Stored:
-    """Without a first key that all share, when what is behind it is a model or an optimizer: {"app": {"model": ...}}."""
+    """Removes a first key that all paths share, if the second key is a model or an optimizer: {"app": {"model": ...}}."""
     firsts = {keys[0] for keys in stored}
     if len(firsts) != 1 or firsts & {*MODEL_KEYS, *OPTIMIZER_KEYS} or any(len(keys) < 2 for keys in stored):
         return stored

@@ -1,14 +1,14 @@
-"""A DeepSpeed ZeRO-3 checkpoint as a Foreign: weights, masters, moments and scalars of any number of ranks, without DeepSpeed.
+"""Reads a DeepSpeed ZeRO-3 checkpoint of any number of ranks as a Foreign, without DeepSpeed.
 
     DIR/latest                                             the tag
-    DIR/<tag>/zero_pp_rank_R_mp_rank_00_model_states.pt    shapes, buffers, frozen parts, scheduler, counters
+    DIR/<tag>/zero_pp_rank_R_mp_rank_00_model_states.pt    shapes, buffers, frozen parameters, scheduler, counters
     DIR/<tag>/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt
-        sub-group i:   fp32_flat_groups[i]   = this rank's part of each of its parameters, one behind the other
+        sub-group i:   fp32_flat_groups[i]   = this rank's part of each of its parameters, one after another
                        state[i]["exp_avg"]   the same for a moment
 
-A part is ceil(numel / ranks) elements of the flat parameter; of the last one, the rest is padding. The files are mapped and
-opened weights-only: its loss scaler and its enumeration are looked at, never made. Weights of 16 bits are not in the file; they
-are the masters, rounded, as DeepSpeed's own loading makes them.
+A part is ceil(numel / ranks) elements of the flat parameter; the end of the last part is padding. The files are memory-mapped
+and opened weights-only: objects of DeepSpeed's classes become `Attributes`. The file holds no 16-bit weights of trainable
+parameters; they are the masters, rounded, as in DeepSpeed's own loading.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _OURS = frozenset(
         "ds_version", "checkpoint_parallel_dimensions", "autoep_layers", "universal_checkpoint_info",
     )
 )  # fmt: skip
-"""What DeepSpeed puts beside the client's own state, in one dict with it."""
+"""Keys that DeepSpeed saves in the same dict as the client's own state."""
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Whether a folder, or the one that its `latest` names, holds files of a ZeRO checkpoint."""
+    """Whether a folder, or the tag's folder that its `latest` names, holds files of a ZeRO checkpoint."""
     try:
         folder = _tag_folder(path, None)
     except (ValueError, OSError):
@@ -65,9 +65,9 @@ def is_deepspeed(path: Path) -> bool:
 
 
 def read_deepspeed(path: Path, tag: str | None = None) -> Foreign:
-    """Opens a checkpoint folder, or the folder of one tag; reads shapes and scalars, no values yet.
+    """Opens a checkpoint folder, or the folder of one tag. Reads shapes and scalars; values are read later.
 
-    Raises ValueError when it is not whole, not ZeRO-3 or holds something executable, OSError when it cannot be read.
+    Raises ValueError when it is incomplete, not ZeRO-3 or would execute code; OSError when it cannot be read.
     """
     folder = _tag_folder(path, tag)
     models, optims = _find_ranks(folder, "model"), _find_ranks(folder, "optim")
@@ -79,7 +79,7 @@ def read_deepspeed(path: Path, tag: str | None = None) -> Foreign:
 
 
 class _Optim(NamedTuple):
-    """One rank's optimizer file."""
+    """The content of one rank's optimizer file."""
 
     flat_groups: Sequence[torch.Tensor]
     states: Mapping[int, Mapping[str, Any]]
@@ -88,7 +88,7 @@ class _Optim(NamedTuple):
 
 
 class _Reader:
-    """The files of all ranks, open."""
+    """The opened files of all ranks."""
 
     def __init__(self, folder: Path, models: Sequence[Mapping[str, Any]], optims: Sequence[_Optim]) -> None:
         self._folder = folder
@@ -182,7 +182,7 @@ class _Reader:
 
 
 def _joined(flats: Sequence[torch.Tensor], start: int, numel: int) -> ForeignState:
-    """A parameter from every rank's part of it, which begins at `start` of what that rank keeps; padding is left out."""
+    """A parameter from the parts of all ranks; each part begins at `start` in that rank's tensor. Padding is left out."""
 
     def pieces() -> Iterator[torch.Tensor]:
         part = -(-numel // len(flats))
@@ -195,7 +195,7 @@ def _joined(flats: Sequence[torch.Tensor], start: int, numel: int) -> ForeignSta
 
 
 def _dtype_of(placeholder: Any, flat: torch.dtype) -> torch.dtype:
-    """What the model is trained in: DeepSpeed keeps an empty tensor of it in place of each parameter."""
+    """The dtype in which the model is trained. DeepSpeed keeps an empty tensor of it in place of each parameter."""
     return placeholder.dtype if isinstance(placeholder, torch.Tensor) and placeholder.is_floating_point() else flat
 
 
@@ -246,7 +246,7 @@ def _optim_file(file: Path, num_ranks: int) -> _Optim:
     if not isinstance(kept, dict):
         raise ValueError(f"{file}: no optimizer states of ZeRO: optimizer_state_dict is missing")
     stage = kept.get("zero_stage")
-    if isinstance(stage, Attributes) and stage.arguments:  # by its value, or by its class and its name
+    if isinstance(stage, Attributes) and stage.arguments:  # (value,), or (class, name)
         stage = _STAGES.get(str(stage.arguments[-1]), stage.arguments[-1])
     if stage != 3:
         raise ValueError(
@@ -266,7 +266,7 @@ def _optim_file(file: Path, num_ranks: int) -> _Optim:
 
 
 def _optimizer_of(file: Path, inner: Any) -> tuple[Mapping[int, Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-    """The states by sub-group and the groups of a torch optimizer's state dict; none where it keeps none."""
+    """The states by sub-group, and the groups, of a torch optimizer's state dict; empty if the file has none."""
     inner = inner or {}
     states, groups = (
         (inner.get("state", {}), inner.get("param_groups", [])) if isinstance(inner, dict) else (None, None)
@@ -282,7 +282,7 @@ def _optimizer_of(file: Path, inner: Any) -> tuple[Mapping[int, Mapping[str, Any
 
 
 def _find_ranks(folder: Path, kind: str) -> list[Path]:
-    """The files of all ranks, by rank. Raises ValueError naming what is missing."""
+    """The files of all ranks, by rank. Raises ValueError that names missing ranks."""
     ranks: dict[int, Path] = {}
     for file in sorted(folder.glob(f"*_{kind}_states.pt")):
         match = _FILE.fullmatch(file.name)

@@ -1,4 +1,4 @@
-"""Plain torch state dicts and safetensors as a Foreign, opened without executing any of it."""
+"""Reads plain torch state dicts and safetensors as a Foreign. No code in the files is executed."""
 
 from __future__ import annotations
 
@@ -33,40 +33,39 @@ from tiermem.swap import durable
 from tiermem.swap.stream import FileReader
 from tiermem.weights import INDEX_NAME, find_files, names_in, read_header, read_ties
 
-# ---- What torch.save wrote, opened without executing any of it -------------------------------------------------------
+# ---- files of torch.save ---------------------------------------------------------------------------------------------
 #
-# A pickle is a program. torch's own weights-only machine runs it here: it makes tensors and containers, and refuses the
-# rest. Classes that other systems pickle along are looked at through `Attributes`, which has their attributes and none
-# of their code. Tensors are mapped, not read, where the file allows that; none is larger than the bytes it stands on.
-# While the machine runs, this process gets no more memory than 10 times the file and 64 MiB: what it may call includes
-# bytearray(6 << 30).
+# A pickle is a program. torch's weights-only unpickler runs it: it makes tensors and containers, and refuses everything else.
+# Objects of other systems' classes become `Attributes`, which have their attributes and none of their code. Tensors are
+# memory-mapped if the file format allows it. No tensor is larger than its storage in the file. During unpickling this process
+# may allocate 10 times the file's size and 64 MiB, because a hostile pickle may call bytearray(6 << 30).
 
 _NAMED = re.compile(
     r"(?:GLOBAL |Unsupported class |forbidden to load |unsupported |disallowed )`?([A-Za-z_][\w.]*\.\w+)"
 )
-_MAX_PICKLE_BYTES = 256 << 20  # of a file's structure, without the values
+_MAX_PICKLE_BYTES = 256 << 20  # of a file's pickles, without tensor values
 _MEMORY_TIMES, _SPARE_BYTES = 10, 64 << 20
 
 
 _MEMBER = "builtins.getattr"
-"""What early Pythons 3.11 pickle a member of an enumeration as: called with its class and its name. A stand-in gets nothing."""
+"""Early releases of Python 3.11 pickle an enumeration's member as getattr(class, name). A stand-in keeps both arguments."""
 
 
 class Attributes:
-    """Stands for an object of a class that is not imported: its attributes, and what it was called with."""
+    """Stands for an object whose class is not imported: its attributes, and the arguments of its constructor."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
 
 
 def load_torch(path: Path, foreign: Sequence[str] = ()) -> Any:
-    """The content of a file that torch.save wrote; its tensors are on the CPU and stay in the file until they are looked at.
+    """The content of a file that torch.save wrote. Tensors are on the CPU and memory-mapped where possible. Blocks.
 
     Args:
-        foreign: dotted names of classes that come back as `Attributes`; of an enumeration's member some Pythons write the
-            class and the name of the member in place of its value.
+        foreign: dotted names of classes whose objects come back as `Attributes`. For a member of an enumeration, some Python
+            releases pickle the class and the member's name instead of its value.
 
-    Raises ValueError when it is no such file, is damaged, or would execute something; OSError when it cannot be read.
+    Raises ValueError when the file has another format, is damaged, or would execute code; OSError when it cannot be read.
     """
     os.close(durable.open_regular(path, follows=True))
     size = os.stat(path).st_size
@@ -79,7 +78,7 @@ def load_torch(path: Path, foreign: Sequence[str] = ()) -> Any:
 
 
 def load_torch_bytes(data: bytes, what: str) -> Any:
-    """The same for bytes in memory; `what` names them in errors."""
+    """The same for bytes in memory; `what` names them in errors. Tensors are not mapped."""
     with _bounded(len(data), what):
         found = _load(io.BytesIO(data), what, (), False)
     for tensor in tensors_in(found):
@@ -109,17 +108,17 @@ def _load(file: Path | io.BytesIO, what: str, foreign: Sequence[str], is_mapped:
     stand_ins = [(type(name.rpartition(".")[2], (Attributes,), {}), name) for name in names]
     try:
         with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():  # type: ignore[arg-type]  # pairs too
-            warnings.simplefilter("ignore")  # of a protocol that it then refuses
+            warnings.simplefilter("ignore")  # about a pickle protocol that torch then refuses
             return torch.load(file, map_location="cpu", mmap=is_mapped or None, weights_only=True)
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # whatever a damaged or hostile file leads torch into is the file's fault
+    except Exception as error:  # a damaged or hostile file may cause any error inside torch
         raise ValueError(f"{what}: {_reason(error)}") from None
 
 
 @contextlib.contextmanager
 def _bounded(num_bytes: int, what: str) -> Iterator[None]:
-    """Within the block this process may take 10 times so many bytes, and 64 MiB. Raises ValueError where that is not enough."""
+    """Within the block this process may allocate 10 times `num_bytes` and 64 MiB. Raises ValueError if that is too little."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     with open("/proc/self/statm", "rb") as file:
         used = int(file.read().split()[5]) * resource.getpagesize()
@@ -147,7 +146,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_structure(path: Path, size: int) -> bool:
-    """Whether the file is a zip, as torch.save writes since 1.6; its structure must fit in memory."""
+    """Whether the file is a zip, as torch.save writes since 1.6. Raises ValueError when its entries claim too many bytes."""
     if not zipfile.is_zipfile(path):
         with open(path, "rb") as file:
             if file.read(4) == b"PK\x03\x04":
@@ -166,7 +165,7 @@ def _check_structure(path: Path, size: int) -> bool:
 
 
 def _check_tensor(what: object, tensor: torch.Tensor) -> None:
-    """A few bytes must not say that they are terabytes."""
+    """Raises ValueError for a tensor that is not dense, or has more elements than its storage (a stride of 0)."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise ValueError(f"{what}: a tensor is {tensor.layout} and {tensor.dtype}; only dense ones are read")
     needed, there = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
@@ -174,34 +173,34 @@ def _check_tensor(what: object, tensor: torch.Tensor) -> None:
         raise ValueError(f"{what}: a tensor of shape {tuple(tensor.shape)} stands on {there} bytes, not on {needed}")
 
 
-# ---- Plain torch state dicts and safetensors as a Foreign: weights, and an optimizer's states where they are ---------
-# there
+# ---- weights and an optimizer's states -------------------------------------------------------------------------------
 #
 #     model.safetensors · a folder of them with an index · pytorch_model.bin, with or without an index · model.pt
-#   {"model": {...}, "optimizer": {...}, "step": 7}      also module, state_dict, model_state_dict; optim, optimizer_state_dict
+#     {"model": {...}, "optimizer": {...}, "step": 7}    also module, state_dict, model_state_dict; optim, optimizer_state_dict
 #
-# torch numbers the parameters of an optimizer group by group and says no names, unless it was given
-# `named_parameters()`. They are found by order and shape, and only where these leave no choice:
+# torch numbers an optimizer's parameters group by group, and saves their names only if it was given `named_parameters()`.
+# Without names, each group is matched with the model's parameters by order and shape:
 #
 #     optimizer   0: [13, 7]   1: [7]           2: [11, 7]
 #     model       embed.weight norm.weight      hidden.weight       every group in the order of the model
 #
-# Whatever goes another way is refused, with what to do.
+# A match that is impossible or not unique raises ValueError with advice.
 
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 STEP_KEYS = ("global_step", "global_steps", "step")
 BIN_NAME, BIN_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _READ_BYTES = 16 << 20
-_MOST_VIEWS = 8  # how many times the bytes of a storage may be there, in tensors that overlap
+_MOST_VIEWS = 8  # limit of (bytes of all tensors on a storage) / (bytes of the storage)
 
 State = Mapping[str, Any]
 
 
 def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
-    """Opens a file or a folder of weights, and an optimizer's state dict from the same file or another one.
+    """Opens a file or a folder of weights, and an optimizer's state dict in the same file or in another file.
 
-    Raises ValueError when something is not understood, does not fit or would execute something, OSError when it cannot be read.
+    Raises ValueError when the content is not understood, does not match or would execute code; OSError when a file cannot be
+    read.
     """
     rest: dict[str, Any] = {}
     has_safetensors = path.is_dir() and ((path / INDEX_NAME).is_file() or any(path.glob("*.safetensors")))
@@ -263,7 +262,7 @@ def _bin_files(path: Path) -> list[Path]:
 
 
 def _split(file: Path, found: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The weights in a loaded file, and what lies beside them."""
+    """The weights of a loaded file, and its other entries."""
     if not isinstance(found, dict):
         raise ValueError(
             f"{file}: holds {type(found).__name__}; a state dict is due, or a dict with one under {MODEL_KEYS}"
@@ -275,10 +274,10 @@ def _split(file: Path, found: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
-    """The tensors of a state dict, tied ones under their first name."""
+    """The tensors of a state dict; tied tensors have their first name and aliases."""
     first: dict[tuple[Any, ...], str] = {}
     found: dict[str, ForeignParameter] = {}
-    of_storage: dict[int, int] = {}  # bytes of tensors on each
+    of_storage: dict[int, int] = {}  # bytes of the tensors on each storage
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor):
             shown = f"{name!r:.80} is {type(value).__name__}"
@@ -332,7 +331,7 @@ def _checked(kept: Any, what: str) -> State:
 
 
 def _names_of(parameters: Sequence[ForeignParameter], kept: State, what: str) -> dict[Any, str]:
-    """The name of everything in the groups' `params`."""
+    """The parameter's name for each key in the groups' `params`. Raises ValueError."""
     known = {name for p in parameters for name in (p.name, *p.aliases)}
     names: dict[Any, str] = {}
     for group in kept["param_groups"]:
@@ -360,7 +359,7 @@ _ADVICE = (
 
 
 def _match(parameters: Sequence[ForeignParameter], keys: Sequence[Any], states: State, what: str) -> dict[Any, str]:
-    """A group's numbers to names, by order and shape, where there is one way alone."""
+    """The names for a group's numbers, by order and shape. Raises ValueError unless there is exactly one match."""
     names = [p.name for p in parameters if not p.is_buffer]
     shapes = [p.shape for p in parameters if not p.is_buffer]
     wanted = [_shape_of(states.get(key)) for key in keys]
@@ -378,13 +377,13 @@ def _match(parameters: Sequence[ForeignParameter], keys: Sequence[Any], states: 
 
 
 def _shape_of(entry: State | None) -> tuple[int, ...] | None:
-    """The parameter's shape, which its states have; None where it has none."""
+    """The parameter's shape, which its states share; None if it has no states."""
     shapes = [tuple(v.shape) for k, v in (entry or {}).items() if k in STATES and isinstance(v, torch.Tensor)]
     return shapes[0] if shapes else None
 
 
 def _earliest(wanted: Sequence[tuple[int, ...] | None], shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
-    """For every shape the first place behind the one before; None where there is none."""
+    """For every shape its first place after the place of the previous one; None if there is none."""
     found, place = [], 0
     for shape in wanted:
         while place < len(shapes) and shape is not None and shapes[place] != shape:

@@ -1,4 +1,4 @@
-"""Writing any checkpoint of another system as a tiermem checkpoint: a complete copy of one rank."""
+"""Writes a checkpoint of another system as a tiermem checkpoint: a complete copy of one rank."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from tiermem.checkpoint.interchange.from_torch import read_torch
 from tiermem.checkpoint.saving.pieces import CHUNK_BYTES, Stretch, checksums, in_memory, write_data
 from tiermem.swap import durable
 
-# ---- Opening whatever is given: which system wrote it is seen from its files -----------------------------------------
-#
-# .metadata                             torch.distributed.checkpoint
-# latest, *_optim_states.pt             DeepSpeed
-# *.safetensors, *.bin, any other file  safetensors, torch state dicts
+# ---- reading a checkpoint of any known system ------------------------------------------------------------------------
 
 
 def read_foreign(path: Path, tag: str | None = None, optimizer: Path | None = None) -> Foreign:
-    """A checkpoint of another system; no weights are read yet.
+    """Opens a checkpoint of another system; weights are read later. Its files tell the system:
+
+        .metadata                             torch.distributed.checkpoint
+        latest, *_optim_states.pt             DeepSpeed
+        *.safetensors, *.bin, any other file  safetensors, torch state dicts
 
     Args:
-        tag: of a DeepSpeed folder; default: what its `latest` names.
-        optimizer: a file with a torch optimizer's state dict, for weights that lie in files of their own.
+        tag: of a DeepSpeed folder; default: the tag that its `latest` names.
+        optimizer: a file with a torch optimizer's state dict, if the weights are in files of their own.
 
-    Raises ValueError when it is not understood, is damaged, would execute something, or is tiermem's own; OSError when it
+    Raises ValueError when it is not understood, is damaged, would execute code, or is a tiermem checkpoint; OSError when it
     cannot be read.
     """
     if not path.exists():
@@ -67,7 +67,7 @@ def read_foreign(path: Path, tag: str | None = None, optimizer: Path | None = No
 
 
 _OF_OTHER_TYPES = (AttributeError, KeyError, IndexError, TypeError, OverflowError, RuntimeError)
-"""What a reader meets in a value that is a tensor, a list or nothing where it looks for a name or a number."""
+"""Errors in a reader when a value has another type than expected: a tensor or a list in place of a name or a number."""
 
 
 def _read(path: Path, tag: str | None, optimizer: Path | None) -> Foreign:
@@ -87,14 +87,11 @@ def _is_ours(path: Path, tag: str | None) -> bool:
         return False
 
 
-# ---- The scalars of a Foreign as a manifest keeps them: groups, scheduler, loss scale, counters, what the client -----
-# saved
-#
-# What has no place in plain values is left behind, and named.
+# ---- scalars ---------------------------------------------------------------------------------------------------------
 
 
 def scalars_of(foreign: Foreign) -> tuple[dict[str, Json], list[str]]:
-    """The scalars as fields of a Manifest, and what of them could not be kept."""
+    """The scalars as fields of a Manifest, and descriptions of the values that JSON cannot hold."""
     lost: list[str] = []
     engine = {name: getattr(foreign, name) for name in ("global_steps", "global_samples", "skipped_steps")}
     scheduler = None if foreign.scheduler is None else _kept(foreign.scheduler, "scheduler", lost)
@@ -110,7 +107,7 @@ def scalars_of(foreign: Foreign) -> tuple[dict[str, Json], list[str]]:
 
 
 def _scaler(scale: LossScale | None) -> Json:
-    """What a LossScaler goes on from."""
+    """The state dict of a LossScaler; null without a loss scale."""
     if scale is None or not scale.scale > 0:
         return None
     hysteresis = scale.hysteresis if type(scale.hysteresis) is int else 1
@@ -127,23 +124,16 @@ def _kept(values: Mapping[str, Any], what: str, lost: list[str]) -> dict[str, Js
     return found
 
 
-# ---- Writing a Foreign as a tiermem checkpoint: a complete copy of one rank, which any number of ranks open ----------
-#
-#     OUT/<tag>.new/    data (preallocated)   part   manifest     each synced, in this order; named as a copy's (finding.py)
-#     OUT/<tag>/        the same folder, renamed
-#     OUT/latest        the tag
-#
-# A checkpoint is whole or not there: what is written carries another name until it is synced, and is taken away when
-# something fails. Values are summed and written in chunks.
+# ---- writing ---------------------------------------------------------------------------------------------------------
 
 _COMMIT = 1
 
 Progress = Callable[[int], None]
-"""Told how many bytes more have been written."""
+"""Called with the number of bytes just written."""
 
 
 class Imported(NamedTuple):
-    """What was written."""
+    """The result of `write_checkpoint`."""
 
     folder: Path
     tag: str
@@ -154,14 +144,21 @@ class Imported(NamedTuple):
 
 
 def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progress: Progress | None = None) -> Imported:
-    """Writes OUT/<tag>/ and OUT/latest. Blocks; takes 8 MiB beside what the reader of the values takes.
+    """Writes OUT/<tag>/ and OUT/latest; any number of ranks can load it. Blocks; takes 8 MiB beside the reader's memory.
+
+        OUT/<tag>.new/    data (preallocated)   part   manifest     each synced, in this order; named as a copy's (finding.py)
+        OUT/<tag>/        the same folder, renamed
+        OUT/latest        the tag
+
+    A folder named <tag> is whole: it has another name until it is synced, and it is removed after an error. Values are
+    summed and written in chunks.
 
     Args:
-        out: the folder of checkpoints, made if need be.
+        out: the folder of checkpoints, made if it is missing.
         tag: default: global_step<N>, as save_checkpoint names it.
 
-    Raises FileExistsError when the tag is there already, OSError when the disk is full or something cannot be read, ValueError
-    when the values are not what they were announced as, or would not open again; then nothing is left.
+    Raises FileExistsError when the tag exists, OSError when the disk is full or a file cannot be read, ValueError when values
+    do not match their description or the checkpoint would not open; then nothing is left.
     """
     step = foreign.global_steps or max((p.num_steps for p in foreign.parameters), default=0)
     tag = f"global_step{step}" if tag is None else tag
@@ -182,9 +179,10 @@ def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progre
 
 @contextlib.contextmanager
 def new_folder(folder: Path, undoing: contextlib.ExitStack) -> Iterator[Path]:
-    """A folder under another name, which takes its own, in place of an empty folder, when the block ends. Raises OSError.
+    """Makes a folder under a temporary name. When the block ends, the folder gets its name; an empty folder of that name is
+    replaced. Raises OSError.
 
-    undoing: takes all of it away again; what cannot be removed is left.
+    undoing: removes both names; a folder that cannot be removed is left.
     """
     new = folder.with_name(f"{folder.name}{durable.NEW_SUFFIX}")
     durable.make_folder(folder.parent)
@@ -239,7 +237,7 @@ def _parameter(p: ForeignParameter) -> Parameter:
 
 
 def _stretches(foreign: Foreign) -> Iterator[Stretch]:
-    """Every state, whole."""
+    """All states, each as one stretch."""
     for p in foreign.parameters:
         for name, state in p.states.items():
             if numel := math.prod(p.shape):
@@ -248,7 +246,7 @@ def _stretches(foreign: Foreign) -> Iterator[Stretch]:
 
 
 def _chunks(what: str, state: ForeignState) -> Iterator[torch.Tensor]:
-    """The bytes of a state. Raises ValueError where the values have another dtype than was announced."""
+    """The bytes of a state. Raises ValueError where the values have another dtype than `state.dtype`."""
     for values in state.pieces():
         if values.dtype != state.dtype:
             raise ValueError(f"{what} is {values.dtype}, not {state.dtype}")

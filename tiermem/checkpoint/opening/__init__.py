@@ -1,5 +1,5 @@
-"""Opening: a saved step, verified, and put where a model rests.
+"""Opening: reads a saved step, verifies it, and puts it into a model.
 
-verified   the bytes of a state, read ahead and compared     source     a step, opened
-restore    weights and states put in place                   loading    with optimizer, generators and schedules
+verified   reads the bytes of a state ahead, compares checksums     source     an opened step
+restore    puts weights and states in place                         loading    also optimizer, generators and schedules
 """

@@ -1,4 +1,10 @@
-"""Loading: a saved step becomes the state of a sharded model, its optimizer and its generators, for both faces."""
+"""Loading: puts a saved step into a sharded model, its optimizer and its generators.
+
+    find the steps -> open one on every rank -> match names, groups, states -> put everything in place
+
+Nothing is changed before the last arrow; mismatches are raised before it. With `allow_older`, a step that is not whole, or is
+found damaged while it is read, is replaced by the next older step. Without, the error names an older whole step.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +40,14 @@ from tiermem.zero.collectives import exchange
 from tiermem.zero.shards import Shards
 from tiermem.zero.topology import Topology
 
-# ---- SavedWeights: the weights of a saved step as a mapping, for callers that put them in a model themselves ---------
-#
-# A tensor is read when it is asked for, whole, and not kept: a dict of them takes memory for all.
+# ---- saved weights as a mapping --------------------------------------------------------------------------------------
 
 
 class SavedWeights(Mapping[str, torch.Tensor]):
-    """Weights and buffers by name, other names of tied ones too, as `state_dict` has them; valid while the source is open."""
+    """Weights and buffers by name, aliases of tied tensors included, as in a `state_dict`. Valid while the source is open.
+
+    Each access reads the whole tensor and keeps nothing: a dict of all items takes memory for all of them.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -60,17 +67,16 @@ class SavedWeights(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
-# ---- Ordinary: what the optimizer steps beside the sharded model is put back: tensors that every rank has for --------
-# itself
+# ---- ordinary parameters: stepped by the optimizer beside the sharded model, whole on every rank ---------------------
 #
-# They are named `optimizer.<name>`, by the name that torch's optimizers know, else their number. Where ranks had
-# different values each takes its own again, if they are as many; else all take rank 0's.
+# They are saved as `optimizer.<name>`, or their number if the optimizer knows no name. If ranks had different values and the
+# number of ranks is equal, each rank takes its own value; else all ranks take rank 0's.
 
 _ROLE = "ordinary"
 
 
 def check_ordinary(source: Source, optimizer: NativeOptimizer) -> None:
-    """Raises ValueError when other ordinary parameters were saved than the optimizer steps, with both lists."""
+    """Raises ValueError, with both lists, when the saved ordinary parameters are not those that the optimizer steps."""
     own = _ordinary(optimizer)
     saved = {each.name: each for each in source.manifest.parameters if each.role == _ROLE}
     missing, extra = [n for n in own if n not in saved], [n for n in saved if n not in own]
@@ -85,7 +91,7 @@ def check_ordinary(source: Source, optimizer: NativeOptimizer) -> None:
 
 
 def put_ordinary(source: Source, optimizer: NativeOptimizer, topology: Topology) -> None:
-    """Puts weights and states back. Blocks; raises OSError."""
+    """Restores weights and states of ordinary parameters. Blocks; raises OSError."""
     entries: dict[nn.Parameter, dict[str, Any]] = {}
     for name, param in _ordinary(optimizer).items():
         entries[param] = _entry(source, name, param, topology)
@@ -93,7 +99,7 @@ def put_ordinary(source: Source, optimizer: NativeOptimizer, topology: Topology)
 
 
 def _entry(source: Source, name: str, param: nn.Parameter, topology: Topology) -> dict[str, Any]:
-    """A parameter's states as state dicts have them, its weight put in place."""
+    """Fills a parameter's weight and returns its states, as a state dict holds them."""
     states = source.states(name)
     variant = f".rank{topology.rank}" if source.manifest.world == topology.world else ""
 
@@ -116,22 +122,21 @@ def _ordinary(optimizer: NativeOptimizer) -> dict[str, nn.Parameter]:
     return {f"optimizer.{name}": param for name, param in optimizer.named_ordinary()}
 
 
-# ---- Resuming: what a step saved beside its states is put back: parameter groups and random generators ---------------
-#
-# A group of the optimizer takes the values (lr, betas, ...) of the saved group that its parameters were in, whatever
-# number it has now. What would be put in a place that means something else is refused before anything is changed.
+# ---- parameter groups and random generators --------------------------------------------------------------------------
 
-_ALIKE = ({"Adam", "AdamW"},)  # classes whose states mean the same
+_ALIKE = ({"Adam", "AdamW"},)  # classes that can load each other's states
 _NO_STATES = "load_optimizer_states=False takes the weights alone"
 
 Group = dict[str, Any]
 
 
 def saved_groups(source: Source, optimizer: NativeOptimizer, fitted: Fitted) -> list[tuple[Group, Group]]:
-    """(group of the optimizer, saved values) of every group that has been saved.
+    """(group of the optimizer, saved values) of every group that was saved.
 
-    Raises ValueError when the saved optimizer is another one, or a group now steps parameters of several saved ones;
-    ManifestError for what no optimizer has saved.
+    A group takes the values (lr, betas, ...) of the saved group that held its parameters, under any index. Changes nothing.
+
+    Raises ValueError when another class of optimizer was saved, or the parameters of a group were in several saved groups;
+    ManifestError for JSON that no optimizer saves.
     """
     saved = source.manifest.optimizer
     _check_class(saved, optimizer, source)
@@ -152,7 +157,7 @@ def saved_groups(source: Source, optimizer: NativeOptimizer, fitted: Fitted) -> 
 
 
 def check_moments(source: Source, shards: Shards, fitted: Fitted) -> None:
-    """Raises ValueError when a parameter that was stepped lacks a state that is kept of it now, naming some."""
+    """Raises ValueError that names states which this optimizer keeps and the checkpoint lacks for stepped parameters."""
     tiles, lacking = tiles_of(shards), []
     for shard, name in fitted.params.items():
         live, _ = shards.find(shard.param)
@@ -167,15 +172,15 @@ def check_moments(source: Source, shards: Shards, fitted: Fitted) -> None:
 
 
 def put_groups(optimizer: NativeOptimizer, groups: list[tuple[Group, Group]]) -> None:
-    """Gives groups their saved values. Raises ValueError for values that the optimizer does not take."""
+    """Sets groups to their saved values. Raises ValueError for values that the optimizer refuses."""
     how = {name: value for name, (value, _) in IMPLEMENTATION.items() if name in optimizer.defaults}
     for group, values in groups:
         optimizer.check_group({**group, **values, **how})
-        group.update({**values, **how})  # how another program computed is not how we do
+        group.update({**values, **how})  # options of the implementation (foreach, fused) stay this optimizer's
 
 
 def put_rng(saved: Json, where: str, device: torch.device) -> None:
-    """Puts this rank's generators back where they were. Raises ManifestError for what no generator has saved."""
+    """Restores this rank's random generators. Raises ManifestError for JSON that no generator saves."""
     if saved is None:
         return
     state = decode(saved, where)
@@ -198,7 +203,7 @@ def _check_class(saved: Json, optimizer: NativeOptimizer, source: Source) -> Non
 
 
 def _saved_values(saved: Json, source: Source) -> tuple[list[Group], dict[str, int]]:
-    """The values of each saved group, and the number of the group that each parameter was in."""
+    """The values of each saved group, and each parameter's index of its group. Raises ManifestError."""
     try:
         groups = [decode(each["values"], f"{source.file}: optimizer") for each in saved["groups"]]
         number_of = {str(name): number for number, each in enumerate(saved["groups"]) for name in each["params"]}
@@ -209,25 +214,20 @@ def _saved_values(saved: Json, source: Source) -> tuple[list[Group], dict[str, i
     return groups, number_of
 
 
-# ---- Loading: a saved step becomes the state of a sharded model and its optimizer, for both faces --------------------
-#
-#     find what there is -> open it on every rank -> fit names, groups, states -> put everything in place
-#
-# Up to there nothing is changed, and what does not fit is told. With `allow_older` a step that is not whole, or turns
-# out to be damaged while it is read, gives way to the next older one; without, the error says which one that is.
+# ---- loading ---------------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("tiermem")
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-"""What an engine has saved of itself."""
+"""The counters that an engine saves."""
 
 CustomLoad = Callable[..., Any]
-"""Called with src=(the saved weights, a mapping) and dst=(the model): puts the weights in place itself."""
+"""Called with src=(a mapping of the saved weights) and dst=(the model); it puts the weights in place itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A step that was opened, and what was saved beside its states."""
+    """The result of `load`: the opened step, and the values saved beside its states."""
 
     path: Path  # the tag's folder, else the manifest
     tag: str | None
@@ -235,17 +235,17 @@ class Loaded:
     world: int  # ranks that saved it
     client_state: Any
     engine: Mapping[str, Any]
-    has_states: bool  # masters, moments and counts were taken as well
+    has_states: bool  # moments, step counts and masters were restored
 
 
 class Asked(NamedTuple):
-    """The arguments of `load` that say what is taken from a saved step."""
+    """The arguments of `load` that select saved values."""
 
     is_strict: bool
     takes_states: bool
     module_only: bool
     custom_load: CustomLoad | None
-    beside: tuple[tuple[str, Any], ...]  # (field of the manifest or part, what has a state of that kind)
+    beside: tuple[tuple[str, Any], ...]  # (field of the manifest or part, object with that state)
 
 
 def load(
@@ -264,28 +264,28 @@ def load(
     loss_scaler: Any = None,
     loader: Any = None,
 ) -> Loaded | None:
-    """Opens what `save` saved, on any number of ranks, tiers, tile sizes, paths and precisions.
+    """Opens a step that `save` saved, from any number of ranks, tiers, tile sizes, paths and precisions.
 
     Args:
-        optimizer: the one that steps the model; None: weights alone are taken.
-        load_dir: what was given to `save`, or the folder of a tag, a run or a manifest.
-        tag: default: what `latest` names. newest: where there is no `latest`, the newest tag.
-        load_module_strict: names that only the model or only the checkpoint has are an error with both lists; else a warning.
-        load_optimizer_states: False: moments and counts stay as they are, new in a new optimizer.
-        load_module_only: weights and buffers, and nothing else; masters are made from the weights, as they are where the
-            policy's `loads_masters` is false.
-        custom_load_fn: called with src= (a mapping of saved weights, each read when asked for) and dst= (the model) in place of
-            taking the weights; masters are then made from what it leaves. Collective, as what it calls may be.
-        allow_older: take the next older step when this one is not whole, or damaged.
-        scheduler, loss_scaler, loader: what goes on from its saved state by `load_state_dict`.
+        optimizer: the optimizer that steps the model; None: only weights and buffers are loaded.
+        load_dir: the save_dir of `save`, the folder of a tag or a run, or a manifest file.
+        tag: default: the tag that `latest` names. newest: if there is no `latest`, the newest tag.
+        load_module_strict: names that only the model or only the checkpoint has raise ValueError; if False they are logged.
+        load_optimizer_states: False: moments and step counts stay as they are.
+        load_module_only: only weights and buffers are loaded. Masters are made from the weights, as they are if the policy's
+            `loads_masters` is False.
+        custom_load_fn: loads the weights itself: called with src= (a mapping; each access reads a saved weight) and dst= (the
+            model). Masters are then made from the model's weights. Called on every rank, so it may call collectives.
+        allow_older: loads the next older step when this one is not whole, or damaged.
+        scheduler, loss_scaler, loader: objects whose saved state is restored with `load_state_dict`.
 
-    Returns None, with a warning, when no tag is given and nothing is saved there. On as many ranks as there were generators and
-    the position in the data are put back too, and training goes on to the bit.
+    Returns None, with a warning, when no tag is given and nothing is saved there. On as many ranks as saved, random generators
+    and the loader's position are restored too, and training continues bit by bit.
 
-    Collective; blocks. Every byte is verified. Raises NothingSaved (a FileNotFoundError), which lists the tags there are, for a
-    tag that is not there, and where there are tags and no `latest`, unless `newest` is set; ValueError for an empty load_dir;
-    ManifestError and ValueError for what does not fit, before anything is changed; DamagedState and OSError for what cannot be
-    read: then the model is a mixture that no step touches until another load has gone well.
+    Collective; blocks. Every byte is verified. Raises NothingSaved (a FileNotFoundError) that lists the tags, when the tag does
+    not exist, or when there are tags, no `latest`, and `newest` is False; ValueError for an empty load_dir; ManifestError and
+    ValueError for a mismatch, before anything is changed; DamagedState and OSError when reading fails. After a failed read the
+    model holds a mixture of values, and steps refuse to run until another load succeeds.
     """
     beside = (("scheduler", scheduler), ("loss_scaler", loss_scaler), ("data", loader))
     asked = Asked(load_module_strict, load_optimizer_states, load_module_only, custom_load_fn, beside)
@@ -303,7 +303,7 @@ def load(
 
 
 def _candidates(shards: Shards, where: Path, tag: str | None, newest: bool) -> list[Found]:
-    """What there is on every rank. Collective."""
+    """The steps of the place, the requested one first; equal in number on every rank. Collective."""
 
     def look() -> list[Found]:
         try:
@@ -373,7 +373,7 @@ def _wants(source: Source, shards: Shards, optimizer: NativeOptimizer | None, as
 
 
 def _rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> list[tuple[Any, Any, str]]:
-    """(owner, its saved state, where that is): schedule, loss scale, position in the data. Changes nothing.
+    """(owner, saved state, its place for errors) of the scheduler, the loss scaler and the loader. Changes nothing.
 
     Raises ManifestError for a state of another type than the owner saves.
     """
@@ -393,7 +393,7 @@ def _rest(source: Source, shards: Shards, wants: Wants, asked: Asked) -> list[tu
 
 
 def _put_rest(source: Source, shards: Shards, rest: list[tuple[Any, Any, str]]) -> None:
-    """Generators, and what `_rest` has found. Raises ManifestError for what an owner cannot go on from."""
+    """Restores generators and the states that `_rest` found. Raises ManifestError for a state that its owner refuses."""
     rank, manifest = shards.topology.rank, source.manifest
     is_same_world = manifest.world == shards.topology.world
     if not is_same_world and rank == 0:

@@ -1,4 +1,18 @@
-"""Restore: saved states matched to a model's parameters, converted, and put where the model's states rest."""
+"""Restore: matches saved states with a model's parameters, converts them, and puts them where the model's states rest.
+
+    fit       names and shapes are compared, before anything is changed
+    put       each rank fills its part of every weight and state
+    agree     ranks exchange whether that succeeded
+    show      step counts, buffers, and gathered parameters are updated       all ranks together
+
+The saved step may come from any number of ranks, tiers, tile sizes and precisions. A rank reads its own elements and the
+1 MiB blocks around them, tile by tile, and gathers no parameter. The next tiles are read while one tile is filled and others
+are written, all within the buffers of the optimizer's tiles. Two reads are not cut into pieces: a buffer of the model, and
+this rank's part of a parameter whose fp32 initial values are kept for a master.
+
+When a rank fails, all ranks raise. The model then holds a mixture of old and new values, and every step refuses to run until
+another restore succeeds.
+"""
 
 from __future__ import annotations
 
@@ -28,28 +42,27 @@ from tiermem.zero.unit import Shard
 from tiermem.zero.unit_state import LiveUnit
 from tiermem.zero.values import initial_master
 
-# ---- Fitting: which saved tensor belongs to which parameter and buffer of a model ------------------------------------
-#
-# A parameter is known by any of its names, so that weights tied here and saved apart, or the other way round, find each
-# other. Everything is told at once, before anything is changed: what is missing, what is left over, what has another
-# shape.
+# ---- matching saved tensors with parameters and buffers --------------------------------------------------------------
 
 logger = logging.getLogger("tiermem")
 
 
 class Fitted(NamedTuple):
-    """What was found: saved names by parameter, and by buffer."""
+    """The saved name of each parameter, and of each buffer, that was found."""
 
     params: Mapping[Shard, str]
     buffers: Sequence[tuple[torch.Tensor, str]]
-    is_complete: bool  # nothing of the model is missing in what was saved
+    is_complete: bool  # every parameter of the model was found
 
 
 def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
     """Finds every tensor of a model in a source.
 
-    is_strict: names that only one of them has are a ValueError with both lists; else a warning, and the rest is fitted. Frozen
-    parameters that were left out on purpose when they were saved are not missing. Raises ValueError for another shape.
+    A parameter matches under any of its names, so weights may be tied here and saved apart, or the reverse. Nothing is
+    changed.
+
+    is_strict: names that only the model or only the source has raise ValueError, with both lists; else they are logged and
+    the rest is matched. Frozen parameters that the save left out are not missing. Raises ValueError for different shapes.
     """
     aliases = names_of(shards.model)
     own = [(shard, [shard.name, *aliases.get(id(shard.param), ())]) for _, shard in shards.parameters()]
@@ -57,7 +70,7 @@ def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
     params = {shard: found.name for shard, names in own if (found := _found(source, names)) is not None}
     placed = [(tensor, found.name) for names, tensor in held if (found := _found(source, names)) is not None]
     used = {*params.values(), *(name for _, name in placed)}
-    used.update(name for shard, names in own if shard in params for name in names)  # tied here, saved apart
+    used.update(name for shard, names in own if shard in params for name in names)  # tied in the model, saved apart
     excluded = set(source.manifest.excluded)
     missing = [names[0] for shard, names in own if shard not in params and not excluded.intersection(names)]
     missing += [names[0] for names, _ in held if _found(source, names) is None]
@@ -76,12 +89,12 @@ def fit(shards: Shards, source: Source, is_strict: bool) -> Fitted:
 
 
 def shown_names(names: Sequence[str]) -> str:
-    """A list of names for a person."""
+    """A list of names as text."""
     return ", ".join(names) or "none"
 
 
 def _found(source: Source, names: Sequence[str]) -> Parameter | None:
-    """What was saved under one of these names. A state dict of another system does not say which of it are buffers."""
+    """The tensor saved under one of these names. Its role is ignored: state dicts do not mark buffers."""
     for name in names:
         found = source.find(name)
         if found is not None and found.role != "ordinary":
@@ -99,27 +112,24 @@ def _check_shapes(source: Source, found: Sequence[tuple[torch.Size, str]]) -> No
         raise ValueError(f"{source.file} does not fit the model: {'; '.join(wrong)}")
 
 
-# ---- Filling: saved states put in the formats that they are kept in here, piece by piece -----------------------------
+# ---- converting saved states to the formats of this model ------------------------------------------------------------
 #
-#     kept here as they were saved          bytes are read into place
-#     kept in another format                through fp32: exact where the new format has room for it, rounded where it has not
+#     same format as saved                  bytes are read into place
+#     another format                        converted through fp32: exact where the new format can hold it, else rounded
 #
-#     here                 weight                                    master
-#     weight is master     the saved weight, if of one dtype;        -
+#     format here          weight                                    master
+#     weight is master     the saved weight, if its dtype is equal;  -
 #                          else the saved master
 #     fp32 master          the same                                  the saved master, else the weight
-#     split master         upper half of the saved master            lower half of it
-#
-# Which conversions were made is remembered, to be told once. Where saved masters are not wanted, masters are made from
-# the weights; where states are not, moments stay as they are.
+#     split master         upper half of the saved master            lower half of the saved master
 
 
 class Wants(NamedTuple):
-    """Which of a saved step's values are put in place."""
+    """Which saved values are restored. Values that are not restored stay as they are."""
 
     weights: bool = True
-    states: bool = True  # moments and counts of steps
-    masters: bool = True  # saved masters; else they are made from the weights
+    states: bool = True  # moments and step counts
+    masters: bool = True  # saved masters; if False, masters are made from the weights
 
 
 class Filling:
@@ -127,9 +137,9 @@ class Filling:
 
     Args:
         source: the opened step.
-        names: the saved name of each parameter that is filled; others are left alone.
-        workers: for what is converted.
-        wants: what is taken from the source.
+        names: the saved name of each parameter to fill; other parameters are left alone.
+        workers: threads for conversions.
+        wants: the values to restore.
     """
 
     def __init__(self, source: Source, names: Mapping[Shard, str], workers: Workers, wants: Wants) -> None:
@@ -137,11 +147,11 @@ class Filling:
         self._names = names
         self._workers = workers
         self._wants = wants
-        self.conversions: set[tuple[str, str, str]] = set()  # (state, saved as, kept as)
-        self.has_moments: set[Shard] = set()  # parameters never stepped with a moment that is not all zero
+        self.conversions: set[tuple[str, str, str]] = set()  # (state, saved as, kept as), for one log line
+        self.has_moments: set[Shard] = set()  # parameters without steps that have a moment other than zero
 
     def reads(self, tile: Tile, shard_rank: int) -> Iterator[Elements]:
-        """What `fill` reads for a tile, in order."""
+        """The reads of `fill` for a tile, in order."""
         for segment in tile.segments:
             name = self._names.get(segment.shard)
             if name is None:
@@ -165,12 +175,12 @@ class Filling:
                 self._put_moment(name, moment, piece, place)
 
     def weight(self, name: str, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Elements of a weight in a dtype: as saved, if it was that of the weight, else made of the saved master."""
+        """Elements of a weight in a dtype: as saved if the weight has that dtype, else from the saved master."""
         self._note(WEIGHT, self._source.kind(name, WEIGHT), kinds.name_of(dtype))
         return self._source.weight(name, start, numel, dtype)
 
     def _states_of(self, name: str, tile: Tile) -> list[str]:
-        """The saved states that are read for a parameter in a tile."""
+        """The saved states that `fill` reads for a parameter in a tile."""
         found, saved = [], self._source.kind(name, WEIGHT)
         master = tile.layout.master
         if self._wants.weights and not self._is_weight_of_master(name, master is not None and master.kind == "split"):
@@ -183,7 +193,7 @@ class Filling:
         return found
 
     def _is_weight_of_master(self, name: str, is_split: bool) -> bool:
-        """Whether the weight is the upper half of a split master that is made of another saved one."""
+        """Whether the weight is the upper half of a split master that is converted from another kind of master."""
         return is_split and self._wants.masters and self._source.kind(name, MASTER) != kinds.SPLIT
 
     def _put_weight(self, name: str, places: Places) -> None:
@@ -205,7 +215,7 @@ class Filling:
     def _master_from_weight(self, places: Places) -> None:
         assert places.master is not None
         if places.master.dtype == torch.int16:
-            places.master.zero_()  # bits that a bf16 number does not have
+            places.master.zero_()  # the bits of an fp32 number that bf16 does not have
         else:
             places.master.copy_(places.weight)
 
@@ -216,12 +226,12 @@ class Filling:
                 each.zero_()
             return
         self._put(name, moment, places, place)
-        is_new = self._source.parameters[name].num_steps == 0  # `has_moments` is for these alone
+        is_new = self._source.parameters[name].num_steps == 0  # `has_moments` is only for these parameters
         if is_new and places.shard not in self.has_moments and stored[0].any():
             self.has_moments.add(places.shard)
 
     def _put(self, name: str, state: str, places: Places, place: Moment, weight: torch.Tensor | None = None) -> None:
-        """A state in the format of its place. weight: becomes the upper half of a split master."""
+        """Puts a state into its place, converted if needed. weight: receives the upper half of a split master."""
         saved, kept = self._source.kind(name, state), kinds.CODES
         if isinstance(place, torch.Tensor):
             kept = kinds.SPLIT if place.dtype == torch.int16 else kinds.name_of(place.dtype)
@@ -238,29 +248,19 @@ class Filling:
 
 
 def shown_conversions(conversions: Collection[tuple[str, str, str]]) -> str:
-    """Conversions in a line."""
+    """Conversions as one line of text."""
     return ", ".join(f"{state} {saved} -> {kept}" for state, saved, kept in sorted(conversions))
 
 
-# ---- Restore: a saved step put where a model's states rest, on any number of ranks, tiers, tiles and precisions ------
-#
-#     fit     names and shapes, both lists told before anything is changed      restore.py
-#     put     this rank's part of every weight and state                        restore.py      every rank by itself
-#     agree   whether that has gone well everywhere                             exchange
-#     show    counts of steps, buffers, and what is held present                                all ranks together
-#
-# A rank reads its own elements and the blocks around them, tile by tile: no parameter is ever whole in memory. The next
-# tiles are read while one is filled and others are written, all within the buffers that the optimizer's tiles have.
-# When a rank fails, all raise; then the model is a mixture of old and new, which no step touches until another restore
-# has gone well.
+# ---- putting a step in place -----------------------------------------------------------------------------------------
 
-_LENT_OF = 4  # buffers of tiles, one is lent to what is read ahead
+_LENT_OF = 4  # of each 4 tile buffers, 1 is lent to the source for prefetching
 
 
 def restore(shards: Shards, source: Source, fitted: Fitted, wants: Wants) -> None:
     """Puts weights, buffers and states in place. Collective; blocks.
 
-    Raises DamagedState and OSError where reading fails, RuntimeError on the other ranks.
+    A rank where reading fails raises DamagedState or OSError. Other ranks raise DamageElsewhere (an OSError) or RuntimeError.
     """
     filling = Filling(source, fitted.params, shards.workers, wants)
     with shards.changing_all(overwrites=True):
@@ -272,7 +272,7 @@ def restore(shards: Shards, source: Source, fitted: Fitted, wants: Wants) -> Non
 
 
 def _put(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: Filling) -> None:
-    """This rank's part."""
+    """Fills this rank's part, and the buffers."""
     shards.drop_head_start()
     untiled = [
         (live, shard)
@@ -293,13 +293,13 @@ def _put(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: 
 
 @contextlib.contextmanager
 def _reading_ahead(shards: Shards, source: Source) -> Iterator[None]:
-    """Lends the source a part of the buffers that tiles pass through, where they are large enough: nothing more is taken."""
+    """Lends some of the tile buffers to the source for prefetching, if they are large enough. Allocates no memory."""
     pool, slots = shards.tile_pool, list[Slot]()
     try:
         for _ in range(pool.count // _LENT_OF if pool is not None and pool.slot_bytes >= LEAST_AREA_BYTES else 0):
             assert pool is not None
             slot = pool.take()
-            assert slot is not None  # nothing passes through the buffers now
+            assert slot is not None  # no tile is in the buffers now
             slots.append(slot)
         with source.lent([slot.tensor[: slot.num_bytes // PAGE_BYTES * PAGE_BYTES] for slot in slots]):
             yield
@@ -312,7 +312,7 @@ def _reading_ahead(shards: Shards, source: Source) -> Iterator[None]:
 def _in_order(
     shards: Shards, source: Source, fitted: Fitted, filling: Filling, untiled: Sequence[tuple[LiveUnit, Shard]]
 ) -> Iterator[Elements]:
-    """What is read, in order: tiles, then the weights of what has none."""
+    """All reads in order: tiles, then the weights of parameters without tiles."""
     rank = shards.topology.shard_rank
     tiles = tiles_of(shards)
     for tile in tiles.tiles if tiles is not None else ():
@@ -325,7 +325,7 @@ def _in_order(
 
 
 def _put_weight(shards: Shards, live: LiveUnit, shard: Shard, name: str, filling: Filling) -> None:
-    """The weight of a parameter that has no tiles, in pieces; with the fp32 value that its master will start from."""
+    """Fills the weight of a parameter without tiles, in pieces, and the fp32 values that its master will start from."""
     first, numel = shard.shard_numel * shards.topology.shard_rank, shards.values.num_mine(shard)
     if initial_master(live.unit) in shards.store:
         shards.values.put_initial_master(live.unit, shard, filling.weight(name, first, numel, torch.float32))
@@ -335,7 +335,7 @@ def _put_weight(shards: Shards, live: LiveUnit, shard: Shard, name: str, filling
 
 
 def _put_buffer(tensor: torch.Tensor, name: str, source: Source, topology: Topology) -> None:
-    """A buffer: this rank's own where ranks had different ones and are as many as they were, else rank 0's."""
+    """Fills a buffer: with this rank's own saved value if the number of ranks is equal and it has one, else with rank 0's."""
     own = f"{WEIGHT}.rank{topology.rank}"
     state = own if own in source.states(name) and source.manifest.world == topology.world else WEIGHT
     if tensor.numel():
@@ -345,7 +345,7 @@ def _put_buffer(tensor: torch.Tensor, name: str, source: Source, topology: Topol
 
 
 def _show(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: Filling) -> None:
-    """Counts, and what ranks hold present of one another's parts. Collective."""
+    """Updates step counts, and the gathered copies of other ranks' shards. Collective."""
     for live in shards.units:
         shards.refresh(live.unit.shards[0].param)
         for shard in live.unit.shards if live.unit.is_trainable else ():
@@ -358,5 +358,5 @@ def _show(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling:
             keeps_master = shards.policy.precision.master_of(live.unit.dtype) is not None
             is_wider = (
                 source.kind(name, MASTER) is not None or source.kind(name, WEIGHT) == "fp32"
-            )  # than the weight here
+            )  # than the weight in this model
             shard.has_master = wants.masters and shard.num_steps == 0 and keeps_master and is_wider

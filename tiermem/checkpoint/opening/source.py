@@ -1,14 +1,14 @@
-"""Source: an opened durable step: what it holds, and its states, read and verified wherever their bytes lie.
+"""Source: an opened durable step. It reads and verifies elements of states, in any file.
 
-    Source.open(DIR, tag)  ->  manifest, parts, cover: all of it valid, every file there and long enough
-    read, fp32             ->  elements of one state, by number in the whole parameter
+    Source.open(DIR, tag)  ->  manifest, parts, cover: all valid, every file exists and is long enough
+    read, fp32             ->  elements of one state, by index in the whole parameter
 
-A read takes whole blocks of 1 MiB, compares each one's CRC-32C with the manifest's, and hands out what was asked for, so that
-nothing that was not saved is ever handed out, and a tile or a rank may be of any size. What `follow` is
-told is read ahead. Memory: verified.py.
+A read takes whole blocks of 1 MiB and compares the CRC-32C of each block with the manifest. It returns no unverified byte. The
+range may have any size, so tiles and ranks may differ from those that saved. `follow` announces reads, which are then
+prefetched. Memory use: see verified.py.
 
-A store that another live process works in is not read: its slots change. A store that is read is locked as shared: no process
-takes it over or removes it meanwhile. Nothing is written.
+A store that another live process uses is not read, because its slots change. A store that is read is locked as shared: no
+process can take it over or remove it. A Source writes nothing.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 CHUNK_NUMEL = 4 << 20
-"""Elements of a huge state that should be asked for at a time."""
+"""Elements of a large state that a caller should read at a time: 16 MiB in fp32."""
 
 
 class Elements(NamedTuple):
-    """Elements [start, start + numel) of a state, by number in the whole parameter."""
+    """Elements [start, start + numel) of a state, by index in the whole parameter."""
 
     param: str
     state: str
@@ -56,11 +56,11 @@ class Source:
 
     Args:
         opened: its manifest.
-        others: further durable steps of the same place, which errors name.
-        own: processes whose live stores may be read: this one, and the other ranks.
+        others: further durable steps of the same place, for the advice in errors.
+        own: processes whose live stores may be read: this process and the other ranks.
 
-    Raises ManifestError when manifest and parts do not describe a whole step; OSError when a file is missing, and EBUSY when
-    another process works in the store that it lies in.
+    Raises ManifestError when manifest and parts do not describe a whole step; OSError when a file is missing; EBUSY when
+    another process uses the store.
     """
 
     def __init__(self, opened: Opened, others: Sequence[Found] = (), own: frozenset[Owner] = frozenset()) -> None:
@@ -78,7 +78,7 @@ class Source:
             self._shares = shared.pop_all()
 
     def _open(self, parts: Sequence[tuple[Path, Part]], shared: contextlib.ExitStack) -> None:
-        """Puts the parts together, once the stores that they lie in are kept from being changed."""
+        """Puts the parts together, after it has locked the stores that hold them."""
         for folder in dict.fromkeys(folder for folder, _ in parts):
             self._share(folder, shared)
         self.parts: tuple[Part, ...] = tuple(part for _, part in parts)
@@ -87,7 +87,7 @@ class Source:
         self._aliases = {alias: each.name for each in self.manifest.parameters for alias in each.aliases}
         self._states: dict[str, list[str]] = {name: [] for name in self.parameters}
         self._streams: dict[tuple[str, str], Stream] = {}
-        paths = [[folder / file for file in part.files] for folder, part in parts]  # once each: pieces are many
+        paths = [[folder / file for file in part.files] for folder, part in parts]  # once per file, not per piece
         used: set[Path] = set()
         for (param, state), pieces in covered.items():
             placed = [(paths[rank][piece.file], piece) for rank, piece in pieces]
@@ -100,10 +100,10 @@ class Source:
 
     @classmethod
     def open(cls, where: Path | str, tag: str | None = None, allow_older: bool = False) -> Self:
-        """Opens a durable step: of a folder of checkpoints its tag, else the newest; see finding.
+        """Opens a durable step: the given tag, else the newest step; see `finding.find`. Blocks.
 
-        allow_older: take the next older one when the newest is not whole. Otherwise the error says which one is. Raises
-        NothingSaved (a FileNotFoundError), ManifestError, OSError.
+        allow_older: opens the next older step when the newest is not whole. Otherwise the error names an older whole step.
+        Raises NothingSaved (a FileNotFoundError), ManifestError, OSError.
         """
         found = find(Path(where), tag)
         for number, each in enumerate(found):
@@ -116,7 +116,7 @@ class Source:
 
     @classmethod
     def of(cls, found: Found, others: Sequence[Found] = (), own: frozenset[Owner] = frozenset()) -> Self:
-        """Opens one durable step; the error says which of the others is whole. Raises ManifestError, OSError."""
+        """Opens one durable step. An error names the first of `others` that is whole. Raises ManifestError, OSError."""
         try:
             return cls(read_manifest(found), others, own)
         except (ManifestError, OSError) as error:
@@ -138,59 +138,59 @@ class Source:
             self._workers.close()
             self._workers = None
 
-    # ---- what there is -------------------------------------------------------------------------------------------------
+    # ---- contents ------------------------------------------------------------------------------------------------------
 
     def find(self, name: str) -> Parameter | None:
-        """A parameter by its name, or one of its other names; None: it was not saved."""
+        """A parameter by its name or an alias; None if it was not saved."""
         return self.parameters.get(self._aliases.get(name, name))
 
     def states(self, param: str) -> tuple[str, ...]:
-        """The states that a parameter was saved with; one that is not among them is that before the first step."""
+        """The saved states of a parameter. A missing state has its value from before the first step."""
         return tuple(self._states[param])
 
     def kind(self, param: str, state: str) -> str | None:
-        """How a state's elements are stored (fields.py); None: it is that before the first step."""
+        """How a state's elements are stored (kinds.py); None if the state was not saved."""
         stream = self._streams.get((param, state))
         return None if stream is None else stream.kind
 
     def files(self, param: str, state: str) -> tuple[Path, ...]:
-        """The files in which a state lies, in the order of its elements."""
+        """The files that hold a state, in the order of its elements."""
         return tuple(self._streams[param, state].ends())
 
     def bytes_of(self, param: str, state: str) -> int:
-        """Bytes of a state as it is stored."""
+        """Bytes of a state in its stored form."""
         return self._streams[param, state].num_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Of all states."""
+        """Bytes of all states."""
         return sum(stream.num_bytes for stream in self._streams.values())
 
     # ---- reading -------------------------------------------------------------------------------------------------------
 
     def follow(self, told: Iterable[Elements]) -> None:
-        """What will be read from now on, in order, by `read`, `read_into` or `fp32`: it is read ahead. A hint. Raises OSError.
+        """Announces the next reads by `read`, `read_into` or `fp32`, in order; they are prefetched. A hint. Raises OSError.
 
-        For a state that is not there the state that `fp32` makes it of is read.
+        For a state that was not saved, the state that `fp32` computes it from is prefetched.
         """
         self._verified.follow(each for elements in told for each in self._bytes_of(elements))
 
     def lent(self, areas: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Reads through these areas of memory within the block, as far as they are large enough: see verified.py."""
+        """Within the block, prefetches into the caller's memory areas that are large enough: see verified.py."""
         return self._verified.lent([area for area in areas if area.numel() >= LEAST_AREA_BYTES])
 
     def read(self, param: str, state: str, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel) as they are stored: flat, of the kind's dtype (int16 of a split master).
+        """Elements [start, start + numel) as stored: flat, of the kind's dtype (int16 for a split master).
 
-        Blocks. Raises DamagedState, OSError; KeyError for a state that is not there; ValueError for one in 8 bits, whose codes
-        mean nothing without their scales: see `fp32`.
+        Blocks. Raises DamagedState, OSError; KeyError for a state that was not saved; ValueError for a quantised state, whose
+        codes need their scales: use `fp32`.
         """
         out = torch.empty(numel, dtype=self._dtype(self._streams[param, state]))
         self.read_into(param, state, start, out)
         return out
 
     def read_into(self, param: str, state: str, start: int, out: torch.Tensor) -> None:
-        """`read` into a flat contiguous CPU tensor of the kind's dtype; takes no memory for the whole of it. Blocks."""
+        """`read` into a flat contiguous CPU tensor of the kind's dtype; takes no memory for the whole range. Blocks."""
         stream = self._streams[param, state]
         dtype = self._dtype(stream)
         if out.dtype != dtype:
@@ -199,9 +199,9 @@ class Source:
         self._verified.copy(stream, first, out.contiguous().view(torch.uint8))
 
     def fp32(self, param: str, state: str, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel) in fp32, exactly: a new flat tensor. Blocks; raises as `read`.
+        """Elements [start, start + numel) in fp32: a new flat tensor. Blocks; raises as `read`.
 
-        A master that was not kept beside its weight is the weight; a moment without pieces is zero.
+        A master that was not saved equals the weight; a moment that was not saved is zero.
         """
         base, _, rank = state.partition(kinds.OF_RANK)
         if base == MASTER and (param, state) not in self._streams:
@@ -217,9 +217,9 @@ class Source:
         return values.float()
 
     def weight(self, param: str, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Elements [start, start + numel) of a weight: as stored, if it was stored in this dtype, else made of the master.
+        """Elements [start, start + numel) of a weight: as stored, if it was stored in this dtype, else from the master.
 
-        Rounded to nearest. Blocks; raises as `read`.
+        The master is rounded to nearest. Blocks; raises as `read`.
         """
         stored = self.kind(param, WEIGHT)
         if stored == kinds.name_of(dtype):
@@ -229,13 +229,13 @@ class Source:
         return self.fp32(param, MASTER, start, numel).to(dtype)
 
     def verify(self, param: str, state: str) -> Iterator[int]:
-        """Compares every block of a state with its checksum, a chunk for each item: its bytes. Raises DamagedState, OSError."""
+        """Compares every block of a state with its checksum; yields the bytes of each chunk. Raises DamagedState, OSError."""
         yield from self._verified.verify(self._streams[param, state])
 
-    # ---- inside --------------------------------------------------------------------------------------------------------
+    # ---- helpers -------------------------------------------------------------------------------------------------------
 
     def _share(self, folder: Path, shared: contextlib.ExitStack) -> None:
-        """Keeps a run's folder from being taken over or removed. Raises OSError (EBUSY) when another process works in it."""
+        """Locks a run's folder as shared, until this closes. Raises OSError (EBUSY) when another process uses it."""
         place = Path(os.path.normpath(folder))
         name = RunName.of(place)
         if name is not None and place not in self._shared:
@@ -243,7 +243,7 @@ class Source:
             self._shared.add(place)
 
     def _check_files(self) -> None:
-        """Every file is there, and as long as its pieces say."""
+        """Raises OSError or ManifestError unless every file exists and is as long as its pieces require."""
         sizes: dict[Path, int] = {}
         for stream in self._streams.values():
             for path, end in stream.ends().items():
@@ -257,7 +257,7 @@ class Source:
                     )
 
     def _bytes_of(self, told: Elements) -> Iterator[Span]:
-        """The spans of streams that hold elements of a state, with those of its scales and of the weight beside it."""
+        """The spans of elements of a state, with the spans of its scales and of the weight beside a split master."""
         base, _, rank = told.state.partition(kinds.OF_RANK)
         streams = [self._streams.get((told.param, told.state))]
         if base == MASTER and (streams[0] is None or streams[0].kind == kinds.SPLIT):
@@ -270,7 +270,7 @@ class Source:
                 yield span
 
     def _scales_of(self, stream: Stream) -> Stream:
-        """What belongs to a state in 8 bits."""
+        """The scales of a quantised state."""
         return self._streams[stream.param, kinds.scales_of(stream.state)]
 
     def _dtype(self, stream: Stream) -> torch.dtype:
@@ -283,7 +283,7 @@ class Source:
         return kinds.dtype_of(stream.kind)
 
     def _weight_beside(self, param: str, rank: str) -> str:
-        """The weight that a master lies beside: that rank's own, where it has one."""
+        """The weight beside a master: that rank's own weight, if it was saved, else rank 0's."""
         own = f"{WEIGHT}{kinds.OF_RANK}{rank}"
         return own if rank and (param, own) in self._streams else WEIGHT
 
@@ -323,7 +323,7 @@ class Source:
 
 
 def _size_of(file: Path) -> int:
-    """Of a regular file. Raises OSError that names it."""
+    """The size of a regular file in bytes. Raises OSError that names the file."""
     fd = durable.open_regular(file)
     try:
         return os.fstat(fd).st_size
@@ -332,7 +332,7 @@ def _size_of(file: Path) -> int:
 
 
 def advice(others: Sequence[Found]) -> str:
-    """What to do instead of opening what is not whole: which of the others is."""
+    """The last sentence of an error: the first of the other steps that is whole, and how to open it."""
     for each in others:
         try:
             with Source(read_manifest(each)) as source:

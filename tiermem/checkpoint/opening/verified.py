@@ -1,4 +1,4 @@
-"""Verified: the bytes of saved states in the order of their elements, compared with their checksums and read ahead."""
+"""Verified: reads the bytes of saved states in the order of their elements, ahead of use, and compares their checksums."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from tiermem.swap.native import Workers, crc32c_combine
 from tiermem.swap.ranges import FileRange
 from tiermem.swap.stream import ReadAhead, Reading
 
-# ---- DamagedState: a saved state is not what it was when it was saved ------------------------------------------------
+# ---- the error -------------------------------------------------------------------------------------------------------
 
 
 class DamagedState(CorruptionError):
-    """Bytes of a state have another checksum than its manifest says: errno EIO, where, what they are, and what to do.
+    """The bytes of a saved state do not match the checksum in its manifest. errno is EIO; the text says what to do.
 
     Attributes:
-        filename, offset, length: the first bytes of the block, which may go on elsewhere; the checksums are of all of it.
-        param, state, start, stop: the elements that they hold.
-        step: the durable step that is damaged.
+        filename, offset, length: the first byte range of the block. The block may continue elsewhere; the checksums are of all
+            of it.
+        param, state, start, stop: the elements that the block holds.
+        step: the damaged durable step.
     """
 
     def __init__(
@@ -54,18 +55,11 @@ class DamagedState(CorruptionError):
         self.param, self.state, self.start, self.stop, self.step = param, state, start, stop, step
 
 
-# ---- Stream: the bytes of one state of one parameter, in the order of its elements, wherever their pieces lie --------
-#
-#     elements    0 ........ start ................. numel        of the whole parameter, row-major
-#     bytes       [ piece 0 ][ piece 1 ][ piece 2 ... ]           as if they lay in one piece: what checksums are of
-#     places      file 3     file 0     file 3                    of several ranks and paths
-#
-# Which bytes a range of elements takes depends on the kind (fields.py): scales are counted from the first element of
-# their piece, so that a range that begins within a block of 64 begins at that block.
+# ---- streams ---------------------------------------------------------------------------------------------------------
 
 
 class Span(NamedTuple):
-    """Elements [start, start + numel) of a state that lie in one piece, and their bytes in the stream."""
+    """Elements [start, start + numel) of a state that lie in one piece, and their byte range in the stream."""
 
     stream: Stream
     start: int
@@ -75,11 +69,18 @@ class Span(NamedTuple):
 
 
 class Stream:
-    """One state of one parameter.
+    """The bytes of one state of one parameter, in the order of its elements, from the pieces that hold them.
+
+        elements    0 ........ start ................. numel        of the whole parameter, row-major
+        bytes       [ piece 0 ][ piece 1 ][ piece 2 ... ]           as if they lay in one piece; checksums are of these
+        places      file 3     file 0     file 3                    of several ranks and paths
+
+    The kind (kinds.py) decides which bytes a range of elements takes. Scales belong to blocks of 64 elements, counted from
+    the first element of their piece: a range that begins inside a block is extended to the start of the block.
 
     Args:
         param, state: their names, for errors.
-        pieces: in the order of their elements, which they cover once (finding.py), each with the path of its file.
+        pieces: (path of the file, piece) in the order of elements; together they hold every element once (finding.py).
     """
 
     def __init__(self, param: str, state: str, pieces: Sequence[tuple[Path, Piece]]) -> None:
@@ -95,11 +96,11 @@ class Stream:
 
     @property
     def num_bytes(self) -> int:
-        """Of all elements."""
+        """Bytes of all elements."""
         return self._bytes[-1]
 
     def spans(self, start: int, numel: int) -> Iterator[Span]:
-        """The elements of a range, piece by piece; in 8 bits from the block of 64 that holds the first one."""
+        """The elements of a range, piece by piece; for quantised states and scales, from the start of a block of 64."""
         stop, number = start + numel, bisect.bisect_right(self._starts, start) - 1
         while start < stop:
             piece = self._pieces[number][1]
@@ -113,7 +114,7 @@ class Stream:
             start, number = piece.start + last, number + 1
 
     def ranges(self, first_byte: int, last_byte: int) -> Iterator[FileRange]:
-        """Where bytes [first_byte, last_byte) of the stream lie, in order; neighbours in a file are one range."""
+        """The file ranges of bytes [first_byte, last_byte) of the stream, in order; adjacent ranges are joined."""
         due: FileRange | None = None
         for each in self._ranges(first_byte, last_byte):
             if due is not None and due.path == each.path and due.offset + due.num_bytes == each.offset:
@@ -126,13 +127,13 @@ class Stream:
             yield due
 
     def elements_of(self, first_byte: int, last_byte: int) -> tuple[int, int]:
-        """The first element, and the one behind the last, of those that bytes of the stream are of."""
+        """(start, stop) of the elements that bytes [first_byte, last_byte) of the stream hold."""
         first = bisect.bisect_right(self._bytes, first_byte) - 1
         last = bisect.bisect_left(self._bytes, last_byte) - 1
         return self._element(first, first_byte), self._element(last, last_byte, is_end=True)
 
     def ends(self) -> dict[Path, int]:
-        """The files that hold it, and how many bytes each has to have for that."""
+        """The files that hold the stream, each with the size in bytes that it must have."""
         found: dict[Path, int] = {}
         for path, piece in self._pieces:
             found[path] = max(found.get(path, 0), piece.offset + piece.num_bytes)
@@ -155,23 +156,13 @@ class Stream:
         return piece.start + min(each, piece.numel)
 
 
-# ---- Verified: the bytes of streams, in whole blocks of 1 MiB that are compared with their checksums, read ahead -----
-#
-#     follow   what will be asked for, as an iterator     a chunk: up to 4 blocks of one stream
-#     start    [ chunk ][ chunk ][ chunk ] ...            as many as the memory holds, under way
-#     copy     waits for its chunks | CRC-32C of each block | into place | room for the next
-#
-# What is followed is a hint: what was not told, or is asked for in another order, is read all the same. No byte is
-# handed out of a block that is not as it was saved. Of a block that was used in part the rest is kept for the neighbour
-# that asks next.
-#
-# Memory: what is lent, else 16 MiB of its own; and at most 8 blocks whose rest is kept.
+# ---- verified reads --------------------------------------------------------------------------------------------------
 
 LEAST_AREA_BYTES = 2 << 20
-"""Of memory that is lent: room for a block and what is read around it."""
+"""Least size of a lent memory area: room for a block of 1 MiB and the page-aligned read around it."""
 
 _CHUNK_BLOCKS = 4
-_NUM_EDGES = 8  # blocks
+_NUM_EDGES = 8  # blocks of which a part is still unread
 _OWN_BYTES = 16 << 20
 
 Checksums = Mapping[str, Mapping[str, Sequence[int]]]
@@ -179,12 +170,21 @@ Damage = Callable[[Stream, int, int, int, int], DamagedState]
 
 
 class Verified:
-    """What is read of one source's streams, for one thread at a time.
+    """Reads the streams of one source in whole blocks of 1 MiB and verifies each. For one thread at a time.
+
+        follow   the next reads, as an iterator         a chunk: up to 4 blocks of one stream
+        start    [ chunk ][ chunk ][ chunk ] ...        as many reads at once as the memory holds
+        copy     waits for its chunks | CRC-32C of each block | copies into place | frees the room
+
+    The announced reads are a hint: other reads, or another order, give the same bytes. No byte is returned from a block whose
+    checksum differs. The unread rest of a block is kept for the next read.
+
+    Memory: the lent areas, or else 16 MiB of its own; and at most 8 blocks whose rest is kept.
 
     Args:
-        checksums: of each parameter and state, each block's.
-        workers: the threads that sum, when there is something to sum.
-        damage: the error for bytes of a stream, from a first to a last one: their checksum as saved, and as seen.
+        checksums: CRC-32C of each block, by parameter and state.
+        workers: returns the threads for checksums; called at the first checksum.
+        damage: makes the error from (stream, first byte, last byte, saved checksum, seen checksum).
     """
 
     def __init__(self, checksums: Checksums, workers: Callable[[], Workers], damage: Damage) -> None:
@@ -192,20 +192,21 @@ class Verified:
         self._workers = workers
         self._damage = damage
         self._told: Iterator[Span] = iter(())
-        self._due: collections.deque[_Chunk] = collections.deque()  # in line
-        self._coming: dict[_Chunk, Reading] = {}  # under way, in the order of their start
-        self._known: dict[tuple[Stream, int], _Chunk] = {}  # by block: those in line and under way
+        self._due: collections.deque[_Chunk] = collections.deque()  # waiting for room
+        self._coming: dict[_Chunk, Reading] = {}  # being read, in the order of their start
+        self._known: dict[tuple[Stream, int], _Chunk] = {}  # by block: chunks in `_due` and `_coming`
         self._edges: collections.OrderedDict[tuple[Stream, int], torch.Tensor] = collections.OrderedDict()
+        """The blocks of which a part is unread, by (stream, block), oldest first."""
         self._ahead: ReadAhead | None = None
-        self._arena: Arena | None = None  # the memory, when it is its own
+        self._arena: Arena | None = None  # own memory, if none is lent
 
     def follow(self, told: Iterator[Span]) -> None:
-        """What will be asked for from now on, in order; looked at as far ahead as there is memory. Raises OSError."""
+        """Announces the next reads, in order. As many are started as the memory holds. Raises OSError."""
         self._told = told
         self._start_next()
 
     def copy(self, stream: Stream, first_byte: int, out: torch.Tensor) -> None:
-        """Fills a flat uint8 tensor with bytes of a stream, from `first_byte` on. Blocks; raises DamagedState, OSError."""
+        """Fills a flat uint8 CPU tensor with bytes of a stream, from `first_byte` on. Blocks; raises DamagedState, OSError."""
         done, stop = 0, first_byte + out.numel()
         self._expect(stream, first_byte, stop)
         self._start_next()
@@ -232,7 +233,7 @@ class Verified:
             self._start_next()
 
     def verify(self, stream: Stream) -> Iterator[int]:
-        """Compares every block of a stream, a chunk for each item: its bytes. Raises DamagedState, OSError."""
+        """Compares every block of a stream with its checksum; yields bytes per chunk. Raises DamagedState, OSError."""
         self._expect(stream, 0, stream.num_bytes)
         self._start_next()
         for first in range(-(-stream.num_bytes // CHECKSUM_BYTES)):
@@ -244,7 +245,7 @@ class Verified:
 
     @contextlib.contextmanager
     def lent(self, areas: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Reads through the caller's memory within the block: page-aligned, of LEAST_AREA_BYTES or more each."""
+        """Within the block, reads into the caller's memory: page-aligned areas of at least LEAST_AREA_BYTES each."""
         self.close()
         if areas:
             self._ahead = ReadAhead(areas)
@@ -254,7 +255,7 @@ class Verified:
             self.close()
 
     def close(self) -> None:
-        """Ends what is under way, forgets what is expected, and gives memory and files up; what is read next takes new ones."""
+        """Ends all reads and releases memory and files. A later read allocates new ones. Calling it twice does nothing."""
         self._told = iter(())
         self._due.clear()
         self._coming.clear()
@@ -272,7 +273,7 @@ class Verified:
     # ---- chunks --------------------------------------------------------------------------------------------------------
 
     def _expect(self, stream: Stream, first_byte: int, last_byte: int) -> None:
-        """Puts the blocks of these bytes in line that are not there yet."""
+        """Appends the blocks of these bytes to `_due`, unless they are known or kept."""
         first, last = None, -(-last_byte // CHECKSUM_BYTES)
         for block in range(first_byte // CHECKSUM_BYTES, last + 1):
             is_new = block < last and (stream, block) not in self._known and (stream, block) not in self._edges
@@ -284,7 +285,7 @@ class Verified:
                 first = block
 
     def _start_next(self) -> None:
-        """Starts what is next in line, as far as there is room."""
+        """Starts announced chunks while there is room."""
         while True:
             while not self._due:
                 told = next(self._told, None)
@@ -298,12 +299,12 @@ class Verified:
 
     @contextlib.contextmanager
     def _taken(self, chunk: _Chunk) -> Iterator[list[tuple[int, torch.Tensor]]]:
-        """A chunk's verified bytes, in order, each piece with its first byte's number in the stream. Then they are gone."""
+        """Yields a chunk's verified bytes in order, each piece with its first byte's position in the stream; then frees it."""
         for key in chunk.blocks():
             self._known.pop(key, None)
         reading = self._coming.pop(chunk, None)
         if reading is None:
-            with contextlib.suppress(ValueError):  # of a chunk that was never in line
+            with contextlib.suppress(ValueError):  # this chunk was not announced
                 self._due.remove(chunk)
             reading = self._start_now(chunk)
         try:
@@ -319,14 +320,14 @@ class Verified:
                 reading.release()
 
     def _start_now(self, chunk: _Chunk) -> Reading | None:
-        """Starts a chunk before those in line, and in place of those under way when there is no room beside them.
+        """Starts a chunk before all others. If there is no room, cancels the chunks that are being read.
 
-        None when the memory is too small for it even alone.
+        Returns None when the memory is too small for the chunk alone.
         """
         reader, ranges = self._reader(), chunk.ranges()
         reading = reader.start(ranges)
         if reading is None:
-            for other, each in self._coming.items():  # what was told is not what is asked for
+            for other, each in self._coming.items():  # the announced order was wrong
                 each.release()
                 for key in other.blocks():
                     self._known.pop(key, None)
@@ -335,11 +336,11 @@ class Verified:
         return reading
 
     def _one_by_one(self, chunk: _Chunk) -> list[torch.Tensor]:
-        """The bytes of a chunk that lies in so many pieces that all of them, with what is read around them, have no room."""
+        """The bytes of a chunk with so many pieces that their page-aligned reads do not fit into memory at once."""
         found = []
         for each in chunk.ranges():
             reading = self._reader().start([each])
-            assert reading is not None  # one range of a chunk fits where nothing else is
+            assert reading is not None  # one range always fits into the empty memory
             try:
                 found.append(reading.wait()[0].clone())
             finally:
@@ -347,7 +348,7 @@ class Verified:
         return found
 
     def _compare(self, chunk: _Chunk, ranges: Sequence[torch.Tensor]) -> None:
-        """Raises DamagedState for the first block that is not as it was saved."""
+        """Raises DamagedState for the first block whose checksum differs."""
         stream, parts, of_block = chunk.stream, [], []
         at = chunk.first * CHECKSUM_BYTES
         for data in ranges:
@@ -367,7 +368,7 @@ class Verified:
                 raise self._damage(stream, begin, min(begin + CHECKSUM_BYTES, stream.num_bytes), due[block], crc)
 
     def _keep_rest(self, chunk: _Chunk, pieces: Sequence[tuple[int, torch.Tensor]], stop: int) -> None:
-        """Remembers the blocks of a chunk that are not used up when bytes up to `stop` are taken."""
+        """Keeps the blocks of a chunk that have bytes after `stop`."""
         end = min(chunk.last * CHECKSUM_BYTES, chunk.stream.num_bytes)
         for block in range(stop // CHECKSUM_BYTES, chunk.last) if stop < end else ():
             begin, behind = block * CHECKSUM_BYTES, min((block + 1) * CHECKSUM_BYTES, end)

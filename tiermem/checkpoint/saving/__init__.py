@@ -1,6 +1,6 @@
-"""Saving: durable steps of a sharded model, which are the store's own files, and complete copies of them.
+"""Saving: durable steps of a sharded model in the store's own files, and complete copies of them.
 
-pieces     stretches of elements, their places in files, their checksums     capture    the stretches of a rank
-publish    manifest, pointer and `latest`; removal of old steps             commit     where states rest
-copies     complete copies elsewhere, while training goes on                 saver      tags and steps
+pieces     elements of states, their file ranges, their checksums     capture    the elements that a rank saves
+publish    manifest, pointer and `latest`; removal of old steps       commit     a durable step in the store's files
+copies     complete copies, written while training goes on            saver      saves tags and steps
 """

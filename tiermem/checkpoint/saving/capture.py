@@ -1,11 +1,12 @@
-"""Capture: which elements of which states this rank saves, and where they lie at this moment.
+"""Capture: the elements of states that this rank saves, and their places now.
 
-    weights    this rank's part of every parameter, where its unit rests        parameters of replica 0 alone
-    states     master and moments, tile by tile                                 the same
-    own        buffers, and what the optimizer steps beside the sharded model   rank 0's; another rank's where they differ
+    weights    this rank's shard of every parameter, where its unit rests       only ranks of replica 0
+    states     master and moments, tile by tile                                 only ranks of replica 0
+    own        buffers, and ordinary parameters with their states               rank 0; other ranks if their values differ
 
-A master is saved where there is one beside the weight; before the first step only if it was made from the fp32 values that
-zero.Init saw. What has never been stepped nor put has no states, which says the same as zeros. Gradients are not saved.
+Ordinary parameters are those that the optimizer steps beside the sharded model. A master is saved if it is kept beside the
+weight. Before the first step it is saved only if it was made from the fp32 values that zero.Init saw. A parameter that was
+neither stepped nor loaded has no states; the reader takes them as zeros. Gradients are not saved.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 def parameters(
     shards: Shards, optimizer: NativeOptimizer | None, exclude_frozen: bool
 ) -> tuple[list[Parameter], list[str]]:
-    """Every tensor that is saved, in the order of the model, and the names of frozen ones that are not."""
+    """Every tensor that is saved, in the order of the model, and the names of frozen parameters that are left out."""
     groups = {id(p): i for i, g in enumerate(optimizer.param_groups if optimizer else ()) for p in g["params"]}
     aliases = names_of(shards.model)
     found, excluded = [], []
@@ -64,7 +65,7 @@ def parameters(
 
 
 def buffers(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
-    """Persistent buffers with all their names, in the order of the model."""
+    """Persistent buffers, each with all its names, in the order of the model."""
     found: dict[int, tuple[list[str], torch.Tensor]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
@@ -75,8 +76,8 @@ def buffers(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
 
 
 class Captures:
-    """The weights and states that this rank saves. What rests on NVMe is put into arrays once, and again when something has
-    moved between tiers, been stepped for the first time, or is asked for besides."""
+    """Finds the weights and states that this rank saves. The stretches on NVMe are put into arrays once, and again after a
+    state has moved between tiers, after a tile's first step, or for other names."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -84,7 +85,7 @@ class Captures:
         self._resting = Resting([])
 
     def take(self, names: Sequence[str]) -> tuple[Resting, list[Stretch]]:
-        """What chosen parameters have on NVMe, and in memory. Blocks on nothing; the bytes are read later."""
+        """The stretches of the named parameters on NVMe, and those in memory. Reads no bytes; does not block."""
         seen = _what_decides(self._shards, names)
         if seen != self._seen:
             self._resting = Resting(stretches(self._shards, frozenset(names), is_on_nvme=True))
@@ -93,7 +94,7 @@ class Captures:
 
 
 def own(shards: Shards, optimizer: NativeOptimizer | None) -> Iterator[Stretch]:
-    """What every rank has for itself, whole: buffers, ordinary parameters and their states."""
+    """The states that every rank holds whole: buffers, ordinary parameters and their states."""
     held = [(names[0], buffer) for names, buffer in buffers(shards.model)] + _ordinary(shards, optimizer)
     for name, tensor in held:
         if not tensor.numel():
@@ -106,22 +107,22 @@ def own(shards: Shards, optimizer: NativeOptimizer | None) -> Iterator[Stretch]:
                 yield Stretch(name, state, kind, 0, tensor.numel(), 0, in_memory(value))
 
 
-# ---- sharded -------------------------------------------------------------------------------------------------------------
+# ---- sharded states --------------------------------------------------------------------------------------------------
 
 
 def _what_decides(shards: Shards, names: Sequence[str]) -> tuple[object, ...]:
-    """What `stretches` depends on; its stretches on NVMe are the same while this is."""
+    """A value that changes when the stretches on NVMe change."""
     units = tuple((live.entry, live.unit.is_packed, live.unit.is_trainable) for live in shards.units)
     tiles = tiles_of(shards)
     if tiles is None:
         return tuple(names), units
     moments = tuple(tiles.names(shard) for live, shard in shards.parameters() if live.unit.is_trainable)
-    return tuple(names), units, tiles, tiles.num_started, moments  # a tile keeps its home
+    return tuple(names), units, tiles, tiles.num_started, moments  # a tile never changes its tier
 
 
 def stretches(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterator[Stretch]:
-    """The stretches of chosen parameters on NVMe, or those in memory. Blocks on nothing; the bytes are read later."""
-    if shards.topology.replica:  # another rank saves the same
+    """The stretches of the named parameters on NVMe, or those in memory. Reads no bytes; does not block."""
+    if shards.topology.replica:  # a rank of replica 0 saves the same elements
         return
     for live, shard in shards.parameters():
         if shard.name in names and shards.values.num_mine(shard):
@@ -165,7 +166,7 @@ def _states(shards: Shards, live: LiveUnit, shard: Shard, is_on_nvme: bool) -> I
 
 
 def _part(shards: Shards, tile: Tile, segment: Segment, part: StatePart, state: str) -> Iterator[Stretch]:
-    """A segment of one state of a tile; in 8 bits codes and scales."""
+    """The stretches of one state in a segment of a tile; for an 8-bit state its codes and its scales."""
     shard, first = segment.shard, tile.first_element(segment, shards.topology.shard_rank)
     memory = None if tile.home is Tier.NVME else shards.store.view(tile.entry)
     entry = tile.entry if memory is None else None
@@ -180,7 +181,7 @@ def _part(shards: Shards, tile: Tile, segment: Segment, part: StatePart, state: 
 
 
 def _initial(shards: Shards, tile: Tile, segment: Segment) -> Stretch:
-    """A master that has not been made yet, as it will be: in fp32."""
+    """A master that does not exist yet, as the first step would make it: in fp32."""
     tiles = tiles_of(shards)
     assert tiles is not None
     first = tile.first_element(segment, shards.topology.shard_rank)
@@ -194,23 +195,23 @@ def _initial(shards: Shards, tile: Tile, segment: Segment) -> Stretch:
 
 
 def _scales_before(shards: Shards, shard: Shard, kind: str) -> int:
-    """Bytes of scales that the ranks before this one hold of a parameter: each counts its own blocks."""
+    """Bytes of scales that earlier ranks hold of a parameter. Blocks of 64 start anew on each rank."""
     return shards.topology.shard_rank * kinds.bytes_of(kind, shard.shard_numel)
 
 
 def _place(entry: str | None, memory: torch.Tensor | None, offset: int) -> tuple[str, int] | torch.Tensor:
-    """Where bytes lie: behind an offset of an entry on NVMe, or of memory."""
+    """The place of bytes: an offset in an entry on NVMe, or the tail of a tensor in memory."""
     if entry is not None:
         return entry, offset
     assert memory is not None
     return in_memory(memory, offset)
 
 
-# ---- what every rank has for itself ------------------------------------------------------------------------------------------
+# ---- states that every rank holds whole ------------------------------------------------------------------------------
 
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:
-    """All names of every parameter, by its id."""
+    """All names of every parameter, by the parameter's id."""
     found: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(param), []).append(name)
@@ -218,9 +219,9 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _ordinary(shards: Shards, optimizer: NativeOptimizer | None) -> list[tuple[str, torch.Tensor]]:
-    """What the optimizer steps beside the sharded model: (`optimizer.<name or number>`, parameter).
+    """The ordinary parameters: (`optimizer.<name or number>`, parameter).
 
-    Raises ValueError when it steps another sharded model as well.
+    Raises ValueError when the optimizer also steps another sharded model.
     """
     if optimizer is None:
         return []
@@ -232,7 +233,7 @@ def _ordinary(shards: Shards, optimizer: NativeOptimizer | None) -> list[tuple[s
 
 
 def _ordinary_kind(key: str, value: torch.Tensor, state: Sequence[str] | dict[str, torch.Tensor]) -> tuple[str, str]:
-    """(state, kind) of what an ordinary parameter keeps under a key."""
+    """(state, kind) of a tensor that an ordinary parameter has under a key of the optimizer's state."""
     if key.endswith("_scales"):
         return key.removesuffix("_scales") + kinds.SCALES, kinds.CODE_SCALES
     if f"{key}_scales" in state:

@@ -1,4 +1,21 @@
-"""Commit: a durable step of a sharded model made where its states rest; no state on NVMe is copied."""
+"""Commit: makes a durable step of a sharded model in the store's own files. States on NVMe are not copied.
+
+    every rank   store.freeze (pending writes end, files are synced) -> states in memory to data-<commit>.bin -> part
+    together     exchange sizes and checksums, or errors
+    rank 0       manifest -> <dir>/<tag>/tiermem.json -> <dir>/latest -> remove the manifests of dropped steps
+    together     exchange rank 0's result
+    every rank   thaw the dropped steps, remove their data and parts
+
+Each arrow is durable before the next begins. If all processes stop at any moment, every manifest describes a whole step: the
+previous one or this one.
+
+An error on any rank is raised on all ranks. The new files are removed, the new freeze is thawed, and older durable steps are
+unchanged. Files that cannot be removed (the disk has become read-only) are removed by the next commit. If a rank is lost while
+rank 0 writes, the other ranks cannot know whether the manifest exists. They leave all files, and opening the folder finds one
+step or the other.
+
+After a commit, optimizer steps write to slots that no kept commit holds (swap/entry.py).
+"""
 
 from __future__ import annotations
 
@@ -39,15 +56,15 @@ if TYPE_CHECKING:
     from tiermem.optim.base import NativeOptimizer
 
 
-# ---- Scalars: what is saved beside the states, as JSON: the optimizer's groups, generators, schedules ----------------
+# ---- scalars: JSON saved beside the states ---------------------------------------------------------------------------
 #
 # optimizer   {"name": "AdamW", "groups": [{"params": [names], "values": {"lr": 0.1, ...}}]}
 # rng         {"python", "numpy", "torch" [, "cuda" or another accelerator's name]}: the generators of this rank
-# others      the `state_dict()` of a scheduler, a loss scale or a loader; null where there is none
+# others      the `state_dict()` of a scheduler, a loss scaler or a loader; null if there is none
 
 
 def optimizer_json(shards: Shards, optimizer: NativeOptimizer | None) -> Json:
-    """The optimizer's class and its groups, parameters by their names in the manifest."""
+    """The optimizer's class and its groups. Parameters have their names in the manifest. None without an optimizer."""
     if optimizer is None:
         return None
     names = {id(shard.param): shard.name for _, shard in shards.parameters()}
@@ -66,7 +83,7 @@ def optimizer_json(shards: Shards, optimizer: NativeOptimizer | None) -> Json:
 
 
 def rng_json(device: torch.device) -> Json:
-    """This rank's generators."""
+    """The states of this rank's random generators."""
     found: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
@@ -78,29 +95,12 @@ def rng_json(device: torch.device) -> Json:
 
 
 def state_json(owner: Any, where: str) -> Json:
-    """What an object's `state_dict()` returns; null for None and for what has none. Raises TypeError, naming the place."""
+    """The `state_dict()` of an object; null for None or without that method. Raises TypeError that names the place."""
     state = getattr(owner, "state_dict", None)
     return None if state is None else encode(state(), where)
 
 
-# ---- Commit: a durable step of a sharded model, made where its states rest: nothing of a state that rests on NVMe ----
-# is copied
-#
-#     every rank   store.freeze (writes settled, files synced) -> what rests in memory to data-<commit>.bin -> part
-#     together     sizes, checksums or errors
-#     rank 0       manifest -> <dir>/<tag>/tiermem.json -> <dir>/latest -> the manifest of what is dropped is removed
-#     together     how that went
-#     every rank   what was dropped is thawed, its data and part are removed
-#
-# Each arrow is durable before the next begins, so that whenever all stop, what a manifest names is whole: the step
-# before or this one. An error on any rank is raised on all of them, everything new is removed and thawed, and what was
-# durable before is untouched; what cannot be removed then, the disk having turned read-only, goes with the next commit.
-# A rank that is lost while rank 0 writes leaves the others unsure whether the manifest stands: they leave all as it is,
-# and opening the folder finds the one step or the other. Steps write to slots that no kept commit holds
-# (swap/entry.py), as soon as this returns.
-#
-#     tags    the newest `keep`, of earlier runs too (publish.py); an older one is dropped, with a warning that names it
-#     step    durability="step" commits after every step, without a tag; the one before is dropped, as it is for a tag
+# ---- durable steps ---------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("tiermem")
 
@@ -109,7 +109,7 @@ WHAT = "saving the checkpoint"
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A durable step of this run, with what this rank holds of it."""
+    """A durable step of this run, and the files and the freeze that this rank holds for it."""
 
     commit: int
     step: int
@@ -121,7 +121,12 @@ class Kept:
 
 
 class Commits:
-    """The durable steps of one sharded model that lie where its states rest; lives as long as its store.
+    """The durable steps of one sharded model that lie in the store's files. Lives as long as the store.
+
+    tags    The newest `keep` tags stay, tags of earlier runs in the same folder included (publish.py). An older tag is dropped,
+            with a warning that names it.
+    steps   durability="step" makes a commit without a tag after every optimizer step. The next such commit drops it, and so
+            does a tag from which a run can continue (`Content.is_whole`).
 
     run_id: the same on every rank.
     """
@@ -130,16 +135,16 @@ class Commits:
         self._shards = shards
         self.run_id = run_id
         self.number = 0  # of the last attempt
-        self.steps: list[Kept] = []  # every durable one, in order; one at most has no tag: durability="step"
-        self._opened: Path | None = None  # an earlier run's step without a tag that this model was opened from
+        self.steps: list[Kept] = []  # all durable steps, oldest first; at most one has no tag (durability="step")
+        self._opened: Path | None = None  # manifest of an earlier run's untagged step that this model was loaded from
 
     @property
     def newest(self) -> Kept | None:
-        """The durable step that would be opened now."""
+        """The newest durable step; None if there is none."""
         return self.steps[-1] if self.steps else None
 
     def make(self, content: Content) -> None:
-        """Makes the states as they are now durable. Collective; blocks; raises as the module says."""
+        """Makes the states durable as they are now. Collective; blocks. Errors: see the module."""
         self.number += 1
         commit, topology, talk = self.number, self._shards.topology, talk_over(self._shards.topology)
         with _no_collection(), contextlib.ExitStack() as undo:
@@ -174,11 +179,11 @@ class Commits:
     # ---- every rank -----------------------------------------------------------------------------------------------------
 
     def _save_own(self, content: Content, commit: int, undo: contextlib.ExitStack) -> tuple[Kept, Any]:
-        """Freezes, and writes this rank's data and part; `undo` takes all of it back. Also returns what other ranks hear."""
+        """Freezes, and writes this rank's data and part; `undo` reverts both. Also returns the values for other ranks."""
         shards, rank = self._shards, self._shards.topology.rank
         freeze = shards.store.freeze()
         undo.callback(shards.store.thaw, freeze)
-        files = [each.absolute() for each in freeze.files()]  # what is written must be found from anywhere
+        files = [each.absolute() for each in freeze.files()]  # a reader may have another working directory
         folder = shards.store.folders()[0].absolute()
         placed = [frozen(shards, content, freeze)]
         if content.in_memory:
@@ -197,7 +202,7 @@ class Commits:
         return kept, told
 
     def _doomed(self, kept: Kept, is_whole: bool) -> list[Kept]:
-        """What goes once the new one is durable: the step before, the same tag, tags beyond `keep`. The same on all ranks."""
+        """The steps that the new one replaces: the untagged step, the same tag, tags beyond `keep`. Equal on all ranks."""
         untagged = [each for each in self.steps if each.tag is None]
         if kept.tag is None:
             return untagged
@@ -207,7 +212,7 @@ class Commits:
         return (untagged if is_whole else []) + same + dropped
 
     def _take_over(self, kept: Kept, doomed: Sequence[Kept], save_dir: Path | None) -> None:
-        """The new commit stands; what it takes the place of goes."""
+        """Registers the new durable step and drops the steps that it replaces."""
         self.steps.append(kept)
         self.forget(doomed)
         for each in doomed:
@@ -217,7 +222,7 @@ class Commits:
             self._drop_predecessors(kept, save_dir)
 
     def _drop_predecessors(self, kept: Kept, save_dir: Path | None) -> None:
-        """What earlier runs have left that this commit stands in for."""
+        """Drops durable steps of earlier runs that this commit replaces. Rank 0 only."""
         opened, self._opened = self._opened, None
         if opened is not None:
             drop_step(opened, f"{opened} is removed: this run has gone on from it, and has a durable step of its own")
@@ -226,15 +231,15 @@ class Commits:
             drop_tags(save_dir, self.run_id, max(0, self._shards.policy.keep - num_own))
 
     def went_on_from(self, manifest: Path, opened: Manifest) -> None:
-        """The model is what that manifest says; an earlier run's step without a tag is replaced by the next commit."""
+        """Records the manifest that the model was loaded from. The next commit drops an earlier run's untagged step."""
         self._opened = manifest if opened.tag is None and opened.run_id != self.run_id else None
 
     def in_place_of(self, pointer: Path) -> list[Kept]:
-        """The tags of this name, which something else takes the place of: `forget` them once their manifests are gone."""
+        """The steps whose tag has this pointer. The caller calls `forget` after it has removed their manifests."""
         return [each for each in self.steps if each.pointer == pointer]
 
     def forget(self, gone: Sequence[Kept]) -> None:
-        """Gives up what these steps held; rank 0 has removed their manifests, durably."""
+        """Thaws these steps and removes their files. Rank 0 has removed their manifests durably before."""
         self.steps = [each for each in self.steps if each not in gone]
         self._shards.store.keep_files(bool(self.steps))
         for each in gone:
@@ -243,7 +248,7 @@ class Commits:
                 remove(file)
 
     def _sweep(self) -> None:
-        """Removes what earlier commits that failed could not: this rank's files of none that is kept; rank 0 also manifests."""
+        """Removes this rank's files of failed commits that could not be removed then; rank 0 also removes manifests."""
         folder = self._shards.store.folders()[0].absolute()
         names = {file.name for each in self.steps for file in (each.manifest, *each.files)}
         for file in sorted(folder.iterdir()):
@@ -266,8 +271,8 @@ class Commits:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keeps Python's collector away. A commit makes tens of thousands of tuples and no cycle; they would have it look through
-    the whole heap, which takes longer than the commit."""
+    """Disables Python's garbage collector. A commit makes tens of thousands of tuples and no cycle. They would trigger a
+    collection of the whole heap, which takes longer than the commit."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

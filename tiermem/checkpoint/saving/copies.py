@@ -1,4 +1,15 @@
-"""Copies: complete checkpoints in <dir>/<tag>/, apart from the store, made while training goes on."""
+"""Copies: complete checkpoints in <dir>/<tag>/, apart from the store, written while training goes on.
+
+    at once           freeze -> states in memory to the data file -> reserve space for the rest     together
+    in the thread     frozen ranges -> data file -> part                                           together
+                      rank 0: manifest -> pointer -> latest                                         together, then thaw
+
+The thread uses a process group of its own, so that its collectives never mix with those of training. It is used only while
+optimizer steps have another slot to write to. Otherwise, and if no state rests on NVMe, the caller does all the work at once.
+
+A copy that fails removes the files that it wrote; earlier files are unchanged. Its error is raised by the next save, by `wait`
+or by the end of the run. File names contain the run and the commit: a tag that is saved again changes only with its pointer.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +53,18 @@ from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero.shards import Shards
 from tiermem.zero.topology import Topology, group_aside
 
-# ---- Copying: ranges of the store's files into a complete copy, past memory, while training goes on ------------------
+# ---- copying file ranges ---------------------------------------------------------------------------------------------
 #
-#     frozen ranges of all paths -> extents (whole 4096-byte blocks, neighbours as one) -> one behind the other in a data file
+#     frozen ranges of all paths -> extents (whole 4096-byte blocks, adjacent ones joined) -> one after another in a data file
 #
-#     reflink            FICLONERANGE: the copy shares the blocks; nothing is moved
-#     copy_file_range    where several hosts may have mounted the file system: its server may do it
-#   read and write     past the page cache; copy_file_range would go through it, at 0.4 of the speed and 5 times the CPU (ext4)
+# Three methods. `copy` uses the first that the file systems support, for one source file after the other:
 #
-# The first that works is used for the file; each falls back to the next. Frozen ranges do not change (swap/entry.py),
-# so the copy is of one moment, however long it takes. While training goes on it takes no more than a share of the time
-# (Pace): a disk that training waits for is not taken from it.
+#     reflink            FICLONERANGE: the copy shares the blocks; no data is moved
+#     copy_file_range    only on a file system that several hosts may have mounted: its server may copy the data itself
+#     read and write     with O_DIRECT; copy_file_range goes through the page cache, at 0.4 of the speed and 5 times the CPU
+#                        time (ext4)
+#
+# Frozen ranges do not change (swap/entry.py), so a slow copy still holds one moment.
 
 _FICLONERANGE = 0x4020940D
 _STEP_BYTES = 4 << 20
@@ -60,7 +72,7 @@ _NOT_HERE = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.EN
 
 
 class Extent(NamedTuple):
-    """Whole blocks of one source file and their place in the copy."""
+    """Whole 4096-byte blocks of a source file: index of the file, offset there, size in bytes, offset in the copy."""
 
     file: int
     offset: int
@@ -69,9 +81,9 @@ class Extent(NamedTuple):
 
 
 class Pace:
-    """The share of its time that a copy copies; all of it as soon as a thread waits for the copy.
+    """Limits the share of time in which a copy moves data, until a thread waits for the copy. Training needs the disk too.
 
-    busy_share: more than 0, at most 1. What training loses to the copy is about as much of its time, whatever it waits for.
+    busy_share: more than 0, at most 1. Training loses at most about this share of its time.
     """
 
     def __init__(self, busy_share: float = 1.0) -> None:
@@ -79,17 +91,17 @@ class Pace:
         self._is_awaited = threading.Event()
 
     def hurry(self) -> None:
-        """A thread waits for the copy. Never blocks; any thread may call it."""
+        """Ends the limit, because a thread waits for the copy. Never blocks; any thread may call it."""
         self._is_awaited.set()
 
     def rest(self, busy_s: float) -> None:
-        """Blocks for what is due after so many seconds of copying, or until a thread waits for the copy."""
+        """Blocks for the pause that is due after `busy_s` seconds of copying, or until `hurry` is called."""
         self._is_awaited.wait(busy_s * self._rest_per_busy)
 
 
 def lay_out(rows: Rows, start: int, file: int) -> tuple[list[Extent], Rows]:
-    """The extents that hold these rows, one behind the other in the copy from byte `start` on (a multiple of 4096), and the
-    rows where the copy has them: in its file number `file`."""
+    """The extents that hold these rows, one after another in the copy from byte `start` (a multiple of 4096), and the rows
+    with their places in the copy, whose file number is `file`."""
     order = np.lexsort((rows.offset, rows.file))
     source, offset = rows.file[order], rows.offset[order]
     first = offset // ALIGNMENT * ALIGNMENT
@@ -106,7 +118,7 @@ def lay_out(rows: Rows, start: int, file: int) -> tuple[list[Extent], Rows]:
 
 
 def take_room(path: Path, extents: Sequence[Extent]) -> None:
-    """Gives the copy the blocks for its extents. Raises OSError (ENOSPC) with the arithmetic."""
+    """Allocates the blocks for the extents. Raises OSError (ENOSPC) that says how much is needed and free."""
     if not extents:
         return
     start, stop = extents[0].place, extents[-1].place + extents[-1].num_bytes
@@ -119,10 +131,10 @@ def take_room(path: Path, extents: Sequence[Extent]) -> None:
 
 
 def copy(sources: Sequence[Path], extents: Sequence[Extent], path: Path, pace: Pace) -> None:
-    """Copies extents of the sources into an existing file and makes it durable. Blocks, GIL free. Raises OSError."""
+    """Copies extents of the sources into an existing file and syncs it. Blocks, without the GIL. Raises OSError."""
     target, _ = open_direct(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        with mmap.mmap(-1, _STEP_BYTES) as buffer:  # page-aligned, as O_DIRECT asks
+        with mmap.mmap(-1, _STEP_BYTES) as buffer:  # page-aligned, as O_DIRECT requires
             for number, source in enumerate(sources):
                 due = [each for each in extents if each.file == number]
                 if due:
@@ -164,7 +176,7 @@ def _copy_range(source: int, offset: int, num_bytes: int, target: int, place: in
     if not done:
         raise OSError(errno.ENODATA, f"the file ends at byte {offset}: something truncated it")
     os.fdatasync(target)
-    for fd, start in ((source, offset), (target, place)):  # through the page cache: not to be kept there
+    for fd, start in ((source, offset), (target, place)):  # drop these pages from the page cache
         os.posix_fadvise(fd, start, done, os.POSIX_FADV_DONTNEED)
     return done
 
@@ -181,27 +193,17 @@ def _read_and_write(buffer: mmap.mmap, source: int, offset: int, num_bytes: int,
     return num_bytes
 
 
-# ---- Copies: complete checkpoints in <dir>/<tag>/, apart from the store, made while training goes on -----------------
-#
-#     at once      freeze -> states in memory to the data file -> room for the rest of it        together
-#     behind       frozen ranges -> data file (copies.py) -> part                               together
-#                  rank 0: manifest -> pointer -> latest                                         together, then thawed
-#
-# What is behind runs in a thread of its own, and its ranks talk over a process group of its own, so that it meets no
-# collective of the training. It may only while steps have a slot to write to; else, and with nothing on NVMe, all is
-# done at once. A copy that fails takes away what it wrote; what was there before is untouched. Who waits (the next
-# save, `wait`, the end) gets its error. Names are of a run and a commit, so that a tag is replaced by its pointer and
-# at no other moment.
+# ---- one copy at a time ----------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("tiermem")
 
 WHAT = "copying the checkpoint"
 _BUSY_SHARE = 0.08
-"""Of the time, while training goes on: it is to lose no more than a tenth to a copy."""
+"""Share of time in which the thread moves data while training goes on, so that training loses less than a tenth."""
 
 
 class _Work(NamedTuple):
-    """A copy that has been begun on this rank."""
+    """A copy that this rank has begun."""
 
     content: Content
     commit: int
@@ -211,14 +213,14 @@ class _Work(NamedTuple):
     freeze: Freeze | None
     sources: tuple[Path, ...]
     extents: list[Extent]
-    placed: Placed  # where the pieces are in the end
+    placed: Placed  # the pieces, at their places in the finished copy
     undo: contextlib.ExitStack
 
 
 class Copies:
     """The copies of one sharded model, one at a time.
 
-    commits: those in the store; one whose tag a copy takes is dropped.
+    commits: the steps in the store. A copy that takes over a tag drops the step that had it.
     """
 
     def __init__(self, shards: Shards, commits: Commits) -> None:
@@ -230,9 +232,9 @@ class Copies:
         self._error: BaseException | None = None
 
     def make(self, content: Content, commit: int, is_behind: bool) -> None:
-        """Copies the states as they are now. Collective; blocks until what is in memory is written.
+        """Copies the states as they are now. Collective; blocks until the states in memory are written. Raises OSError.
 
-        is_behind: whether the rest may be done while training goes on; the same on every rank. Raises OSError.
+        is_behind: whether a thread may copy the states on NVMe while training goes on; equal on all ranks.
         """
         topology = self._shards.topology
         self._pace = Pace(_BUSY_SHARE if is_behind else 1.0)
@@ -254,11 +256,11 @@ class Copies:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a copy has not ended."""
+        """Whether the thread is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Blocks until no copy is under way, which no longer rests. Raises what the last one failed with, once."""
+        """Blocks until no copy is running; the copy pauses no more. Raises the error of a failed copy, once."""
         self._pace.hurry()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -270,7 +272,7 @@ class Copies:
     # ---- one copy -------------------------------------------------------------------------------------------------------
 
     def _begin(self, content: Content, commit: int, undo: contextlib.ExitStack) -> _Work:
-        """Writes what lies in memory and takes room for what is frozen."""
+        """Writes the states in memory and reserves space for the frozen ones."""
         shards, rank = self._shards, self._shards.topology.rank
         assert content.save_dir is not None and content.tag is not None
         folder = tag_folder(content.save_dir, content.tag)
@@ -294,14 +296,14 @@ class Copies:
         return _Work(content, commit, folder, held, data, freeze, sources, extents, whole, undo)
 
     def _run(self, work: _Work, talk: Talk) -> None:
-        """In the thread."""
+        """The thread's function."""
         try:
             self._end(work, talk)
         except BaseException as error:  # raised by `wait`
             self._error = error
 
     def _end(self, work: _Work, talk: Talk) -> None:
-        """Copies what is frozen and makes the whole known; thaws however it ends. Collective over `talk`; blocks."""
+        """Copies the frozen ranges and publishes the copy. Thaws on success and on error. Collective over `talk`; blocks."""
         content, topology = work.content, self._shards.topology
         assert content.save_dir is not None and content.tag is not None
         replaced = self._commits.in_place_of(pointer_path(content.save_dir, content.tag))
@@ -318,7 +320,7 @@ class Copies:
                         remove(each.manifest)
 
             def unheard(went_well: bool) -> None:
-                if topology.rank or went_well:  # a manifest may name what is here
+                if topology.rank or went_well:  # a manifest may name these files
                     work.undo.pop_all()
 
             together(talk, WHAT, save_all, unheard)
@@ -337,7 +339,7 @@ class Copies:
         return write_part(path, self._run_id, work.commit, rank, content, [work.data.name], work.placed)
 
     def _check_seen(self, told: list[Any]) -> None:
-        """Raises OSError when a rank has written to a folder that is not this one."""
+        """Raises OSError when a rank has written to a folder that rank 0 does not see."""
         for rank, each in enumerate(told):
             if not (Path(each["folder"]) / each["file"]).is_file():
                 raise FileNotFoundError(
@@ -348,7 +350,7 @@ class Copies:
                 )
 
     def _talk_aside(self, topology: Topology) -> Talk:
-        """Over a group of its own. Collective when it is first needed."""
+        """A Talk over a process group of its own. Collective when the group is made."""
         if topology.group is None:
             return lambda text: [text]
         group = group_aside(topology)
@@ -362,8 +364,8 @@ class Copies:
 
 
 def remove_other_copies(folder: Path, kept: str, topology: Topology) -> None:
-    """Removes this rank's files of other copies from a tag's folder; rank 0 also their manifests, and those of ranks that are
-    no more. `kept` is the run and commit of the copy that stays, if any."""
+    """Removes this rank's files of other copies from a tag's folder. Rank 0 also removes manifests, and files of ranks that
+    this run does not have. `kept` is "<run id>-<commit>" of the copy that stays, or empty."""
     for file in sorted(folder.iterdir()):
         match = OURS.fullmatch(file.name)
         if match is None or match[1] == kept:

@@ -1,4 +1,4 @@
-"""Pieces: the ranges of files that a rank saves, as arrays, with the checksums of their bytes."""
+"""Pieces: the file ranges that a rank saves, as arrays, and the checksums of their bytes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tiermem.swap.stream import FileWriter
 CHUNK_BYTES = 4 << 20
 
 Chunks = Callable[[], Iterator[torch.Tensor]]
-"""Bytes in order: uint8, contiguous, on the CPU; each is valid until the next one is asked for."""
+"""Returns the bytes in order: uint8 tensors, contiguous, on the CPU. Each is valid until the next one is requested."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """Elements `start` to `start + numel` of one state of a parameter, in one range of bytes of this rank.
+    """Elements [start, start + numel) of one state of a parameter, in one byte range of this rank.
 
-    A stretch on NVMe is what the store's entry holds when it is frozen; nothing of it is copied. A stretch in memory is
-    read in chunks while it is written to a file.
+    A stretch on NVMe lies in an entry of the store; the freeze keeps its bytes, and they are not copied. A stretch in memory
+    is read in chunks while it is written to a file.
 
     Attributes:
-        first_byte: of the elements in the bytes of the whole state.
-        place: on NVMe an entry and an offset in it; in memory the bytes, on any device, or what gives them.
+        first_byte: position of the stretch in the bytes of the whole state.
+        place: on NVMe: (entry, byte offset in it). In memory: the bytes, on any device, or a function that returns them.
     """
 
     param: str
@@ -54,7 +54,7 @@ class Stretch:
         return kinds.bytes_of(self.kind, self.numel)
 
     def chunks(self) -> Iterator[torch.Tensor]:
-        """The bytes of a stretch in memory. Raises ValueError where there are fewer or more than the elements take."""
+        """The bytes of a stretch in memory. Raises ValueError if their number is not `num_bytes`."""
         place, done = self.place, 0
         assert not isinstance(place, tuple), f"{self.state} of {self.param} rests on NVMe"
         for data in _cut(place[: self.num_bytes]) if isinstance(place, torch.Tensor) else place():
@@ -69,7 +69,7 @@ class Stretch:
 
 
 def in_memory(data: torch.Tensor, offset: int = 0) -> torch.Tensor:
-    """The bytes of a tensor on any device, from a byte of it on."""
+    """The bytes of a tensor from byte `offset` on: uint8, flat, on the tensor's device."""
     return data.detach().reshape(-1).view(torch.uint8)[offset:]
 
 
@@ -77,17 +77,18 @@ def _cut(data: torch.Tensor) -> Iterator[torch.Tensor]:
     return (data[at : at + CHUNK_BYTES].cpu() for at in range(0, data.numel(), CHUNK_BYTES))
 
 
-# ---- Rows: pieces of states as arrays, a row for each, of which a model has tens of thousands ------------------------
-#
-# A row is of a key (parameter, state, kind): elements `start` to `start + numel`, in `num_bytes` bytes of a file. In
-# that form pieces are cut, moved and put in order at once; one by one they are manifest.py's Piece.
+# ---- rows: pieces as arrays ------------------------------------------------------------------------------------------
 
 Key = tuple[str, str, str]
 """Parameter, state, kind."""
 
 
 class Rows(NamedTuple):
-    """Flat int64 arrays of one length; `key` counts `keys`, `file` the files of a part."""
+    """Pieces as flat int64 arrays of one length, because a model has tens of thousands; manifest.Piece is one piece.
+
+    Row i holds elements [start, start + numel) of the state `keys[key]`, in `num_bytes` bytes from `offset` of file `file`, an
+    index into the files of a part.
+    """
 
     keys: Sequence[Key]
     key: Numbers
@@ -98,7 +99,7 @@ class Rows(NamedTuple):
     num_bytes: Numbers
 
     def states(self) -> tuple[PartState, ...]:
-        """What a part says of them: keys in their order, each with its rows by element."""
+        """The rows as a part lists them: keys in their order, each with its rows in the order of elements."""
         order = np.lexsort((self.start, self.key))
         table = np.stack((self.start, self.numel, self.file, self.offset), 1)[order].tolist()
         edges = [0, *np.cumsum(np.bincount(self.key, minlength=len(self.keys))).tolist()]
@@ -107,12 +108,12 @@ class Rows(NamedTuple):
 
 
 def rows_of(keys: Sequence[Key], rows: Sequence[tuple[int, int, int, int, int, int]]) -> Rows:
-    """From tuples: key, start, numel, file, offset, bytes."""
+    """Rows from tuples (key, start, numel, file, offset, bytes)."""
     return Rows(keys, *np.array(rows, np.int64).reshape(-1, 6).T)
 
 
 def joined_rows(several: Sequence[Rows]) -> Rows:
-    """All of these; a key may be in several."""
+    """All rows of several Rows. A key may occur in more than one."""
     numbers: dict[Key, int] = {}
     for rows in several:
         for key in rows.keys:
@@ -124,17 +125,17 @@ def joined_rows(several: Sequence[Rows]) -> Rows:
     return Rows(list(numbers), np.concatenate(mapped), *(np.concatenate(each) for each in columns))
 
 
-# ---- Blocks: the checksums of a state by MiB of its bytes, put together from those of pieces -------------------------
+# ---- the checksums of a state, one per MiB ---------------------------------------------------------------------------
 #
-#     one rank's pieces    [ a ][   b   ][ c ]        crc(A + B) from crc(A), crc(B) and len(B)
-#     another's                              [ d ]
-#     blocks of 1 MiB      |---------|---------|---   one checksum each, whatever the pieces were
+#     one rank's pieces    [ a ][   b   ][ c ]        crc(A + B) is computed from crc(A), crc(B) and len(B)
+#     another rank's                         [ d ]
+#     blocks of 1 MiB      |---------|---------|---   one checksum each; they do not depend on the pieces
 #
-# Bytes are counted in the order of a state's elements, of the whole parameter, as if they lay in one piece.
+# Bytes are counted in the order of the whole parameter's elements, as if they lay in one piece.
 
 
 class Run(NamedTuple):
-    """Bytes of a state, and the checksum of what each block holds of them."""
+    """Consecutive bytes of a state, and one checksum for the bytes in each block of 1 MiB."""
 
     start: int
     num_bytes: int
@@ -142,7 +143,7 @@ class Run(NamedTuple):
 
 
 def cuts(start: int, num_bytes: int) -> list[tuple[int, int]]:
-    """(start, bytes) of what each block holds of a range."""
+    """(start, bytes) of the part of a range in each block of 1 MiB."""
     found, end = [], start + num_bytes
     while start < end:
         stop = min(end, (start // CHECKSUM_BYTES + 1) * CHECKSUM_BYTES)
@@ -152,7 +153,7 @@ def cuts(start: int, num_bytes: int) -> list[tuple[int, int]]:
 
 
 def joined(runs: Iterable[Run]) -> list[Run]:
-    """The same bytes in as few runs as there are."""
+    """The same bytes in the fewest runs."""
     found: list[Run] = []
     for each in sorted(runs, key=lambda run: run.start):
         last = found[-1] if found else None
@@ -169,7 +170,7 @@ def joined(runs: Iterable[Run]) -> list[Run]:
 
 
 def checksums(runs: Iterable[Run], what: str) -> tuple[int, ...]:
-    """The checksum of every block of a state, from runs that hold all of it once. Raises RuntimeError otherwise."""
+    """The checksum of every block of a state. Raises RuntimeError unless the runs hold every byte exactly once."""
     found = joined(runs)
     if len(found) != 1 or found[0].start:
         places = ", ".join(f"{run.start} to {run.start + run.num_bytes}" for run in found[:4])
@@ -177,26 +178,27 @@ def checksums(runs: Iterable[Run], what: str) -> tuple[int, ...]:
     return tuple(found[0].crcs)
 
 
-# ---- Resting: the stretches of a rank on NVMe, as arrays: their places in a freeze, their checksums ------------------
-#
-#     stretches -> a row each: key, elements, entry and offset       once, as long as nothing moves between tiers
-#               -> pieces that have a checksum each, by state        the same
-#     freeze    -> where each row lies: one piece of a file or more  in every save
-#     checksums -> of every MiB of every state                       in every save
-#
-# A save of a step that rests on the disk costs a sync and this; hence no loop over rows in Python.
+# ---- stretches on NVMe -----------------------------------------------------------------------------------------------
 
 ReadEntry = Callable[[str, int, int], torch.Tensor]
-"""(entry, start, stop) -> those bytes of it, uint8."""
+"""(entry, start, stop) -> the bytes [start, stop) of an entry, uint8."""
 
 
 class Resting:
-    """Stretches on NVMe, which may come in any order; their `place` is an entry and an offset."""
+    """Stretches on NVMe, in any order, as arrays; `place` of each is (entry, offset).
+
+        stretches -> one row each: key, elements, entry, offset         once, until a state moves between tiers
+                  -> ranges that have one checksum each, by state       once, until a state moves between tiers
+        freeze    -> the file ranges of each row                        in every save
+        checksums -> one for every MiB of every state                   in every save
+
+    A save of states on NVMe costs a sync and the last two lines; hence no Python loop over rows.
+    """
 
     def __init__(self, stretches: Iterable[Stretch]) -> None:
         keys: dict[Key, int] = {}
         entries: dict[str, int] = {}
-        numbers = array.array("q")  # a row behind the other: no object is kept for each
+        numbers = array.array("q")  # rows in one flat array: no Python object per row
         for each in stretches:
             assert isinstance(each.place, tuple), f"{each.state} of {each.param} is in memory"
             entry, offset = each.place
@@ -213,7 +215,7 @@ class Resting:
         self._cut_at_blocks()
 
     def rows(self, freeze: Freeze) -> Rows:
-        """Where everything lies, frozen; `file` counts the paths of the store."""
+        """The file ranges of all stretches in a freeze; `file` is an index into the store's paths."""
         found = freeze.find(self.entries, self._entry, self._offset, self._num_bytes)
         row, grain = found.request, self._grain_bytes[found.request]
         skipped = (found.start - self._offset[row]) // grain * self._grain_numel[row]
@@ -222,9 +224,9 @@ class Resting:
         return Rows(self.keys, self._key[row], start, numel, found.path_index, found.file_offset, found.num_bytes)
 
     def sums(self, known: Sums, read: ReadEntry, workers: Workers) -> dict[tuple[str, str], list[Run]]:
-        """The checksums of every (parameter, state), in as few runs as there are.
+        """The checksums of every (parameter, state), in the fewest runs.
 
-        Blocks only where the store does not know one: then the bytes are read, and it knows from then on. Raises OSError.
+        Blocks only for a checksum that the store does not know: it is computed from the bytes and kept. Raises OSError.
         """
         crcs = self._crcs(known, read, workers)[self._order]
         blocks = crc32c_join(self._block_first, crcs, self._block_lengths)
@@ -238,7 +240,7 @@ class Resting:
     # ---- checksums ------------------------------------------------------------------------------------------------------
 
     def _cut_at_blocks(self) -> None:
-        """Cuts the rows at every MiB of their state, and puts what results in the order of the states."""
+        """Cuts the rows at every MiB of their state, and sorts the results by state and position."""
         stop = self._first_byte + self._num_bytes
         first_block, last_block = self._first_byte // CHECKSUM_BYTES, (stop - 1) // CHECKSUM_BYTES
         row, block = spread(first_block, last_block - first_block + 1)
@@ -270,7 +272,7 @@ class Resting:
         )
 
     def _crcs(self, sums: Sums, read: ReadEntry, workers: Workers) -> Crcs:
-        """The checksum of every piece: put together from those that the store has of its bytes, else of the bytes."""
+        """The checksum of every range: combined from the store's checksums, else computed from the bytes."""
         tables = [sums.of(entry) for entry in self.entries]
         if self._known is None or not self._known.is_of(tables):
             self._known = _Known(tables, self._piece_entry, self._piece_start, self._piece_stop)
@@ -285,13 +287,13 @@ class Resting:
 
 
 class _Known:
-    """Which pieces of the store's tables make up each range [start[i], stop[i]) of entry[i], if any do."""
+    """The pieces in the store's tables that make up each range [start[i], stop[i]) of entry[i], if there are such pieces."""
 
     def __init__(self, tables: Sequence[PieceTable | None], entry: Numbers, start: Numbers, stop: Numbers) -> None:
         self._pieces = [None if table is None else table.pieces for table in tables]
         held = [(number, pieces) for number, pieces in enumerate(self._pieces) if pieces is not None]
         size = 1 + max([0, *stop.tolist(), *(int(pieces.stops[-1]) for _, pieces in held if len(pieces.stops))])
-        none = [np.zeros(0, np.int64)]  # entries as if they lay behind one another, `size` bytes each
+        none = [np.zeros(0, np.int64)]  # entries are numbered as if they lay one after another, `size` bytes each
         starts = np.concatenate(none + [pieces.starts + number * size for number, pieces in held])
         stops = np.concatenate(none + [pieces.stops + number * size for number, pieces in held])
         low, high = start + entry * size, stop + entry * size
@@ -301,7 +303,7 @@ class _Known:
         self._first = np.concatenate(([0], np.cumsum(counts)))
         self._lengths = (stops - starts)[self._chosen]
         self._num_ranges = len(start)
-        # Pieces do not overlap, so those inside a range that have its length are all of it.
+        # Pieces do not overlap: if the pieces inside a range have its total length, they cover it.
         self._is_covered = np.bincount(self._range, self._lengths, self._num_ranges) == stop - start
 
     def is_of(self, tables: Sequence[PieceTable | None]) -> bool:
@@ -312,13 +314,13 @@ class _Known:
         )
 
     def unknown(self, tables: Sequence[PieceTable | None]) -> Numbers:
-        """The ranges that tables have pieces of, of which one is not known."""
+        """The ranges that contain a piece whose checksum is not known."""
         is_known = np.concatenate([np.zeros(0, np.bool_), *(table.is_known for table in tables if table is not None)])
         unknown: Numbers = self._range[~is_known[self._chosen]]
         return unknown
 
     def look_up(self, tables: Sequence[PieceTable | None]) -> tuple[Crcs, npt.NDArray[np.bool_]]:
-        """The checksum of each range, and whether it is known."""
+        """The checksum of each range, and whether that checksum is known."""
         crcs = np.concatenate([np.zeros(0, np.uint32), *(table.crcs for table in tables if table is not None)])
         joined = crc32c_join(self._first, crcs[self._chosen], self._lengths)
         is_known = self._is_covered.copy()
@@ -326,17 +328,17 @@ class _Known:
         return joined, is_known
 
 
-# ---- Pieces of a part: what a rank captured, as ranges of files, with the checksums of their bytes -------------------
+# ---- the data file of a rank -----------------------------------------------------------------------------------------
 #
-#     on NVMe      frozen: rows of the store's own files, one for each run of bytes; nothing is copied
-#     in memory    written once to a data file, one stretch behind the other, each at a multiple of 64 bytes
+#     on NVMe      rows of the store's own files, one for each byte range; no data is copied
+#     in memory    written once to a data file, one stretch after another, each at a multiple of 64 bytes
 #
-# Memory: a chunk of CHUNK_BYTES and the writer's buffers, whatever the size of the states.
+# Memory use is one chunk of CHUNK_BYTES and the writer's buffers, for states of any size.
 
 _ALIGN = 64  # bytes
 
 Runs = Mapping[tuple[str, str], Sequence[Run]]
-"""Checksums of what a rank holds of each (parameter, state)."""
+"""Checksums of the bytes that a rank holds of each (parameter, state)."""
 
 
 class Placed(NamedTuple):
@@ -347,7 +349,7 @@ class Placed(NamedTuple):
 
 
 def put_together(placed: Sequence[Placed]) -> Placed:
-    """Pieces from several files; a state may have some in each."""
+    """The pieces of several files as one. A state may have pieces in each file."""
     sums: dict[tuple[str, str], list[Run]] = {}
     for each in placed:
         for key, runs in each.sums.items():
@@ -362,10 +364,10 @@ def write_data(
     workers: Workers | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Placed:
-    """Writes stretches in memory to a new file, which is number `file` of the part, and makes it durable. Blocks.
+    """Writes stretches in memory to a new file, number `file` of the part, and makes it durable. Blocks.
 
-    progress: told how many bytes more have been put. Raises OSError, and ValueError as `Stretch.chunks`; then there is no such
-    file.
+    progress: called with the number of bytes just written. Raises OSError, and ValueError as `Stretch.chunks`; then the file
+    does not exist.
     """
     keys: dict[Key, int] = {}
     rows = []
@@ -386,7 +388,7 @@ def write_data(
 
 
 def data_bytes(stretches: Iterable[Stretch]) -> int:
-    """Bytes of the file that `write_data` makes."""
+    """Size in bytes of the file that `write_data` writes."""
     end = 0
     for stretch in stretches:
         end = round_up(end, _ALIGN) + stretch.num_bytes

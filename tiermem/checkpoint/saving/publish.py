@@ -1,4 +1,4 @@
-"""Publish: rank 0 makes a manifest known: it, the tag's pointer, `latest`; old steps go after."""
+"""Publish: rank 0 writes a manifest, the tag's pointer and `latest`; then it removes old steps."""
 
 from __future__ import annotations
 
@@ -45,37 +45,37 @@ from tiermem.swap.run_folder import RunFolder, RunName, is_of_one_host, run_fold
 from tiermem.zero.shards import Shards
 from tiermem.zero.topology import Topology
 
-# ---- Content: what a commit or a copy saves, and what each rank tells rank 0 of its part -----------------------------
+# ---- the content of a commit or a copy -------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """What is saved: the same on every rank, but for `save_dir`, and for `rng` and what follows, which are this rank's."""
+    """The content of a commit or copy. `save_dir`, and `rng` and the fields after it, are this rank's; the rest is equal."""
 
     step: int
-    tag: str | None  # None: a step that is made durable without one
-    save_dir: Path | None  # None: the same
+    tag: str | None  # None: a durable step without a tag
+    save_dir: Path | None  # None: a durable step without a tag
     save_latest: bool
     values: Mapping[str, Json]  # optimizer, scheduler, loss_scaler, engine, client_state, config
     parameters: Sequence[Parameter]
     excluded: Sequence[str]
     rng: Json
     data: Json
-    resting: Resting  # on NVMe
+    resting: Resting  # states on NVMe
     in_memory: Sequence[Stretch]
 
     @property
     def is_whole(self) -> bool:
-        """Whether a run can go on from it alone: no parameter is left out, and the optimizer is in it."""
+        """Whether a run can continue from it: no parameter is left out, and the optimizer is included."""
         return not self.excluded and self.values["optimizer"] is not None
 
 
 def write_part(
     file: Path, run_id: str, commit: int, rank: int, content: Content, files: Sequence[str], placed: Placed
 ) -> Json:
-    """Makes a rank's part durable: its pieces, by the number of one of `files`. Raises OSError.
+    """Writes this rank's part durably; its pieces refer to `files` by index. Blocks; raises OSError.
 
-    Returns what rank 0 has to know of it: where it is, its size and checksum, and those of its states.
+    Returns JSON for rank 0: folder, file, size in bytes and CRC-32C of the part, and the checksums of its states.
     """
     data = Part(run_id, commit, rank, content.rng, content.data, tuple(files), placed.rows.states()).dump()
     durable.write_file(file, data)
@@ -86,7 +86,7 @@ def write_part(
 def manifest_of(
     content: Content, run_id: str, commit: int, topology: Topology, told: Sequence[Any], folder: Path
 ) -> Manifest:
-    """The manifest of what every rank has told, for a file in `folder`. Raises RuntimeError for a state that is not whole."""
+    """The manifest, for a file in `folder`, from the values of all ranks. Raises RuntimeError if a state is not whole."""
     parts = tuple(
         PartFile(rank, written(Path(each["folder"]), folder), each["file"], each["bytes"], each["crc32c"])
         for rank, each in enumerate(told)
@@ -114,7 +114,7 @@ def manifest_of(
 
 
 def frozen(shards: Shards, content: Content, freeze: Freeze) -> Placed:
-    """The pieces of what rests on NVMe, by the number of the file in `freeze.files()`. Blocks only for unknown checksums."""
+    """The frozen pieces on NVMe; `file` is an index into `freeze.files()`. Blocks only to compute unknown checksums."""
 
     def read(entry: str, start: int, stop: int) -> torch.Tensor:
         return shards.values.read_part(entry, torch.uint8, slice(start, stop))
@@ -123,35 +123,36 @@ def frozen(shards: Shards, content: Content, freeze: Freeze) -> Placed:
     return Placed(resting.rows(freeze), resting.sums(shards.store.sums, read, shards.workers))
 
 
-# ---- Publish: rank 0 makes a manifest known: the manifest itself, the tag's pointer, `latest`; each durable ----------
-# before the next
+# ---- the manifest, the tag's pointer, `latest` -----------------------------------------------------------------------
 #
-# Every write puts into `undo` what takes it back: after an error the folder is as it was.
+# Each file is durable before the next is written. Every write registers its reversal in `undo`: after an error the folder
+# is as before.
 
 logger = logging.getLogger("tiermem")
 
-_MOST_BYTES = 1 << 20  # far more than a pointer has, and `latest`
+_MOST_BYTES = 1 << 20  # far more than a pointer or `latest` has
 
 
 class SavingInto:
-    """A tag's folder, made if it is missing. No save tidies it until `close`, or the end of this process.
+    """Makes a tag's folder if it is missing, and locks it shared. Until `close`, or the end of this process, no save removes
+    unfinished files from it.
 
-    undo: takes the folder away again. Raises OSError.
+    undo: removes the folder again. Raises OSError.
     """
 
     def __init__(self, folder: Path, undo: contextlib.ExitStack) -> None:
         self._fd = -1
-        while self._fd < 0:  # again, where another save has just tidied it away
+        while self._fd < 0:  # repeat if another save has just removed the folder
             make_folder(folder, undo)
             with contextlib.suppress(FileNotFoundError):
                 self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                with contextlib.suppress(OSError):  # without locks no save tidies
+                with contextlib.suppress(OSError):  # without locks no save removes unfinished files
                     fcntl.flock(self._fd, fcntl.LOCK_SH)
                 if not (folder.exists() and os.path.samestat(folder.stat(), os.fstat(self._fd))):
                     self.close()
 
     def close(self) -> None:
-        """Lets go. Twice does nothing."""
+        """Releases the lock. Calling it twice does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -174,7 +175,7 @@ def publish(content: Content, manifest: Manifest, path: Path, undo: contextlib.E
 
 
 def replace(path: Path, data: bytes, undo: contextlib.ExitStack) -> None:
-    """Writes a file whose old content, if any, comes back when it is undone."""
+    """Writes a file. `undo` restores the old content, or removes the file if there was none."""
     before = durable.read_file(path, _MOST_BYTES) if os.path.lexists(path) else None
     if before is None:
         undo.callback(remove, path)
@@ -184,7 +185,7 @@ def replace(path: Path, data: bytes, undo: contextlib.ExitStack) -> None:
 
 
 def make_folder(folder: Path, undo: contextlib.ExitStack) -> None:
-    """Makes a folder, and those above that are missing."""
+    """Makes a folder and its missing parents. `undo` removes those that are empty."""
     missing = [each for each in (folder, *folder.parents) if not each.is_dir()]
     for each in reversed(missing):
         undo.callback(remove_empty, each)
@@ -192,7 +193,7 @@ def make_folder(folder: Path, undo: contextlib.ExitStack) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file that is there; what cannot be is said, and left."""
+    """Removes a file if it exists. Logs a warning and leaves the file if it cannot be removed."""
     try:
         if path.exists():
             durable.remove(path)
@@ -201,13 +202,13 @@ def remove(path: Path) -> None:
 
 
 def remove_pointer(pointer: Path) -> None:
-    """Removes a tag's pointer, and its folder if there is nothing else in it."""
+    """Removes a tag's pointer, and the tag's folder if it is then empty."""
     remove(pointer)
     remove_empty(pointer.parent)
 
 
 def remove_empty(folder: Path) -> None:
-    """Removes a folder if there is nothing in it."""
+    """Removes a folder if it is empty."""
     with contextlib.suppress(OSError):
         durable.remove_folder(folder)
 
@@ -219,26 +220,27 @@ def _restore(path: Path, data: bytes) -> None:
         logger.warning("%s could not be put back: %s", path, error.strerror)
 
 
-# ---- Unfinished copies: files in a tag's folder that were left by a process that died before the pointer named them --
-#
-#     <dir>/<tag>/    a process that saves into it holds flock of the folder itself, which ends with the process
-#         data-<run id>-<commit>-<rank>.bin, part-..., tiermem.json.new    no pointer names them: an unfinished copy
-#
-# The next save into <dir> removes them, unless a process holds that folder, or may hold it on another host. A folder
-# with a manifest but no pointer is left alone: a user may have moved a whole copy there. So are empty folders, which may
-# belong to other programs.
+# ---- unfinished copies: files that a killed save left in a tag's folder ----------------------------------------------
 
 OURS = re.compile(r"(?:manifest|part|data)-([0-9a-f]{1,32}-\d+)(?:-(\d+))?\.(?:json|bin)(?:\.new)?")
-"""A file of a complete copy: its run and commit, and the rank; the manifest has none."""
+"""The name of a complete copy's file: its run and commit, and the rank. A manifest's name has no rank."""
 
 
 def remove_unfinished(save_dir: Path) -> None:
-    """Removes what killed saves have left in the folders of tags. Blocks; never raises OSError. For one rank of a run."""
+    """Removes files that killed saves left in the folders of tags. Blocks; never raises OSError. Call it on one rank of a run.
+
+        <dir>/<tag>/    a process that saves into it holds a flock on the folder; the lock ends with the process
+            data-<run id>-<commit>-<rank>.bin, part-..., tiermem.json.new    unfinished if no pointer names them
+
+    A folder stays as it is if a process holds its lock. Nothing is removed if another host may use the file system, whose
+    locks are not visible here. A folder with a manifest but no pointer stays: a user may have moved a whole copy there. Empty
+    folders stay, because they may belong to other programs.
+    """
     try:
         if not is_of_one_host(save_dir):
             return
         below = [each for each in sorted(save_dir.iterdir()) if each.is_dir() and not each.is_symlink()]
-    except OSError:  # not there yet, or not to be read: the save will tell
+    except OSError:  # missing or not readable: the save itself raises the error
         return
     for folder in below:
         with contextlib.suppress(OSError):  # another process may change it meanwhile
@@ -260,7 +262,7 @@ def _tidy(folder: Path) -> None:
 
 
 def _unfinished(folder: Path) -> list[Path]:
-    """The files in a tag's folder that no pointer names, nor will name, unless a save into it goes on."""
+    """The files in a tag's folder that no pointer names. They are unfinished unless a process saves into the folder."""
     names = {file.name for file in folder.iterdir()}
     kept = ""
     if POINTER_FILE in names:
@@ -278,7 +280,7 @@ def _unfinished(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Whether no process saves into a folder, nor begins to while the block runs."""
+    """Tries to lock a folder. Yields True if no process saves into it; then none starts to while the block runs."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -291,31 +293,33 @@ def alone(folder: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-# ---- Predecessors: durable steps of earlier runs, which go once this run has one in their place ----------------------
+# ---- durable steps of earlier runs -----------------------------------------------------------------------------------
 #
-# A run that goes on from another's state has a store of its own, and the other's stays what it was until this run has
-# saved:
+# A run that loads the state of an earlier run has its own store. The earlier run's store stays until this run has saved:
 #
-#     the step that it was opened from    goes with this run's first durable step, unless it is a tag's
-#     tags of one folder of checkpoints   the newest `keep` of all runs stay; older ones go, with a warning each
+#     the step that was loaded             dropped after this run's first durable step, unless it has a tag
+#     tags in one folder of checkpoints    the newest `keep` of all runs stay; each older one is dropped with a warning
 #
-# With each goes a step without a tag that the same run saved before, which it stands in for: that run died before it
-# could remove it. A run's folders go with the last durable step in them. What goes is taken over first: a run that
-# lives, or a folder that a process reads, is left as it is, with a warning. Complete copies are never dropped. Rank 0 does
-# all of it, on what it can see; whatever a death in between leaves is taken away by the next save.
+# A dropped step takes with it the untagged steps that the same run made before it and did not live to remove. A run's folders
+# are removed with its last durable step. Before anything is removed, this process claims the folders: if another process uses
+# one, the step stays, with a warning. Complete copies are never dropped. Only rank 0 drops steps, on the paths that it can
+# see. If it dies in between, the next save removes the rest.
 
 
 def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
-    """Of tags that other runs have saved, keeps the newest `num_more` that are whole. Blocks; never raises OSError."""
+    """Keeps the newest `num_more` tags of other runs and drops the older ones. Blocks; never raises OSError.
+
+    A pointer whose manifest was removed is removed too, and does not count. Complete copies are neither dropped nor counted.
+    """
     try:
         pointers = _pointers(save_dir)
     except (ManifestError, OSError) as error:
         logger.warning("%s: checkpoints of earlier runs are left: %s", save_dir, error)
         return
     others = [(file, manifest) for file, pointer, manifest in pointers if pointer.run_id != run_id]
-    stores = [(file, manifest) for file, manifest in others if RunName.of(manifest.parent) is not None]  # and no copies
+    stores = [(file, manifest) for file, manifest in others if RunName.of(manifest.parent) is not None]  # no copies
     gone = [file for file, manifest in stores if is_removed(manifest)]
-    for file in gone:  # a death came between the two
+    for file in gone:  # a process died after it removed the manifest and before the pointer
         remove_pointer(file)
     for file, manifest in [each for each in stores if each[0] not in gone][num_more:]:
         if drop_step(manifest, f"checkpoint {file.parent.name!r} of an earlier run is dropped: newer ones are kept"):
@@ -323,9 +327,9 @@ def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
 
 
 def is_removed(manifest: Path) -> bool:
-    """Whether a manifest in a run's folder was removed: it is gone, and that folder, or another run's beside it, is there.
+    """Whether a manifest in a run's folder was removed: it is missing, and that folder or another run's beside it exists.
 
-    A disk that is not mounted, or a folder that may not be read, has removed nothing. Never raises OSError.
+    If the disk is not mounted or the folder is not readable, the answer is False. Never raises OSError.
     """
     try:
         manifest.lstat()
@@ -337,7 +341,7 @@ def is_removed(manifest: Path) -> bool:
 
 
 def drop_step(manifest: Path, why: str) -> bool:
-    """Removes a durable step of a run that is no more, and its folders with the last one; whether it did. Blocks."""
+    """Removes a durable step of a run that has ended; its folders too if it is the last. Returns whether it did. Blocks."""
     try:
         opened = read_manifest(Found(manifest, None))
         folders, superseded = _folders(opened), _superseded(opened)
@@ -368,9 +372,9 @@ def drop_step(manifest: Path, why: str) -> bool:
 
 
 def _superseded(opened: Opened) -> list[int]:
-    """The commits of steps without a tag for which a later one of the same run stands in."""
+    """The commits of earlier untagged steps of the same run that this step replaces."""
     newer, found = opened.manifest, []
-    if newer.excluded or newer.optimizer is None:  # no run goes on from it alone
+    if newer.excluded or newer.optimizer is None:  # no run can continue from it
         return []
     for file in opened.file.parent.glob("manifest-*.json"):
         with contextlib.suppress(ManifestError, OSError):
@@ -381,7 +385,7 @@ def _superseded(opened: Opened) -> list[int]:
 
 
 def _folders(opened: Opened) -> Sequence[Path]:
-    """Every folder that the ranks of a saved step had, on all their paths."""
+    """Every existing folder that holds files of a saved step, of all ranks and paths."""
     found = {opened.file.parent}
     for folder, part in read_parts(opened):
         found.update(real(folder / file).parent for file in part.files)
@@ -390,9 +394,9 @@ def _folders(opened: Opened) -> Sequence[Path]:
 
 
 def _pointers(save_dir: Path) -> list[tuple[Path, Pointer, Path]]:
-    """The pointers of a folder's tags with their manifests, newest first, but for what `latest` names.
+    """(pointer file, pointer, manifest path) of a folder's tags, newest first, without the tag that `latest` names.
 
-    What is no pointer is not ours to judge. Raises ManifestError, OSError when `latest` cannot be read.
+    Files that are not valid pointers are skipped. Raises ManifestError, OSError when `latest` cannot be read.
     """
     latest, found = read_latest(save_dir), []
     for file in save_dir.glob(f"*/{POINTER_FILE}"):

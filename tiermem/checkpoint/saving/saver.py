@@ -1,4 +1,15 @@
-"""Save: a sharded model's states made durable, on the paths where they rest or as a complete copy elsewhere."""
+"""Save: makes a sharded model's states durable, in the store's own files or as a complete copy in another folder.
+
+    save           a tag: `<dir>/<tag>/tiermem.json` names its manifest        commit.py, copies.py
+    make_durable   the current step, without a tag: durability="step"          commit.py
+    wait           blocks until copies are complete
+
+    in the store's files   states on NVMe are not copied: files are synced and a manifest is written
+    a complete copy        with `copy`, when `save_dir` is on another file system than a rank's first path, when no state
+                           rests on NVMe, and with durability="none"; if one rank must copy, all ranks copy
+
+Gradients are not saved. Between backward and step, a saved model therefore lacks its accumulated gradients.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +41,15 @@ from tiermem.swap.errors import Place
 from tiermem.swap.paths import as_paths
 from tiermem.zero.shards import Shards
 
-# ---- Which durable step is still whole when bytes on the paths turn out to be wrong: the end of a CorruptionError ----
-#
-# A durable step is bytes in the same files, so what came wrong may be its own: the first step after it reads what it
-# holds, and frozen weights are never written again. A step is whole, as far as this is known, when none of those bytes
-# are among its.
+# ---- the durable steps that a corruption does not touch --------------------------------------------------------------
 
 
 def advice_on(place: Place, steps: Iterable[Kept]) -> str:
-    """What is best done about a corruption, in a sentence or two: the newest of these steps that does not hold the place."""
+    """Advice at the end of a CorruptionError: the newest of these steps that does not hold the damaged bytes.
+
+    A durable step shares its files with the store, so the damaged bytes may be part of it: a frozen weight is never written
+    again, and the first step after a save reads the saved slots. A step counts as whole if it holds none of these bytes.
+    """
     newest_first = sorted(steps, key=lambda each: each.commit, reverse=True)
     if not newest_first:
         return "Nothing of this run has been saved where it rests: go back to a checkpoint or a copy"
@@ -55,7 +66,7 @@ def advice_on(place: Place, steps: Iterable[Kept]) -> str:
 
 
 def holds(freeze: Freeze, place: Place) -> bool:
-    """Whether any of these bytes are among those that a freeze holds."""
+    """Whether a freeze holds any byte of a place."""
     if place.entry not in freeze.parts:
         return False
     files = freeze.files()
@@ -73,17 +84,7 @@ def _name(step: Kept) -> str:
     return f"step {step.step}" + (f" (tag {step.tag!r})" if step.tag else "")
 
 
-# ---- Save: a sharded model's states made durable, on the paths where they rest or as a complete copy elsewhere -------
-#
-#     save           a tag: `<dir>/<tag>/tiermem.json` says where it is                commit.py, copies.py
-#     make_durable   the step at hand, without a tag: durability="step"                commit.py
-#     wait           until copies are whole
-#
-#     on the paths       nothing that rests on NVMe is copied: files are synced, a manifest is written
-#   a complete copy    with `copy`, when `save_dir` is on another file system than a rank's first path, when nothing rests on
-#                        NVMe, and with durability="none"
-#
-# Gradients are not saved: between backward and step there is more to a model than its states.
+# ---- saving ----------------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("tiermem")
 
@@ -92,12 +93,12 @@ TagValidation = Literal["Warn", "Ignore", "Fail"]
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What is saved beside the states.
+    """Values that are saved beside the states.
 
-    scheduler, loss_scaler, loader: their `state_dict()`; those that have none are left out.
-    engine: counters; "global_steps" are the steps so far, which default to those that the parameters have seen.
-    config: what the run was made with.
-    client_state: numbers, strings, lists, tuples, sets, dicts, bytes, tensors and arrays; given back on loading.
+    scheduler, loss_scaler, loader: their `state_dict()` is saved; an object without one is left out.
+    engine: counters. "global_steps" is the number of steps; default: the most steps that a parameter has seen.
+    config: the run's configuration.
+    client_state: numbers, strings, lists, tuples, sets, dicts, bytes, tensors and arrays; `load` returns it.
     """
 
     scheduler: Any = None
@@ -109,19 +110,19 @@ class Beside:
 
 
 class Saver:
-    """What is durable of one sharded model, and what is on its way. Lives as long as the model's store."""
+    """Saves one sharded model, and keeps its durable steps and its running copy. Lives as long as the model's store."""
 
     def __init__(self, shards: Shards, saves_each_step: bool = False) -> None:
         run_id = shards.store.run.run_id
         self._shards = shards
-        self._saves_each_step = saves_each_step  # after the optimizer's; an engine does so when it has counted the step
+        self._saves_each_step = saves_each_step  # in `after_step`, when an optimizer step has ended
         self.captures = Captures(shards)
         self.commits = Commits(shards, run_id)
         self._copies = Copies(shards, self.commits)
         shards.store.sums.advise(lambda place: advice_on(place, self.commits.steps))
 
     def save(self, content: Content, copies: bool) -> None:
-        """Makes a tag, or with no tag a step, durable. Collective; blocks but for what a copy does behind."""
+        """Makes a tag, or a step without a tag, durable. Collective; blocks, but not for a copy's thread."""
         self._shards.check_whole()
         self.wait()
         if content.save_dir is not None and self._shards.topology.rank == 0:
@@ -135,32 +136,32 @@ class Saver:
         self._copies.make(content, self.commits.number, self._has_free_slot)
 
     def wait(self) -> None:
-        """Blocks until no copy is under way. Raises what it failed with."""
+        """Blocks until no copy is running. Raises the error of a failed copy, once."""
         self._copies.wait()
 
     @property
     def keeps_files(self) -> bool:
-        """Whether the store's files must stay when it is closed."""
+        """Whether the store's files must stay when the store is closed."""
         return bool(self.commits.steps)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes the step durable if each one is to be. Collective then; blocks; raises as `save`."""
+        """Makes the step durable if durability="step". Collective then; blocks; raises as `save`."""
         if self._saves_each_step:
             assert isinstance(optimizer, NativeOptimizer)
             make_durable(self._shards, optimizer)
 
     def close(self) -> None:
-        """Waits for copies."""
+        """Waits for a running copy; raises its error."""
         self.wait()
 
     @property
     def newest(self) -> Kept | None:
-        """The newest durable step in the store."""
+        """The newest durable step in the store; None if there is none."""
         return self.commits.newest
 
     @property
     def _has_free_slot(self) -> bool:
-        """Whether steps have a slot to write to while a copy holds one."""
+        """Whether optimizer steps have a slot to write to while a copy holds one."""
         return len(self.commits.steps) + 2 <= self._shards.policy.num_slots
 
 
@@ -180,25 +181,27 @@ def save(
     beside: Beside | None = None,
     tag_validation: TagValidation = "Warn",
 ) -> bool:
-    """Saves a tag: every state as it is now, with all that a run needs to go on from it to the bit. Returns True.
+    """Saves every state as it is now under a tag, so that a run can continue from it bit by bit. Returns True.
 
     Args:
-        optimizer: the one that steps the model; None: weights alone.
-        save_dir: a folder, made if it is missing.
-        tag: a folder's name below it; default: `global_step<steps>`. Rank 0's counts, see `tag_validation`.
-        save_latest: whether `<save_dir>/latest` names this tag from now on.
-        exclude_frozen_parameters: leaves out what does not require gradients.
-        copy: a complete copy in `<save_dir>/<tag>/`; see the module for when it is one anyway. Of what rests on NVMe it
-            goes on behind, where there is a slot for steps to write to: `wait`.
-        client_state: numbers, strings, lists, tuples, sets, dicts, bytes, tensors and arrays; given back on loading.
-        scheduler, loss_scaler, loader: their `state_dict()` is saved; those that have none are left out.
-        beside: all of these at once, and more; in place of them.
-        tag_validation: what becomes of tags that differ between ranks: a warning, nothing, or ValueError.
+        optimizer: the optimizer that steps the model; None: only weights and buffers are saved.
+        save_dir: the folder of checkpoints; made if it is missing.
+        tag: the name of a folder below save_dir; default: `global_step<steps>`. Rank 0's tag is used, see `tag_validation`.
+        save_latest: whether `<save_dir>/latest` names this tag afterwards.
+        exclude_frozen_parameters: leaves out parameters that do not require gradients.
+        copy: makes a complete copy in `<save_dir>/<tag>/`; the module says when a save is always a copy. States on NVMe are
+            copied by a thread while training goes on, if steps have a slot to write to; `wait` waits for the copy.
+        client_state: numbers, strings, lists, tuples, sets, dicts, bytes, tensors and arrays; `load` returns it.
+        scheduler, loss_scaler, loader: their `state_dict()` is saved; an object without one is left out.
+        beside: all of these and more in one value; replaces the arguments above.
+        tag_validation: the reaction to different tags on ranks: "Warn", "Ignore" or "Fail" (ValueError).
 
-    Collective; blocks. On the paths the newest `keep` tags of the run stay; the oldest is dropped, with a warning. Raises on
-    every rank, and then what was saved before is as it was: OSError (full disk, failed sync or write), TypeError for a client
-    state that has no place in JSON, naming the key, ValueError for an empty save_dir, for a tag that is no name and for what
-    opening would refuse, such as a parameter's name with NUL.
+    Collective; blocks. In the store's files the newest `keep` tags stay; tags of earlier runs in save_dir count. An older
+    tag is dropped, with a warning.
+
+    An error is raised on every rank and leaves earlier durable steps unchanged: OSError (full disk, failed sync or write);
+    TypeError for a value of client_state that JSON cannot hold, naming the key; ValueError for an empty save_dir, an invalid
+    tag, different arguments or states on ranks, and content that opening would refuse, such as a parameter's name with NUL.
     """
     saver = saver_of(shards)
     found = beside or Beside(scheduler, loss_scaler, loader, client_state=dict(client_state or {}))
@@ -212,20 +215,20 @@ def save(
 
 
 def make_durable(shards: Shards, optimizer: NativeOptimizer | None, beside: Beside | None = None) -> None:
-    """Makes the step at hand durable, in the place of the one before; no tag names it. Collective; blocks; raises as `save`."""
+    """Makes the current step durable without a tag; it replaces the last such step. Collective; blocks; raises as `save`."""
     saver, found = saver_of(shards), beside or Beside()
     saver.save(*_agree(shards, lambda: _draft(shards, optimizer, found), "Ignore"))
 
 
 def wait(shards: Shards) -> None:
-    """Blocks until no copy of a model is under way. Collective when one is; raises what it failed with."""
+    """Blocks until no copy of a model is running. Collective if one is; raises the error of a failed copy."""
     saver = shards.find_attached(Saver)
     if saver is not None:
         saver.wait()
 
 
 def saver_of(shards: Shards) -> Saver:
-    """What looks after a model's durable steps."""
+    """The Saver of a model; made if there is none."""
     saver = shards.find_attached(Saver)
     if saver is None:
         saver = Saver(shards)
@@ -234,11 +237,11 @@ def saver_of(shards: Shards) -> Saver:
 
 
 class _Draft(NamedTuple):
-    """What a rank would save, before it has heard of the others."""
+    """The content that a rank would save, before it has heard of the other ranks."""
 
     content: Content
-    own: list[Stretch]  # what every rank has for itself
-    facts: dict[str, Json]  # must be the same on every rank
+    own: list[Stretch]  # states that every rank holds whole: buffers, ordinary parameters
+    facts: dict[str, Json]  # must be equal on all ranks
     is_copy: bool
 
 
@@ -252,7 +255,7 @@ def _draft(
     exclude_frozen: bool = False,
     copies: bool = False,
 ) -> _Draft:
-    """What a rank would save, as a tag of `save_dir` or, without one, as a step of no tag."""
+    """The content that a rank would save: a tag of `save_dir`, or without `save_dir` a step without a tag."""
     shards.check_whole()
     steps = int(beside.engine.get("global_steps", max((s.num_steps for _, s in shards.parameters()), default=0)))
     if save_dir is not None:
@@ -279,9 +282,9 @@ def _draft(
 
 
 def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValidation) -> tuple[Content, bool]:
-    """What all ranks save, and whether as a copy: one rank that must copy is enough. Collective.
+    """The content that all ranks save, and whether as a copy: one rank that must copy is enough. Collective.
 
-    Raises ValueError where ranks ask for different things.
+    Raises ValueError where arguments, or the size or dtype of a state, differ between ranks.
     """
     drafts: list[_Draft] = []
 
@@ -309,7 +312,7 @@ def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValida
 
 
 def _agreed_own(told: list[list[Any]]) -> dict[tuple[str, str], int]:
-    """Rank 0's checksums. Raises ValueError where a rank has a buffer, or a state, that is no variant of one of rank 0's."""
+    """Rank 0's checksums. Raises ValueError where a rank's state has another size or dtype, or rank 0 lacks the state."""
     first = {(param, state): (form, crc) for param, state, form, crc in told[0]}
     for rank, own in enumerate(told):
         for param, state, form, _ in own:
@@ -324,7 +327,7 @@ def _agreed_own(told: list[list[Any]]) -> dict[tuple[str, str], int]:
 
 
 def _agreed_tag(tags: list[str | None], validation: TagValidation, rank: int) -> str | None:
-    """Rank 0's tag. Raises ValueError where others differ and that is to be an error."""
+    """Rank 0's tag. Raises ValueError where another rank's tag differs and validation is "Fail"."""
     other = next((i for i, tag in enumerate(tags) if tag != tags[0]), None)
     if other is None or validation == "Ignore":
         return tags[0]
@@ -337,7 +340,7 @@ def _agreed_tag(tags: list[str | None], validation: TagValidation, rank: int) ->
 
 
 def _may_stay(shards: Shards, save_dir: Path) -> bool:
-    """Whether what rests on NVMe may be the checkpoint: on the file system that it is asked for, and with slots to freeze."""
+    """Whether the store's files may be the checkpoint: states rest on NVMe, durably, on the file system of `save_dir`."""
     policy = shards.policy
     if policy.durability == "none" or Tier.NVME not in (policy.params, policy.optim):
         return False
