@@ -153,7 +153,7 @@ class Move:
     def cancel(self) -> None:
         """Drops what has not started and waits for the rest. Never raises OSError.
 
-        `wait` raises ECANCELED afterwards, unless the bytes had arrived and need no check. What this move follows is left alone.
+        `wait` raises ECANCELED afterwards, unless the bytes had arrived and need no check. What it follows is left alone.
         """
         if self._is_done:
             return

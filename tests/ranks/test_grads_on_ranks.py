@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 Found = list[dict[str, dict[str, Any]]]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3], ids=lambda ranks: f"{ranks} ranks")
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids=lambda ranks: f"{ranks} ranks")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
     launch_ranks(HERE / "grads_on_ranks.py", request.param, str(out), str(nvme), timeout_s=300)

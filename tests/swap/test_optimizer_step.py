@@ -234,7 +234,7 @@ def torch_rule(name: str, step: int, options: dict[str, float | bool]) -> StepRu
 def test_rules_follow_torch(name: str, options: dict[str, float | bool], workers: Workers) -> None:
     kind = {"adamw": "AdamW", "adam": "Adam", "adagrad": "Adagrad", "sgd": "SGD"}[name]
     numel = 3001
-    theirs = torch.nn.Parameter(torch.randn(numel))
+    theirs = torch.nn.Parameter(torch.randn(numel, generator=torch.Generator().manual_seed(0)))
     ours = theirs.detach().clone()
     optim = getattr(torch.optim, kind)([theirs], lr=0.05, foreach=False, **options)
     num_moments = {"adagrad": 1, "sgd": int("momentum" in options)}.get(name, 3 if options.get("amsgrad") else 2)
