@@ -219,7 +219,7 @@ def choose(
 
 
 def agreed(rates: Rates, compute: Compute, group: dist.ProcessGroup | None = None) -> tuple[Rates, Compute]:
-    """Returns rank 0's rates on every rank of the group (default: the world). Collective if there is a process group; blocks."""
+    """Returns rank 0's rates on every rank of the group (default: the world). Collective with a process group; blocks."""
     if not (dist.is_available() and dist.is_initialized()):
         return rates, compute
     values: list[Any] = [rates, compute]

@@ -13,8 +13,8 @@ from typing import NamedTuple
 class Compute(NamedTuple):
     """The seconds of maths that a rank needs for one micro-batch.
 
-    `forward_s` and `backward_s` are seconds per element of the parameters that multiply. `rest_*` are the seconds of all modules
-    outside the lists of blocks (the head, the loss); None: those are computed from their parameters, too.
+    `forward_s` and `backward_s` are seconds per element of the parameters that multiply. `rest_*` are the seconds of all
+    modules outside the lists of blocks (the head, the loss); None: those are computed from their parameters, too.
     """
 
     forward_s: float
