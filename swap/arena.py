@@ -1,9 +1,9 @@
 """Arena: the one allocation of HOST memory, and the slots carved out of it.
 
-The arena reserves address space for the whole budget once. It makes pages resident when it carves them for the first time, with
-huge pages, and rounds sizes up to 4096 bytes only. The pages of a slot that is given back stay resident, and low addresses are
-carved first. Memory for copies to and from an accelerator is carved from a separate part, the *link slab*. Only the link slab is
-registered with the device's driver (pinned), so that those copies run asynchronously:
+The arena reserves address space for the whole budget once. It makes pages resident when it carves them for the first time,
+with huge pages, and rounds sizes up to 4096 bytes only. The pages of a slot that is given back stay resident, and low
+addresses are carved first. Memory for copies to and from an accelerator is carved from a separate part, the *link slab*. Only
+the link slab is registered with the device's driver (pinned), so that those copies run asynchronously:
 
     [ link slab: shards, buffers of shards | everything else: states, gradients, tiles ]
 

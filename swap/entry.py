@@ -203,8 +203,8 @@ class Stored(NamedTuple):
 class Freeze:
     """The places of all durable entries on NVME at one moment. The store writes nothing there until the thaw.
 
-    `TensorStore.freeze` makes it and `thaw` ends it. It also covers entries that were dropped since. The `parts` of an entry are
-    in the order of its bytes and cover the entry, rounded up to blocks of 4096 bytes.
+    `TensorStore.freeze` makes it and `thaw` ends it. It also covers entries that were dropped since. The `parts` of an entry
+    are in the order of its bytes and cover the entry, rounded up to blocks of 4096 bytes.
     """
 
     number: int

@@ -330,7 +330,7 @@ class _Builder:
         return self._add("tile", lane, seconds, after)
 
     def _sum_s(self, read_bytes: int, written_bytes: int) -> float:
-        """Returns the seconds of checksums: of bytes read, as often as the policy verifies; of bytes written, if it keeps sums."""
+        """Returns the seconds of checksums of bytes read (as often as the policy verifies) and written (if it keeps any)."""
         if self._rates.sum_bytes_s is None:
             return 0.0
         policy = self._course.policy
