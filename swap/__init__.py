@@ -1,27 +1,27 @@
-"""Floor 1: tensors at rest and on the move. Imports torch and native; knows no module, gradient, rank or optimizer.
+"""Floor 1: stores tensors on tiers and moves them. It imports torch and native; it knows no module, gradient or rank.
 
 Files in order: each imports only files before it.
 
-    tier          a place that bytes can rest
-    ranges        ranges of bytes, sets of them, columns of numbers
-    errors        bytes that fail their checksum; what to do about a system error
-    durable       syncs, renames, removals and small files that last
-    parts         what one optimizer step works on, and by which rule
+    tier          the tiers DEVICE, HOST and NVME
+    ranges        byte ranges, sets of free ranges, columns of numbers
+    errors        errors of failed checksums; advice about system errors
+    durable       syncs, renames, removals and small files that survive a crash
+    parts         the tensors and the rule of one optimizer step
     native        the binding to floor 0: map, queue and its settings, workers, kernels
-    accelerator   all that tiermem knows of a device that is not the CPU
-    torch_step    the step in torch operations, on any device
-    arena         one allocation of HOST memory, slots and pools
-    direct        O_DIRECT: alignment, and what a folder offers
-    paths         folders for NVMe, with caps and weights
-    run_folder    the folder of one run on one path, its lock, and what dead runs left
-    files         one preallocated segment per path, extents dealt over them
-    queue         one native queue per path behind one face; counts, records
-    passes        one file's bytes moved in one pattern and timed; weights of paths
-    checksum      CRC-32C of entries: taken when they are written, compared when they are read
-    move          bytes on their way, as a value
-    entry         one named tensor, its state machine, its extents and what a freeze holds of them
-    resources     a store's memory, files and queues, and its moves in flight
+    accelerator   all code about devices other than the CPU
+    torch_step    the optimizer step in torch operations, on any device
+    arena         one allocation of HOST memory, its slots and pools
+    direct        O_DIRECT: alignment, preallocation, facts about a folder
+    paths         folders for NVMe with caps and weights
+    run_folder    the folder of one run on one path, its lock file, folders of killed runs
+    files         one preallocated segment per path, extents allocated over them
+    queue         one native queue per path behind one interface; counters, events
+    passes        timed reads and writes of one file; weights of paths
+    checksum      CRC-32C of entries: computed at each write, compared at each read
+    move          a transfer in flight, as a value
+    entry         one named tensor, its state machine, its extents, its frozen parts
+    resources     a store's memory, files, queues and moves in flight
     store         TensorStore: put, fetch, release; byte ranges; freezes
     pipeline      read | compute | write, tile by tile
-    stream        files in other formats, through a few aligned buffers
+    stream        files of other formats, moved through a few aligned buffers
 """

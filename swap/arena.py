@@ -1,14 +1,14 @@
 """Arena: the one allocation of HOST memory, and the slots carved out of it.
 
-The arena reserves address space for the whole budget once and makes a slot's pages resident when the slot is carved, so
-that what is carved is what is resident: exact sizes, huge pages, nothing rounded up to a power of two. A slot that is
-given back stays warm (its pages resident) and is carved again first. What copies to an accelerator and back is carved from a
-part of its own, the *link slab*, which alone is registered with the device's driver, so that those copies run asynchronously:
+The arena reserves address space for the whole budget once. It makes pages resident when it carves them for the first time,
+with huge pages, and rounds sizes up to 4096 bytes only. The pages of a slot that is given back stay resident, and low
+addresses are carved first. Memory for copies to and from an accelerator is carved from a separate part, the *link slab*. Only
+the link slab is registered with the device's driver (pinned), so that those copies run asynchronously:
 
     [ link slab: shards, buffers of shards | everything else: states, gradients, tiles ]
 
-    Arena   carves slots of any size, first fit, and refuses with the arithmetic what the budget cannot hold
-    Pool    equal slots carved at once, handed out and taken back: sized before a run, never during it
+    Arena   carves slots of any size, first fit; raises BudgetError with the arithmetic when a slot does not fit
+    Pool    lends equal slots that it carved at once, before a run
 
 The arena knows no file and no tensor's name.
 """
@@ -30,11 +30,11 @@ HUGE_BYTES = 2 << 20
 
 
 class BudgetError(RuntimeError):
-    """What was asked for does not fit the budget; the message holds the arithmetic."""
+    """A request does not fit the budget of HOST memory; the message holds the arithmetic."""
 
 
 class Slot(NamedTuple):
-    """A byte range of the arena; its holder owns the bytes until it gives the slot back."""
+    """A byte range of the arena. Its holder owns the bytes until it gives the slot back."""
 
     offset: int
     tensor: torch.Tensor  # uint8, exactly the bytes asked for
@@ -49,8 +49,8 @@ class Arena:
     """Page-aligned HOST memory within one budget. Safe to call from several threads.
 
     Args:
-        limit_bytes: the budget; never exceeded.
-        link_bytes: of it, the link slab.
+        limit_bytes: the budget in bytes.
+        link_bytes: the part of the budget that is the link slab.
 
     Raises:
         ValueError: the budget is not positive.
@@ -89,7 +89,7 @@ class Arena:
     def take(self, num_bytes: int, what: str = "a slot", crosses_link: bool = False) -> Slot:
         """Carves a slot, content undefined. Raises BudgetError when no free range is long enough.
 
-        crosses_link: from the link slab, if the arena has one.
+        crosses_link: carves from the link slab, if the arena has one.
         """
         size = _size_of(num_bytes)
         is_linked = crosses_link and self._link_bytes > 0
@@ -118,7 +118,7 @@ class Arena:
             return Slot(offset, self._bytes[offset : offset + num_bytes])
 
     def give_back(self, slot: Slot) -> None:
-        """Returns a slot; its pages stay warm for the next. Raises RuntimeError when it is given back twice."""
+        """Frees a slot; its pages stay resident. Raises RuntimeError when the slot is given back twice."""
         size = _size_of(slot.num_bytes)
         with self._lock:
             if self._link_slots.pop(slot.offset, None) is not None:
@@ -129,13 +129,13 @@ class Arena:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether all that has been carved of the link slab is registered with a device's driver."""
+        """Whether every slot of the link slab is registered with a device's driver, and there is one."""
         with self._lock:
             pinned = sum(lock.num_bytes for lock in self._locks)
             return 0 < sum(self._link_slots.values()) <= pinned
 
     def pin(self, device: torch.device) -> None:
-        """Registers what has been carved of the link slab with a device's driver, unless it is. Blocks."""
+        """Registers new slots of the link slab with a device's driver. Blocks."""
         with self._lock:
             slots = [slot for slot in sorted(self._link_slots.items()) if slot[0] >= self._locked_bytes]
             if slots:
@@ -143,9 +143,9 @@ class Arena:
                 self._locked_bytes = sum(slots[-1])
 
     def close(self) -> None:
-        """Gives up the memory, once nothing looks at it: what was carved lives on until its last tensor is gone.
+        """Gives the memory back; tensors that still refer to it keep it alive until the last of them is gone.
 
-        No transfer may be under way. In a forked child nothing is touched; calling it twice does nothing.
+        No transfer may be in flight. Does nothing in a forked child and in a second call.
         """
         if os.getpid() != self._owner:
             return
@@ -161,11 +161,11 @@ class Pool:
     """Equal slots carved at once from an arena.
 
     Args:
-        arena: where they come from; must outlive the pool.
+        arena: carves the slots; must outlive the pool.
         slot_bytes: bytes of each slot.
-        count: how many.
+        count: number of slots.
         what: their purpose, for the error.
-        crosses_link: whether they are of the link slab.
+        crosses_link: whether they are carved from the link slab.
     """
 
     def __init__(self, arena: Arena, slot_bytes: int, count: int, what: str, crosses_link: bool = False) -> None:
@@ -183,11 +183,11 @@ class Pool:
         self._free = list(reversed(self._slots))
 
     def take(self) -> Slot | None:
-        """A free slot, or None when all are handed out."""
+        """Returns a free slot, or None when all are lent."""
         return self._free.pop() if self._free else None
 
     def give_back(self, slot: Slot) -> None:
-        """Takes a slot back; the most recently used (warmest) is handed out first."""
+        """Takes a slot back; `take` returns the most recently used slot first."""
         if any(free.offset == slot.offset for free in self._free):
             raise RuntimeError(f"the slot at {slot.offset} is in the pool already: it was given back twice")
         self._free.append(slot)
@@ -202,5 +202,5 @@ class Pool:
 
 
 def _size_of(num_bytes: int) -> int:
-    """What a slot takes of the budget."""
+    """Returns the bytes that a slot takes from the budget."""
     return round_up(max(num_bytes, 1), PAGE_BYTES)

@@ -1,4 +1,4 @@
-"""Entry: one named tensor of a store, its state machine, and the extents that hold its bytes on NVMe."""
+"""Entry: one named tensor of a store, its state machine, its extents on NVMe, and the freezes that hold them."""
 
 from __future__ import annotations
 
@@ -37,30 +37,31 @@ P = TypeVar("P", "SlotPart", "_Piece")
 
 
 class NoSlotError(RuntimeError):
-    """A write has nowhere to go: freezes hold every slot of its bytes."""
+    """A write cannot start because freezes hold every slot of its bytes."""
 
 
 class Slots:
-    """Which of an entry's extents holds each of its bytes now, and which of them a freeze still needs.
+    """For each byte of an entry: the slot (extent) that holds it now, and the slots that freezes hold.
 
         bytes of the entry   0 ......... a ......... b ......... end
         current slot             1           0           1
         held by freezes        0 by 7    0 by 7, 8       -         all of it was frozen by 7, then the middle by 8 alone
 
-        read      goes to the current slot of each piece
-        write     goes there too where no freeze holds that slot; elsewhere to the lowest slot that none holds: the new current
+        read      uses the current slot of each piece
+        write     uses the current slot if no freeze holds it, else the lowest slot that no freeze holds; that becomes current
         freeze    holds the current slot of every byte
-        thaw      lets go of what that freeze alone held
+        thaw      ends that freeze's holds
 
-    So frozen bytes are never overwritten, a write of a part never copies the rest, and a run that does not freeze stays in
-    slot 0. A failed write leaves its slot *lost* there until those bytes are written again: they must not be frozen. At first
-    all bytes are in slot 0, held by no freeze.
+    So a write never overwrites frozen bytes, and a write of a part never copies the rest. A run without freezes stays in slot
+    0. A failed write makes its bytes in that slot *lost* until the next write of them; lost bytes cannot be frozen. At first
+    all bytes are in slot 0, and no freeze holds them.
 
-    Plain arithmetic on numbers: pieces are coalesced and found by bisection. The store's lock guards it.
+    The class computes with numbers only. Equal neighbouring pieces are merged, and bisection finds a piece. The store's lock
+    guards it.
 
     Args:
-        num_bytes: of the entry, at least 1.
-        num_slots: extents that it may have.
+        num_bytes: size of the entry, at least 1.
+        num_slots: most extents of the entry.
     """
 
     def __init__(self, num_bytes: int, num_slots: int) -> None:
@@ -68,15 +69,15 @@ class Slots:
         self._pieces = [_Piece(0, num_bytes, 0, frozenset(), frozenset())]
 
     def current(self, start: int, stop: int) -> list[SlotPart]:
-        """Where bytes [start, stop) are read, in order."""
+        """Returns the slots that a read of bytes [start, stop) uses, in order."""
         return _joined(SlotPart(*piece[:3]) for piece in self._within(start, stop))
 
     def targets(self, start: int, stop: int) -> list[SlotPart]:
-        """Where a write of bytes [start, stop) goes; nothing changes yet. Raises NoSlotError."""
+        """Returns the slots that a write of bytes [start, stop) uses, and changes nothing. Raises NoSlotError."""
         return _joined(SlotPart(piece.start, piece.stop, self._target(piece)) for piece in self._within(start, stop))
 
     def write(self, start: int, stop: int) -> None:
-        """The write to `targets` is under way: its slots are current."""
+        """Makes the slots of `targets` current, once their write has started."""
         touched = self._within(start, stop)
         if all(self._target(piece) == piece.current and not piece.lost for piece in touched):
             return
@@ -88,11 +89,11 @@ class Slots:
         self._change(start, stop, written)
 
     def lose(self, part: SlotPart) -> None:
-        """A write there has failed: those slots do not hold what was written."""
+        """Marks the bytes of a failed write as lost in its slot."""
         self._change(part.start, part.stop, lambda piece: piece._replace(lost=piece.lost | {part.slot}))
 
     def lost(self, freeze: int) -> list[SlotPart]:
-        """The lost bytes among those that a freeze holds."""
+        """Returns the lost bytes among those that a freeze holds."""
         return _joined(
             SlotPart(piece.start, piece.stop, slot)
             for piece in self._pieces
@@ -102,7 +103,7 @@ class Slots:
         )
 
     def freeze(self, freeze: int) -> list[SlotPart]:
-        """Holds the current slots of all bytes for a freeze, by its number, and returns them."""
+        """Holds the current slots of all bytes for the freeze of that number, and returns them."""
         self._pieces = [
             _Piece(start, stop, current, holds | {(freeze, current)}, lost)
             for start, stop, current, holds, lost in self._pieces
@@ -110,14 +111,14 @@ class Slots:
         return _joined(SlotPart(*piece[:3]) for piece in self._pieces)
 
     def thaw(self, freeze: int) -> None:
-        """Lets go of what a freeze holds; of one that holds nothing here, nothing."""
+        """Ends the holds of a freeze, if it has any here."""
         self._pieces = _joined(
             _Piece(start, stop, current, frozenset([hold for hold in holds if hold[0] != freeze]), lost)
             for start, stop, current, holds, lost in self._pieces
         )
 
     def held(self) -> set[int]:
-        """The slots that some freeze holds somewhere."""
+        """Returns the slots in which a freeze holds bytes."""
         return {slot for piece in self._pieces for _, slot in piece.holds}
 
     def _target(self, piece: _Piece) -> int:
@@ -133,7 +134,7 @@ class Slots:
         return free
 
     def _within(self, start: int, stop: int) -> list[_Piece]:
-        """The pieces of [start, stop), cut there."""
+        """Returns the pieces of [start, stop), cut at both ends."""
         first, last = self._touching(start, stop)
         return [p._replace(start=max(p.start, start), stop=min(p.stop, stop)) for p in self._pieces[first:last]]
 
@@ -144,7 +145,7 @@ class Slots:
         return first, bisect.bisect_left(self._pieces, stop, first, key=lambda piece: piece.start)
 
     def _change(self, start: int, stop: int, change: Callable[[_Piece], _Piece]) -> None:
-        """Changes the pieces of [start, stop); what was cut and is equal again becomes one with its neighbours."""
+        """Changes the pieces of [start, stop) and merges equal neighbours."""
         first, last = self._touching(start, stop)
         if first == last:
             return
@@ -154,14 +155,14 @@ class Slots:
             changed.insert(0, before._replace(stop=start))
         if behind.stop > stop:
             changed.append(behind._replace(start=stop))
-        first, last = max(0, first - 1), min(len(self._pieces), last + 1)  # with the neighbours, which may be equal now
+        first, last = max(0, first - 1), min(len(self._pieces), last + 1)  # include neighbours, which may be equal now
         left = [piece for piece in self._pieces[first:last] if piece.stop <= changed[0].start]
         right = [piece for piece in self._pieces[first:last] if piece.start >= changed[-1].stop]
         self._pieces[first:last] = _joined([*left, *changed, *right])
 
 
 class _Piece(NamedTuple):
-    """Bytes [start, stop) that are all in the same situation."""
+    """Bytes [start, stop) with one current slot, equal holds and equal lost slots."""
 
     start: int
     stop: int
@@ -171,7 +172,7 @@ class _Piece(NamedTuple):
 
 
 def _joined(pieces: Iterable[P]) -> list[P]:
-    """Neighbours in the same situation become one."""
+    """Merges neighbours that differ in their ranges only."""
     found: list[P] = []
     for piece in pieces:
         if found and found[-1].stop == piece.start and found[-1][2:] == piece[2:]:
@@ -182,9 +183,9 @@ def _joined(pieces: Iterable[P]) -> list[P]:
 
 
 class FrozenRows(NamedTuple):
-    """Where many ranges lie: flat int64 arrays, a row for each piece of a range, ranges in order and each by its bytes."""
+    """The places of many byte ranges: flat int64 arrays with one row for each part of a range, in order."""
 
-    request: Numbers  # which range
+    request: Numbers  # index of the range
     start: Numbers  # byte of the entry
     path_index: Numbers
     file_offset: Numbers
@@ -192,7 +193,7 @@ class FrozenRows(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Bytes of an entry, from byte `start` on, and the range of a path's segment that holds them."""
+    """The extent that holds bytes of an entry, from byte `start` on."""
 
     start: int
     extent: Extent
@@ -200,10 +201,10 @@ class Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Freeze:
-    """Where the bytes of a store's entries lay at one moment; nothing is written there until they are thawed.
+    """The places of all durable entries on NVME at one moment. The store writes nothing there until the thaw.
 
-    A value that `TensorStore.freeze` makes and `thaw` takes back. It covers every durable entry that rested on NVME then, also
-    those that were dropped since. `parts` are in the order of the entry's bytes and cover it, up to whole 4096-byte blocks.
+    `TensorStore.freeze` makes it and `thaw` ends it. It also covers entries that were dropped since. The `parts` of an entry
+    are in the order of its bytes and cover the entry, rounded up to blocks of 4096 bytes.
     """
 
     number: int
@@ -211,17 +212,17 @@ class Freeze:
     parts: Mapping[str, Sequence[Stored]] = dataclasses.field(repr=False)
 
     def entries(self) -> list[str]:
-        """The names of what is frozen."""
+        """Returns the names of the frozen entries."""
         return list(self.parts)
 
     def files(self) -> tuple[Path, ...]:
-        """The segment file of each path; a range's `path_index` counts them."""
+        """Returns the segment file of each path; a `path_index` is an index into this tuple."""
         return self.paths
 
     def find(self, entries: Sequence[str], entry: Numbers, offset: Numbers, num_bytes: Numbers) -> FrozenRows:
-        """Where bytes [offset[i], offset[i] + num_bytes[i]) of entries[entry[i]] lie, for all i at once.
+        """Finds bytes [offset[i], offset[i] + num_bytes[i]) of entries[entry[i]], for all i at once.
 
-        Raises KeyError for what is not frozen, ValueError for bytes outside it.
+        Raises KeyError for an entry that is not frozen, ValueError for bytes outside an entry.
         """
         parts = [part for name in entries for part in self.parts[name]]
         table = np.array([(start, *extent) for start, extent in parts], np.int64).reshape(-1, 4)
@@ -232,7 +233,7 @@ class Freeze:
             i = outside[0]
             name, size = entries[entry[i]], sizes[entry[i]]
             raise ValueError(f"bytes {offset[i]} to {offset[i] + num_bytes[i]} lie outside {name!r} ({size} bytes)")
-        bases = np.cumsum(sizes) - sizes  # as if all entries lay behind one another
+        bases = np.cumsum(sizes) - sizes  # one address space: all entries one after the other
         own = np.repeat(bases, np.diff(ends, prepend=0))
         starts, (first, path_index, file_offset, _) = table[:, 0] + own, table.T
         stops = np.append(starts[1:], sizes.sum())
@@ -245,9 +246,9 @@ class Freeze:
         return FrozenRows(request, first[part] + within, path_index[part], file_offset[part] + within, end - begin)
 
     def ranges(self, entry: str, offset: int, num_bytes: int) -> list[Extent]:
-        """Where bytes [offset, offset + num_bytes) of an entry lie, in order; any bytes, not whole blocks alone.
+        """Returns the extents of bytes [offset, offset + num_bytes) of an entry, in order; the range needs no alignment.
 
-        Raises KeyError for what is not frozen, ValueError for bytes outside it.
+        Raises KeyError for an entry that is not frozen, ValueError for bytes outside the entry.
         """
         found = self.find([entry], *np.array([[0], [offset], [num_bytes]], np.int64))
         columns = zip(found.path_index.tolist(), found.file_offset.tolist(), found.num_bytes.tolist(), strict=True)
@@ -255,20 +256,20 @@ class Freeze:
 
 
 class NvmeHome:
-    """Where one entry rests on NVME: an extent of its size for each slot that it has come to need.
+    """The extents of one entry on NVME, one for each slot that a write has used so far. Each has the entry's size.
 
         entry     [ 0 .................. a .......... end )
         slot 0    [ frozen               |  live          )     path 0, 1 MiB on       allocated with the entry
         slot 1    [ live                 |                )     path 0, 64 MiB on      allocated by the first write to it
 
-    Another slot's extent lies on the path of the first one where that has room. An extent is given back when the entry is
-    dropped and no freeze holds it. The store's lock guards it. Raises OSError when there is no room for the first.
+    The other slots' extents lie on the path of slot 0 if that path has space. An extent is freed when the entry is dropped and
+    no freeze holds it. The store's lock guards it. Raises OSError when there is no space for slot 0.
 
     Args:
-        files: where extents come from.
-        num_bytes: of the entry.
+        files: allocates the extents.
+        num_bytes: size of the entry.
         num_slots: most extents.
-        is_durable: whether it is frozen when its store is.
+        is_durable: whether freezes of the store include it.
     """
 
     def __init__(self, files: Files, num_bytes: int, num_slots: int, is_durable: bool) -> None:
@@ -281,9 +282,9 @@ class NvmeHome:
         self._files = files
 
     def targets(self, start: int, stop: int) -> list[SlotPart]:
-        """Where bytes [start, stop) are to be written; extents that are missing are allocated.
+        """Returns the slots that a write of bytes [start, stop) uses, and allocates their missing extents.
 
-        Raises NoSlotError; OSError when there is no room, or a file has been truncated.
+        Raises NoSlotError; OSError when there is no space, or a file was truncated.
         """
         targets = self.slots.targets(start, stop)
         for slot in {part.slot for part in targets}:
@@ -294,7 +295,7 @@ class NvmeHome:
         return targets
 
     def ops(self, kind: int, parts: Iterable[SlotPart], address: int) -> list[Op]:
-        """One transfer for each part, between the files and memory in which the entry's byte 0 would lie at `address`."""
+        """Returns one transfer for each part. `address` is the address that byte 0 of the entry would have in memory."""
         ops = []
         for start, stop, slot in parts:
             extent = self._extent(slot)
@@ -304,7 +305,7 @@ class NvmeHome:
         return ops
 
     def blocks(self, offsets: Numbers, block_bytes: int, address: int) -> list[Blocks]:
-        """Reads of equal blocks, one behind the other into memory; those that cross from one slot to the next are cut."""
+        """Returns reads of equal blocks into consecutive memory; cuts the blocks that cross from one slot to the next."""
         ops = self.ops(READ, self.slots.current(int(offsets.min()), int(offsets.max()) + block_bytes), 0)
         starts = np.array([op.address for op in ops], np.int64)
         addresses = address + np.arange(len(offsets), dtype=np.int64) * block_bytes
@@ -323,7 +324,7 @@ class NvmeHome:
         ]
 
     def freeze(self, number: int) -> list[Stored]:
-        """Holds what is current for a freeze."""
+        """Holds the current slots for a freeze and returns their extents."""
         found = []
         for start, stop, slot in self.slots.freeze(number):
             extent = self._extent(slot)
@@ -331,13 +332,13 @@ class NvmeHome:
         return found
 
     def thaw(self, number: int) -> None:
-        """Lets go of what a freeze holds; of a dropped entry it is given back."""
+        """Ends a freeze's holds; frees the extents of a dropped entry."""
         self.slots.thaw(number)
         if self.is_dropped:
             self.drop()
 
     def drop(self) -> None:
-        """Gives the extents back; those that a freeze holds when it is thawed."""
+        """Frees the extents; those that a freeze holds are freed at the thaw."""
         self.is_dropped, held = True, self.slots.held()
         for slot, extent in enumerate(self.extents):
             if extent is not None and slot not in held:
@@ -346,7 +347,7 @@ class NvmeHome:
 
     @property
     def first(self) -> Extent:
-        """Slot 0's."""
+        """The extent of slot 0."""
         return self._extent(0)
 
     def _extent(self, slot: int) -> Extent:
@@ -356,7 +357,7 @@ class NvmeHome:
 
 
 def _cut(starts: Numbers, offsets: Numbers, addresses: Numbers, block_bytes: int) -> tuple[Numbers, Numbers, int]:
-    """The same blocks in smaller ones of one length, none of which crosses a start."""
+    """Cuts blocks into smaller blocks of one length, so that none crosses a start."""
     length = block_bytes
     for start in starts.tolist():
         inside = offsets[(offsets < start) & (offsets + block_bytes > start)]
@@ -366,29 +367,29 @@ def _cut(starts: Numbers, offsets: Numbers, addresses: Numbers, block_bytes: int
 
 
 def changing(targets: Sequence[tuple[NvmeHome, SlotPart]], name: str) -> contextlib.AbstractContextManager[None]:
-    """Announces a write that leaves the slots of some freeze for others; `durable.watch` says to whom."""
+    """Announces to observers (`durable.watch`) a write that changes the current slot of some bytes."""
     if durable.is_watched() and any(home.slots.current(part.start, part.stop) != [part] for home, part in targets):
         return durable.step("slot", name)
     return contextlib.nullcontext()
 
 
 class EntryState(enum.Enum):
-    """What an entry occupies in memory."""
+    """The memory that an entry occupies."""
 
     HOME = enum.auto()
-    """Nothing: the bytes are at home."""
+    """No memory: the bytes are at home."""
     COMING = enum.auto()
-    """A slot of HOST memory that is being filled; the bytes are at home too."""
+    """A slot of HOST memory that is being filled. The bytes are at home, or in a write-back that the fetch follows."""
     PRESENT = enum.auto()
-    """A slot of HOST memory; the bytes are at home too, unless they have been changed."""
+    """A slot of HOST memory. Home has the same bytes, unless the caller changed them."""
     LEAVING = enum.auto()
-    """A slot that is being written back."""
+    """A slot of HOST memory that is being written back."""
     LOST = enum.auto()
-    """Nothing: the write-back failed, and home does not hold what was written."""
+    """No memory: the write-back failed, and home does not have the bytes."""
 
 
 class Entry:
-    """One named tensor of a store: its form, its home, and the state machine that it goes through.
+    """One named tensor of a store: its dtype and shape, its home, and its state machine.
 
         HOME --come--> COMING --arrive--> PRESENT --rest---------------> HOME
                          |                PRESENT --leave--> LEAVING --end_leaving--> HOME or LOST
@@ -396,11 +397,11 @@ class Entry:
         LEAVING --come--> COMING      the fetch follows the write and sees the new bytes
         LOST    --come--> COMING      the fetch fails with the write's error
 
-    An entry whose home is HOST or DEVICE is always PRESENT. There is one method per arrow; another arrow raises RuntimeError
+    An entry whose home is HOST or DEVICE is always PRESENT. Each arrow has one method; any other arrow raises a RuntimeError
     that names both states. The caller holds the store's lock.
 
     Args:
-        nvme: where it rests, when home is NVME.
+        nvme: the extents of an entry whose home is NVME.
     """
 
     def __init__(
@@ -415,12 +416,12 @@ class Entry:
         self.state = EntryState.HOME
         self.nvme = nvme
         self.slot: Slot | None = None  # while COMING or PRESENT; the home itself when home is HOST or DEVICE
-        self.owns_slot = True  # False: the caller lent it and takes it back
-        self.coming: Move | None = None  # the fetch under way
-        self.leaving: Move | None = None  # the write-back under way, or the one that failed
+        self.owns_slot = True  # False: the caller lent the slot
+        self.coming: Move | None = None  # the fetch in flight
+        self.leaving: Move | None = None  # the write-back in flight, or the failed one
 
     def check_range(self, offset: int, buffer: torch.Tensor) -> NvmeHome:
-        """Where it rests on NVME. Raises ValueError for a range outside the entry, or one that O_DIRECT would refuse."""
+        """Returns its home on NVME. Raises ValueError for a range outside the entry or one that O_DIRECT would refuse."""
         home, length, address = self.nvme_home(), buffer.numel(), buffer.data_ptr()
         if offset < 0 or offset + length > home.num_bytes:
             raise ValueError(f"bytes {offset} to {offset + length} lie outside {self.name!r} ({home.num_bytes} bytes)")
@@ -433,7 +434,7 @@ class Entry:
         return home
 
     def check_blocks(self, offsets: Numbers, block_bytes: int, into: torch.Tensor) -> NvmeHome:
-        """As `check_range`, of equal blocks that are read one behind the other; none of them is looked at by itself."""
+        """As `check_range`, for equal blocks that are read into consecutive memory. numpy checks all blocks at once."""
         home, address, num_bytes = self.nvme_home(), into.data_ptr(), len(offsets) * block_bytes
         if offsets.dtype != np.int64 or offsets.ndim != 1:
             raise ValueError(f"{self.name!r}: offsets are a flat int64 array, not {offsets.ndim}-d {offsets.dtype}")
@@ -457,22 +458,22 @@ class Entry:
         return home
 
     def reads(self, offset: int, buffer: torch.Tensor) -> list[Op]:
-        """The transfers that fill a buffer with its bytes from `offset` on. Raises as `check_range`."""
+        """Returns the transfers that fill a buffer with the bytes from `offset` on. Raises as `check_range`."""
         home = self.check_range(offset, buffer)
         return home.ops(READ, home.slots.current(offset, offset + buffer.numel()), buffer.data_ptr() - offset)
 
     def nvme_home(self) -> NvmeHome:
-        """Where it rests on NVME. Raises RuntimeError when it rests elsewhere."""
+        """Returns its home on NVME. Raises RuntimeError when its home is another tier."""
         if self.nvme is None:
             raise RuntimeError(f"{self.name!r} rests on {self.home.name}: there is no file to read or write")
         return self.nvme
 
     def tensor(self, slot: Slot) -> torch.Tensor:
-        """A slot's bytes, typed and shaped."""
+        """Returns a slot's bytes with the entry's dtype and shape."""
         return slot.tensor[: self.num_bytes].view(self.dtype).view(self.shape)
 
     def occupy(self, slot: Slot) -> None:
-        """HOME -> PRESENT: its first bytes are put into memory."""
+        """HOME -> PRESENT: the caller writes its first bytes into the slot."""
         self.expect("put", EntryState.HOME)
         self.slot, self.owns_slot, self.state = slot, True, EntryState.PRESENT
 
@@ -492,17 +493,17 @@ class Entry:
         self.coming, self.slot, self.state = None, None, self._without_slot()
 
     def rest(self) -> None:
-        """PRESENT -> HOME, nothing written."""
+        """PRESENT -> HOME, without a write."""
         self.expect("released", EntryState.PRESENT)
         self.slot, self.state = None, EntryState.HOME
 
     def leave(self, move: Move) -> None:
-        """PRESENT -> LEAVING; the slot is the move's until it ends."""
+        """PRESENT -> LEAVING; the move owns the slot until it ends."""
         self.expect("released", EntryState.PRESENT)
         self.slot, self.leaving, self.state = None, move, EntryState.LEAVING
 
     def end_leaving(self, arrived: bool) -> None:
-        """LEAVING -> HOME or LOST; an entry that is being fetched again already stays COMING."""
+        """LEAVING -> HOME or LOST. An entry that is fetched again already stays COMING."""
         self.expect("home", EntryState.LEAVING, EntryState.COMING)
         if arrived:
             self.leaving = None
@@ -510,13 +511,13 @@ class Entry:
             self.state = EntryState.HOME if arrived else EntryState.LOST
 
     def expect(self, wish: str, *allowed: EntryState) -> None:
-        """Raises RuntimeError, naming both states, unless the entry is in one of those allowed."""
+        """Raises RuntimeError, naming both states, unless the entry is in an allowed state."""
         if self.state not in allowed:
             names = " or ".join(state.name for state in allowed)
             raise RuntimeError(f"{self.name!r} is {self.state.name}; only what is {names} can be {wish}")
 
     def check_written(self, freeze: int) -> None:
-        """Raises OSError when what a freeze holds of it is not what was last written, because that write failed."""
+        """Raises OSError when the last write of bytes that a freeze holds failed."""
         if self.leaving is not None and self.leaving.has_failed:
             self.leaving.wait()
         for start, stop, _ in self.nvme.slots.lost(freeze) if self.nvme is not None else ():
@@ -527,7 +528,7 @@ class Entry:
             )
 
     def give_up(self) -> Slot | None:
-        """The entry is dropped: the slot of HOST memory that the store gets back, if any. What rests on NVME is given back."""
+        """Drops the entry: frees its extents, and returns the slot of HOST memory that the store must free, if any."""
         slot, self.slot = self.slot, None
         if self.nvme is not None:
             self.nvme.drop()

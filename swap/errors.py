@@ -1,4 +1,4 @@
-"""Errors: bytes that fail their checksum, and what to do about a system error."""
+"""Errors: exceptions for bytes that fail their checksum, and advice about system errors."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # brings numpy, which commands that only look at folders go without
+if TYPE_CHECKING:  # ranges imports numpy, and some commands only look at folders
     from tiermem.swap.ranges import FileRange
 
 
 class CorruptionError(OSError):
-    """Bytes that were read have another checksum than those that were written: errno EIO, where, what they are, what to do.
+    """Bytes that were read do not have the checksum of the bytes that were written. The errno is EIO.
 
-        CorruptionError        any of these: catch this one
-            DamagedEntry       of a run's own store, while it trains
-            DamagedState       of a saved step, while it is opened, exported or verified: checkpoint/opening/verified.py
+        CorruptionError        the base class: catch this one
+            DamagedEntry       in the store of a run that trains
+            DamagedState       in a saved step that is opened, exported or verified: checkpoint/opening/verified.py
 
-    A damaged manifest, part or pointer is a ManifestError: it holds no bytes of states.
+    A damaged manifest, part or pointer raises a ManifestError instead, because it holds no bytes of states.
 
     Attributes:
         filename: the file.
-        offset, length: where in the file the bytes begin, and how many there are; they may go on elsewhere.
-        written, seen: CRC-32C of what was written and of what came.
+        offset, length: the first byte in the file, and the number of bytes; some of them may lie in another range.
+        written, seen: CRC-32C of the bytes written and of the bytes read.
     """
 
     def __init__(self, what: str, filename: str, offset: int, length: int, written: int, seen: int) -> None:
@@ -36,7 +36,7 @@ class CorruptionError(OSError):
 
 
 class Place(NamedTuple):
-    """Bytes of a store's entry, and the ranges of files that hold them, in order."""
+    """Bytes of a store's entry and the file ranges that hold them, in order."""
 
     entry: str
     offset: int
@@ -45,11 +45,11 @@ class Place(NamedTuple):
 
 
 class DamagedEntry(CorruptionError):
-    """Bytes of a store's entry; its first range of a file is named.
+    """Damaged bytes of a store's entry. `filename` and `offset` are those of their first file range.
 
     Attributes:
-        entry, entry_offset: which tensor of the store, and where in it.
-        piece: its name, from its owner; None when it has none.
+        entry, entry_offset: the tensor's name in the store, and the first damaged byte in it.
+        piece: the piece's name, from its owner; None for a piece without name.
     """
 
     def __init__(self, place: Place, piece: object, written: int, seen: int, advice: str) -> None:
@@ -65,7 +65,7 @@ class DamagedEntry(CorruptionError):
 
 
 def _again(kind: type[CorruptionError], told: tuple[Any, ...], attributes: dict[str, Any]) -> CorruptionError:
-    """Makes the same error from what copying and pickling keep."""
+    """Restores an error from the values that copying and pickling keep."""
     error = kind.__new__(kind)
     OSError.__init__(error, *told)
     error.__dict__.update(attributes)
@@ -86,5 +86,5 @@ _REMEDIES: Mapping[int, str] = MappingProxyType(
 
 
 def remedy(code: int | None) -> str:
-    """What is best done about a system error, in a few words, for the end of its text; empty where the error says it all."""
+    """Returns short advice about a system error for the end of its text; empty for an error that needs none."""
     return "" if code is None else _REMEDIES.get(code, "")

@@ -1,10 +1,10 @@
-"""Move: bytes on their way from slot to slot, as a value.
+"""Move: transfers in flight, as a value.
 
-A Move owns the buffer of its bytes until they have arrived; `wait()` is the only way to learn that they have, and raises the
-error if they have not. It may follow another move (`after`): a fetch of bytes that are still being written starts when the
-write has ended, in the first thread that looks at it, and fails with the write's error.
+A Move owns the buffers of its bytes until they have arrived. `wait()` returns when they have, and raises the error if they
+have not. A Move may follow another one (`after`): a fetch of bytes that are still being written starts when that write has
+ended, in the first thread that calls one of its methods. If the write failed, the fetch fails with the write's error.
 
-    asked --(after has ended)--> moving --(looked at)--> arrived | failed | cancelled
+    asked --(after has ended)--> moving --(a thread asks the queue)--> arrived | failed | cancelled
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 from tiermem.swap.native import NORMAL, READ, URGENT, Answer
 from tiermem.swap.queue import Queues, Transfers
 
-_GLANCE_S = 1e-3  # for which one move is waited for while others may end
+_GLANCE_S = 1e-3  # seconds to wait for one move before looking at the others
 
 
 def wait_for_any(groups: Sequence[Sequence[Move]]) -> int:
-    """Blocks until every move of a group has ended, well or not, and returns its index: of several the first.
+    """Blocks until all moves of one group have ended, with or without error; returns the first such group's index.
 
-    The first group's bytes are asked for urgently, as `wait` does. The others are looked at every millisecond: moves of
-    several queues cannot be waited for together. What has failed raises in its own `wait`, not here.
+    The first group's transfers become urgent, as in `wait`. The other groups are checked every millisecond, because one call
+    cannot wait for several queues. Errors are raised by each move's own `wait`, not here.
     """
     start_ns = 0
     while True:
@@ -43,19 +43,19 @@ def wait_for_any(groups: Sequence[Sequence[Move]]) -> int:
 
 
 class Move:
-    """Transfers that end together. Safe to look at and to wait for from several threads.
+    """One or several transfers that end together. Thread-safe.
 
     Args:
-        queue: where they are submitted; must outlive the move. Its recorder receives the transfer's times and the time spent
-            waiting.
-        ops: the transfers, on one path or several; their memory is inside `owns`. None: nothing has to move.
-        owns: what must stay alive until the end (slots, tensors).
-        name: for events and errors.
+        queue: the queues that get the transfers; must outlive the move. Their recorder receives the times of transfers and
+            waits.
+        ops: the transfers, on one path or several; their memory is inside `owns`. Empty: the move is done at once.
+        owns: objects that must stay alive until the end (slots, tensors); `wait` returns it.
+        name: the name in events and errors.
         priority: urgent, normal or background.
         after: a move that must end first.
-        on_end: called once, when the bytes have arrived or not (True: arrived), before any `wait` returns.
-        check: called once, before that, when the bytes have arrived and the move is not cancelled; an error that it returns
-            makes them as good as not arrived.
+        on_end: called once with whether the bytes have arrived, before any `wait` returns.
+        check: called once before on_end, if the bytes have arrived and the move is not cancelled. If it returns an error, the
+            move fails with that error.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class Move:
         self._lane = "read" if not ops or ops[0].kind == READ else "write"
         self._owns = owns
         self._priority = priority
-        self._after = after  # until this is submitted
+        self._after = after  # None once the transfers are submitted
         self._on_end = on_end
         self._check = check
         self._tag: int | None = None
         self._is_done = False
-        self._answered_ns = 0  # when its end was looked at: what is done with the bytes then is not waiting
-        self._failure: OSError | None = None  # `wait` raises a copy: one that was raised would keep its frames
+        self._answered_ns = 0  # time of the queue's answer; a check after it does not count as waiting
+        self._failure: OSError | None = None  # `wait` raises a copy, because a raised exception keeps its frames alive
         self._result: Any = owns
-        self._lock = threading.Lock()  # held by the one thread that asks the queue; taken before a store's lock
+        self._lock = threading.Lock()  # held by the thread that asks the queue; taken before the store's lock
         if not ops:
             self._end()
         elif after is None or (after.is_done() and not after.has_failed):
@@ -107,9 +107,9 @@ class Move:
         return None
 
     def is_done(self) -> bool:
-        """Whether `wait` would return (or raise) at once; False while another thread waits. Never blocks for the disk.
+        """Whether `wait` would return or raise at once; False while another thread waits. Does not wait for the disk.
 
-        Starts a move whose predecessor has ended, and checks bytes that have come.
+        It submits the transfers if the preceding move has ended, and runs `check` if the bytes have arrived.
         """
         if self._is_done:
             return True
@@ -124,23 +124,23 @@ class Move:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the bytes are known not to have arrived; `wait` raises why."""
+        """Whether the move has failed; `wait` raises the error."""
         return self._failure is not None
 
     @property
     def was_cancelled(self) -> bool:
-        """Whether they have not arrived because of `cancel`."""
+        """Whether the move has failed because of `cancel`."""
         return self._failure is not None and self._failure.errno == errno.ECANCELED
 
     @property
     def is_write(self) -> bool:
-        """Whether the bytes go to the files."""
+        """Whether the transfers are writes."""
         return self._lane == "write"
 
     def promote(self) -> None:
-        """Asks for these bytes before prefetches and write-backs."""
+        """Makes these transfers urgent: before prefetches and write-backs. Does not block."""
         if self._is_done or not self._lock.acquire(blocking=False):
-            return  # another thread waits for it: it is urgent already
+            return  # another thread waits for it, so it is urgent already
         try:
             self._priority = URGENT
             if self._after is not None:
@@ -151,9 +151,10 @@ class Move:
             self._lock.release()
 
     def cancel(self) -> None:
-        """Drops what has not started and waits for the rest. Never raises OSError.
+        """Drops transfers that have not started and waits for the others. Never raises OSError.
 
-        `wait` raises ECANCELED afterwards, unless the bytes had arrived and need no check. What it follows is left alone.
+                `wait` raises ECANCELED afterwards, unless the bytes had arrived and need no check. The move that this one follows
+        continues.
         """
         if self._is_done:
             return
@@ -161,7 +162,7 @@ class Move:
         with self._lock:
             if self._is_done:
                 return
-            if self._check is not None:  # not worth the time now, and nobody may take the bytes for verified ones
+            if self._check is not None:  # skip the check, and fail, so that no caller uses unverified bytes
                 self._check = lambda: OSError(errno.ECANCELED, f"{self.name!r} was cancelled before it was verified")
             if self._tag is None:
                 self._end(OSError(errno.ECANCELED, f"{self.name!r} was cancelled before it started"))
@@ -182,7 +183,7 @@ class Move:
             self._queue.recorder.add("wait", self.name, start_ns, self._answered_ns)
 
     def _glance(self, timeout_s: float | None) -> None:
-        """Waits for at most that long (None: to the end) and records nothing."""
+        """Waits for at most timeout_s seconds (None: to the end) and records no event."""
         if self._is_done or not self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
             return
         try:
@@ -194,7 +195,7 @@ class Move:
             self._lock.release()
 
     def _start(self) -> bool:
-        """Whether the transfers are with the queue. Submits them when the predecessor has ended well, ends if not."""
+        """Whether the transfers are submitted. Submits them if the preceding move succeeded; fails with its error if not."""
         after = self._after
         if after is None:
             return True

@@ -1,4 +1,4 @@
-"""Paths: the folders that bytes rest in, how much of each may be taken, and how bytes are dealt over them."""
+"""Paths: the folders of the tier NVME, their caps and weights, and the division of bytes over them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class NvmePath:
 
     path: Path
     max_bytes: int | None = None
-    """Most bytes that may rest here, all ranks of the node together. None: what the file system has free."""
+    """Most bytes that may rest here, for all ranks of the node together. None: the free bytes of the file system."""
     weight: float | None = None
-    """Its part of the bytes, relative to other paths. None: measured when several paths are opened."""
+    """The path's share of the bytes, relative to other paths. None: measured when several paths are opened."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path))
@@ -39,18 +39,18 @@ AnyPath = str | os.PathLike[str] | NvmePath
 
 
 def as_paths(paths: AnyPath | Sequence[AnyPath]) -> tuple[NvmePath, ...]:
-    """One path or several, in any spelling, as NvmePath values."""
+    """Returns one path or several, given in any type, as NvmePath values."""
     several: Iterable[AnyPath] = (paths,) if isinstance(paths, (str, os.PathLike, NvmePath)) else paths
     return tuple(path if isinstance(path, NvmePath) else NvmePath(Path(path)) for path in several)
 
 
 def deal_shares(num_bytes: int, weights: Sequence[float], rooms: Sequence[int | None]) -> list[int]:
-    """How many bytes each of several paths gets: together num_bytes, by weight, none above its room (None: no bound).
+    """Divides num_bytes over paths by weight; no path gets more than its room in bytes (None: no bound).
 
         100 GiB over weights 1 : 1 : 2          25    25    50
-        the third has room for 20 only          40    40    20     what it cannot take is dealt over the others
+        the third has room for 20 only          40    40    20     the others get the rest
 
-    Shares and rooms are multiples of ALIGNMENT. Raises ValueError when they are too small together.
+    Rooms must be multiples of ALIGNMENT; shares are rounded up to it. Raises ValueError when all rooms together are too small.
     """
     shares = [0] * len(weights)
     exact = [Fraction(weight) for weight in weights]

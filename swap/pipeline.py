@@ -1,24 +1,24 @@
-"""Pipeline: read some tiles | compute one | write others back, through a fixed number of buffers.
+"""Pipeline: reads some tiles, computes one and writes others back at the same time, through a fixed number of buffers.
 
-    buffers   B of them, from one pool; a tile holds one from the start of its read to the end of its write
-    read      starts in the order given, as many tiles ahead as there are free buffers (one at a time, when it is needed,
-              if `read_ahead` is off)
-    compute   one tile at a time: of those whose bytes have come, the first in order
-    write     ends behind the computation (before the next tile if `write_behind` is off); whichever ends first frees its
-              buffer first
+    buffers   B buffers of one pool; a tile holds one from the start of its read to the end of its write
+    read      starts in the given order, as many tiles ahead as there are free buffers (without `read_ahead`: one tile at a
+              time)
+    compute   one tile at a time: the first in order whose bytes have arrived
+    write     runs while the next tiles are computed (without `write_behind`: ends before the next tile); the first write
+              that ends frees its buffer first
 
-Tiles are independent of each other, so a tile on a slow path is passed by those that come from others, and nothing that is
-computed depends on who was faster.
+Tiles are independent of each other. Tiles from fast paths overtake a tile on a slow path, and the results do not depend on the
+order.
 
         HeadStart.begin                 run_pipeline
     ... backward ........................| read the rest | compute | write |
         read the first tiles ............|
 
-A head start lets the first reads of a run begin before the run itself: the buffers lie idle until then.
+A head start begins the first reads before the run itself, into buffers that are idle until then.
 
-When something fails, reads still under way are cancelled and writes ended before the error is raised: no buffer is
-handed back while the kernel may still touch it, and no tile that was computed is left half written. The pipeline knows no
-optimizer: a tile is whatever its callers understand.
+After an error, the pipeline cancels reads in flight and waits for writes, then raises the error. So no buffer is given back
+while the kernel may still use it, and no computed tile is partly written. The pipeline knows no optimizer: the caller defines
+the tiles.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class TileWork(Protocol[T_contra]):
-    """What is done with a tile; each of them gets the buffer that the tile holds."""
+    """The caller's functions for a tile; each gets the buffer that the tile holds."""
 
     def read(self, tile: T_contra, slot: Slot) -> Move:
         """Starts filling the buffer."""
 
     def read_rest(self, tile: T_contra, slot: Slot) -> Move:
-        """Starts filling what the tile's head start left out."""
+        """Starts reading the bytes that the tile's head start left out."""
 
     def compute(self, tile: T_contra, slot: Slot) -> None:
         """Changes the buffer in place; blocks."""
@@ -51,7 +51,7 @@ class TileWork(Protocol[T_contra]):
 
 
 class _Coming(NamedTuple, Generic[T]):
-    """A tile on its way into its buffer."""
+    """A tile that is being read into its buffer."""
 
     tile: T
     slot: Slot
@@ -59,12 +59,13 @@ class _Coming(NamedTuple, Generic[T]):
 
 
 class HeadStart(Generic[T]):
-    """The first tiles of a run, read before it begins into buffers that would lie idle. For one thread at a time.
+    """The first tiles of a run, read before the run into idle buffers. For one thread at a time.
+
+    A caller that changes these tiles at home must call `drop`; the run then reads them again. The run raises errors of the
+    reads.
 
     Args:
-        pool: whose buffers the tiles take, until the run takes them over or they are dropped.
-
-    Who changes what was read calls `drop`: only then is it read again. What failed to come raises in the run.
+        pool: lends the buffers, until the run takes the tiles over or they are dropped.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -77,13 +78,13 @@ class HeadStart(Generic[T]):
         return [each.tile for each in self._coming]
 
     def begin(self, tiles: Iterable[T], read: Callable[[T, Slot], Move]) -> None:
-        """Starts the reads of the first tiles, as many as there are buffers; does nothing when some have been begun."""
+        """Starts reading the first tiles, one for each buffer. Does nothing if a head start has begun already."""
         if self._coming:
             return
         _start_reads(iter(tiles), read, self._pool, self._coming, self._pool.count)
 
     def drop(self) -> None:
-        """Ends the reads and gives the buffers back. Blocks for what is under way; never raises OSError."""
+        """Cancels the reads and gives the buffers back. Blocks for transfers in flight; never raises OSError."""
         while self._coming:
             each = self._coming.pop()
             _cancel(each)
@@ -103,10 +104,10 @@ def run_pipeline(
     write_behind: bool = True,
     head_start: HeadStart[T] | None = None,
 ) -> None:
-    """Takes every tile through read, compute and write. Blocks until the last write has ended.
+    """Reads, computes and writes every tile. Blocks until the last write has ended.
 
     Tiles of the head start go first; without read-ahead they are dropped and read again. Raises OSError when a transfer
-    fails, RuntimeError when the pool has no buffer to begin with.
+    fails, RuntimeError when the pool has no free buffer at the start.
     """
     if head_start is not None and not read_ahead:
         head_start.drop()
@@ -127,7 +128,7 @@ def run_pipeline(
 
 
 class _Run(Generic[T]):
-    """Where every buffer of one run is: free in the pool, coming with a tile, or leaving behind one."""
+    """One run. Every buffer is free in the pool, `coming` (its tile is being read) or `leaving` (its tile is being written)."""
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class _Run(Generic[T]):
         self._write_behind = write_behind
 
     def read_rest_of_head_start(self) -> None:
-        """Starts what could not be read before the run."""
+        """Starts reading the bytes that could not be read before the run."""
         for number, each in enumerate(self.coming):
             rest = self._work.read_rest(each.tile, each.slot)
             self.coming[number] = each._replace(moves=(*each.moves, rest))
@@ -163,10 +164,10 @@ class _Run(Generic[T]):
             if not self.leaving:
                 what = f"{self._pool.count} buffers of {self._pool.slot_bytes} bytes"
                 raise RuntimeError(f"none of the {what} is free")
-            self._take_back(wait_for_any([[move] for _, move in self.leaving]))  # nothing else can go on
+            self._take_back(wait_for_any([[move] for _, move in self.leaving]))  # only a write can free a buffer now
 
     def step(self) -> None:
-        """Computes the first tile that has come and starts its write; or takes back a buffer that is free before."""
+        """Computes the first tile that has arrived and starts its write; if a write ends earlier, takes its buffer back."""
         wanted = [move for _, move in self.leaving] if len(self.coming) < self._num_ahead else []
         number = wait_for_any([*(each.moves for each in self.coming), *((move,) for move in wanted)])
         if number >= len(self.coming):
@@ -175,7 +176,7 @@ class _Run(Generic[T]):
         tile, slot, moves = self.coming[number]
         for move in moves:
             move.wait()  # raises what went wrong
-        self.start_reads()  # checking what has come took a while, in which writes may have ended
+        self.start_reads()  # verifying the bytes took time, in which writes may have ended
         self._work.compute(tile, slot)
         write = self._work.write(tile, slot)
         del self.coming[number]
@@ -189,7 +190,7 @@ class _Run(Generic[T]):
             self._take_back(0)
 
     def give_back_all(self) -> None:
-        """After an error: lets every transfer end, so that its buffer can be used again."""
+        """Ends every transfer after an error, and gives all buffers back."""
         for each in self.coming:
             _cancel(each)
             self._pool.give_back(each.slot)
@@ -208,7 +209,7 @@ class _Run(Generic[T]):
 def _start_reads(
     tiles: Iterator[T], read: Callable[[T, Slot], Move], pool: Pool, coming: list[_Coming[T]], num_ahead: int
 ) -> bool:
-    """Adds to what is coming until that many are, or no tile is left; False when no buffer is free before that."""
+    """Starts reads until `num_ahead` tiles are coming or no tile is left; returns False when no buffer is free before that."""
     while len(coming) < num_ahead:
         slot = pool.take()
         if slot is None:

@@ -1,4 +1,4 @@
-"""Ranges: sets of byte ranges, and columns of numbers."""
+"""Ranges: byte ranges, sets of free ranges, and columns of numbers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
-"""A column of a table: byte offsets, lengths, element starts, numbers of rows. A model has tens of thousands of ranges, so an
-operation is done on all of them at once."""
+"""A column of a table: byte offsets, lengths, element starts or row numbers. A model has tens of thousands of ranges, so one
+numpy operation handles all of them."""
 
 
 def spread(first: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
-    """Row i as often as counts[i] says, and with it first[i], first[i] + 1, ..."""
+    """Repeats each row number i counts[i] times; returns these numbers and, beside them, first[i], first[i] + 1, ..."""
     row = np.repeat(np.arange(len(counts)), counts)
     before = np.cumsum(counts) - counts
     return row, first[row] + np.arange(len(row)) - before[row]
 
 
 class ByteRange(NamedTuple):
-    """Bytes of memory from an address on, or of a file or an entry from an offset on."""
+    """A range of bytes: of memory, from an address, or of a file or an entry, from an offset."""
 
     offset: int
     num_bytes: int
 
 
 class FileRange(NamedTuple):
-    """Bytes of a file."""
+    """A range of bytes of a file."""
 
     path: Path
     offset: int
@@ -37,18 +37,18 @@ class FileRange(NamedTuple):
 
 
 class FreeRanges:
-    """The free ranges of the arena's memory or of a segment on disk, sorted and coalesced; nothing is free at first.
+    """The free ranges of the arena's memory or of a segment on disk, sorted and merged. At first no range is free.
 
         [ held ][ free ][ held ][      free      )      first fit: the lowest free range that is long enough is cut
 
-    Not safe to call from several threads: its owner's lock guards it.
+    Not thread-safe: the owner's lock guards it.
     """
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []  # (start, stop)
 
     def add(self, start: int, num_bytes: int) -> None:
-        """Makes a range free. Raises RuntimeError when part of it is free already: it was given back twice."""
+        """Makes a range free. Raises RuntimeError when part of it is free already."""
         stop = start + num_bytes
         at = bisect.bisect(self._ranges, (start, stop))
         before, behind = self._ranges[max(at - 1, 0) : at], self._ranges[at : at + 1]
@@ -80,7 +80,7 @@ class FreeRanges:
         return end - self._ranges[-1][0] if self._ranges and self._ranges[-1][1] == end else 0
 
     def drop_tail(self, start: int) -> None:
-        """Forgets what is free from `start` on: the line of bytes ends there now. It must lie in the last free range."""
+        """Removes all free bytes from `start` on. `start` must lie in the last free range."""
         first, _ = self._ranges.pop()
         assert first <= start
         if first < start:

@@ -17,10 +17,10 @@ from tiermem.swap.run_folder import RunName
 
 
 class Resources:
-    """What a store holds of the system: memory and files from the start, queues from the first transfer on.
+    """The system resources of a store: memory and files from the start, queues from the first transfer on.
 
-    It is apart from the store so that a store that is forgotten leaves this to be closed (`weakref.finalize`). The store's lock
-    guards it. The arguments are those of TensorStore. Raises OSError and ValueError; then nothing is held.
+    It is a separate object so that `weakref.finalize` can close it when the program drops the store without closing it. The
+    store's lock guards it. The arguments are those of TensorStore. Raises OSError and ValueError; then it holds nothing.
     """
 
     def __init__(
@@ -39,19 +39,19 @@ class Resources:
             unless_opened.callback(self.arena.close)
             self.files = Files(known, disk_bytes, run)
             unless_opened.callback(self.files.close, keep=False)
-            self.files.reweigh(weigh(known, io))  # once they are known to be usable
+            self.files.reweigh(weigh(known, io))  # after Files has checked the folders
             unless_opened.pop_all()
         self.open_queues: Queues | None = None
-        self.registered_bytes = 0  # of the arena, with the queues
+        self.registered_bytes = 0  # of the arena, registered with the queues
         self.is_closed = False
         self.keeps_files = False
         self._io = io
         self._faults = tuple(faults)
         self._recorder = recorder
-        self._past = [add_counters([]) for _ in self.files.segments]  # of queues that were closed
+        self._past = [add_counters([]) for _ in self.files.segments]  # counters of closed queues, per path
 
     def queues(self) -> Queues:
-        """The queues; opened now if they are not, with the memory carved so far registered. Raises OSError."""
+        """Returns the queues. Opens them first if need be, and registers the memory carved so far. Raises OSError."""
         if self.open_queues is None:
             region = self.arena.region
             regions = [region] if region.num_bytes else []
@@ -61,7 +61,7 @@ class Resources:
         return self.open_queues
 
     def end_queues(self) -> None:
-        """Closes the queues, which ends what was submitted; the next transfer opens others."""
+        """Closes the queues, which ends their transfers. The next transfer opens new queues."""
         queues, self.open_queues, self.registered_bytes = self.open_queues, None, 0
         if queues is None:
             return
@@ -71,7 +71,7 @@ class Resources:
             queues.close()
 
     def stats(self) -> StoreStats:
-        """What is held and has been moved, through queues that were closed as well."""
+        """Returns bytes held now and bytes moved so far, closed queues included."""
         queues = self.open_queues
         paths = tuple(
             PathStats(s.facts.path, weight, count.read_bytes, count.written_bytes, s.used_bytes)
@@ -90,11 +90,11 @@ class Resources:
         )
 
     def keep_files(self, keep: bool) -> None:
-        """Whether `close` leaves the files."""
+        """Sets whether `close` leaves the files."""
         self.keeps_files = keep
 
     def close(self) -> None:
-        """Closes the queues, the memory and the files, in this order: no transfer may outlive its memory or its file."""
+        """Closes the queues, then the memory, then the files: no transfer may outlive its memory or its file."""
         self.is_closed = True
         with contextlib.ExitStack() as closing:  # the last one first; an error does not keep the others open
             closing.callback(self.files.close, self.keeps_files)
@@ -108,16 +108,16 @@ class Resources:
 
 
 class UnderWay:
-    """The moves of a store that have not ended, and failed writes until their error is raised; empty at first.
+    """The moves of a store that are in flight, and failed writes whose error was not raised yet.
 
-    It keeps moves, and their buffers, alive. The store's lock guards it; nothing here waits for a move.
+    It keeps moves and their buffers alive. The store's lock guards it. No method waits for a move.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Move, tuple[Entry, ...]] = {}  # that a move reads or writes
+        self._entries: dict[Move, tuple[Entry, ...]] = {}  # the entries that each move reads or writes
 
     def add(self, move: Move, entries: tuple[Entry, ...]) -> None:
-        """Keeps a move until it has ended, and a failed write until `forget`."""
+        """Keeps a move until it has ended; keeps a failed write until `forget`."""
         self._entries = {each: of for each, of in self._entries.items() if _is_of_interest(each)}
         self._entries[move] = entries
 
@@ -126,15 +126,15 @@ class UnderWay:
         return [move for move, entries in self._entries.items() if entry in entries]
 
     def writes(self) -> list[Move]:
-        """Writes that go on, have failed, or have ended a moment ago."""
+        """Returns writes in flight, failed writes, and writes that ended since the last `add`."""
         return [move for move in self._entries if move.is_write]
 
     def unfinished(self, is_write: bool | None = None) -> list[Move]:
-        """Moves that go on, of both kinds or of one."""
+        """Returns moves in flight: writes, reads, or with None both."""
         return [move for move in self._entries if is_write in (None, move.is_write) and not move.is_done()]
 
     def forget(self, moves: Iterable[Move]) -> None:
-        """Drops moves whose error, if any, is about to be raised."""
+        """Drops moves; the caller raises their errors."""
         for move in moves:
             self._entries.pop(move, None)
 

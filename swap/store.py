@@ -1,4 +1,4 @@
-"""TensorStore: named tensors that rest in a home tier and are fetched before use and released after.
+"""TensorStore: named tensors that rest on a home tier; callers fetch them before use and release them after.
 
     with TensorStore(paths=["/mnt/nvme0"], host_bytes=2 << 30) as store:
         store.put("layers.3", weights, home=Tier.NVME)
@@ -6,25 +6,24 @@
         weights = move.wait()                          # the bytes, in HOST memory
         store.release("layers.3", dirty=True)          # starts the write-back
 
-    reserve     room at a home                    drop      gives it back
-    read, write byte ranges of what rests on NVMe, between the files and the caller's buffers; read_blocks: many small ones
-    freeze      what rests on NVMe now is on the disk, and stays there unchanged until `thaw`
-    settle      waits for writes                  close     ends everything
+    reserve       takes space for a tensor at its home          drop      gives that space back
+    read, write   move byte ranges between files on NVMe and the caller's buffers; read_blocks: many small ranges
+    freeze        syncs all bytes on NVMe and keeps them unchanged until `thaw`
+    settle        waits for writes                              close     ends all transfers and frees everything
 
-The states of an entry are drawn in entry.py. An entry whose home is HOST or DEVICE is always present: fetching it returns the
-home itself. Callers with buffers of their own (the tile pipeline) use byte ranges and order them themselves. The store knows no
-module, gradient, rank or optimizer.
+entry.py has the state diagram of an entry. An entry whose home is HOST or DEVICE is always PRESENT: fetching it returns the
+home itself. Callers with buffers of their own (the tile pipeline) use byte ranges and order their transfers themselves. The
+store knows no module, gradient, rank or optimizer.
 
-A freeze costs a sync: no byte is copied. Until the thaw, frozen bytes are not overwritten; writes go to other slots, for which
-there is room when the store was opened with `num_slots`. The files are removed when the store is closed, unless `keep_files`
-was called: a run that saved leaves its store, any other leaves nothing.
+A freeze needs a sync and copies no byte. Until the thaw, writes do not overwrite frozen bytes; they go to other slots (see
+`num_slots`). `close` removes the files, unless `keep_files` was called: a run that saved keeps its store's files.
 
-With several paths, entries are dealt by weight (passes.py), and each path has its own queue (queue.py): a path that is slow,
-full or failing does not affect the others. After a transfer error the store goes on. An entry that could not be written is
-LOST, and the error is raised when it is fetched or frozen; everything else is unchanged.
+With several paths, entries are divided by weight (passes.py), and each path has its own queue (queue.py): a slow, full or
+failing path does not affect the others. After a transfer error the store remains usable. An entry whose write failed is LOST,
+and fetching or freezing it raises the error; other entries do not change.
 
-There are two kinds of lock: a move's, held while a thread waits for it, and the store's, held for moments and taken last. The
-store never waits for a move while it holds its own lock.
+There are two kinds of lock. A thread holds a move's lock while it waits for the move. A thread holds the store's lock briefly,
+and takes it last. The store never waits for a move while it holds its own lock.
 """
 
 from __future__ import annotations
@@ -58,22 +57,22 @@ __all__ = ["PathStats", "StoreStats", "TensorStore"]
 
 
 class TensorStore:
-    """Tensors at rest on HOST and NVME, moved by one queue for each path.
+    """Named tensors on DEVICE, HOST and NVME, moved by one queue for each path. Thread-safe.
 
     Args:
-        paths: folders on NVMe file systems, one or several; empty when nothing rests on NVME. Several paths without weights
-            are measured first, which blocks for a moment.
-        host_bytes: budget of HOST memory; never exceeded, refused with the arithmetic.
+        paths: folders on NVMe file systems, one or several; empty when no tensor rests on NVME. Several paths without weights
+            are measured first, which blocks for less than a second.
+        host_bytes: budget of HOST memory in bytes. A request beyond it raises BudgetError with the arithmetic.
         io: engine, block size and depth of each path's queue.
-        disk_bytes: most bytes on all paths together.
-        device: whose memory DEVICE is, an accelerator's or, by default, this process's own.
-        link_bytes: of host_bytes, what crosses the link to the accelerator: `settle` registers it with the device's driver.
-        faults: lies for the fault-injecting engine, for tests.
-        num_slots: most extents of an entry that rests on NVME: one more than the freezes that are held while it is written.
-        run: names the run's folders; None: a new name.
+        disk_bytes: most bytes on all paths together; None: no bound but the disks'.
+        device: the device of the tier DEVICE; default: the CPU, that is this process's own memory.
+        link_bytes: the part of host_bytes for copies to and from the accelerator; `settle` pins it.
+        faults: faults that the fault-injecting engine produces, for tests.
+        num_slots: most extents of an entry on NVME: one more than the number of freezes held while it is written.
+        run: the name of the run's folders; None: a new name.
 
-    The store's files go with it when it is closed, unless they are to be kept; nothing else on the paths is touched. Safe
-    to call from several threads; a forked child may neither use nor delete it.
+    `close` removes the store's files, unless they are to be kept, and no other file. A forked child cannot use or delete the
+    store.
 
     Raises:
         ValueError: host_bytes or num_slots is not positive, a path is listed twice, or only some paths have weights.
@@ -101,14 +100,14 @@ class TensorStore:
         self.sums = Sums(self.recorder)
         self._entries: dict[str, Entry] = {}
         self._under_way = UnderWay()
-        self._frozen: dict[int, list[NvmeHome]] = {}  # by the freeze's number, also of entries that were dropped since
+        self._frozen: dict[int, list[NvmeHome]] = {}  # by the freeze's number; dropped entries included
         self._freeze_numbers = itertools.count(1)
         self._lock = threading.RLock()  # guards the entries and everything above
         self._owner = os.getpid()
         settings = io or IoSettings()
         self._held = Resources(paths, host_bytes, disk_bytes, self.run, settings, link_bytes, faults, self.recorder)
         self.arena, self._files = self._held.arena, self._held.files
-        self._no_queues = Queues({}, settings, recorder=self.recorder)  # of moves that have nothing to move
+        self._no_queues = Queues({}, settings, recorder=self.recorder)  # for moves without transfers
         self._finalizer = weakref.finalize(self, _close_forgotten, os.getpid(), self._held)
 
     def __enter__(self) -> TensorStore:
@@ -131,11 +130,12 @@ class TensorStore:
         is_durable: bool = True,
         crosses_link: bool = False,
     ) -> None:
-        """Makes room for a tensor at its home, content undefined. Raises BudgetError, OSError (ENOSPC) or, for DEVICE, torch's
-        OutOfMemoryError.
+        """Takes space for a tensor at its home; its content is undefined.
 
-        is_durable: whether it is frozen with the others when it rests on NVME; what is not has one slot.
-        crosses_link: whether what rests on HOST is copied to the accelerator and back.
+        is_durable: whether freezes include it when it rests on NVME; a tensor that is not durable has one slot.
+        crosses_link: whether a tensor on HOST is copied to the accelerator and back.
+
+        Raises ValueError for a name that exists, BudgetError, OSError (ENOSPC) or, for DEVICE, torch's OutOfMemoryError.
         """
         self._check_usable()
         with self._lock:
@@ -157,10 +157,9 @@ class TensorStore:
             raise
 
     def reserve_disk(self, num_bytes: int, why: str = "") -> None:
-        """Preallocates NVME space for what will be reserved, all slots of it, dealt over the paths by weight within their caps.
+        """Preallocates NVME space for all slots of later entries, divided over the paths by weight within their caps.
 
-        Raises OSError (ENOSPC) with the arithmetic of what is too small and `why` so much is asked for; then nothing of it
-        is taken.
+        why: a sentence about the size, for the error. Raises OSError (ENOSPC) with the arithmetic; then no space is taken.
         """
         self._check_usable()
         with self._lock:
@@ -172,13 +171,13 @@ class TensorStore:
                 raise OSError(error.errno, f"{error.strerror}. {why}", error.filename) from None
 
     def home_of(self, name: str) -> Tier:
-        """The tier a tensor returns to."""
+        """Returns a tensor's home tier."""
         return self._entries[name].home
 
     def drop(self, name: str) -> None:
-        """Forgets a tensor and frees its home. Its own transfers are cancelled, ranges under way are waited for.
+        """Removes a tensor and frees its home. Cancels its fetch and write-back; waits for byte ranges in flight.
 
-        What a freeze holds of it stays until the thaw.
+        Bytes that a freeze holds stay until the thaw.
         """
         self._check_usable()
         with self._lock:
@@ -189,7 +188,7 @@ class TensorStore:
             if move in (entry.coming, entry.leaving):
                 move.cancel()
             else:
-                move.outcome()  # raised by its own wait, and by settle
+                move.outcome()  # its own `wait` and `settle` raise the error
         with self._lock:
             slot = entry.give_up()
             if slot is not None:
@@ -198,10 +197,10 @@ class TensorStore:
     # ---- entries -------------------------------------------------------------------------------------------------
 
     def put(self, name: str, tensor: torch.Tensor, home: Tier) -> Move:
-        """Copies a tensor to its home. The copy out of `tensor` is done on return; the write goes on behind.
+        """Copies a tensor to its home. On return `tensor` may change; the write to NVME continues in the background.
 
-        Waits for write-backs when the budget has no room for the copy. Raises BudgetError or OSError, and then nothing
-        of that name is in the store.
+        Blocks for write-backs when the budget has no room for the copy. Raises BudgetError or OSError; then the store has
+        no entry of that name.
         """
         self.reserve(name, tensor.shape, tensor.dtype, home)
         entry = self._entries[name]
@@ -218,11 +217,11 @@ class TensorStore:
         return move
 
     def fetch(self, name: str, into: Slot | None = None, priority: int = NORMAL) -> Move:
-        """Starts bringing a tensor to HOST memory; `wait()` returns it, typed and shaped.
+        """Starts reading a tensor into HOST memory; the Move's `wait()` returns it with its dtype and shape.
 
-        `into` lends a slot of at least the tensor's bytes rounded up to 4096; without it one is carved. What is present
-        or on its way already is not fetched again. Blocks only while the budget has no room until write-backs under way
-        have ended. The Move of an entry whose write-back failed fails with that error. Raises KeyError, BudgetError.
+        `into` lends a slot of at least the tensor's bytes rounded up to 4096; without it the store carves one. A tensor that is
+        PRESENT or COMING is not fetched again. Blocks only while the budget needs write-backs in flight to end. The Move of
+        an entry whose write-back failed fails with that error. Raises KeyError, BudgetError.
         """
         self._check_usable()
         while True:
@@ -234,10 +233,10 @@ class TensorStore:
                     raise
 
     def release(self, name: str, dirty: bool = False) -> Move | None:
-        """Gives up a fetched tensor; with `dirty` its bytes are written home first, behind the returned Move.
+        """Releases a fetched tensor; with `dirty` starts the write to its home and returns that Move. Does not block.
 
-        Memory lent by `into` may be used again at once after a clean release, after the Move's end after a dirty one.
-        Raises RuntimeError when the tensor is not present.
+        The caller may reuse memory lent by `into` at once after a clean release, and after the Move's end after a dirty one.
+        Raises RuntimeError when the tensor is not PRESENT.
         """
         self._check_usable()
         with self._lock:
@@ -254,7 +253,7 @@ class TensorStore:
             return None
 
     def view(self, name: str) -> torch.Tensor:
-        """The home itself of a tensor that rests on HOST or DEVICE; changes to it need no write-back."""
+        """Returns the home itself of a tensor on HOST or DEVICE; changes need no write-back. Raises RuntimeError on NVME."""
         self._check_usable()
         entry = self._entries[name]
         if entry.home is Tier.NVME or entry.slot is None:
@@ -264,16 +263,16 @@ class TensorStore:
         return entry.tensor(entry.slot)
 
     def is_present(self, name: str) -> bool:
-        """Whether a tensor is known to occupy HOST memory and may be released."""
+        """Whether a tensor is PRESENT, so that it may be released."""
         return self._entries[name].state is EntryState.PRESENT
 
     # ---- byte ranges, for callers with buffers of their own ---------------------------------------------------------
 
     def read(self, ranges: Sequence[Range], name: str, priority: int = NORMAL, is_checked: bool = True) -> Move:
-        """Starts filling buffers from entries that rest on NVME: (entry, byte offset, uint8 buffer) each, one Move.
+        """Starts reading entries on NVME into buffers, as one Move. Each range is (entry, byte offset, uint8 buffer).
 
-        Offsets, lengths and addresses are multiples of 4096. The buffers belong to the Move until it has ended.
-        is_checked: whether pieces that have a checksum are compared with it; else the bytes are what they are.
+        Offsets, lengths and addresses are multiples of 4096 bytes. The Move owns the buffers until it has ended.
+        is_checked: whether pieces with a checksum are verified. Raises ValueError for ranges outside an entry or unaligned.
         """
         self._check_usable()
         with self._lock:
@@ -290,9 +289,9 @@ class TensorStore:
             return move
 
     def write(self, ranges: Sequence[Range], name: str, priority: int = BACKGROUND) -> Move:
-        """Starts writing buffers into entries that rest on NVME; as `read`.
+        """Starts writing buffers into entries on NVME, with ranges as in `read`. Blocks while it computes checksums.
 
-        Raises NoSlotError when freezes hold all slots of a range, OSError (ENOSPC) when there is no room for another slot.
+        Raises NoSlotError when freezes hold all slots of a range, OSError (ENOSPC) when the disk has no space for another slot.
         """
         self._check_usable()
         summed = self.sums.of_write(ranges)
@@ -308,10 +307,10 @@ class TensorStore:
         title: str | None = None,
         priority: int = NORMAL,
     ) -> Move:
-        """Starts reading equal blocks of one entry that rests on NVME, one behind the other into a buffer, as one Move.
+        """Starts reading blocks of equal size of one entry on NVME into consecutive places of a buffer, as one Move.
 
-        `offsets` is a flat int64 array of byte offsets; they, block_bytes and the buffer's address are multiples of 4096.
-        The way to fetch, say, rows of an embedding: nothing is done block by block in Python. `title` names the Move.
+        `offsets` is a flat int64 array of byte offsets. Offsets, block_bytes and the buffer's address are multiples of 4096.
+        It suits rows of an embedding: Python does no work per block. `title` names the Move. Checksums are not verified.
         """
         self._check_usable()
         with self._lock:
@@ -328,20 +327,20 @@ class TensorStore:
 
     @property
     def queues(self) -> Queues:
-        """The queues, one per path; opened by the first transfer with the memory carved so far registered. Raises OSError."""
+        """The queues, one per path. The first transfer opens them and registers the memory carved so far. Raises OSError."""
         self._check_usable()
         with self._lock:
             return self._held.queues()
 
     def freeze(self) -> Freeze:
-        """Makes what rests on NVME last: all of it is on the disk on return, and is not written until it is thawed.
+        """Makes all durable entries on NVME durable: they are on the disk on return, and do not change there until the thaw.
 
-        It is each durable entry as last given to `put`, `release(dirty=True)` or `write` before the call; what is PRESENT
-        and has been changed since counts when it is released. Blocks for writes under way and a sync; other threads may
-        go on, what they write goes to other slots.
+        It covers each durable entry as last given to `put`, `release(dirty=True)` or `write` before the call. Changes to a
+        PRESENT tensor that is not released yet are not included. Blocks for writes in flight and a sync. Other threads may
+        continue; their writes go to other slots.
 
-        Raises OSError when a write has failed and was not made good, or a sync fails; then nothing is frozen. A sync that
-        failed may be tried again, except on paths that are used buffered: there the kernel may have dropped what it held.
+        Raises OSError when a write failed and was not repeated, or a sync fails; then nothing is frozen. The caller may retry
+        after a failed sync, except on buffered paths, where the kernel may have dropped the bytes.
         """
         self._check_usable()
         with self._lock:
@@ -365,21 +364,21 @@ class TensorStore:
         return freeze
 
     def thaw(self, freeze: Freeze) -> None:
-        """Lets what only this freeze held be written, and given back, again. Thawing twice does nothing. Never blocks."""
+        """Ends a freeze: bytes that no other freeze holds may be overwritten again. A second call does nothing."""
         self.check_process()
         with durable.step("thaw", self.run.folder_name), self._lock:
             self._let_go(freeze)
 
     def check_process(self) -> None:
-        """Raises RuntimeError in a forked child, which has none of the memory that this store lends."""
+        """Raises RuntimeError in a forked child, which does not have the store's memory."""
         check_process(self._owner, "this store")
 
     def folders(self) -> tuple[Path, ...]:
-        """The run's folder on each path; what else is put there is removed with the store if run_folder.py knows its name."""
+        """Returns the run's folder on each path. `close` also removes other files there whose names run_folder.py knows."""
         return tuple(segment.folder for segment in self._files.segments)
 
     def settle(self) -> None:
-        """Waits for every write-back, and raises the first error among them; registers memory carved since."""
+        """Waits for every write and raises the first error among them; pins and registers memory carved since. Blocks."""
         self._check_usable()
         if is_accelerator(self.device):
             self.arena.pin(self.device)
@@ -392,19 +391,19 @@ class TensorStore:
                 self._end_queues()
 
     def stats(self) -> StoreStats:
-        """Totals so far; bytes are those of the kernel's completions."""
+        """Returns totals so far; bytes are counted from the kernel's completions."""
         with self._lock:
             return self._held.stats()
 
     def keep_files(self, keep: bool = True) -> None:
-        """From now on the store's folders stay (or not) when it is closed, without their lock, also when it is not closed."""
+        """Sets whether the store's folders stay, without their lock file, when the store is closed or dropped unclosed."""
         self._held.keep_files(keep)
 
     def close(self, keep: bool = False) -> None:
-        """Ends every transfer, frees memory and removes the store's files. Raises the first error of a write-back.
+        """Ends every transfer, frees memory and removes the store's files. Blocks. Raises the first error of a write-back.
 
-        With `keep`, or after `keep_files`, the folders stay, without their lock, with what is frozen: the room of everything
-        else is given back to the disk. Calling it twice does nothing; nor does calling it in a forked child.
+        With `keep`, or after `keep_files`, the folders stay without their lock file and with the frozen bytes; other disk
+        space is given back. A second call does nothing, nor does a call in a forked child.
         """
         if os.getpid() != self._owner or self._finalizer.detach() is None:
             return
@@ -491,7 +490,7 @@ class TensorStore:
         summed: Sequence[Written],
         on_end: Callable[[bool], None] | None = None,
     ) -> Move:
-        """Starts a write to the slots that take it, which are current once it is under way; lost there if it fails."""
+        """Starts a write to free slots. These slots become current when the write starts, and lost if it fails."""
         entries = tuple(self._entries[entry_name] for entry_name, _, _ in ranges)
         ops: list[Op] = []
         targets = []
@@ -522,7 +521,7 @@ class TensorStore:
         return Move(self._no_queues, (), result, name)
 
     def _take(self, num_bytes: int, what: str, crosses_link: bool = False) -> Slot:
-        """A slot of HOST memory, when need be after write-backs have given theirs back. Raises BudgetError."""
+        """Carves a slot of HOST memory; if need be, waits for write-backs to give memory back. Raises BudgetError."""
         while True:
             try:
                 return self.arena.take(num_bytes, what, crosses_link)
@@ -531,7 +530,7 @@ class TensorStore:
                     raise
 
     def _await_some(self) -> bool:
-        """Waits until a write-back under way has ended; False when there is none whose end could free memory."""
+        """Waits until a write-back in flight has ended; False when no write-back could free memory."""
         carved = self.arena.carved_bytes
         with self._lock:
             writes = self._under_way.unfinished(is_write=True)
@@ -544,7 +543,7 @@ class TensorStore:
             home.thaw(freeze.number)
 
     def _end_writes(self, writes: Sequence[Move]) -> None:
-        """Waits for writes, and raises the first error among them; it is raised once."""
+        """Waits for writes and raises the first error among them; a later call does not raise it again."""
         errors = [move.outcome() for move in writes]
         with self._lock:
             self._under_way.forget(writes)
@@ -553,7 +552,7 @@ class TensorStore:
                 raise error
 
     def _end_queues(self) -> None:
-        """Lets every transfer end and closes the queues; the next transfer opens others."""
+        """Waits for every transfer and closes the queues; the next transfer opens new ones."""
         while True:
             with self._lock:
                 moves = self._under_way.unfinished()
@@ -565,6 +564,6 @@ class TensorStore:
 
 
 def _close_forgotten(owner: int, held: Resources) -> None:
-    """Ends the transfers and removes the files of a store that was not closed; never in a forked child."""
+    """Closes a store that the program dropped without `close`; does nothing in a forked child."""
     if os.getpid() == owner:
         held.close()

@@ -1,8 +1,8 @@
-"""OffloadPolicy: everything the machinery may know about where bytes rest and how they move.
+"""OffloadPolicy: the frozen value that says where states rest and how they move.
 
-A DeepSpeed-style config ends as one of these (`config/`), and Python users build it directly. It is frozen, small, and
-the only thing that `zero/`, `optim/` and the engine read: they never see a config key. `None` always means "computed by
-the plan" (`zero/plan.py`), which reports what it chose. Counts of elements end in `_numel`, sizes in `_bytes`.
+`config/` makes one from a DeepSpeed-style config; Python users build one directly. `zero/` reads the policy and no config
+key. `None` means that the plan (`zero/plan.py`) computes the value and reports it. Names of element counts end in `_numel`,
+names of sizes in bytes end in `_bytes`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tiermem.swap.tier import Tier
 
 __all__ = ["IoSettings", "LeafRules", "NvmePath", "OffloadPolicy", "Precision", "Tier"]
 
-MOST_MOMENTS = 3  # of any rule: Adam's with amsgrad
+MOST_MOMENTS = 3  # the most of any rule: Adam with amsgrad
 _ONLY_STAGE_3 = (
     "shard_group_size",
     "two_stage_gather",

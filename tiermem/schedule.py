@@ -1,14 +1,17 @@
 """Learning-rate schedules with the documented names: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest.
 
-    lr   warm-up   then constant (WarmupLR), down a line (WarmupDecayLR), or down half a cosine (WarmupCosineLR)
-         up, down, then decay (OneCycle)      ever up (LRRangeTest)
+    warm-up, then constant                       WarmupLR
+    warm-up, then a linear decay                 WarmupDecayLR
+    warm-up, then half a cosine                  WarmupCosineLR
+    rise, fall, then decay                       OneCycle
+    rise without end                             LRRangeTest
 
-Each is an ordinary torch LRScheduler: construct it on an optimizer, call `step()` after each optimizer step. The first
-optimizer step runs with the value that the constructor sets. Warm-up counts as the documented schedules do: the first
-two optimizer steps both run at the start of the warm-up (iteration 0 is the step *after* the first), so optimizer step
-k, counted from 0, has warm-up iteration max(k - 1, 0). OneCycle and LRRangeTest count from the first step.
+Each is an ordinary torch LRScheduler: construct it on an optimizer and call `step()` after each optimizer step. The first
+optimizer step uses the rate that the constructor sets. Warm-up counts as DeepSpeed's schedules do: the first two optimizer
+steps both run at the start of the warm-up. Optimizer step k, counted from 0, has warm-up iteration max(k - 1, 0). OneCycle
+and LRRangeTest count from the first step.
 
-`build_scheduler` makes one from a config section, or any schedule of torch.optim.lr_scheduler by its name.
+`build_scheduler` makes a schedule from a config section, also any schedule of torch.optim.lr_scheduler by its name.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ WARMUP_TYPES = ("log", "linear")
 
 
 class SchedulerSection(Protocol):
-    """A config section that names a schedule (`config/optimizer.py`)."""
+    """The config section that names a schedule and its arguments (`config/optimizer.py`)."""
 
     @property
     def type(self) -> str: ...
@@ -79,12 +82,12 @@ class WarmupLR(LRScheduler):
         return [low + (high - low) * factor for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _factor(self, iteration: int) -> float:
-        """Part of the way from the lowest to the highest rate."""
+        """Returns the fraction of the way from the lowest to the highest rate, 0 to 1."""
         return _warmup(iteration, self.warmup_num_steps, self.warmup_type)
 
 
 class WarmupDecayLR(WarmupLR):
-    """Warms up like WarmupLR, then falls on a line to warmup_min_lr at iteration total_num_steps, and stays there."""
+    """Warms up like WarmupLR, then decays linearly to warmup_min_lr at iteration total_num_steps, and stays there."""
 
     def __init__(
         self,
@@ -107,9 +110,9 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(LRScheduler):
-    """Raises each group's own rate from warmup_min_ratio of it to all of it, then lowers it along half a cosine.
+    """Raises each group's rate from warmup_min_ratio times its initial rate to that rate, then lowers it by half a cosine.
 
-    The cosine ends at cos_min_ratio of the rate, at iteration total_num_steps - 1, and stays there.
+    The rate reaches cos_min_ratio times the initial rate at iteration total_num_steps - 1 and stays there.
     """
 
     def __init__(
@@ -143,13 +146,14 @@ class WarmupCosineLR(LRScheduler):
 
 
 class OneCycle(LRScheduler):
-    """Raises the rate from cycle_min_lr to cycle_max_lr, lowers it again, then decays it below; momentum runs opposite.
+    """Raises the rate from cycle_min_lr to cycle_max_lr, lowers it again, then decays it below; momentum moves inversely.
 
-    The cycle takes cycle_first_step_size steps up and cycle_second_step_size (None: as many) down. A stair count above
-    0 moves in that many equal stairs. After it, every decay_step_size steps (0: no decay) divide cycle_min_lr by
-    1 + decay_lr_rate * steps / decay_step_size. With cycle_momentum the first beta falls from cycle_max_mom to
-    cycle_min_mom and rises again, then grows by decay_mom_rate in the same way. The other betas stay as they are, and
-    an optimizer without betas is left alone, with a warning.
+    The rise takes cycle_first_step_size steps and the fall cycle_second_step_size steps (None: the same number). A stair count
+    above 0 makes that many equal stairs. After the cycle the rate is cycle_min_lr / (1 + decay_lr_rate * steps /
+    decay_step_size), with the steps since the end of the cycle; with decay_step_size 0 it does not decay. With cycle_momentum
+    the first beta falls from cycle_max_mom to cycle_min_mom and rises again; after the cycle it is multiplied by 1 +
+    decay_mom_rate * steps / decay_step_size. The other betas do not change. For an optimizer without betas the momentum does
+    not cycle, and a warning says so.
     """
 
     def __init__(
@@ -215,17 +219,17 @@ class OneCycle(LRScheduler):
         return steps / self.decay_step_size if self.decay_step_size else 0.0
 
     def _height(self) -> float:
-        """Part of the way up the cycle."""
+        """Returns the fraction of the way from the lowest to the highest rate, 0 to 1."""
         if self.last_epoch <= self.rising:
             return _stairs(self.last_epoch, self.rising, self.rising_stairs)
         return _stairs(self.rising + self.falling - self.last_epoch, self.falling, self.falling_stairs)
 
 
 class LRRangeTest(LRScheduler):
-    """Raises the rate without end, to find the highest that still trains.
+    """Raises the rate without end, to find the highest rate that still trains.
 
-    The rate is lr_range_test_min_lr * (1 + lr_range_test_step_rate * steps / lr_range_test_step_size), the quotient
-    rounded down with lr_range_test_staircase.
+    The rate is lr_range_test_min_lr * (1 + lr_range_test_step_rate * steps / lr_range_test_step_size). With
+    lr_range_test_staircase the quotient steps / lr_range_test_step_size is rounded down.
     """
 
     def __init__(
@@ -296,7 +300,7 @@ def schedule_class(name: str) -> type[LRScheduler]:
 
 
 def check_params(name: str, params: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Lists arguments that the schedule does not have, each with a sentence."""
+    """Returns the arguments that the schedule does not have, each with a sentence."""
     known = arguments_of(schedule_class(name))
     problems = []
     for given in params:
@@ -308,7 +312,7 @@ def check_params(name: str, params: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def arguments_of(cls: type[LRScheduler]) -> dict[str, inspect.Parameter]:
-    """What `scheduler.params` may hold for a schedule, by name: its arguments beside the optimizer."""
+    """Returns the arguments that `scheduler.params` may hold for a schedule, by name: all but the optimizer."""
     arguments = dict(inspect.signature(cls).parameters)
     arguments.pop("optimizer", None)
     if cls in DOCUMENTED.values():

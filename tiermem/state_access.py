@@ -1,4 +1,23 @@
-"""State access: reading and changing one parameter's fp32 value, gradient and optimizer states, wherever they rest."""
+"""State access: reads and changes one parameter's fp32 value, gradient and optimizer states on any tier.
+
+    full     the whole tensor in the parameter's shape, put together from all ranks: every rank calls
+    local    this rank's part: flat, ceil(numel / shards) elements, with zeros after the last
+
+                        valid
+    fp32 parameter      from `shard` (or `initialize`) until the shards are closed; each step changes it
+    gradient            after backward has reduced it, until the step or zero_grad
+    optimizer state     once there is an optimizer; before the first step it is zero or the value that was set
+
+All getters return fp32 tensors on the CPU. These are copies; `safe_set_*` changes the states. Setting a parameter's fp32 value
+also sets its low-precision value. The next step uses a gradient that was set, also for its norm. Gradients are the mean over
+ranks and, as in DeepSpeed, still contain fp16's loss scale (`engine.loss_scale()`). Frozen parameters have no master,
+gradient or states: their getters return None. Names of states are torch's (exp_avg, exp_avg_sq, momentum_buffer, sum).
+
+Full forms are collective: if one rank does not call, the others raise after the policy's `timeout_s`. The local forms are not,
+except `safe_set_local_fp32_param`: other ranks may hold copies of the changed values, so every rank sets its own part.
+
+Each call reads and writes the bytes of that parameter only. The vectorised forms change many parameters at once.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +37,17 @@ from tiermem.zero.state_layout import MASTER
 from tiermem.zero.unit import Shard
 from tiermem.zero.unit_state import LiveUnit
 
-# ---- Putting a gradient: other values in place of a reduced gradient that rests at home, between backward and --------
-# step
-#
-# The values are the gradient itself, the mean over ranks; at home lie sums. So the values rest as they are, and the
-# factor that every gradient carries to the step (`Gradient.factor`) says that they have been divided. The norm of the
-# step is made of them: their sums of squares take the place of those that were measured when the gradient came.
+# ---- setting a gradient ----------------------------------------------------------------------------------------------
 
 
 def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tensor) -> None:
-    """Puts this rank's part of a gradient, flat and without padding, where it rests. Blocks; raises OSError.
+    """Replaces this rank's part of a reduced gradient at its home, between backward and step. Blocks; raises OSError.
 
-    It is rounded to what gradients rest in (`Precision.grads`). A parameter that had no gradient has one then, on this rank.
+    mine: flat, without padding; the mean over ranks. It is rounded to the dtype that gradients rest in (`Precision.grads`).
+
+    Homes hold sums over ranks, and the given values are means. They rest undivided, and the gradient's factor
+    (`Gradient.factor`) records that they are divided already. Their sums of squares replace those of the old gradient in the
+    step's norm. On this rank, a parameter without gradient has one afterwards.
     """
     homes, workers = shards.homes, shards.workers
     homes.settle()
@@ -51,47 +69,27 @@ def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tenso
     homes.show(live.unit)
 
 
-# ---- State access: looking at, and changing, one parameter's fp32 value, gradient and optimizer states, wherever -----
-# they rest
-#
-#     full     the whole tensor, in the parameter's shape: put together from all ranks, so every rank calls
-#     local    this rank's part, flat, ceil(numel / shards) elements with zeros behind the last: asks nobody
-#
-#                         valid
-#     fp32 parameter      from `shard` (or `initialize`) until the shards are closed; changes with each step
-#     gradient            after backward, when it has been reduced, until the step or zero_grad
-#     optimizer state     as soon as there is an optimizer: zero, or what was put, before the first step
-#
-# All are fp32 tensors on the CPU, copies: changing them changes nothing, the `safe_set_*` do. A parameter's own value
-# follows its fp32 value; a gradient that was put is what the step sees, in its norm too. Gradients are the mean over
-# ranks and, as in the reference, still carry fp16's loss scale (`engine.loss_scale()`). Frozen parameters have no
-# master, gradient or states: None. Names of states are torch's (exp_avg, exp_avg_sq, momentum_buffer, sum).
-#
-# A full form is collective: if a rank stays away the others raise after the policy's `timeout_s`. Of the local forms
-# `safe_set_local_fp32_param` is too, since other ranks may hold what it changes: every rank sets its own part.
-#
-# Only the bytes of the one parameter are read and written. Whoever changes many at once uses a vectorised form.
-
 _NOT_NOW = "there are gradients after backward, when they have been reduced, and until the step or zero_grad"
 
 
-# ---- full ----------------------------------------------------------------------------------------------------------------
+# ---- full forms ------------------------------------------------------------------------------------------------------
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """A parameter's value in fp32: its master, where it has one; None of a frozen one. Collective; blocks.
+    """Returns a parameter's fp32 value, from its master if it has one; None for a frozen parameter. Collective; blocks.
 
-    The value of a frozen one is `Shards.weight(param)`. Raises ValueError when the parameter is not sharded, OSError when a
-    transfer failed.
+    `Shards.weight(param)` returns a frozen parameter's value. Raises ValueError when the parameter is not sharded, OSError
+    when a transfer fails.
     """
     place = _find(param)
     return _assemble(place, _fp32_part(place)) if param.requires_grad else None
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """A parameter's reduced gradient in fp32; None when it has none while others have, or is frozen. Collective; blocks.
+    """Returns a parameter's reduced gradient in fp32. Collective; blocks.
 
-    Raises RuntimeError outside the time between backward and step, ValueError when the parameter is not sharded.
+    Returns None for a frozen parameter, and for a parameter without gradient while others have one. Raises RuntimeError when
+    no reduced gradient exists (before backward, after the step), ValueError when the parameter is not sharded.
     """
     place = _find(param)
     mine = _gradient_part(place)
@@ -99,9 +97,9 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """One of a parameter's optimizer states in fp32; None of a frozen one. Collective; blocks.
+    """Returns one of a parameter's optimizer states in fp32; None for a frozen parameter. Collective; blocks.
 
-    Raises ValueError for a state that is not kept, naming those that are; RuntimeError when there is no optimizer yet.
+    Raises ValueError, with the names of all states, for an unknown state; RuntimeError when there is no optimizer yet.
     """
     place = _find(param)
     mine = _state_part(place, optim_state_key)
@@ -109,18 +107,19 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Changes a parameter's value: master, low-precision copy, and what other ranks hold of it. Collective; blocks.
+    """Sets a parameter's value: the master, the low-precision weight and the copies on other ranks. Collective; blocks.
 
-    value: in the parameter's shape, the same on every rank. Raises ValueError for another shape.
+    value: in the parameter's shape, equal on every rank. Raises ValueError for another shape.
     """
     place = _find(param)
     _put_fp32(place, _whole_part(place, value))
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Changes the gradient that the next step uses. Blocks.
+    """Sets the gradient that the next step uses. Blocks.
 
-    value: in the parameter's shape, the same on every rank; as `safe_get_full_grad` returns it. Raises as that does.
+    value: in the parameter's shape, equal on every rank, with the loss scale, as `safe_get_full_grad` returns it. Raises
+    RuntimeError as that does, ValueError for another shape and for a frozen parameter.
     """
     place = _find(param)
     _check_phase(place)
@@ -128,70 +127,70 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Changes one of a parameter's optimizer states. Blocks.
+    """Sets one of a parameter's optimizer states. Blocks.
 
-    value: in the parameter's shape, the same on every rank. Raises as `safe_get_full_optimizer_state`, and ValueError for
+    value: in the parameter's shape, equal on every rank. Raises as `safe_get_full_optimizer_state`, and ValueError for
     another shape and for frozen parameters.
     """
     place = _find(param)
     _states_of(place, optim_state_key).load(place.shard, optim_state_key, _whole_part(place, value))
 
 
-# ---- local ---------------------------------------------------------------------------------------------------------------
+# ---- local forms -----------------------------------------------------------------------------------------------------
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of `safe_get_full_fp32_param`. Blocks. Raises RuntimeError below stage 1, where there are no parts."""
+    """Returns this rank's part of `safe_get_full_fp32_param`. Blocks. Raises RuntimeError in stage 0, which has no parts."""
     place = _find_part(param)
     return _padded(place, _fp32_part(place)) if param.requires_grad else None
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of `safe_get_full_grad`. Blocks; raises as that does."""
+    """Returns this rank's part of `safe_get_full_grad`. Blocks. Raises as that does, and RuntimeError in stage 0."""
     place = _find_part(param)
     mine = _gradient_part(place)
     return None if mine is None else _padded(place, mine)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's part of `safe_get_full_optimizer_state`. Blocks; raises as that does."""
+    """Returns this rank's part of `safe_get_full_optimizer_state`. Blocks. Raises as that does, and RuntimeError in stage 0."""
     place = _find_part(param)
     mine = _state_part(place, optim_state_key)
     return None if mine is None else _padded(place, mine)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Changes this rank's part of a parameter's value; every rank sets its own. Collective; blocks.
+    """Sets this rank's part of a parameter's value; every rank sets its own part. Collective; blocks.
 
-    value: flat, as `safe_get_local_fp32_param` returns it; what it says of the padding is not kept.
+    value: flat, as `safe_get_local_fp32_param` returns it; its padding is ignored.
     """
     place = _find_part(param)
     _put_fp32(place, _local_part(place, value))
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Changes this rank's part of the gradient that the next step uses. Blocks; raises as `safe_set_full_grad`."""
+    """Sets this rank's part of the gradient that the next step uses. Blocks; raises as `safe_set_full_grad`."""
     place = _find_part(param)
     _check_phase(place)
     put_gradient(place.shards, place.live, place.shard, _local_part(place, value))
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Changes this rank's part of one of a parameter's optimizer states. Blocks; raises as the full form does."""
+    """Sets this rank's part of one of a parameter's optimizer states. Blocks; raises as the full form does."""
     place = _find_part(param)
     _states_of(place, optim_state_key).load(place.shard, optim_state_key, _local_part(place, value))
 
 
-# ---- many at once --------------------------------------------------------------------------------------------------------
+# ---- vectorised forms ------------------------------------------------------------------------------------------------
 
 
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
 ) -> None:
-    """Puts `update_func(gradient, param)` in place of each parameter's gradient; those without one are passed over.
+    """Replaces each parameter's gradient by `update_func(gradient, param)`; skips parameters without gradient.
 
-    Gradients are full and fp32, one in memory at a time, taken in the order in which they rest; each is read once and
-    written once. Collective; blocks. Raises as `safe_set_full_grad`.
+    Gradients are full and fp32, one in memory at a time, in the order in which they rest. Each is read once and written
+    once. Collective; blocks. Raises as `safe_set_full_grad`.
     """
     for place in _in_order(param_list):
         mine = _gradient_part(place)
@@ -204,25 +203,25 @@ def safe_update_local_states_vectorized(
     param_list: Iterable[nn.Parameter],
     update_func: Callable[[dict[str, torch.Tensor], nn.Parameter, slice], None],
 ) -> None:
-    """Lets a function change fp32 values and optimizer states of many parameters in place; visits each tile once.
+    """Calls a function that changes fp32 values and optimizer states of many parameters in place; visits each tile once.
 
     update_func(states, param, elements): `states` are flat fp32 tensors by name, "fp32_param" and the optimizer's own
-    ("exp_avg", ...); `elements` says which of the parameter's elements they are, in row-major order. A parameter that is cut by
-    tiles or ranks comes in several pieces. Tiles are read ahead and written behind, as in a step.
+    ("exp_avg", ...). `elements` is the slice of the parameter's elements, in row-major order, that they hold. A parameter that
+    is cut by tiles or ranks comes in several pieces. Tiles are read ahead and written behind, as in a step.
 
     Every rank calls it for the same parameters. Blocks. Raises ValueError for frozen parameters, RuntimeError when there
-    is no optimizer yet, OSError when a transfer failed.
+    is no optimizer yet, OSError when a transfer fails.
     """
     models: dict[Shards, list[_Place]] = {}
     for place in _in_order(param_list):
         models.setdefault(place.shards, []).append(place)
     for places in models.values():
         chosen = frozenset(place.shard for place in places)
-        tiles = {_states_of(place): None for place in places}  # one optimizer steps a model
+        tiles = {_states_of(place): None for place in places}  # one entry: one optimizer steps a model
         next(iter(tiles)).visit(chosen, lambda values, shard, elements: update_func(values, shard.param, elements))
 
 
-# ---- where a parameter is --------------------------------------------------------------------------------------------------
+# ---- the place of a parameter ----------------------------------------------------------------------------------------
 
 
 class _Place(NamedTuple):
@@ -253,14 +252,14 @@ def _find_part(param: nn.Parameter) -> _Place:
 
 
 def _in_order(params: Iterable[nn.Parameter]) -> list[_Place]:
-    """Each parameter once, as they lie: unit by unit."""
+    """Returns each parameter's place once, in the order in which they rest: unit by unit."""
     if isinstance(params, torch.Tensor):
         raise TypeError("param_list is one parameter; give a list of them")
     places = {id(param): _find(param) for param in params}
     return sorted(places.values(), key=lambda place: (place.live.unit.index, place.shard.shard_offset))
 
 
-# ---- fp32 values and states ------------------------------------------------------------------------------------------------
+# ---- fp32 values and states ------------------------------------------------------------------------------------------
 
 
 def _fp32_part(place: _Place) -> torch.Tensor:
@@ -297,7 +296,7 @@ def _states_of(place: _Place, key: str | None = None) -> StateTiles:
     return tiles
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------------
+# ---- gradients -------------------------------------------------------------------------------------------------------
 
 
 def _gradient_part(place: _Place) -> torch.Tensor | None:
@@ -308,7 +307,7 @@ def _gradient_part(place: _Place) -> torch.Tensor | None:
 
 
 def _check_phase(place: _Place) -> None:
-    """Raises RuntimeError unless this is between backward and step."""
+    """Raises RuntimeError unless reduced gradients exist now; ValueError for a frozen parameter."""
     shards, shard = place.shards, place.shard
     if not place.live.unit.is_trainable:
         raise ValueError(f"{shard.name} is frozen, or its model is for inference: it has no gradient")
@@ -329,7 +328,7 @@ def _has_gradient(shard: Shard) -> bool:
     return shard.gradient.is_there and shard.param.grad is not None
 
 
-# ---- parts -----------------------------------------------------------------------------------------------------------------
+# ---- parts of ranks --------------------------------------------------------------------------------------------------
 
 
 def _assemble(place: _Place, mine: torch.Tensor) -> torch.Tensor:
@@ -337,7 +336,7 @@ def _assemble(place: _Place, mine: torch.Tensor) -> torch.Tensor:
 
 
 def _whole_part(place: _Place, value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a full value. Raises ValueError for another shape."""
+    """Returns this rank's part of a full value. Raises ValueError for another shape."""
     if tuple(value.shape) != tuple(place.shard.shape):
         raise ValueError(
             f"{place.shard.name} has shape {tuple(place.shard.shape)}; the value that was given has {tuple(value.shape)}"
@@ -346,7 +345,7 @@ def _whole_part(place: _Place, value: torch.Tensor) -> torch.Tensor:
 
 
 def _local_part(place: _Place, value: torch.Tensor) -> torch.Tensor:
-    """A local value without its padding. Raises ValueError for another number of elements."""
+    """Returns a local value without its padding. Raises ValueError for another number of elements."""
     if tuple(value.shape) != (place.shard.shard_numel,):
         raise ValueError(
             f"this rank's part of {place.shard.name} has shape ({place.shard.shard_numel},), padding included; the value "

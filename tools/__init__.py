@@ -1,20 +1,20 @@
-"""Floor 3: what a person runs. The `tiermem` command, its pictures and its benchmarks.
+"""Floor 3: the `tiermem` command, its pictures and its benchmarks.
 
-    options, cli   every command's options, a dataclass each, and the command line that is made of them
+    options, cli   a dataclass of options for every command; the command line that cli makes from them
     train          `tiermem train`, from options to pictures
-      train_options, train_job       the config and the saved step that options stand for, and the job
-      launcher, memory_limit         one process under a cap that the kernel holds, its job and its channel
+      train_options, train_job       the config and the saved step that options select; the job
+      launcher, memory_limit         one process under a memory cap, its job and its channel
       trainer                        the training loop, inside the capped process
-      corpus, presets                text as tokens, shapes of models
-      prediction                     what a training is expected to take
-      run_record, reports, plots     what a run told: runs/<id>/run.json, tables, pictures
-    plan           `tiermem plan`; planned: a scenario put through the library's own plan; plan_report: tables and advice
-    check, machine `tiermem check`: what this machine offers
-    tune, step_mix `tiermem tune`: settings of the queue that suit some disks
+      corpus, presets                text as tokens; shapes of models
+      prediction                     the predicted seconds and bytes of a training
+      run_record, reports, plots     the record of a run: runs/<id>/run.json, tables, pictures
+    plan           `tiermem plan`; planned: the library's own plan of a scenario; plan_report: tables and advice
+    check, machine `tiermem check`: facts and measurements of this machine
+    tune, step_mix `tiermem tune`: the best settings of the queue for some disks
     checkpoints    `tiermem fsck`, `inspect`, `import`, `export`
-    words          what every command shares: byte sizes, how options are said and checked, files that it may write
+    words          shared by all commands: byte sizes, parsing and checks of options, output files
     bench/         `tiermem bench`: io, adam, step, ranks, curves, gpu
       peers/       other systems that do the same job
 
-Nothing here imports torch before it must: the launcher stays small, and what is measured is the trainer alone.
+Modules import torch as late as possible: the launcher stays small, and measurements of memory cover the trainer only.
 """

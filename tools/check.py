@@ -1,4 +1,4 @@
-"""`tiermem check`: what this machine offers, by trying it, or what becomes of every key of a config."""
+"""`tiermem check`: tests and measures this machine, or reports the outcome of every key of a config."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 # ---- tiermem check --config ds.json ----------------------------------------------------------------------------------
 #
-# The rows are those of the config's own report (docs/keys.md explains the words). Keys that the file leaves out are
-# counted, and listed with --all. Nothing is started and no folder is touched.
+# The rows are those of the config's own report (docs/keys.md explains the words). Keys that are not in the file are counted,
+# and listed with --all. The command starts no process and reads no folder.
 
 EXIT_REFUSED = 2
 _STYLES = {"honoured": "green", "computed": "yellow", "default": "dim"}
@@ -78,8 +78,8 @@ def _print_report(file: Path, rows: Sequence[ReportRow], console: Console, shows
 
 # ---- tiermem check ---------------------------------------------------------------------------------------------------
 #
-# Looks at folders and their disks, one after another; a measurement's file is unnamed and gone when it ends. Changes
-# nothing.
+# It checks folders and their disks, one after the other. A measurement uses an unnamed file, which ends with it. No file is
+# left or changed.
 
 _TRIED_CAP_BYTES = 256 << 20
 _USEFUL_MEMLOCK_BYTES = 64 << 20

@@ -29,19 +29,21 @@ if TYPE_CHECKING:
 
 # ---- tiermem fsck DIR ------------------------------------------------------------------------------------------------
 #
-#     0    nothing is wrong
-#     1    a run was killed and has left its folder: resume it, or remove it with --remove; or a step's removal was cut short:
-#          --repair ends it
-#     2    the command cannot be done as it was asked for (as for every command), or not all could be looked at: this process
-#          lacks memory, threads, descriptors or a permission, as is said. Nothing is said against what it did not see
-#     3    something durable is broken or damaged; what else is whole is listed
+# Exit status:
 #
-# What runs take on the disk is told by who needs it; together it is what stat says (checkpoint/survey.py):
+#     0    no problem was found
+#     1    a killed run left its folder: resume it, or remove it with --remove; or the removal of a step was interrupted:
+#          --repair completes it
+#     2    wrong options (as for every command), or some files could not be checked: this process lacks memory, threads,
+#          descriptors or a permission, and the message says which. It makes no statement about those files
+#     3    durable data is broken or damaged; the complete steps are listed
 #
-#     durable    named by a durable step; a step's own bytes are those that no other one names
-#     live       written beside it by a run that goes on
-#     free       not needed, or reserved and not written yet; unclear: free, but for a step that cannot be read
-#     records    manifests, parts, the lock, what is not ours
+# The disk space of runs is divided by use; the sum is the sizes that stat reports (checkpoint/survey.py):
+#
+#     durable    named by a durable step; a step's own bytes are those that no other step names
+#     live       written in addition by a run that continues
+#     free       not needed, or reserved and not written yet; unclear: free, unless an unreadable step needs it
+#     records    manifests, parts, the lock file, foreign files
 #
 # --verify reads every byte of every step and compares it with its checksum. --remove removes the folders of killed
 # runs, after naming them, and in them only files that runs make; one that holds a durable step goes only when its own
@@ -187,8 +189,8 @@ def _name(path: Path, where: Path) -> str:
 
 # ---- tiermem inspect DIR ---------------------------------------------------------------------------------------------
 #
-# One line for each parameter, buffer and tensor of the optimizer; totals of each state at the end. --match takes glob
-# patterns of names. Manifest and parts are validated; states are not read.
+# It prints one line for each parameter, buffer and tensor of the optimizer, and the totals of each state. --match takes glob
+# patterns of names. It validates manifest and parts, and does not read states.
 
 _INSPECT = "tiermem inspect"
 
@@ -293,9 +295,9 @@ def _mode(row: Row) -> str:
 
 # ---- tiermem import SOURCE OUT ---------------------------------------------------------------------------------------
 #
-# DeepSpeed ZeRO-3 folders, torch.distributed.checkpoint folders, torch state dicts, safetensors. Nothing in them is
-# executed. What was written, and what had to stay behind, is said. With the model's config.json, given or beside the
-# weights, `tiermem train --resume` goes on from it as well.
+# It reads DeepSpeed ZeRO-3 folders, torch.distributed.checkpoint folders, torch state dicts and safetensors, and executes no
+# code in them. It reports the states that it wrote and those that it could not take. `tiermem train --resume` can continue from
+# the result if the model's config.json is given or lies beside the weights.
 
 _IMPORT = "tiermem import"
 CONFIG_NAME = "config.json"
@@ -362,8 +364,8 @@ def _model_config(options: ImportOptions) -> dict[str, Any] | None:
 #     --pytorch    pytorch_model.bin
 #     --dcp        a torch.distributed.checkpoint folder, optimizer states included
 #
-# Streamed: memory does not grow with the model. What is read is verified; a damaged state ends the export and leaves
-# nothing.
+# It streams: memory does not grow with the model. It verifies all bytes that it reads. A damaged state ends the export, and no
+# output is left.
 
 _EXPORT = "tiermem export"
 

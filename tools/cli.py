@@ -1,7 +1,7 @@
 """The command line: `tiermem train`, `plan`, `check`, `tune`, `fsck`, `inspect`, `import`, `export` and `bench`.
 
-A mistake of the user's is one line on stderr and exit status 2; --debug shows the traceback. Nothing heavy is imported
-before a command needs it: torch belongs to the trainer's process.
+A user's mistake prints one line on stderr and ends with exit status 2; --debug shows the traceback. Large packages are
+imported only when a command needs them: torch belongs to the trainer's process.
 """
 
 from __future__ import annotations

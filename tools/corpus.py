@@ -1,7 +1,7 @@
-"""Corpus: text files as tokens. A byte is a token, 0 to 255, so that every machine has data and no tokenizer is needed.
+"""Corpus: text files as tokens. Each byte is a token, 0 to 255, so no tokenizer is needed.
 
-Files are taken in the order of their paths and read until a bounded number of bytes is there. The text is cut into windows
-of the sequence's length, and a seed shuffles the windows. The same files and seed give the same batches to the trainer,
+Files are read in the order of their paths, up to a bounded number of bytes. The text is cut into windows of the sequence
+length, and a seed shuffles the windows. The same files and seed give the same batches to the trainer,
 plain PyTorch and DeepSpeed.
 """
 

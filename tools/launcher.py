@@ -1,4 +1,4 @@
-"""Launcher: one process under a memory cap, its job, its channel, and the reason of its end."""
+"""Launcher: starts one process under a memory cap, sends its job, reads its channel, and reports why it ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tiermem.tools.memory_limit import Charge, MemoryLimit
 from tiermem.tools.words import format_bytes, handling, save_json
 
-# ---- the job: what a trainer process is told, as one JSON file; the peers' get the same ------------------------------
+# ---- the job: one JSON file for a trainer process; peers' processes get the same file --------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +62,13 @@ class Job:
 
 # ---- the channel: one JSON object a line, over an inherited pipe -----------------------------------------------------
 #
-#     {"kind": "phase", "name": "forward of step 3", "time_ns": ...}      before the work begins: names a death
+#     {"kind": "phase", "name": "forward of step 3", "time_ns": ...}      before the phase begins: names the phase of a crash
 #     {"kind": "step", "loss": ..., ...}                                   after each step
 #     {"kind": "error", "type": "ValueError", "message": ..., "trace": ...}
 #     {"kind": "done", ...}
 #
-# A pipe, not a file: it costs the writer no page of cache and no byte of I/O, and what was written survives the
-# writer's death. A launcher that is gone shows as BrokenPipeError, so that no trainer outlives it by more than a phase.
+# It is a pipe and not a file: it costs the writer no page cache and no I/O, and its messages survive the writer's end. When the
+# launcher has ended, the writer gets BrokenPipeError, so a trainer ends at most one phase after its launcher.
 
 Message = dict[str, Any]
 
@@ -122,13 +122,12 @@ class LineReader:
 
 # ---- the C heap of the trained process (glibc; elsewhere nothing changes) --------------------------------------------
 #
-#     training    blocks of up to 32 MiB are kept and used again: mapped anew each time, activations cost page faults
-#     building    blocks of 256 KiB or more are mapped by themselves and gone when they are freed
+#     training    the heap keeps freed blocks of up to 32 MiB for reuse: new mappings would cost page faults for activations
+#     building    blocks of 256 KiB or more get mappings of their own, which end when the blocks are freed
 #
-# A model is built once, larger than memory, and each module goes home as it stands. Built in the heap its weights leave
-# holes as wide as the whole model; their pages are given back, but the blocks of training then wander over them and
-# touch them again, so that the peak grows with the number of layers, though no layer keeps anything. Mapped, they leave
-# the heap as it was.
+# A model larger than memory is built once, and each module's weights move to their home when the module is built. In the heap
+# these weights would leave holes as large as the whole model. The holes' pages are given back, but training's blocks would
+# later spread over the holes, so that the peak grows with the number of layers. Mappings leave no holes.
 
 MAP_FROM_BYTES = 32 << 20
 """Blocks of this size and more are mapped while a model is trained: the largest that glibc allows."""
@@ -166,8 +165,8 @@ def _set_threshold(num_bytes: int) -> None:
 
 # ---- resident memory of a process and its descendants, read from /proc -----------------------------------------------
 #
-# VmRSS is what each holds now, VmHWM the most it ever held. Pages shared by two processes are counted twice: a tree's
-# sum is an upper bound, which is the safe side for a cap.
+# VmRSS is the present resident memory, VmHWM its maximum so far. Pages that two processes share count twice, so the sum over a
+# process tree is an upper bound. That is safe for a cap.
 
 _SAMPLES_PER_WALK = 10
 
@@ -247,11 +246,11 @@ def _descendants(root: int) -> list[int]:
 #     launcher (small, not capped)                        child (capped, in a session of its own)
 #       samples the tree's memory          <-- /proc
 #       shows progress                     <-- channel      phases, steps, errors
-#       keeps what the child prints        <-- pipe         stdout and stderr
+#       keeps the child's output           <-- pipe         stdout and stderr
 #       forwards Ctrl-C once, then kills   --> SIGINT       finishes its step and reports
 #
-# One thread waits for all of it, so nothing is locked and nothing is missed: what the child wrote before it was killed
-# is still in its pipes. Nothing is measured inside the child, and nothing the launcher writes counts as the child's.
+# One thread waits for all of these, so there are no locks. Output that the child wrote before it was killed is still in its
+# pipes. All measurements run outside the child, and the launcher's I/O does not count as the child's.
 
 CHILD_ENVIRONMENT = {
     # Activations of a step come and go in sizes of 100 KiB to 32 MiB. Mapped anew each time they cost page faults; kept in

@@ -1,4 +1,4 @@
-"""Machine: the facts that a figure is worth nothing without, and how much each path's drive has been written."""
+"""Machine: the facts about a machine that accompany every figure, and the bytes written to the drive of each path."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tiermem.tools.words import format_bytes, parse_bytes
 
 # ---- the machine -----------------------------------------------------------------------------------------------------
 #
-# Read from /proc and /sys, without root and without starting a program; what cannot be read is "unknown". A benchmark
-# keeps them in its JSON and says the main ones in the caption of its picture.
+# The facts come from /proc and /sys, without root and without starting a program; unreadable facts are "unknown". A benchmark
+# stores them in its JSON and prints the main ones in the caption of its picture.
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")
 _UNKNOWN = "unknown"
@@ -168,13 +168,13 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), text)
 
 
-# ---- endurance: bytes written to a drive that may be written so much (its TBW) ---------------------------------------
+# ---- endurance: bytes written, compared with a drive's TBW (terabytes written) ---------------------------------------
 #
 #     written to /mnt/nvme0: 12.3 GB in this run, 1.23 GB per step; a drive of 600 TBW lasts 48,780 such runs, ...
 #
-# TBW is in the drive's data sheet, in units of 10**12 bytes. What the drive itself adds by moving data around inside is
-# not counted: the vendor's figure allows for it. Paths are taken for drives of their own; whether two share one is not
-# looked up, so their sum is given as well.
+# TBW is in the drive's data sheet, in units of 10**12 bytes. Writes that the drive makes internally are not counted: the
+# vendor's figure allows for them. Each path is treated as a separate drive. The tool does not check whether two paths share
+# a drive, so it prints their sum, too.
 
 _PART_BYTES = 100 * 10**12  # of a drive's TBW that is spoken of when none is given
 _LEAST_TBW_BYTES = 10**9  # less is a slip: 600 MB for 600 TB

@@ -1,16 +1,16 @@
-"""MemoryLimit: a cap on the memory of one child process and all it starts, in force before its program is loaded.
+"""MemoryLimit: a cap on the memory of one child process and its descendants, in force before its program is loaded.
 
-Four kinds, tried in this order; `why` says which is in force and what spoke against the ones before it:
+Four kinds are tried in this order; `why` says which one is in force and why the earlier ones failed:
 
     cgroup-v1      <memory hierarchy>/<own cgroup>/tiermem-<pid>-<n>: limit_in_bytes, memsw (no swap), swappiness 0
     cgroup-v2      the same below a cgroup whose memory controller is delegated: memory.max, memory.swap.max 0
     systemd-scope  `systemd-run --user --scope -p MemoryMax= -p MemorySwapMax=0`
-    watch          nothing holds the cap but the launcher, which samples the process tree and kills it: a run may exceed
-                   the cap between two samples
+    watch          the kernel enforces no cap; the launcher samples the process tree and kills it: a run may exceed the cap
+                   between two samples
 
-A child joins by writing its own pid before exec, so the first page of its program is counted already. The kernel charges
-page cache to a cgroup as well: `peak_bytes` holds it, `anonymous_bytes` does not. A cgroup made here is removed by
-`close()`, and those of launchers that were killed by the next launcher.
+A child joins the cgroup by writing its own pid before exec, so the first page of its program counts already. The kernel also
+charges page cache to a cgroup: `peak_bytes` includes it, `anonymous_bytes` does not. `close()` removes the cgroup. The next
+launcher removes the cgroups of killed launchers.
 """
 
 from __future__ import annotations

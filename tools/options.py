@@ -3,8 +3,8 @@
     preset: str | None = option(None, "a Llama of that size")                    --preset TEXT
     size_bytes: int = option("2GiB", "of the file", "--size", parse_bytes)       --size TEXT [default: 2GiB], 2147483648 for us
 
-cli.py makes typer's parameters and `--help` of the fields. A value is checked when the dataclass is made, so that a caller in
-Python hears of the same mistakes: ValueError or OSError, one line, before anything is measured. Imports nothing heavy.
+cli.py makes typer's parameters and `--help` from the fields. The dataclass checks its values when it is made, so a caller in
+Python gets the same errors: ValueError or OSError, one line, before any measurement. This file imports no large package.
 """
 
 # ruff: noqa: RUF009   (option is dataclasses.field)

@@ -1,11 +1,11 @@
-"""`tiermem plan`: what a training would take and how long a step would last, before there is a machine for it.
+"""`tiermem plan`: the memory and disk space that a training needs and the seconds of its steps, without the machine.
 
     options -> Scenario (config, model, cluster, speed) -> planned.py -> plan_report.py, --json
                                   |                              `----> plan_report.py
                     given, tuned, measured here, or assumed: the report says which
 
-Exit status 0: it fits, or no limit was given. 1: it does not fit. Mistakes in options, config and model are ValueError and
-OSError.
+Exit status 0: the training fits, or no limit was given. 1: it does not fit. Mistakes in options, config and model raise
+ValueError and OSError.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report of `tiermem plan`: tables, the same figures as JSON, and advice on what to change."""
+"""The report of `tiermem plan`: tables, the same figures as JSON, and advice about changes."""
 
 from __future__ import annotations
 
@@ -175,9 +175,9 @@ def _has_limit(planned: Planned) -> bool:
 
 # ---- advice ----------------------------------------------------------------------------------------------------------
 #
-# Every candidate is one change of the config or of the command; it is planned like the scenario itself, so what is said
-# of it (what it needs, how long a step takes) is arithmetic and not opinion. Those that fit come first, the fastest of
-# them first; when none fits alone, candidates are taken together until one does.
+# Every candidate is one change of the config or of the command. It is planned and forecast like the scenario itself, which
+# gives its bytes and seconds. Candidates that fit come first, the fastest of them first. If no candidate fits alone, candidates
+# are combined until one combination fits.
 
 _LEAST_GAIN = 1.03  # of a change that is only about time
 _NODES = 2

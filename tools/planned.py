@@ -1,11 +1,11 @@
-"""Planned: a model, a config and a cluster, put through the library's own plan and the forecast, without any of them.
+"""Planned: runs the library's own plan and forecast for a described model, config and cluster.
 
     config.json -> model on the meta device -> divide -> make_plan -> forecast_step
     ds.json     -> policy ----------------------^            ^
     ranks, nodes, memory -----------------------------------/
 
-Every size comes from what training itself would allocate. A setting that does not fit is no error here: it is planned as if
-there were no limit, and `problems` says by how much it is too large.
+Every size is the one that training would allocate. A setting that does not fit raises no error: it is planned as if there
+were no limit, and `problems` says by how many bytes it is too large.
 """
 
 from __future__ import annotations

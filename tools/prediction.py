@@ -1,4 +1,4 @@
-"""Prediction: how long a training is expected to take, from a few measured blocks of its own model."""
+"""Prediction: predicts the seconds and bytes of a training from measurements of a few blocks of its own model."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def transformers() -> Any:
 #     time of a block      = (copy of 3 blocks - copy of 1 block) / 2        at the real width, sequence and batch
 #     time of the rest     = copy of 1 block - a block                       embedding, head and loss
 #
-# The copies hold noise for weights; gradients are dropped as they appear. For a CPU see prediction.py, which reads the
-# library's own clock: on a GPU that would tell when work was handed over, not when it was done.
+# The copies' weights are noise; gradients are dropped as they appear. The CPU's way below uses the library's recorder; on
+# a GPU the recorder has the times of submission, not of execution.
 
 _FEW, _MORE = 1, 3
 _NUM_TIMED_COPIES = 3
@@ -150,16 +150,15 @@ def _drop(param: torch.Tensor) -> None:
 
 # ---- on a CPU: a few blocks of the model, trained for a moment by the library ----------------------------------------
 #
-# The copy has the real width, sequence and batch, embedding, head and loss, but few blocks. It is built and sharded as
-# the run will be, its blocks coming from the disk into two buffers and its gradients leaving for their home, so that
-# what slows the maths there slows it here: cold weights, fresh gradients, the disk's transfers, the hooks. No step is
-# taken, no checksum. Each figure is read off the recorder's spans, waits for the disk left out (the forecast plays
-# those itself):
+# The copy has the real width, sequence, batch, embedding, head and loss, but few blocks. It is built and sharded like the run:
+# its blocks are read from the disk into two buffers, and its gradients move to their home. So the same causes slow its maths:
+# weights that are not in a cache, new gradients, transfers of the disk, hooks. It makes no step and no checksum. Each figure
+# comes from the recorder's spans, without waits for the disk (the forecast simulates those itself):
 #
 #     |-wait-|--block 0--|use|--block 1--|use| ... |rest|            forward
 #     |rest|--block n--|reduce|use|--block n-1--|reduce|use| ...     backward
 #
-#     a block      what its spans cover                        the rest    what is left of a pass: embedding, head, loss
+#     a block      the time of its spans                       the rest    the rest of a pass: embedding, head, loss
 #     a use        the gaps between blocks' spans              gradients   bytes of a reduce span, from autograd's to home's
 #     kernels      an AdamW step of some Mi bf16 parameters with fp32 states, in bytes of memory traffic a second
 #     sums         checksums of some MiB, in bytes a second
@@ -394,13 +393,13 @@ def _clipped(spans: Iterable[Span], bounds: Span) -> list[Span]:
     return [(max(s, bounds[0]), min(e, bounds[1])) for s, e in spans if s < bounds[1] and e > bounds[0]]
 
 
-# ---- choosing what a budget leaves open ------------------------------------------------------------------------------
+# ---- the choice of open settings -------------------------------------------------------------------------------------
 #
-#     measured rates -> forecast/forecast.py, on the model without memory -> config, and a line that says what and why
+#     measured rates -> forecast/forecast.py, on the meta device -> config, and a line that gives the choice and the reason
 #   policy field      grads          tile_numel      tile_buffers                    unit_buffers               host_param_numel
 #     key               tiermem.grads  sub_group_size  offload_optimizer.buffer_count  offload_param.buffer_count  max_in_cpu
 #
-# So a run can be repeated from its config alone. Where the rule's plan is the fastest nothing is set.
+# So the config alone is enough to repeat a run. If the rule's plan is the fastest, no key is set.
 
 _PLACES = {
     "grads": ("tiermem", "grads"),
@@ -464,7 +463,7 @@ def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
 #     memory    resident after the imports (measured) + the store (planned) + activations (train_job.py's arithmetic); of an
 #               accelerator: what the plan keeps there, units present at once, activations
 #
-# The trainer sends it as JSON; a prediction that cannot be made says why in `not_made`.
+# The trainer sends it as JSON. If a prediction is not possible, `not_made` says why.
 
 _KERNEL_ROOM_BYTES = 16  # per parameter that is stepped to measure
 _LEAST_KERNEL_NUMEL = 1 << 20

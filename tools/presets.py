@@ -1,9 +1,9 @@
-"""Presets: shapes of Llama-family models, as the dictionaries a Hugging Face config.json holds.
+"""Presets: shapes of Llama-family models, as the dictionaries of a Hugging Face config.json.
 
-    151m, 419m   the shapes this project measures itself with (419m: 24 layers of 1024, vocabulary 8192)
+    151m, 419m   the shapes of this project's measurements (419m: 24 layers of 1024, vocabulary 8192)
     1.3b         24 layers of 2048          3b   OpenLLaMA-3B          7b   Llama-2-7B
 
-Plain dictionaries: reading them costs no import of transformers.
+They are plain dictionaries, so that reading them does not import transformers.
 """
 
 from __future__ import annotations

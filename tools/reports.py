@@ -1,4 +1,4 @@
-"""What a person sees of a run: progress while it goes on, then tables of memory, time and predictions."""
+"""Reports of a run: progress while it runs, then tables of memory, time and predictions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tiermem.tools.words import format_bytes
 
 # ---- progress: a live panel on a terminal, plain lines elsewhere -----------------------------------------------------
 #
-# Loss, tokens per second, memory against the cap and on the accelerator, GB/s against the disk's measured ceiling,
-# seconds waited and for what.
+# It shows loss, tokens per second, memory compared with the cap and on the accelerator, GB/s compared with the disk's measured
+# rate, and the seconds and reasons of waits.
 
 _REFRESH_S = 0.25
 _BAR_WIDTH = 40

@@ -1,4 +1,4 @@
-"""RunRecord: everything a run told, kept small and saved as runs/<id>/run.json; its timeline, trace and device memory."""
+"""RunRecord: the record of a run, of bounded size, saved as runs/<id>/run.json; its timeline, trace and device memory."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from tiermem.swap.store import TensorStore
 
 
-# ---- counts of bytes: the store's beside the kernel's (/proc/self/io) ------------------------------------------------
+# ---- counts of bytes: the store's compared with the kernel's (/proc/self/io) -----------------------------------------
 #
-# The kernel counts all block I/O of the process: beside the store's also pages of program code that come in late, or
-# come back after the cap pushed them out. That is why reads are allowed SLACK_BYTES on top.
+# The kernel counts all block I/O of the process. That includes pages of program code that are read late, or again after the
+# cap evicted them. So the kernel's reads may exceed the store's by SLACK_BYTES.
 
 TOLERANCE = 0.02
 _ARRIVAL_S = 0.2
@@ -90,8 +90,8 @@ def disagreements(
 
 # ---- timeline: events as lanes, and a lane as rows of events that do not overlap -------------------------------------
 #
-# Transfers under way at once share a lane; a picture or a trace viewer needs them side by side. Rows are filled first
-# fit in order of start: a lane has as many rows as transfers were ever under way together.
+# Concurrent transfers share a lane; a picture or a trace viewer needs them in separate rows. Each event goes to the first free
+# row, in order of start, so a lane has as many rows as the most concurrent transfers.
 
 PHASES = ("forward", "backward", "step")
 LANES = (*PHASES, "compute", "check", "read", "write", "gather", "reduce", "wait")
@@ -162,7 +162,7 @@ def busy_fraction(spans: Iterable[Span], start_ns: int, end_ns: int) -> float:
 
 # ---- trace.json: opens in Perfetto (ui.perfetto.dev) or chrome://tracing ---------------------------------------------
 #
-# Each lane's rows become threads of one process, so that transfers under way together lie side by side. Source: "Trace
+# Each lane's rows become threads of one process, so that concurrent transfers are shown side by side. Source: "Trace
 # Event Format", complete events ("X"), microseconds.
 
 _PROCESS = 1
@@ -205,11 +205,10 @@ def _about(kind: str, thread: int, **arguments: Any) -> dict[str, Any]:
 
 # ---- the accelerator's memory ----------------------------------------------------------------------------------------
 #
-#     allocated   bytes of tensors                     reserved   what torch has from the driver for them, its cache included
-#     free        what could still be allocated        total      the whole card
+#     allocated   bytes of tensors                     reserved   bytes that torch took from the driver, its cache included
+#     free        bytes that can still be allocated    total      bytes of the device
 #
-# The figures travel as `device_memory` in messages and in run.json; a run on the CPU has no such key, and prints no
-# such line.
+# Messages and run.json have the figures under `device_memory`. A run on the CPU has no such key and prints no such line.
 
 Figures = dict[str, Any]
 
@@ -303,8 +302,8 @@ def _remedy(job: Job, is_made: bool) -> str:
 
 # ---- the record: runs/<id>/run.json ----------------------------------------------------------------------------------
 #
-# It hears the launcher (memory samples) and the channel (phases, steps, counts) and keeps bounded lists of both. Floats
-# are written so that they read back to the bit: two runs are equal when their `losses` are.
+# It takes memory samples from the launcher, and phases, steps and counts from the channel, and keeps bounded lists of both.
+# Floats keep every bit in the file: two runs are equal when their `losses` are equal.
 
 _MAX_SAMPLES = 4096
 _MAX_PHASES = 20_000

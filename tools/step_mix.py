@@ -1,4 +1,4 @@
-"""StepMix: what an optimizer step's bytes cost on some paths with some settings of the queue. The yardstick of `tiermem tune`.
+"""StepMix: the disk time of an optimizer step's bytes, for given paths and settings of the queue. `tiermem tune` uses it.
 
     a parameter of a bf16 model trained with fp32 states, everything on NVMe, per step:
 
@@ -8,8 +8,8 @@
 
         cost = 26 bytes / mixed rate + 4 bytes / read rate                    nanoseconds of disk per parameter and step
 
-Several paths are used at once, as training does: each moves its own bytes, the rates add up. The files have no names, so
-nothing is left behind whatever happens. They are written once at the start: reading what was never written reads no disk.
+Several paths are used at once, as in training: each moves its own bytes, and the rates add up. The files have no names, so
+none is left behind. They are written once at the start, because reads of unwritten blocks do not reach the disk.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     options -> Job -> launcher (cap) -> trainer process -> RunRecord -> run.json, table, --json, trace.json, PNGs
                                                                      -> the peers, each in its own process
 
-Every mistake that can be seen without starting a process is a ValueError or OSError here, before a folder is made.
+Every mistake that can be found without starting a process raises ValueError or OSError before a folder is made.
 """
 
 from __future__ import annotations

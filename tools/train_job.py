@@ -1,4 +1,4 @@
-"""TrainJob: the job that `tiermem train`'s options stand for, its memory budget, and every error found before it starts."""
+"""TrainJob: makes the job from `tiermem train`'s options, computes its memory budget, and finds errors before it starts."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 #     cap  =  interpreter and libraries    measured, after the imports
 #          +  activations                  a formula per token and layer, from what autograd saves for a Llama
 #          +  gradients in autograd        of the largest unit, until the last of them has arrived, and of the block before
-#          +  repacked weight              oneDNN copies a weight into its own layout for the length of a product
-#          +  allocator                    free pieces between live ones: a part of what passes through the heap
+#          +  repacked weight              oneDNN copies a weight into its own layout during a product
+#          +  allocator                    free pieces between live ones: a fraction of the bytes allocated from the heap
 #          +  margin
 #          +  host_bytes                   the rest: units, tiles, staging, resident states
 #
@@ -216,7 +216,7 @@ def _key(shape: Mapping[str, Any], *names: str) -> int:
 #
 #     options  ->  shape, config, folders, data  ->  Job
 #
-# What goes on from a saved step takes from there what is not given (train_options.py).
+# A job that resumes from a saved step takes options that are not given from that step (train_options.py).
 
 
 def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | None = None) -> Job:

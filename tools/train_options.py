@@ -1,4 +1,4 @@
-"""What `tiermem train` was asked for as a config, and what `--resume` adds to it."""
+"""TrainOptions: makes a config from `tiermem train`'s options, and adds the options of a saved step for `--resume`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiermem.tools.words import options_of
 
 # ---- the config ------------------------------------------------------------------------------------------------------
 #
-# Options and a config file are two ways to say one thing: what the file decides cannot be given as an option as well.
+# A setting that the config file contains cannot be given as an option, too.
 
 Config = dict[str, Any]
 
@@ -110,9 +110,9 @@ def _folders(paths: object) -> list[str]:
 
 # ---- resuming --------------------------------------------------------------------------------------------------------
 #
-#     DIR          what `--save` was given, one of its tags, a run's folder (runs/<id>) or a store's: its newest durable step
-#     options      of the run that saved it: data, sizes, precision, learning rate, homes ...; what is given again wins
-#     shape        its model's; weights and states come from the step
+#     DIR          the folder of `--save`, one of its tags, a run's folder (runs/<id>) or a store's: its newest durable step
+#     options      of the run that saved it: data, sizes, precision, learning rate, homes ...; options given now replace them
+#     shape        of the saved model; weights and states come from the step
 #
 # The trainer saves them beside the states, as the client state, under CLIENT_KEY.
 

@@ -2,9 +2,9 @@
 
     imports -> budget -> disk's ceiling -> build under zero.Init -> initialize -> steps -> close -> counts -> events
 
-It tells the launcher over the channel what begins and what each step took, and writes nothing itself until the counts are
-closed; then its events go to the file that the job names, a line each. SIGINT before the first step unwinds at once, later
-it lets the step at hand finish. Errors travel over the channel as well: what to print is the launcher's business.
+It sends phases and the figures of each step to the launcher over the channel. It writes no file until the counts are closed;
+then it writes its events to the file that the job names, one on each line. SIGINT before the first step ends it at once; later
+SIGINT lets the present step finish. It also sends errors over the channel, and the launcher prints them.
 """
 
 from __future__ import annotations

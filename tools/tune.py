@@ -1,4 +1,4 @@
-"""`tiermem tune`: the settings of the queue that suit some paths, found in under a minute and written as a config."""
+"""`tiermem tune`: finds the best settings of the queue for some paths in under a minute, and writes them as a config."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tiermem.tools.reports import table
 from tiermem.tools.step_mix import Refused, StepMix, Turn
 from tiermem.tools.words import check_outputs, format_bytes, save_json
 
-# ---- halving: the worse half of the candidates goes after each round, the rest is tried more -------------------------
+# ---- successive halving: each round drops the worse half of the candidates -------------------------------------------
 #
-#     round 1    64 candidates, a turn each      -> 32 stay
-#     round 2    32 candidates, some turns each  -> 16 stay
-#     ...                                           1
+#     round 1    64 candidates, one turn each     -> 32 remain
+#     round 2    32 candidates, some turns each   -> 16 remain
+#     ...                                            1
 #
-# The time is divided over the rounds up front. Turns of one round are interleaved, each sweep over the candidates in an
-# order of its own, so that what drifts while they run is shared by all. A candidate's cost is the median of its turns,
-# in all rounds: one bad turn does not end it. Knows nothing of what a candidate is.
+# The time is divided over the rounds at the start. Each sweep of a round measures all candidates once, in another order, so
+# that drift affects all of them alike. A candidate's cost is the median of its turns in all rounds, so one bad turn does not
+# drop it.
 
 T = TypeVar("T")
 
@@ -117,9 +117,9 @@ def _play(
 
 # ---- the grid: settings of the queue that are worth trying -----------------------------------------------------------
 #
-# What is in flight, block size x depth, is kept between 2 and 64 MiB: less starves a disk, more feeds none faster and
-# takes memory from the training. For the threads engine the depth is its number of threads: each serves one block at a
-# time.
+# Bytes in flight, block size x depth, are kept between 2 and 64 MiB. Fewer bytes do not keep a disk busy; more do not make it
+# faster and take memory from the training. For the threads engine the depth is its number of threads: each serves one block
+# at a time.
 
 BLOCKS = tuple(256 << 10 << power for power in range(6))  # 256 KiB to 8 MiB
 DEPTHS = (4, 8, 16, 32, 64, 128)
@@ -173,9 +173,9 @@ def describe(io: IoSettings) -> str:
 #         "tiermem": {"engine", "paths": [{"path", "weight"}, ...], "measured": {"made_by": "tiermem tune", ...}}
 #     }
 #
-# Two sections of a config, read by `load_config` as they stand and laid over another by `tiermem.with_tuned`; nothing
-# acts on `measured`. A file is overwritten only while it holds what this command wrote and nothing else: a config that
-# was made of it is the user's.
+# These are two sections of a config. `load_config` reads the file as it is, and `tiermem.with_tuned` adds it to another config;
+# `measured` has no effect. The command overwrites a file only if all its content is this command's: a config that a user made
+# from it is the user's.
 
 MADE_BY = "tiermem tune"
 _OWN_KEYS = {"engine", "paths", "measured"}
@@ -230,10 +230,9 @@ def _is_ours(file: Path) -> bool:
 #     verify    the winner against the defaults, in fresh loops that alternate                        a quarter
 #     write     {"aio": {...}, "tiermem": {"engine", "paths", "measured"}}; weights are the paths' rates while all were used
 #
-# The winner is taken when it beats the defaults by a hundredth in the median of the pairs, and in more of them than
-# chance would give once in twenty; else the defaults are written, and that is said. Not searched: `single_submit` and
-# `overlap_events`, which only cost, and sizes of tiles and units, which follow from the memory at hand. The file's form
-# and use: tune.py.
+# The winner is written when it is 1 % faster than the defaults in the median of the pairs, and wins in more pairs than chance
+# would give once in twenty runs. Else the defaults are written, with a message. The search leaves out `single_submit` and
+# `overlap_events`, which only cost time, and sizes of tiles and units, which depend on the memory.
 
 _PREPARE_PART, _SEARCH_PART, _VERIFY_PART = 0.1, 0.6, 0.25
 _LEAST_PAIRS, _MOST_PAIRS = 5, 20

@@ -1,4 +1,4 @@
-"""What every command shares: byte sizes, exit statuses, stopping by signal, the files it may write, how options are said."""
+"""Words: shared by all commands: byte sizes, exit statuses, stopping by signal, output files, parsing of options."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def format_bytes(num_bytes: float) -> str:
 EXIT_USER, EXIT_INTERRUPTED = 2, 130
 
 
-# ---- stopping: SIGTERM unwinds as Ctrl-C does, so that a command removes what it has made ----------------------------
+# ---- stopping: SIGTERM unwinds like Ctrl-C, so that a command removes the files that it made -------------------------
 
 
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
@@ -136,7 +136,7 @@ def message_of(error: Exception) -> str:
 #     .csv    the first line:                       # made by tiermem bench step
 #     .png    the text "Software" in its header:    figure.savefig(file, metadata={"Software": "tiermem bench step"})
 #
-# Checked before anything is measured, so that an hour of measuring does not end in a refusal.
+# A command checks its output files before it measures.
 
 _HEADER_BYTES = 1 << 16  # matplotlib writes its texts right behind the picture's size
 

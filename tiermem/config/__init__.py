@@ -1,15 +1,15 @@
-"""config: DeepSpeed-style JSON in, one checked TiermemConfig out, and from it one frozen OffloadPolicy.
+"""config: reads DeepSpeed-style JSON into one checked TiermemConfig, and makes one frozen OffloadPolicy from it.
 
 Files in order: each imports only files before it.
 
-    base       what sections have in common; ConfigError       keys       refused, computed and planned keys
+    base       base class of all sections; ConfigError         keys       refused, computed and planned keys
     io         aio, the offload sections, paths                precision  bf16, fp16, data_types, torch_autocast
     optimizer  optimizer, scheduler, the batch sizes           zero       zero_optimization, checkpoint, "tiermem"
     root       TiermemConfig, the top section                  translate  keys -> policy, report
     load       load_config, resolve_auto, with_tuned
 
-Every documented key is honoured, or computed and reported, or refused with the reason; none is parsed and ignored.
-The documented class names are aliases of ours.
+Every documented key is honoured, or computed and reported, or refused with the reason. No key is parsed and ignored.
+DeepSpeed's class names are aliases of tiermem's classes.
 """
 
 from tiermem.config.base import ConfigError, Problem

@@ -1,4 +1,4 @@
-"""ConfigModel: what every section of a config has in common: kinds of numbers, dtypes, and ConfigError."""
+"""ConfigModel, the base class of all sections of a config; the types of their numbers and dtypes; ConfigError."""
 
 from __future__ import annotations
 
@@ -17,20 +17,16 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo
 
 from tiermem.config.keys import REFUSED, is_auto
 
-# ---- ConfigError: everything that is wrong with a config, said at once -----------------------------------------------
-#
-# A problem is a dotted path into the config and one sentence that says what was given, what is allowed and what to
-# change. pydantic finds most of them; `problems_of` turns its findings into that form, and for a key that nobody knows
-# it names the nearest key that somebody does. Nothing here reads a file or knows what a key means.
+# ---- ConfigError -----------------------------------------------------------------------------------------------------
 
 _SHOWN_CHARACTERS = 80
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong, and where."""
+    """One problem of a config: the key and a sentence."""
 
     path: str
-    """Dotted path of the key, from the top of the config; empty when it is about the whole."""
+    """Dotted path of the key, from the top of the config; empty for a problem of the whole config."""
     message: str
     """What was given, what is allowed, what to change."""
 
@@ -39,7 +35,7 @@ class Problem(NamedTuple):
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used; `problems` lists every reason, and the message prints them, one on a line."""
+    """A config that cannot be used. `problems` lists all its problems; the message prints one on each line."""
 
     def __init__(self, problems: Sequence[Problem], source: str = "the config") -> None:
         self.problems = tuple(problems)
@@ -57,7 +53,7 @@ class ConfigError(ValueError):
 
 
 def problems_of(error: pydantic.ValidationError, root: type[pydantic.BaseModel]) -> list[Problem]:
-    """Says each finding of pydantic in our words, with paths from `root`."""
+    """Returns pydantic's findings as problems with paths from `root`; for an unknown key it names the nearest known key."""
     return [problem for detail in error.errors() for problem in _problems_of_detail(detail, root)]
 
 
@@ -169,14 +165,10 @@ def _models_in(annotation: object) -> Iterator[type[pydantic.BaseModel]]:
         yield from _models_in(inner)
 
 
-# ---- ConfigModel: what every section of a config has in common, and the kinds of number that keys hold ---------------
+# ---- sections and their numbers --------------------------------------------------------------------------------------
 #
-#     raw section --drop "auto"--> known keys only --type and range--> refused keys --cross checks--> frozen model
-#
-# A section forbids unknown keys, is frozen once built, treats the string "auto" as if the key were absent, and refuses
-# a key whose effect does not exist (`keys.py`) unless its value is the documented default. Problems of one section are
-# found together. Numbers are strict about booleans (`true` is no count) and kind about whole floats (`5e8` is a count,
-# and so is `"5e8"`). Where a key takes one of several words, their case does not matter.
+# Numbers refuse booleans (`true` is no count) and accept whole floats (`5e8` and `"5e8"` are counts). Where a key takes one
+# of several words, their case does not matter.
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 _FLOAT = re.compile(r"\s*[+-]?\d+(\.\d*)?e[+-]?\d+\s*", re.IGNORECASE)
@@ -184,7 +176,7 @@ _SIZE_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 class CombinedError(ValueError):
-    """Several problems of one section, each a key (relative to the section) and a sentence."""
+    """Several problems of one section: for each a key, relative to the section, and a sentence."""
 
     def __init__(self, found: Sequence[tuple[str, str]]) -> None:
         self.found = tuple(found)
@@ -197,7 +189,12 @@ class CombinedError(ValueError):
 class ConfigModel(pydantic.BaseModel):
     """A section of the config.
 
-    Building one directly raises pydantic's ValidationError, which is a ValueError; `load_config` raises ConfigError
+        raw section --drop "auto"--> known keys only --type and range--> refused keys --cross checks--> frozen model
+
+    A section refuses unknown keys and is frozen. It treats a key with the value "auto" as absent. It refuses a key whose
+    effect tiermem does not have (`keys.py`), unless the value is the documented default. It reports its problems together.
+
+    Building a section directly raises pydantic's ValidationError, which is a ValueError. `load_config` raises ConfigError
     with paths and suggestions.
     """
 
@@ -310,18 +307,19 @@ Bytes = Annotated[int, BeforeValidator(_parse_size), Field(ge=0)]
 """A size: bytes as a number, or a string with a unit ("2GiB" is 2 * 1024**3, "2GB" is 2 * 1000**3)."""
 
 
-# ---- DtypeName: a floating-point dtype as a key's value. Every spelling of the reference is taken; kept is the -------
-# short one
+# ---- dtypes ----------------------------------------------------------------------------------------------------------
 #
-# fp32    fp32, float32, float, torch.float32
-# bf16    bf16, bfloat16, torch.bfloat16
-# fp16    fp16, float16, half, torch.float16
+# Every spelling of DeepSpeed is accepted and becomes the short one:
+#
+#     fp32    fp32, float32, float, torch.float32
+#     bf16    bf16, bfloat16, torch.bfloat16
+#     fp16    fp16, float16, half, torch.float16
 
 _SPELLINGS = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
 def _short_name(value: Any) -> Any:
-    """The short name of a spelling or a torch.dtype; anything else as it is, for the check that follows."""
+    """Returns the short name of a spelling or a torch.dtype, and any other value unchanged; pydantic checks it then."""
     if not isinstance(value, (str, torch.dtype)):
         return value
     name = str(value).lower().removeprefix("torch.")
@@ -329,4 +327,4 @@ def _short_name(value: Any) -> Any:
 
 
 DtypeName = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_short_name)]
-"""fp32, bf16 or fp16, under any of its spellings."""
+"""fp32, bf16 or fp16, in any of its spellings."""

@@ -1,4 +1,4 @@
-"""The sections about where bytes rest and how they move: `aio`, `offload_param`, `offload_optimizer`, paths, GPUDirect."""
+"""The sections about tiers, paths and transfers: `aio`, `offload_param`, `offload_optimizer`, paths, GPUDirect Storage."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from pydantic import BeforeValidator, Field
 from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount
 from tiermem.policy import IoSettings, NvmePath
 
-# ---- Paths of a config: one folder or several, each with an optional cap and weight. For `nvme_path` and -------------
-# `tiermem.paths`
+# ---- paths -----------------------------------------------------------------------------------------------------------
+#
+# `nvme_path` and `tiermem.paths` take one folder or several, each with an optional cap and weight:
 #
 #     "/mnt/nvme0"
 #     ["/mnt/nvme0", "/mnt/nvme1"]
 #     [{"path": "/mnt/nvme0", "max_bytes": "200GiB", "weight": 2.5}, {"path": "/mnt/nvme1", "weight": 1}]
 #
-# A cap is per node, all its ranks together. Weights are given for all paths or for none; for none they are measured
-# when the store opens. Whether a folder exists and can be written is found out then, too.
+# A cap is for all ranks of a node together. All paths have weights or none has; if none has, the store measures them when it
+# opens. The store also checks then that the folders exist and are writable.
 
 _ALLOWED = 'allowed is the path of a folder, or {"path": "/mnt/nvme0", "max_bytes": "200GiB", "weight": 2.5}'
 
@@ -56,12 +57,12 @@ class PathConfig(ConfigModel):
 
     @property
     def value(self) -> NvmePath:
-        """What the policy takes."""
+        """The same as an NvmePath, for the policy."""
         return NvmePath(self.path, self.max_bytes, self.weight)
 
     @property
     def written(self) -> str | dict[str, Any]:
-        """The shortest form that says the same."""
+        """The shortest form of the same value in a config."""
         extra = {"max_bytes": self.max_bytes, "weight": self.weight}
         given = {name: value for name, value in extra.items() if value is not None}
         return {"path": str(self.path), **given} if given else str(self.path)
@@ -96,15 +97,16 @@ def clashes(paths: Sequence[PathConfig]) -> str:
     return ""
 
 
-# ---- GPUDirect Storage: why `aio.use_gds` cannot be had, found out by looking ----------------------------------------
-#
-#     a GPU that torch can use -> kvikio installed -> the cuFile driver reads without a detour -> used here
-#
-# The first step that is missing is the reason. Nothing is imported before somebody asks for the key.
+# ---- GPUDirect Storage -----------------------------------------------------------------------------------------------
 
 
 def why_not() -> str:
-    """The reason, as a clause that fits after "..., but ": what is missing, and what to do."""
+    """Returns why `aio.use_gds` cannot be honoured here, as a clause that fits after "..., but ", with what to do.
+
+        a GPU that torch can use -> kvikio installed -> the cuFile driver reads without a detour -> tiermem uses it
+
+    The first missing step is the reason. kvikio is imported only when a config has the key.
+    """
     if not _has_gpu():
         return "there is no GPU here that torch can use, and GPUDirect Storage reads straight into one; remove the key"
     if importlib.util.find_spec("kvikio") is None:
@@ -122,7 +124,7 @@ def _has_gpu() -> bool:
 
 
 def _detour() -> str:
-    """Why kvikio or cuFile would go through host memory; empty when they would not."""
+    """Returns why kvikio or cuFile would read through host memory; empty when they would not."""
     try:
         driver = importlib.import_module("kvikio.cufile_driver")
         defaults = importlib.import_module("kvikio.defaults")
@@ -141,17 +143,17 @@ def _detour() -> str:
     return ""
 
 
-# ---- `aio`: how blocks move between host memory and files. Every key may be left out; the queue has good defaults ----
+# ---- aio -------------------------------------------------------------------------------------------------------------
 #
-# One knob has three spellings in the wild: `intra_op_parallelism` (what the reference reads), `thread_count` (what its
-# documentation says) and `num_threads` (what its tuner prints). They mean the same here.
+# One key has three spellings: `intra_op_parallelism` (DeepSpeed's code), `thread_count` (its documentation) and
+# `num_threads` (its tuner). They mean the same here.
 #
-# In the reference each of n threads keeps queue_depth requests in flight. Here one queue keeps them all:
+# In DeepSpeed each of n threads keeps queue_depth requests in flight. Here one queue per path keeps all of them:
 #
 #     requests in flight   queue_depth * n             io_uring, Linux AIO; at most 4096
-#     threads              n                           the threads engine, where a thread serves one request at a time
+#     threads              n                           the threads engine; a thread serves one request at a time
 #
-# With n alone the queue keeps its own depth, or the reference's 8 * n where that is more.
+# If only n is set, the depth is the queue's default or DeepSpeed's 8 * n, whichever is larger.
 
 _SPELLINGS = ("intra_op_parallelism", "thread_count", "num_threads")
 _MAX_DEPTH = 4096
@@ -221,15 +223,14 @@ class AioConfig(ConfigModel):
         return [("queue_depth", f"{product} requests in flight, but allowed are at most {_MAX_DEPTH}; lower it")]
 
 
-# ---- The two offload sections: where parameters and optimizer states rest, and the buffers they move through ---------
+# ---- offload_param and offload_optimizer -----------------------------------------------------------------------------
 #
-# `device` is a tier's name. The counts are the user's caps: a key that is not set is computed by the plan, so the
-# documented defaults below stand for what the reference system does, and reach the policy only when they are written
-# out. Folders may stand in `tiermem.paths` instead (`paths.py`); that there are some is checked where both sections are
-# known.
+# `device` is the name of a tier. The counts are the user's caps. The plan computes a key that is not set; the defaults below
+# are DeepSpeed's, and reach the policy only when the config contains them. `tiermem.paths` may name the folders instead of
+# `nvme_path`; translate.py checks that one of the two does.
 
 STATES_PER_TILE = 4
-"""Buffers of the reference system that one Adam tile takes: parameter, gradient, momentum, variance."""
+"""DeepSpeed's buffers that one Adam tile corresponds to: parameter, gradient, momentum, variance."""
 
 
 class OffloadDevice(str, enum.Enum):

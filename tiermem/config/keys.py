@@ -1,13 +1,13 @@
-"""What becomes of the keys that are not simply honoured.
+"""The keys that tiermem does not simply honour.
 
-    REFUSED    the effect does not exist here: any value but the documented default is an error that says why
-    COMPUTED   the effect is decided by the plan or always on: any value is accepted, and the report says what happens
+    REFUSED    tiermem does not have the effect: any value but the documented default is an error that says why
+    COMPUTED   the plan decides the effect, or it is always on: any value is accepted, and the report says what happens
     PLANNED    honoured when set; when not set, the plan computes the value instead of taking the documented default
 
-Every other key of the models is honoured. Paths are the documented ones, dotted from the top of the config. A top-level
-key in REFUSED that no model has a field for is a section or switch we only recognise: `is_off` says whether its value
-asks for nothing. Some of those change nothing of what is trained (monitors, profilers): `is_inert`, they are dropped with
-a warning, and refused with tiermem.strict alone.
+Every other key of the models is honoured. Keys are dotted paths from the top of the config. A top-level key in REFUSED for
+which no model has a field is a section or switch that tiermem only recognises: `is_off` says whether its value asks for
+nothing. Some of these do not change the training (monitors, profilers): their refusal has `is_inert`, so they are dropped
+with a warning, and refused only with tiermem.strict.
 """
 
 from __future__ import annotations

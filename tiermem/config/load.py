@@ -1,4 +1,4 @@
-"""load_config: the one door for configs, from a dict, a file or JSON text; and what `tiermem tune` found laid over one."""
+"""load_config reads a config from a dict, a file or JSON text; with_tuned adds the result of `tiermem tune` to one."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from tiermem.config.base import ConfigError, Problem, problems_of
 from tiermem.config.keys import is_auto
 from tiermem.config.root import TiermemConfig
 
-# ---- load_config: the one door for configs, from a dict, a file or JSON text -----------------------------------------
-#
-#     given --read--> dict (no key twice) --note "auto"--> --validate--> TiermemConfig, or ConfigError with every problem
-#
-# And `resolve_auto`, which computes the three "auto" keys that Hugging Face integrations compute from the hidden size.
+# ---- load_config and resolve_auto ------------------------------------------------------------------------------------
 
 
 def load_config(config: Mapping[str, Any] | str | os.PathLike[str] | TiermemConfig) -> TiermemConfig:
-    """Reads and checks a config: a mapping, the path of a JSON file, JSON text (starting with `{`), or one read before.
+    """Reads and checks a config: a mapping, the path of a JSON file, JSON text (starting with `{`), or a TiermemConfig.
 
-    HJSON (comments, no quotes) is read where the package `hjson` is installed. Raises ConfigError (a ValueError)
-    that lists every problem; OSError when the file cannot be read. Values are never changed in place.
+        given --read--> dict (no key twice) --note "auto"--> --validate--> TiermemConfig, or ConfigError with every problem
+
+    HJSON (comments, no quotes) is read if the package `hjson` is installed. Raises ConfigError (a ValueError) that lists
+    every problem; OSError when the file cannot be read. It never changes the given value.
     """
     if isinstance(config, TiermemConfig):
         return config
@@ -41,11 +39,11 @@ def load_config(config: Mapping[str, Any] | str | os.PathLike[str] | TiermemConf
 
 
 def resolve_auto(config: TiermemConfig, hidden_size: int) -> TiermemConfig:
-    """Returns the config with the bucket, prefetch and persistence sizes that are "auto" computed from the hidden size.
+    """Returns the config with three "auto" sizes computed from the hidden size h, as Hugging Face's integration does.
 
-    reduce_bucket_size is h * h, stage3_prefetch_bucket_size 0.9 * h * h (rounded down) and
-    stage3_param_persistence_threshold 10 * h, as Hugging Face's integration has them. Keys with a value, and keys left
-    out, stay as they are.
+    reduce_bucket_size becomes h * h, stage3_prefetch_bucket_size 0.9 * h * h (rounded down) and
+    stage3_param_persistence_threshold 10 * h, all in elements. Keys with a value and absent keys do not change. Raises
+    ValueError for a hidden size below 1.
     """
     if hidden_size < 1:
         raise ValueError(f"hidden_size is {hidden_size}; it must be at least 1")
@@ -113,16 +111,7 @@ def _unique(pairs: list[tuple[str, Any]], repeated: list[str]) -> dict[str, Any]
     return seen
 
 
-# ---- with_tuned: a config with what `tiermem tune` found laid over it ------------------------------------------------
-#
-#     {"aio": {...}, "tiermem": {"engine": ..., "paths": [...], "measured": {...}}}     the file
-#       |             |
-#       |             each key takes the place of the config's own; its other keys stay
-#       takes the place of the whole section, which was measured as one
-#
-# The file is a config of its own: `load_config` reads it, and its `aio` section is in the documented spelling, for
-# whoever else reads that. With a config that has neither section, `{**config, **tuned}` does the same. Nothing here
-# checks values: that is `load_config`'s.
+# ---- with_tuned ------------------------------------------------------------------------------------------------------
 
 Given = Mapping[str, Any] | str | os.PathLike[str]
 
@@ -131,10 +120,16 @@ _OWN_KEYS = {"engine", "paths", "measured"}
 
 
 def with_tuned(config: Given, tuned: Given) -> dict[str, Any]:
-    """Returns the config with the tuned sections in it; both are mappings or JSON files, and stay as they are.
+    """Returns the config with the sections that `tiermem tune` wrote; both are mappings or JSON files and do not change.
 
-    What it returns is for `load_config`, which checks it. Raises OSError, or ValueError for a file that is no JSON object, or
-    whose keys are others than those of `tiermem tune`.
+        {"aio": {...}, "tiermem": {"engine": ..., "paths": [...], "measured": {...}}}     the tuned file
+          |             |
+          |             each key replaces the config's key; the config's other keys stay
+          replaces the config's whole section
+
+    The tuned file is itself a config: `load_config` reads it, and DeepSpeed understands its `aio` section. `load_config` checks
+    the values of the result, not this function. Raises OSError; ValueError for a file that is no JSON object or has keys that
+    `tiermem tune` does not write.
     """
     merged, found = dict(_read(config)), _read(tuned)
     foreign = sorted(set(found) - _KEYS) + sorted(f"tiermem.{key}" for key in set(found.get("tiermem", {})) - _OWN_KEYS)

@@ -12,13 +12,13 @@ from tiermem.config.base import CombinedError, ConfigModel, Number, PositiveCoun
 from tiermem.config.keys import is_auto
 from tiermem.schedule import check_params, schedule_class
 
-# ---- `optimizer`: which optimizer the engine builds, and its settings ------------------------------------------------
+# ---- optimizer -------------------------------------------------------------------------------------------------------
 #
-#     Adam, AdamW    as in the reference, "Adam" means AdamW (decoupled weight decay) unless `adam_w_mode` is false
+#     Adam, AdamW    as in DeepSpeed, "Adam" means AdamW (decoupled weight decay) unless `adam_w_mode` is false
 #     Adagrad, Lion, SGD
-#     Muon           matrices of hidden layers by Muon, everything else by AdamW
+#     Muon           Muon steps the matrices of hidden layers, AdamW the other parameters
 #
-# Settings have the names of torch's optimizers, and of the reference's where those differ.
+# Settings have the names of torch's optimizers; where DeepSpeed's names differ, those are accepted, too.
 
 Beta = Annotated[Number, Field(lt=1.0)]
 """A decay rate in [0, 1)."""
@@ -46,7 +46,7 @@ class OptimizerParams(ConfigModel):
 
     @property
     def num_moments(self) -> int:
-        """Moments that are kept for each element."""
+        """Moments kept for each element."""
         return 1
 
     def settings(self) -> dict[str, Any]:
@@ -234,9 +234,9 @@ def _check_keys(name: str, kind: type[OptimizerParams], given: dict[str, Any]) -
         raise CombinedError(found)
 
 
-# ---- `scheduler`: which learning-rate schedule the engine builds and steps, once per optimizer step ------------------
+# ---- scheduler -------------------------------------------------------------------------------------------------------
 #
-# The five documented schedules and those of torch.optim.lr_scheduler; `tiermem/schedule.py` holds and builds them.
+# It names one of DeepSpeed's five schedules or a class of torch.optim.lr_scheduler; `tiermem/schedule.py` builds it.
 
 
 class SchedulerConfig(ConfigModel):
@@ -265,13 +265,11 @@ class SchedulerConfig(ConfigModel):
         return params
 
 
-# ---- Batch sizes: three numbers of which those given determine the rest ----------------------------------------------
-#
-# train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks
+# ---- batch sizes -----------------------------------------------------------------------------------------------------
 
 
 class BatchSizes(NamedTuple):
-    """The three sizes, in samples, micro-batches and samples."""
+    """The three sizes: micro-batch in samples, accumulation in micro-batches, total in samples."""
 
     micro: int
     """Samples in one forward of one rank."""
@@ -282,10 +280,10 @@ class BatchSizes(NamedTuple):
 
 
 def solve_batch(total: int | None, micro: int | None, accumulation: int | None, num_ranks: int) -> BatchSizes:
-    """Computes the sizes that are None from the others.
+    """Computes the sizes that are None from the others: total = micro * accumulation * num_ranks.
 
-    With the total alone, or the micro-batch alone, nothing is accumulated. Raises ValueError with the arithmetic when
-    the sizes do not multiply out, or when neither the total nor the micro-batch is given.
+    If only the total or only the micro-batch is given, accumulation is 1. Raises ValueError, with the arithmetic, when the
+    sizes do not multiply to the total, and when neither the total nor the micro-batch is given.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks is {num_ranks}; it must be at least 1")

@@ -13,14 +13,14 @@ from torch import nn
 from tiermem.config.base import ConfigModel, Count, DtypeName, Number, PositiveCount, Whole
 from tiermem.precision import PRESETS
 
-# ---- The sections that say in which precision is computed and kept: bf16, fp16, data_types and tiermem.precision -----
+# ---- bf16, fp16, data_types and tiermem.precision --------------------------------------------------------------------
 #
-# The model computes in fp32 when neither bf16 nor fp16 is on; never both are. What the four sections mean together, and
-# which combinations are refused, stands in `root.py`.
+# The model computes in fp32 when neither bf16 nor fp16 is on; both together are refused. `root.py` has the table of what the
+# four sections mean together and which combinations are refused.
 #
-# fp16 gradients are scaled so that small ones survive. `loss_scale` 0 is dynamic: start at 2**initial_scale_power,
-# halve (after `hysteresis` overflows, not below min_loss_scale) when a step overflows, double after `loss_scale_window`
-# steps without.
+# fp16 multiplies the loss by a scale, so that small gradients do not become zero. `loss_scale` 0 is dynamic: it starts at
+# 2**initial_scale_power, halves when a step overflows (after `hysteresis` overflows, not below min_loss_scale), and doubles
+# after `loss_scale_window` steps without overflow.
 
 
 class Bf16Config(ConfigModel):
@@ -148,16 +148,16 @@ class PrecisionConfig(ConfigModel):
         return fields | {name: getattr(self, name) for name in keys if self.is_set(name)}
 
 
-# ---- `torch_autocast`: the engine's forward runs under torch.autocast. Alone, or together with bf16 or fp16 ----------
+# ---- torch_autocast --------------------------------------------------------------------------------------------------
 #
-# torch decides operation by operation what is computed in the lower dtype. lower_precision_safe_modules names module
-# classes whose own parameters lose nothing by it: their gradients cross ranks in the autocast dtype, and with stage 3
-# on several ranks fp32 weights are cast to it before they are gathered (zero/unit.py), so that autograd
-# keeps no copy of them.
+# The engine's forward runs under torch.autocast, alone or together with bf16 or fp16. torch decides for each operation
+# whether it computes in the lower dtype. lower_precision_safe_modules names module classes whose parameters may be lowered:
+# their gradients are reduced in the autocast dtype. With stage 3 on several ranks their fp32 weights are also cast to it
+# before they are gathered (zero/unit.py), so autograd keeps no lowered copy.
 #
-# On one rank weights are read straight into place in their own dtype, and with parameters in fp32 autograd keeps the
-# lower copy of every weight from forward to backward, 2 bytes per parameter that no budget counts: with offloaded
-# parameters set bf16.enabled as well, or checkpoint activations.
+# On one rank weights are read into place in their own dtype. If that is fp32, autograd keeps a lowered copy of every weight
+# from forward to backward: 2 bytes per parameter that no budget counts. With offloaded parameters, set bf16.enabled as well,
+# or checkpoint activations.
 
 _SAFE: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

@@ -1,4 +1,4 @@
-"""TiermemConfig: a whole config, checked, and the one Precision that its switches stand for."""
+"""TiermemConfig: the top section of a config, with the checks across sections; and the Precision that its keys select."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ from tiermem.config.zero import CheckpointConfig, OwnConfig, ZeroConfig, rank_pr
 from tiermem.policy import OffloadPolicy
 from tiermem.precision import DTYPES, Precision
 
-# ---- From the precision switches of the reference, and from tiermem.precision, to one Precision; and what is ---------
-# refused on the way
+# ---- precision -------------------------------------------------------------------------------------------------------
+#
+# DeepSpeed's precision keys and tiermem.precision select one Precision, or are refused. The table gives the bytes of states
+# per parameter:
 #
 #     bf16_master_     bf16_optimizer_  offload_
-#     weights_and_grads       _states   optimizer   the reference                          here
+#     weights_and_grads       _states   optimizer   DeepSpeed                              here
 #     false            false            any         fp32 master, fp32 moments: 12 bytes    the same
 #     true             false            cpu         bf16 master, fp32 moments: 10          the same (8 beside the weight)
 #     true             false            nvme        moments become bf16 after one step     bf16 master, fp32 moments, as asked
@@ -41,13 +43,13 @@ from tiermem.precision import DTYPES, Precision
 #     false            true             any         refused                                refused
 #     true             any              stage 0     refused                                refused
 #
-# fp16_master_weights_and_grads has the rows of bf16_optimizer_states false: refused in stage 0 and without offload, on
-# cpu and nvme an fp16 master with fp32 moments (fp16 ones with optimizer.params.fp32_optimizer_states false). The row
-# without offload is refused although the step runs on the CPU here: a config means the same in both systems.
-# tiermem.precision asks for that combination without offload.
+# fp16_master_weights_and_grads follows the rows with bf16_optimizer_states false. In stage 0 and without offload it is
+# refused. On cpu and nvme it selects an fp16 master with fp32 moments (fp16 moments with
+# optimizer.params.fp32_optimizer_states false). The row without offload is refused although tiermem steps on the CPU, so that
+# a config means the same in both systems. tiermem.precision selects that combination without offload.
 #
-# The reference rounds to nearest, so parts that its switches lower are rounded so, unless tiermem.precision.rounding
-# says otherwise. A switch that is false asks for nothing: tiermem.precision may. One that is true and contradicts it is
+# DeepSpeed rounds to nearest, so the parts that its keys lower are rounded to nearest, unless tiermem.precision.rounding is
+# set. A key that is false selects nothing, and tiermem.precision may. A key that is true and contradicts tiermem.precision is
 # refused.
 
 Problems = list[tuple[str, str]]
@@ -60,7 +62,7 @@ _DEVICE = "zero_optimization.offload_optimizer.device"
 
 
 class Switches(NamedTuple):
-    """The sections that decide it together."""
+    """The sections that select the Precision together."""
 
     bf16: Bf16Config
     fp16: Fp16Config
@@ -235,14 +237,14 @@ def _unkept(switches: Switches) -> Problems:
     return []
 
 
-# ---- TiermemConfig: a whole config, checked --------------------------------------------------------------------------
+# ---- the whole config ------------------------------------------------------------------------------------------------
 #
-#     JSON or dict --load.py--> TiermemConfig --translate.py--> OffloadPolicy (all that zero/, optim/ and swap/ ever see)
+#     JSON or dict --load.py--> TiermemConfig --translate.py--> OffloadPolicy, which zero/ and optim/ read
 #                                             --batch()-------> BatchSizes
-#                                             --report()------> what became of every key
+#                                             --report()------> the outcome of every key
 #
-# The engine reads the rest here: optimizer, scheduler, clipping, precision and printing. Checks that need two sections
-# live here; checks within one live with it.
+# The engine reads optimizer, scheduler, clipping, precision and printing from the config itself. TiermemConfig makes the
+# checks that need two sections; each section makes its own.
 
 
 def _never_if_infinite(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""From keys to the policy, and the report of what became of every key.
+"""Translates the keys of a config to the policy, and reports the outcome of every key.
 
-A key that is set goes through; one that is not leaves its policy field at None (planned) or at the policy's own
-default. Where the reference counts differently the count is converted here, and nowhere else:
+A key that is set becomes its policy field. For a key that is not set, the field stays at None (planned) or at the policy's
+default. Where DeepSpeed counts differently, this file converts the count:
 
     offload_optimizer.buffer_count   buffers of single states; 4 are one tile of Adam      tile_buffers = count // 4
     pipeline_read, pipeline_write    the reference's default is off                        not set: on

@@ -1,4 +1,4 @@
-"""`zero_optimization`, `checkpoint` and `tiermem`: what is sharded, how ranks communicate, and the fields of the policy."""
+"""The sections `zero_optimization`, `checkpoint` and `tiermem`: sharding, communication of ranks, fields of the policy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from tiermem.config.base import Bytes, ConfigModel, Count, Number, Whole
 from tiermem.config.io import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig, Paths
 from tiermem.config.precision import PrecisionConfig
 
-# ---- `tiermem`: the section for what the documented keys have no word for. Its keys are fields of the policy ---------
+# ---- tiermem ---------------------------------------------------------------------------------------------------------
 #
-# "tiermem": {"host_bytes": "2GiB", "paths": ["/mnt/nvme0", "/mnt/nvme1"], "precision": "compact"}
+# The section for settings that DeepSpeed's keys do not cover. Its keys are fields of the policy.
+#
+#     "tiermem": {"host_bytes": "2GiB", "paths": ["/mnt/nvme0", "/mnt/nvme1"], "precision": "compact"}
 
 
 class OwnConfig(ConfigModel):
@@ -64,8 +66,9 @@ class OwnConfig(ConfigModel):
     """Longest wait for all ranks to start, in seconds, where the process group is made here; no more than timeout_s."""
 
 
-# ---- `checkpoint`: what saving does where it has a choice. What is saved opens on any number of ranks, however it ----
-# is asked for
+# ---- checkpoint ------------------------------------------------------------------------------------------------------
+#
+# Whatever these keys say, a checkpoint opens on any number of ranks.
 
 
 class CheckpointConfig(ConfigModel):
@@ -85,9 +88,9 @@ class CheckpointConfig(ConfigModel):
     """How files are written."""
 
 
-# ---- The keys of `zero_optimization` about what passes between ranks: MiCS, hpZ and quantised communication ----------
-# (ZeRO++)
+# ---- MiCS and ZeRO++ keys of zero_optimization -----------------------------------------------------------------------
 #
+#     key                                    meaning                                        field of the policy
 #     mics_shard_size                        -1: all ranks share one copy of the states     shard_group_size
 #     mics_hierarchical_params_gather        across nodes first, then within                two_stage_gather
 #     zero_hpz_partition_size                0 and 1: no secondary copy                     secondary_group_size
@@ -95,7 +98,7 @@ class CheckpointConfig(ConfigModel):
 #     zero_quantized_gradients               reductions (qgZ)                               quantised_reduction
 #     zero_quantized_nontrainable_weights    frozen parameters at rest                      quantised_frozen
 #
-# Whether sizes divide the ranks is known when there are ranks: `zero/topology.py` says so.
+# `zero/topology.py` checks that the sizes divide the number of ranks, once that number is known.
 
 _STAGE_3 = (
     "mics_shard_size",
@@ -157,14 +160,14 @@ def rank_problems(zero: ZeroConfig, has_autocast: bool) -> list[tuple[str, str]]
     return [(f"zero_optimization.{key}", message) for key, message in found]
 
 
-# ---- `zero_optimization`: what is sharded, in what portions, and what is offloaded -----------------------------------
+# ---- zero_optimization -----------------------------------------------------------------------------------------------
 #
-# Also the keys it once had. A deprecated key becomes its successor with a DeprecationWarning; given together with the
-# successor it is refused, because which of the two is meant cannot be known.
+# A deprecated key sets its successor, with a DeprecationWarning. A config with both the deprecated key and its successor is
+# refused.
 
 
 def _names(value: Any) -> Any:
-    """A name alone is a list of one; each counts once."""
+    """Returns a single name as a list of one name, and drops repeated names."""
     given = [value] if isinstance(value, str) else value
     return list(dict.fromkeys(given)) if isinstance(given, (list, tuple)) else given
 

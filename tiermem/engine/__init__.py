@@ -1,4 +1,4 @@
-"""The engine: `initialize` and what it returns, the face that DeepSpeed users know over the machinery of `tiermem.shard`.
+"""The engine: `initialize` and the Engine that it returns. It offers DeepSpeed's interface over `tiermem.shard`.
 
     engine, optimizer, loader, scheduler = tiermem.initialize(model=model, config=cfg)
     for batch in loader:
@@ -8,13 +8,14 @@
 
 Files in order: each imports only files before it.
 
-    choice        which optimizer it will build, and what ranks must have given alike
-    facts         micro-batches, losses, phase times, and what launchers and trainers ask of it
+    choice        the optimizer that an engine builds; what must be equal on all ranks
+    facts         micro-batches, losses, phase times; the answers that launchers and trainers need
     checkpoints   save_checkpoint, load_checkpoint, save_16bit_model
     engine        Engine: forward, backward, step, and the end
     start         initialize: config, process group, engine, loader
+    sharding      shard: the same without a config and without an engine
 
-Generation with all units in memory: tiermem.zero.access. Learning rates: tiermem.schedule.
+tiermem.zero.access generates text with all units in memory. tiermem.schedule holds the learning-rate schedules.
 """
 
 from __future__ import annotations

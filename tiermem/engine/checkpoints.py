@@ -22,20 +22,14 @@ from tiermem.weights import SafetensorsFile, TorchFile, WeightEntry, WeightFile
 from tiermem.zero.collectives import exchange
 from tiermem.zero.shards import Shards
 
-# ---- Saving: a sharded model's weights, whole, in one file, one parameter in memory at a time ------------------------
-#
-#     rank 0    writes `<file>.partial`, makes its room first, syncs it and renames it over the file
-#     others    take part in the gathers
-#
-# A name that ends in `.safetensors` is that format, any other torch's own; see weights.py. Weights have the dtype
-# in which they are trained. Read back: weights.py, `load_state_dict`.
+# ---- full weights in one file ----------------------------------------------------------------------------------------
 
 
 class _Entry(NamedTuple):
-    """One tensor of a state dict and all its names."""
+    """One tensor of a state dict and all its names (tied parameters have several)."""
 
     names: list[str]
-    tensor: torch.Tensor  # the parameter or buffer
+    tensor: torch.Tensor  # the parameter or the buffer itself
     dtype: torch.dtype
 
     def in_file(self) -> WeightEntry:
@@ -43,9 +37,14 @@ class _Entry(NamedTuple):
 
 
 def save_weights(shards: Shards, path: Path, exclude_frozen: bool = False) -> None:
-    """Writes parameters and persistent buffers to one file. Collective; blocks.
+    """Writes full parameters and persistent buffers to one file, with one parameter in memory at a time. Collective; blocks.
 
-    What failed on rank 0 is raised there, and on the others as an OSError that says so; then no file is changed.
+        rank 0    takes the disk space of `<file>.partial`, writes it, syncs it and renames it over the file
+        others    take part in the gathers
+
+    A file name that ends in `.safetensors` gets that format, any other name torch's (tiermem/weights.py, which also reads
+    them). Weights have the dtype that they are trained in. Rank 0 raises its error; the other ranks raise an OSError that
+    quotes it. Then no file is changed.
     """
     entries = _entries(shards, exclude_frozen)
     writer = _Attempt(path, entries) if shards.topology.rank == 0 else None
@@ -62,7 +61,7 @@ def save_weights(shards: Shards, path: Path, exclude_frozen: bool = False) -> No
 
 
 def consolidated(shards: Shards, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
-    """Parameters and persistent buffers, whole, on rank 0's CPU; None on the others. Collective; blocks."""
+    """Returns full parameters and persistent buffers on rank 0's CPU, None on the other ranks. Collective; blocks."""
     found: dict[str, torch.Tensor] = {}
     for entry in _entries(shards, exclude_frozen):
         value = _value(shards, entry)
@@ -72,7 +71,7 @@ def consolidated(shards: Shards, exclude_frozen: bool = False) -> dict[str, torc
 
 
 def _entries(shards: Shards, exclude_frozen: bool) -> list[_Entry]:
-    """What a state dict holds, tied names together, in the order of the model."""
+    """Returns the tensors of a state dict in the order of the model; tied names share one entry."""
     found: dict[int, _Entry] = {}
     for prefix, module in shards.model.named_modules(remove_duplicate=False):
         prefix = f"{prefix}." if prefix else ""
@@ -97,7 +96,7 @@ def _value(shards: Shards, entry: _Entry) -> torch.Tensor:
 
 
 class _Attempt:
-    """Rank 0's side: writes until something fails, then only remembers that, so that the other ranks are not left alone."""
+    """Rank 0's part of saving. It writes until an error; then it keeps the error and goes on, so that no gather hangs."""
 
     def __init__(self, path: Path, entries: Sequence[_Entry]) -> None:
         self._path = path
@@ -108,19 +107,19 @@ class _Attempt:
         self._try(lambda: self._open(kind, [entry.in_file() for entry in entries]))
 
     def put(self, entry: _Entry, value: torch.Tensor) -> None:
-        """Adds the next entry."""
+        """Writes the next entry."""
         if self._file is not None:
             file = self._file
             self._try(lambda: file.put(entry.in_file(), 0, value.contiguous().view(-1)))
 
     def end(self) -> Exception | None:
-        """Puts the file in its place, or takes it away; returns what went wrong."""
+        """Renames the finished file over the old one, or removes it after an error. Returns the error, if any."""
         if self._file is not None:
             self._try(self._file.close)
         if self._error is None:
             self._try(self._put_in_place)
         if self._error is not None:
-            with contextlib.suppress(OSError):  # the first error is told, and the other ranks wait to hear of it
+            with contextlib.suppress(OSError):  # the caller raises the first error; the other ranks wait for its text
                 self._partial.unlink(missing_ok=True)
         return self._error
 
@@ -142,21 +141,19 @@ class _Attempt:
         if self._error is None:
             try:
                 act()
-            except Exception as error:  # raised by `save_weights`, once the others know
+            except Exception as error:  # `save_weights` raises it after it has told the other ranks
                 self._error = error
 
 
-# ---- EngineCheckpoints: `save_checkpoint` and `load_checkpoint` of an engine, under the reference's names ------------
-#
-#     save_checkpoint    a tag, between steps; with durability="step" every step is made durable, too
-#     load_checkpoint    by the engine that saved it, right after, as well as by a new one
-#
-# The model and its optimizer are checkpoint/saving/saver.py's and opening/loading.py's; here are the engine's own
-# counters, schedule, loss scale and place in the data.
+# ---- checkpoints of an engine ----------------------------------------------------------------------------------------
 
 
 class EngineCheckpoints:
-    """What an engine does with checkpoints; `Engine` has the attributes."""
+    """Saves and loads an engine's checkpoints; `Engine` inherits this and has the attributes.
+
+    checkpoint/saving/saver.py and checkpoint/opening/loading.py handle the model and the optimizer. This class adds the
+    engine's counters, schedule, loss scale and position in the data. With durability="step" every step is made durable, too.
+    """
 
     config: TiermemConfig
     shards: Shards
@@ -166,7 +163,7 @@ class EngineCheckpoints:
     global_steps: int
     global_samples: int
     skipped_steps: int
-    step_client_state: Mapping[str, Any]  # saved with every step of durability="step"; yours to set
+    step_client_state: Mapping[str, Any]  # the user's; saved with every step of durability="step"
     _scaler: LossScaler
     _accumulation: Accumulation
     _was_step_applied: bool
@@ -180,17 +177,18 @@ class EngineCheckpoints:
         exclude_frozen_parameters: bool = False,
         copy: bool = False,
     ) -> bool:
-        """Saves weights, optimizer states and all that a run needs to go on to the bit; returns True. Collective; blocks.
+        """Saves weights, optimizer states and the rest of a run, so that it continues to the bit. Collective; blocks.
 
         Args:
-            save_dir: a folder; on the file system of the NVMe paths what rests there is synced and named, not copied.
-            tag: its name in there; default: `global_step<steps>`.
-            client_state: numbers, strings, lists, dicts, tensors and the like, given back by `load_checkpoint`.
-            save_latest: whether `<save_dir>/latest` names it.
-            exclude_frozen_parameters: leaves out what does not require gradients.
-            copy: a complete copy in `<save_dir>/<tag>/`, made behind while training goes on: `wait_checkpoint`.
+            save_dir: a folder. On the file system of the NVMe paths, states on NVMe are synced and named, not copied.
+            tag: the checkpoint's name in save_dir; default: `global_step<steps>`.
+            client_state: numbers, strings, lists, dicts, tensors and the like, which `load_checkpoint` returns.
+            save_latest: whether `<save_dir>/latest` names this tag.
+            exclude_frozen_parameters: leaves out parameters that do not require gradients.
+            copy: makes a complete copy in `<save_dir>/<tag>/` in the background: see `wait_checkpoint`.
 
-        Between steps alone: RuntimeError while gradients add up. Other errors: tiermem.checkpoint.save.
+        Returns True. Raises RuntimeError while gradients accumulate: call it between steps. Other errors are those of
+        tiermem.checkpoint.save.
         """
         self._check_between_steps()
         beside = self._beside(client_state)
@@ -207,7 +205,7 @@ class EngineCheckpoints:
         )
 
     def wait_checkpoint(self) -> None:
-        """Blocks until the copy that `save_checkpoint` has begun is whole. Raises what it failed with."""
+        """Blocks until the copy that `save_checkpoint` began is complete. Raises the copy's error."""
         wait(self.shards)
 
     def load_checkpoint(
@@ -223,25 +221,26 @@ class EngineCheckpoints:
         allow_older: bool = False,
         newest: bool = False,
     ) -> tuple[str | None, Any]:
-        """Opens what `save_checkpoint` saved, on any number of ranks, stage, tiers, tile sizes, paths and precisions.
+        """Loads a checkpoint of `save_checkpoint`, on any number of ranks, stage, tiers, tile sizes, paths and precisions.
 
         Args:
-            load_dir: the folder given to `save_checkpoint`; or that of a tag or a run, or a manifest.
-            tag: default: what `latest` names.
-            load_module_strict: names that only the model or the checkpoint has are an error with both lists; else a warning.
-            load_optimizer_states: False: moments stay as they are, new in a new engine.
-            load_lr_scheduler_states: whether the schedule goes on from where it was.
-            load_module_only: weights and buffers, and nothing else; masters are made from the weights, as they are with
+            load_dir: the folder given to `save_checkpoint`, or the folder of a tag or a run, or a manifest.
+            tag: default: the tag that `latest` names.
+            load_module_strict: raises an error with both lists when only the model or only the checkpoint has a name; False:
+                warns.
+            load_optimizer_states: False: the engine's moments do not change (they are new in a new engine).
+            load_lr_scheduler_states: whether the schedule continues from the saved state.
+            load_module_only: loads weights and buffers only. Masters are made from the weights, as with
                 `load_from_fp32_weights` false.
-            custom_load_fn: called with src= (saved weights by name, each read when it is asked for) and dst= (the model), to
-                put weights in place itself; masters are made from what it leaves.
-            allow_older: opens the next older tag when this one is not whole.
-            newest: where there is no `latest`, opens the newest tag; else tags without it are an error that lists them.
+            custom_load_fn: called with src= (saved weights by name, each read on access) and dst= (the model). It sets the
+                weights itself; masters are made from those weights.
+            allow_older: opens the next older tag when this one is not complete.
+            newest: without a file `latest`, opens the newest tag; False: raises an error that lists the tags.
 
-        Returns the path that was opened and the client state; (None, None), with a warning, when no tag is given and nothing is
-        saved there. On as many ranks as there were, training goes on to the bit. Gradients that have added up are dropped.
+        Returns the opened path and the client state; (None, None), with a warning, when no tag is given and nothing is saved
+        there. On the same number of ranks training continues to the bit. Accumulated gradients are dropped.
 
-        Collective; blocks; every byte is verified. Errors: tiermem.checkpoint.load.
+        Collective; blocks; verifies every byte. Errors are those of tiermem.checkpoint.load.
         """
         self._check_here()
         if self.optimizer is not None:
@@ -275,12 +274,12 @@ class EngineCheckpoints:
         raise NotImplementedError
 
     def _end_step(self) -> None:
-        """When everything that a step changes has changed. Collective with durability="step"."""
+        """Makes a finished step durable with durability="step"; else does nothing. Collective with durability="step"."""
         if self.shards.policy.durability == "step":
             make_durable(self.shards, self.optimizer, self._beside(self.step_client_state))
 
     def _beside(self, client_state: Mapping[str, Any] | None) -> Beside:
-        """What is saved beside the states."""
+        """Returns what a checkpoint saves beside weights and optimizer states."""
         names = ("global_steps", "skipped_steps", "global_samples")
         return Beside(
             self.lr_scheduler,
@@ -292,7 +291,7 @@ class EngineCheckpoints:
         )
 
     def _check_between_steps(self) -> None:
-        """Raises RuntimeError while there are gradients, which are not saved."""
+        """Raises RuntimeError while there are gradients, because a checkpoint does not save them."""
         has_gradients = any(shard.param.grad is not None for _, shard in self.shards.parameters())
         if has_gradients or self._accumulation.is_under_way:
             raise RuntimeError(
@@ -307,7 +306,7 @@ class EngineCheckpoints:
         self._was_step_applied = False
 
     def _show_rates(self) -> None:
-        """The groups of a new optimizer follow a schedule that goes on."""
+        """Sets the learning rates of a new optimizer's groups to those of the loaded schedule."""
         if self.lr_scheduler is not None and self.optimizer is not None:
             for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate

@@ -1,4 +1,4 @@
-"""OptimizerChoice: which optimizer an engine will build, and what all ranks must have given alike."""
+"""OptimizerChoice: the optimizer that an engine builds after sharding; and the comparison of what all ranks were given."""
 
 from __future__ import annotations
 
@@ -18,15 +18,7 @@ from tiermem.precision import Precision
 from tiermem.zero.agreement import agree
 from tiermem.zero.topology import find_topology
 
-# ---- OptimizerChoice: which optimizer an engine will build, known before its model is sharded ------------------------
-#
-#     the user's optimizer    ours or torch's: its groups and settings are kept, the step becomes ours
-#     the user's function     called with the parameters; what it returns is treated so
-#     the config's section    type and params
-#     none of them            the engine is for inference
-#
-# Sharding comes between choosing and building: the plan has to know how many moments are kept for each element, and an
-# optimizer makes its states where the plan left room for them.
+# ---- the choice of an optimizer --------------------------------------------------------------------------------------
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
@@ -39,23 +31,32 @@ KINDS: Mapping[str, type[NativeOptimizer]] = {
     "SGD": SGD,
     "Muon": Muon,
 }
-"""Optimizers by the name of the config; a subclass before its base."""
+"""Optimizers by their name in the config. A subclass comes before its base class."""
 
-_HALF_A_BIT = 2.0**-8  # of bf16's eight significant bits, beside the largest number that has this one
+_HALF_A_BIT = 2.0**-8  # half of the last of bf16's 8 significant bits, relative to the number, where that is smallest
 _ABOUT_SPEED = ("foreach", "fused", "precision", "params")
 _NO_MATRIX = ("embed", "lm_head")  # in a parameter's name: Muon leaves these to AdamW, as in the reference
 
 
 class OptimizerChoice(NamedTuple):
-    """An optimizer that can be built once its parameters are sharded."""
+    """An optimizer that is chosen before its parameters are sharded and built afterwards.
 
-    name: str  # of KINDS
+        the user's optimizer    tiermem's or torch's: its groups and settings are kept, tiermem computes the step
+        the user's function     is called with the parameters; the optimizer that it returns is treated in the same way
+        the config's section    type and params
+        none of them            the engine is for inference
+
+    The plan needs the number of moments per element before it shards. The optimizer makes its states after sharding, in the
+    memory and the files that the plan left for them.
+    """
+
+    name: str  # a key of KINDS
     groups: Sequence[dict[str, Any]]
-    defaults: Mapping[str, Any]  # what a group does not say
+    defaults: Mapping[str, Any]  # settings that a group does not set itself
 
     @property
     def num_moments(self) -> int:
-        """Moments that are kept for each element, of the group that keeps most."""
+        """Moments kept for each element, in the group that keeps most."""
         if self.name in ("Adam", "AdamW"):
             return 2 + int(any(self._values("amsgrad", False)))
         if self.name == "SGD":
@@ -63,7 +64,7 @@ class OptimizerChoice(NamedTuple):
         return 2 if self.name == "Muon" else 1
 
     def facts(self, model: nn.Module) -> dict[str, Any]:
-        """What ranks have to agree about: the optimizer, the settings of its groups, and who is in which."""
+        """The facts that must be equal on all ranks: the optimizer, the settings of its groups, the group of each parameter."""
         names = {id(param): name for name, param in model.named_parameters()}
         facts: dict[str, Any] = {"optimizer": self.name}
         for number, group in enumerate(self.groups):
@@ -74,11 +75,11 @@ class OptimizerChoice(NamedTuple):
         return facts
 
     def build(self) -> NativeOptimizer:
-        """Builds it; its sharded parameters' states are made. Raises ValueError for settings out of range."""
+        """Builds the optimizer and the states of its sharded parameters. Raises ValueError for settings out of range."""
         return KINDS[self.name](self.groups, **self.defaults)
 
     def warn_of_stalling(self, precision: Precision) -> None:
-        """Warns when a second moment in bf16 is rounded to nearest and decays by less than that rounds away."""
+        """Warns when a bf16 second moment is rounded to nearest and a step's decay is too small to survive that rounding."""
         if self.name not in ("Adam", "AdamW", "Muon") or (precision.moments, precision.rounding) != ("bf16", "nearest"):
             return
         change = min(1.0 - betas[1] for betas in self._values("betas", (0.9, 0.999)))
@@ -90,7 +91,7 @@ class OptimizerChoice(NamedTuple):
             f"({change:.1%}), but bf16 has 8 significant bits, so a change below half of the last one, 0.2 to 0.4 % of "
             "the number, is rounded away: it never falls, and grows only where a squared gradient is several times as large. "
             'Set tiermem.precision.rounding to "stochastic", or tiermem.precision to "compact", or lower beta2',
-            stacklevel=4,  # whoever called initialize
+            stacklevel=4,  # the caller of initialize
         )
 
     def _values(self, key: str, default: Any) -> list[Any]:
@@ -103,7 +104,10 @@ def choose_optimizer(
     given: torch.optim.Optimizer | OptimizerFactory | None,
     parameters: Parameters | None,
 ) -> OptimizerChoice | None:
-    """What was asked for; None when nothing was. Raises ValueError for what cannot step states that rest on tiers."""
+    """Returns the optimizer that the user or the config asks for, or None when neither does.
+
+    Raises ValueError for an optimizer that cannot step states resting on tiers, and when it would have no parameters.
+    """
     params: Any = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
     if callable(given) and not isinstance(given, torch.optim.Optimizer):
         given = given(params)
@@ -129,7 +133,10 @@ def _configured(section: OptimizerConfig, model: nn.Module, params: list[Any]) -
 
 
 def _halves(model: nn.Module, group: dict[str, Any], rates: Mapping[bool, float | None]) -> list[dict[str, Any]]:
-    """A group as what Muon steps and what AdamW does; `use_muon` on a parameter, or in the group, decides."""
+    """Splits a group into the parameters that Muon steps and those that AdamW steps.
+
+    The group's `use_muon` decides, else the parameter's attribute `use_muon`, else its shape and name.
+    """
     names = {id(param): name for name, param in model.named_parameters()}
     members: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for param in group["params"]:
@@ -144,7 +151,7 @@ def _halves(model: nn.Module, group: dict[str, Any], rates: Mapping[bool, float 
 
 
 def _taken_over(given: torch.optim.Optimizer) -> OptimizerChoice:
-    """Ours with the groups of an optimizer that the user built."""
+    """Returns tiermem's optimizer of the same kind, with the groups of the user's optimizer. Raises ValueError for others."""
     for name, kind in KINDS.items():
         theirs = getattr(torch.optim, name, kind)
         if isinstance(given, (kind, theirs)):
@@ -157,24 +164,23 @@ def _taken_over(given: torch.optim.Optimizer) -> OptimizerChoice:
 
 
 def _group_for(kind: type[NativeOptimizer], group: dict[str, Any]) -> dict[str, Any]:
-    """The values of a group that ours has too; how it is computed is ours."""
+    """Keeps those values of a group that tiermem's optimizer takes; drops those about speed (foreach, fused)."""
     known = set(inspect.signature(kind.__init__).parameters) - set(_ABOUT_SPEED)
     kept = {key: value for key, value in group.items() if key in known or key in ("params", "initial_lr")}
     if kind is Muon and not kept.get("use_muon", True):
-        kept["eps"] = kept["adam_eps"]  # what eps means in such a group
+        kept["eps"] = kept["adam_eps"]  # AdamW steps this group, and its eps is called adam_eps
     return kept
 
 
-# ---- Agreed: what all ranks must have given an engine alike, compared before anything is sharded ---------------------
-# (zero/ranks/agreement)
+# ---- agreement of ranks ----------------------------------------------------------------------------------------------
 
 
 def agree_on_engine(
     config: TiermemConfig, sizes: BatchSizes, choice: OptimizerChoice | None, model: nn.Module, device: torch.device
 ) -> None:
-    """Compares versions, the config, sizes of batches, the optimizer and its groups. Collective; blocks.
+    """Compares versions, config, batch sizes, optimizer and groups on all ranks, before sharding. Collective; blocks.
 
-    Raises ValueError on every rank, naming what differs.
+    Raises ValueError on every rank and names the differences.
     """
     policy = config.policy()
     facts = {"tiermem": __version__, "torch": torch.__version__, **config.shared_by_ranks()}

@@ -1,4 +1,12 @@
-"""Engine: a sharded model with the face that DeepSpeed users know, over the same machinery as `tiermem.shard`."""
+"""Engine: a sharded model with DeepSpeed's interface; it uses the same machinery as `tiermem.shard`.
+
+    forward     under autocast if the config says so; units are gathered and dropped while it runs
+    backward    divides the loss by the micro-batches of a step and multiplies it by the loss scale
+    step        at the last micro-batch of a step: optimizer, loss scale, schedule
+
+Users may also differentiate the loss themselves: `engine.scale(loss).backward(); engine.step()`, and without fp16
+`loss.backward()` is enough. Then the gradients are divided by the micro-batches: see Losses in facts.py.
+"""
 
 from __future__ import annotations
 
@@ -31,43 +39,43 @@ from tiermem.zero.init_params import built_with
 from tiermem.zero.shards import Shards
 from tiermem.zero.unit_state import LiveUnit
 
-# ---- Casts: the dtypes in which an engine's model computes, where the config wants others than the user's ------------
+# ---- casts of the model and its inputs -------------------------------------------------------------------------------
 #
-#     once, before the model is sharded     parameters to bf16, fp16 or fp32; buffers to data_types.buffer_dtype
+#     once, before the model is sharded     parameters to bf16 or fp16; buffers to data_types.buffer_dtype
 #     in every forward                      inputs to fp16 (fp16.auto_cast); torch.autocast (torch_autocast)
-#
-# What autocast lowers is gathered in its dtype already (zero/weights/lowering), and crosses ranks in it on its way
-# back.
 
-_CAST_TO = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}  # None: as the user built them
+_CAST_TO = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}  # None: parameters keep the user's dtype
 
 
 def cast_model(model: nn.Module, config: TiermemConfig) -> None:
-    """Casts floating-point parameters to the config's precision, and buffers if it asks for that.
+    """Casts floating-point parameters to bf16 or fp16, and buffers to the config's buffer_dtype; without those, none.
 
-    Parameters keep their identity, and so do buffers. Raises ValueError when zero.Init built parameters in another dtype.
+    Parameters and buffers keep their identity. Raises ValueError when zero.Init built parameters in another dtype.
     """
     _cast_parameters(model, _CAST_TO[config.precision])
     _cast_buffers(model, config.data_types.buffer_dtype)
 
 
 def to_half(values: Any) -> Any:
-    """Arguments of a forward, floating-point tensors in fp16; anything else as it is."""
+    """Returns the arguments of a forward with floating-point tensors in fp16; other values do not change."""
     return tree_map(_to_half, values)
 
 
 class Autocast(NamedTuple):
-    """torch.autocast as a config asks for it, on one kind of device."""
+    """torch.autocast as a config asks for it, on one type of device.
+
+    The weights of lowered modules are gathered in autocast's dtype, and their gradients are reduced in it.
+    """
 
     device: str
     dtype: torch.dtype | None
-    """What forward is lowered to; None when it is not."""
+    """The dtype that forward is lowered to; None: no autocast."""
     classes: tuple[type[nn.Module], ...]
-    """Modules that are safe in it."""
+    """Classes of modules that compute safely in that dtype."""
 
     @classmethod
     def of(cls, config: TiermemConfig, device: str) -> Autocast:
-        """As the section torch_autocast says; without a dtype there, torch's default for the device."""
+        """Reads the section torch_autocast. Without a dtype there, it takes torch's default for the device."""
         section = config.torch_autocast
         if not section.enabled:
             return cls(device, None, ())
@@ -75,14 +83,14 @@ class Autocast(NamedTuple):
         return cls(device, dtype, section.safe_classes)
 
     def policy_fields(self) -> dict[str, Any]:
-        """The policy's fields for a forward under it: what it lowers is gathered in its dtype."""
+        """Returns the policy's fields that make lowered modules be gathered in autocast's dtype."""
         if self.dtype is None:
             return {}
         name = next(name for name, each in DTYPES.items() if each is self.dtype)
         return {"gather_dtype": name, "lowered_modules": self.classes}
 
     def set_reduced_dtypes(self, model: nn.Module, shards: Shards) -> None:
-        """Makes gradients of modules that it lowers cross ranks in its dtype."""
+        """Makes gradients of lowered modules be reduced in autocast's dtype."""
         if self.dtype is None:
             return
         by_param = {state.param: state for _, state in shards.parameters()}
@@ -91,7 +99,7 @@ class Autocast(NamedTuple):
                 by_param[param].reduce_dtype = self.dtype
 
     def block(self) -> AbstractContextManager[Any]:
-        """The context of a forward; without torch's cache, which would keep a copy of every weight."""
+        """Returns the context of a forward. It turns torch's weight cache off, which would keep a copy of every weight."""
         if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
@@ -109,7 +117,7 @@ def _cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _cast_buffers(model: nn.Module, dtype: str | None) -> None:
-    """Unasked, buffers keep their dtype: rotary frequencies need fp32."""
+    """Casts floating-point buffers. Without a dtype they keep theirs: rotary frequencies need fp32."""
     if dtype is None:
         return
     for buffer in model.buffers():
@@ -121,21 +129,20 @@ def _to_half(value: Any) -> Any:
     return value.half() if torch.is_tensor(value) and value.is_floating_point() else value
 
 
-# ---- Compiled: the forwards of a sharded model's units run through torch.compile, one by one -------------------------
-#
-#     hooks: fetch the unit | compiled forward of its module | hooks: let it go
-#
-# Hooks touch files, queues and other ranks, which a compiler cannot trace; `nn.Module.compile` would take them along.
-# So the `forward` of each module that has units of its own, and none inside it that has, is replaced on that instance,
-# and given back when the engine is closed. Blocks of one class share one graph. What lies around the units runs as it
-# did.
+# ---- compiled forwards -----------------------------------------------------------------------------------------------
 
 
 class CompiledForwards:
-    """Modules whose forward is compiled, until `restore`.
+    """Runs the forward of each unit's module through torch.compile, until `restore`.
+
+        hooks: gather the unit | compiled forward of its module | hooks: release the unit
+
+    Hooks use files, queues and other ranks, and a compiler cannot trace those. `nn.Module.compile` would include the hooks,
+    so this class replaces the `forward` of the module instances themselves. Modules of one class share one compiled graph.
+    Code around the units is not compiled.
 
     Args:
-        modules: candidates; those that hold others of them are left as they are.
+        modules: candidates; a candidate that contains another candidate is not compiled.
         backend: torch.compile's.
         options: further arguments of torch.compile.
     """
@@ -144,12 +151,14 @@ class CompiledForwards:
         self, modules: Iterable[nn.Module], backend: str | Callable[..., Any], options: Mapping[str, Any]
     ) -> None:
         self.modules = _innermost(list(modules))
-        self._own = {module: module.__dict__.get("forward") for module in self.modules}  # what an instance had already
+        self._own = {
+            module: module.__dict__.get("forward") for module in self.modules
+        }  # of the instance, not its class
         for module in self.modules:
             module.forward = torch.compile(module.forward, **{**options, "backend": backend})
 
     def restore(self) -> None:
-        """Gives the modules their own forwards back; repeating it does nothing."""
+        """Restores the modules' own forwards. A second call does nothing."""
         while self._own:
             module, own = self._own.popitem()
             if own is None:
@@ -163,14 +172,7 @@ def _innermost(modules: list[nn.Module]) -> list[nn.Module]:
     return [m for m in modules if not any(inner in candidates for inner in m.modules() if inner is not m)]
 
 
-# ---- Engine: a sharded model with the face that DeepSpeed users know, over the same machinery as `tiermem.shard` -----
-#
-#     forward     under autocast, if asked for; units come and go while it runs
-#     backward    the loss divided by the micro-batches of a step, times the loss scale
-#     step        at the last micro-batch of a step: optimizer, loss scale, schedule
-#
-# The loss may also be the user's own to differentiate: `engine.scale(loss).backward(); engine.step()`, and without fp16
-# `loss.backward()` will do. Then the gradients are divided by the micro-batches: see losses.
+# ---- the engine ------------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("tiermem")
 
@@ -178,7 +180,7 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 class Engine(EngineFacts, EngineCheckpoints, nn.Module):
-    """A sharded model with its optimizer, loss scale and schedule. Made by `initialize`; ended by `close`."""
+    """A sharded model with its optimizer, loss scale and schedule. `initialize` makes it; `close` ends it."""
 
     def __init__(
         self,
@@ -198,7 +200,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         self.global_samples = 0
         self._was_step_applied = False
         self._compiled: CompiledForwards | None = None
-        self._away: list[LiveUnit] = []  # resident units that offload_states took from the device
+        self._away: list[LiveUnit] = []  # resident units that offload_states dropped from the device
         has_ranks = dist.is_available() and dist.is_initialized()
         sharing = group if group is not None else built_with(model).group
         self._sizes = config.batch(dist.get_world_size(sharing) if has_ranks else 1)
@@ -224,18 +226,21 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         except BaseException:
             self.shards.close()
             raise
-        self.training_dataloader: Any = None  # whose place is saved; `initialize` sets its own
+        self.training_dataloader: Any = None  # a checkpoint saves its position; `initialize` sets the loader it builds
         self.step_client_state = {}
         self._accumulation = Accumulation(self.shards, self._sizes.accumulation, config.managed_gradient_accumulation)
         self._dump_state()
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches of this rank that have ended."""
+        """Number of micro-batches that this rank has ended."""
         return self._accumulation.micro_steps
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; units come and go while it runs. Under torch.autocast if the config says so."""
+        """Runs the model's forward, under torch.autocast if the config says so; units are gathered and dropped meanwhile.
+
+        Collective where units are gathered. Raises RuntimeError while `offload_states` keeps parameters from the device.
+        """
         self._check_here()
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = to_half((args, kwargs))
@@ -244,9 +249,10 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Computes gradients of the loss divided by the micro-batches of a step, and returns that quotient.
+        """Computes gradients of the loss divided by the micro-batches of a step; returns the divided loss, detached.
 
-        With scale_wrt_gas=False it is not divided. The loss scale of fp16 is applied on the way.
+        With scale_wrt_gas=False it does not divide. It multiplies the loss by fp16's loss scale for the backward pass only.
+        Raises ValueError unless the loss is a tensor of one element, RuntimeError for an engine without optimizer.
         """
         if not torch.is_tensor(loss) or loss.numel() != 1:
             raise ValueError(f"backward takes a loss of one element; given {tuple(getattr(loss, 'shape', ()))}")
@@ -258,15 +264,15 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         return loss.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """A loss times the loss scale, for users who call `.backward()` themselves."""
+        """Returns the loss times the loss scale, for users who call `.backward()` themselves."""
         return self._losses.scaled(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Ends a micro-batch; at the last one of a step, steps optimizer and schedule. Collective; blocks.
 
-        Gradients with NaN or infinity skip the step (fp16 lowers its scale), raise NonFiniteGradients or are applied as they
-        are, as the policy says. A step that is skipped leaves every state as it is, to the bit. lr_kwargs go to the schedule's
-        step. Raises RuntimeError when fp16 scales the loss and the user's own backward was computed without `scale`.
+        For gradients with NaN or infinity the policy decides: the step is skipped (fp16 lowers its loss scale), raises
+        NonFiniteGradients, or applies them. A skipped step changes no bit of any state. lr_kwargs go to the schedule's step.
+        Raises RuntimeError when fp16 scales the loss and the user's own backward ran without `scale`.
         """
         optimizer = self._check_trains()
         self._check_here()
@@ -275,14 +281,14 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
             if is_boundary:
                 self._step(optimizer, lr_kwargs or {})
             else:
-                self.shards.residency.end_pass()  # what the next one begins with is known, and stays
+                self.shards.residency.end_pass()  # the units that the next micro-batch uses first stay gathered
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch at hand is the last of a step; with managed_gradient_accumulation false: in `step` only."""
+        """Whether this micro-batch is the last of a step. With managed_gradient_accumulation false: True inside `step` only."""
         return self._accumulation.is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says, from now on and instead of counting, whether the micro-batch at hand is the last of a step.
+        """Sets whether this micro-batch is the last of a step, until the next call. The engine stops counting then.
 
         Call it before the micro-batch's forward. Raises RuntimeError with managed_gradient_accumulation false, and for False
         with step_in_backward.
@@ -290,29 +296,29 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         self._accumulation.set_boundary(is_boundary)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards in the block add up; `step` raises RuntimeError in it, and so does another block like it.
+        """Accumulates the gradients of backwards in the block. In the block, `step` and a second such block raise RuntimeError.
 
-        In stages 0 and 1 nothing is reduced in it. In stages 2 and 3, where a rank has room for its own part of the gradients
-        alone, they are reduced as ever: the result is the same (the reference refuses).
+        In stages 0 and 1 no gradient is reduced in the block. In stages 2 and 3 a rank has memory for its own part of the
+        gradients only, so each backward still reduces; the result is the same (DeepSpeed refuses no_sync there).
         """
         return self._accumulation.hold_back("no_sync")
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Several backwards, one reduction when the block ends; as `no_sync`. Collective; `step` comes after the block."""
+        """As `no_sync`, with one reduction when the block ends. Collective. Call `step` after the block."""
         with self._accumulation.hold_back("coalesce_grad_reduction"):
             yield
         self._accumulation.reduce_now()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduces what backwards have left, at a boundary; `step` would. Collective; blocks. `bucket_size` has no effect."""
+        """Reduces unreduced gradients at a boundary, before `step` would. Collective; blocks. `bucket_size` has no effect."""
         if self._accumulation.is_boundary:
             self._accumulation.reduce_now()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes the samples per step by changing the micro-batches of a step; their size stays. Between steps.
+        """Changes the samples per step by changing the number of micro-batches; their size stays. Call it between steps.
 
-        Raises ValueError, with the arithmetic, when the number is not a multiple of what all ranks take at once.
+        Raises ValueError, with the arithmetic, unless it is a multiple of micro-batch size times number of ranks.
         """
         self._sizes = solve_batch(train_batch_size, self._sizes.micro, None, self.shards.topology.world)
         self._accumulation.num_micro_batches = self._sizes.accumulation
@@ -326,10 +332,10 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Writes the model's weights to one file, safetensors where its name ends so, else torch's format; see saving.
+        """Writes the model's weights to one file: safetensors if its name ends in `.safetensors`, else torch's format.
 
-        Returns whether it did: with partitioned parameters only if `stage3_gather_16bit_weights_on_model_save` is on.
-        Collective; blocks. Raises OSError when rank 0 cannot write; then no file is changed.
+        Returns whether it wrote. With partitioned parameters it writes only if `stage3_gather_16bit_weights_on_model_save` is
+        on. Collective; blocks. Raises OSError on all ranks when rank 0 cannot write; then no file is changed.
         """
         path = Path(save_dir) / save_filename
         if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
@@ -341,7 +347,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
     save_fp16_model = save_16bit_model
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The model's state dict, whole, on every rank's CPU. Collective; blocks."""
+        """Returns the model's full state dict on every rank's CPU. Collective; blocks."""
         state: dict[str, Any] = self.module.state_dict()
         for name, param in self.module.named_parameters(remove_duplicate=False) if exclude_frozen_parameters else ():
             if not param.requires_grad:
@@ -349,13 +355,13 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         return state
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """Every weight, whole, on rank 0's CPU; None on the other ranks. Collective; blocks."""
+        """Returns every full weight on rank 0's CPU, and None on the other ranks. Collective; blocks."""
         return consolidated(self.shards, exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """The same, under the name that Accelerate and Transformers call. Raises ValueError below stage 3."""
+        """Does the same under the name that Accelerate and Transformers call. Raises ValueError below stage 3."""
         if not self.zero_optimization_partition_weights():
             raise ValueError("parameters are not partitioned below stage 3: use module_state_dict()")
         return consolidated(self.shards, exclude_frozen_parameters)
@@ -369,9 +375,9 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compiles the forward of every unit's module with torch.compile, when it first runs: see compiled.
+        """Compiles the forward of every unit's module with torch.compile when it first runs: see CompiledForwards.
 
-        Calling it again does nothing. Raises ValueError for a schedule of passes and for compiled autograd, which do not exist.
+        A second call does nothing. Raises ValueError for a schedule of passes and for compiled autograd: tiermem has neither.
         """
         if schedule is not None or compiled_autograd_enabled:
             raise ValueError("compile: there is no schedule of passes and no compiled autograd here; leave both out")
@@ -386,7 +392,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
     # ---- memory ----------------------------------------------------------------------------------------------------------
 
     def empty_partition_cache(self) -> None:
-        """Lets every gathered unit go that nobody uses. They come again when they are needed."""
+        """Drops every gathered unit that no module uses now. The next use gathers it again."""
         self.shards.residency.empty()
 
     def offload_states(
@@ -396,29 +402,29 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Gives device memory back until `reload_states`: see phases for what lies where.
+        """Gives device memory back until `reload_states`. facts.py has a table of the states and their places. Blocks.
 
         Args:
             include: states to offload; default: all.
             device: cpu; none does nothing; nvme is refused.
-            pin_memory, non_blocking: taken for compatibility: host memory is pinned when the policy says so.
+            pin_memory, non_blocking: accepted for compatibility, without effect: the policy decides about pinned memory.
 
-        Raises ValueError for what cannot be offloaded, RuntimeError for an engine without optimizer. Blocks.
+        Raises ValueError for unknown states and for nvme, RuntimeError for an engine without optimizer.
         """
         self._check_trains()
         self._away += offload(self.shards, states_to_offload(include, device))
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Brings back what `offload_states` took from the device. Collective; blocks in stream order."""
+        """Gathers the units that `offload_states` dropped from the device. Collective; blocks in stream order."""
         away, self._away = self._away, []
         bring_back(self.shards, away)
 
     # ---- the end ---------------------------------------------------------------------------------------------------------
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Engine:
-        """As nn.Module's: calls a function on every module, children first; each with its own parameters gathered.
+        """Calls a function on every module, children first, as nn.Module.apply does; gathers each module's own parameters.
 
-        What rank 0 writes is kept. With override_module_apply false the function gathers what it touches itself. Collective.
+        Rank 0's changes are kept. With override_module_apply false the function must gather parameters itself. Collective.
         """
         if not self.config.zero_optimization.override_module_apply:
             return super().apply(fn)
@@ -426,9 +432,9 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
-        """What `to`, `cuda`, `half`, `float` and their kin call: weights rest on tiers and are not moved or cast so.
+        """Serves `to`, `cuda`, `half`, `float` and the like. Weights rest on tiers, so these cannot move or cast them.
 
-        Does nothing where nothing would change, else raises RuntimeError that says where to ask for it.
+        Does nothing when the call would change nothing, else raises RuntimeError that names the right setting.
         """
         kinds = {(p.dtype, p.device) for p in self.module.parameters()}
         for dtype, device in kinds:
@@ -442,9 +448,9 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         return self
 
     def close(self) -> None:
-        """Ends the store; what it kept on paths is removed, unless it holds a checkpoint.
+        """Closes the store and removes its files, unless they hold a checkpoint. Waits for a checkpoint copy under way.
 
-        Waits for a copy under way. Raises its error, and the first one of a write-back.
+        Raises the error of that copy, or the first error of a write-back.
         """
         if self._compiled is not None:
             self._compiled.restore()
@@ -461,7 +467,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
             return getattr(self.module, name)
 
     def _check_trains(self) -> NativeOptimizer:
-        """The optimizer. Raises RuntimeError where there is none."""
+        """Returns the optimizer. Raises RuntimeError when there is none."""
         if self.optimizer is None:
             raise RuntimeError("this engine is for inference: neither the config nor the call names an optimizer")
         return self.optimizer
@@ -499,7 +505,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         if self.optimizer is None:
             return None
         if isinstance(given, LRScheduler):
-            given.optimizer = self.optimizer  # built for the optimizer that ours has taken the place of
+            given.optimizer = self.optimizer  # it was built for the user's optimizer, which ours replaces
             return given
         if given is not None:
             return given(self.optimizer)
@@ -512,7 +518,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
             logger.info("step %d, lr %s, gradient norm %.4g%s", *figures)
 
     def _dump_state(self) -> None:
-        """Logs what became of every key, if the config asks for it."""
+        """Logs the outcome of every config key, if the config asks for it."""
         if self.config.dump_state and self.shards.topology.rank == 0:
             for row in self.config.report():
                 logger.info("%s", row)

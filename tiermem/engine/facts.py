@@ -1,4 +1,4 @@
-"""What an engine counts and answers: micro-batches, losses, phase times, and the facts that launchers and trainers ask for."""
+"""What an engine counts: micro-batches, losses, phase times; offloaded states; the answers for launchers and trainers."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.shards import Shards
 from tiermem.zero.unit_state import LiveUnit
 
-# ---- Accumulation: which micro-batch ends a step, and where gradients add up until then ------------------------------
-#
-#   stages 2 and 3   at home: every micro-batch's gradients are added up over ranks and then there, because only a rank's own
-#                      part of them has a place
-#     stages 0 and 1   in `p.grad`, on each rank by itself, and over ranks once, with the last micro-batch; at home, too, when
-#                      they are to be kept in another dtype than the parameters'
-#
-# The boundary is counted (`gradient_accumulation_steps`), or set by the user from then on, or, not managed, wherever
-# `step` is called. What a step computes is the same in all of these; how often ranks talk is not.
+# ---- accumulation of micro-batches -----------------------------------------------------------------------------------
 
 
 class Accumulation:
-    """Knows the boundary and holds reductions back before it.
+    """Decides which micro-batch ends a step (the boundary), and delays reductions until then where gradients have a place.
+
+        stages 2 and 3    every micro-batch's gradients are reduced over ranks and accumulated at home, because a rank has
+                          memory for its own part only
+        stages 0 and 1    each rank accumulates in `p.grad`, and ranks reduce once, at the last micro-batch; at home like
+                          stages 2 and 3 when gradients rest in another dtype than the parameters'
+
+    The boundary is counted (`gradient_accumulation_steps`), or set by the user, or, if not managed, every call of `step`. A
+    step computes the same in all three cases; only the number of collectives differs.
 
     Args:
-        shards: whose gradients.
-        num_micro_batches: of a step.
-        is_managed: False: every step is a boundary, and no backward is.
+        shards: the model whose gradients accumulate.
+        num_micro_batches: micro-batches of a step.
+        is_managed: False: every `step` is a boundary, and no backward is.
     """
 
     def __init__(self, shards: Shards, num_micro_batches: int, is_managed: bool) -> None:
@@ -48,15 +48,15 @@ class Accumulation:
         self._is_managed = is_managed
         self._set_by_user: bool | None = None
         self._is_stepping = False
-        self._block = ""  # no_sync or coalesce_grad_reduction, while in one
+        self._block = ""  # "no_sync" or "coalesce_grad_reduction" inside such a block
         self.micro_steps = 0  # micro-batches that have ended
-        self.is_under_way = False  # some of them since the last step
-        self._num_backwards = shards.hooks.num_backwards  # when the last step ended
+        self.is_under_way = False  # whether a micro-batch has ended since the last step
+        self._num_backwards = shards.hooks.num_backwards  # the count at the end of the last step
         shards.hooks.receive_if(self._may_receive)
 
     @property
     def is_boundary(self) -> bool:
-        """Whether the micro-batch at hand is the last of a step."""
+        """Whether this micro-batch is the last of a step."""
         if self._set_by_user is not None:
             return self._set_by_user
         if not self._is_managed:
@@ -64,7 +64,10 @@ class Accumulation:
         return (self.micro_steps + 1) % self.num_micro_batches == 0
 
     def set_boundary(self, is_boundary: bool) -> None:
-        """Says from now on whether the micro-batch at hand is the last. Raises RuntimeError where nobody else may say so."""
+        """Sets whether this micro-batch and the next ones end a step, until the next call.
+
+        Raises RuntimeError with managed_gradient_accumulation false, and for False with step_in_backward.
+        """
         if not self._is_managed:
             raise RuntimeError(
                 "set_gradient_accumulation_boundary with managed_gradient_accumulation false: every step() is the boundary. "
@@ -75,13 +78,16 @@ class Accumulation:
         self._set_by_user = is_boundary
 
     def end_step(self) -> int:
-        """A step has ended: gives its micro-batches. Where the user says where it ends, each backward counts as one."""
+        """Ends a step; returns its number of micro-batches. Where the user sets the boundary, each backward counts as one."""
         started, self._num_backwards = self._num_backwards, self._shards.hooks.num_backwards
         is_counted = self._is_managed and self._set_by_user is None
         return self.num_micro_batches if is_counted else self._num_backwards - started
 
     def begin_anew(self, micro_steps: int | None = None) -> None:
-        """The next micro-batch is the first of a step, after so many (default: those that have ended), in whole steps."""
+        """Makes the next micro-batch the first of a step.
+
+        micro_steps: micro-batches ended so far (default: the present count); rounded up to whole steps.
+        """
         self.is_under_way = False
         self._num_backwards = self._shards.hooks.num_backwards
         ended = self.micro_steps if micro_steps is None else micro_steps
@@ -89,7 +95,10 @@ class Accumulation:
 
     @contextlib.contextmanager
     def hold_back(self, block: str) -> Iterator[None]:
-        """Backwards in the block add up and are not reduced, where `p.grad` has a place for them; see the module."""
+        """Delays reductions in the block where gradients accumulate in `p.grad`; see the class. Raises RuntimeError in a block.
+
+        block: the name of the calling method, for errors.
+        """
         if self._block:
             raise RuntimeError(f"{block} inside {self._block}: leave the one before you enter the other")
         self._check_holds_gradients(block)
@@ -100,14 +109,14 @@ class Accumulation:
             self._block = ""
 
     def reduce_now(self) -> None:
-        """Adds up over ranks what backwards have left in `p.grad`. Collective; blocks."""
+        """Reduces the gradients in `p.grad` over ranks. Collective; blocks. Raises RuntimeError inside a block."""
         if self._block:
             raise RuntimeError(f"gradients are not reduced inside {self._block}: leave it first")
         self._shards.receive_gradients()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[bool]:
-        """The end of a micro-batch: gives whether it ends a step. Raises RuntimeError where no step may be."""
+        """Ends a micro-batch; the context's value says whether it ends a step. Raises RuntimeError inside a block."""
         if self._block:
             raise RuntimeError(f"step() inside {self._block}: leave it first")
         self._is_stepping = True
@@ -129,56 +138,55 @@ class Accumulation:
             )
 
 
-# ---- Losses: by what the losses of a step were multiplied and divided, so that gradients are the mean, whoever -------
-# called backward
-#
-#     engine.backward(loss)           divided by the micro-batches of a step, times the loss scale
-#     engine.scale(loss).backward()   times the loss scale: the gradients are divided by the micro-batches
-#     loss.backward()                 neither; without fp16 alone
-#
-# Gradients at home are divided when they are looked at, measured or stepped (GradientHomes.divisor). All micro-batches
-# of one step go the same way.
+# ---- scaling and division of losses ----------------------------------------------------------------------------------
 
 
 class Losses:
-    """Counts the losses of a step by the way they went.
+    """Counts how the losses of a step were scaled and divided, so that gradients are the mean over its micro-batches.
+
+        engine.backward(loss)           divides the loss by the micro-batches of a step, multiplies it by the loss scale
+        engine.scale(loss).backward()   multiplies it by the loss scale; the gradients are divided by the micro-batches
+        loss.backward()                 does neither; allowed only without fp16; the gradients are divided, too
+
+    Gradients at home are divided when they are read, measured or stepped (GradientHomes.divisor). All micro-batches of one
+    step must use the same way.
 
     Args:
         scaler: the loss scale.
-        homes: of the gradients; told what to divide by.
-        num_micro_batches: of a step.
+        homes: the homes of gradients; this class sets their divisor.
+        num_micro_batches: micro-batches of a step.
     """
 
     def __init__(self, scaler: LossScaler, homes: GradientHomes, num_micro_batches: int) -> None:
         self._scaler = scaler
         self._homes = homes
-        self._num_divided = 0  # since the last step, by the engine's backward
-        self._num_scaled = 0  # since the last step; the engine's backward scales, too
+        self._num_divided = 0  # losses of this step through the engine's backward
+        self._num_scaled = 0  # losses of this step that were scaled; the engine's backward scales, too
         self.begin_step(num_micro_batches)
 
     def begin_step(self, num_micro_batches: int) -> None:
-        """The next loss is the first of a step."""
+        """Resets the counts: the next loss is the first of a step."""
         self._num_divided = self._num_scaled = 0
         self._homes.num_micro_batches = num_micro_batches
 
     @property
     def num_undivided(self) -> int:
-        """What the gradients of the step at hand have to be divided by to be the mean over its micro-batches."""
+        """The divisor that makes this step's gradients the mean over its micro-batches."""
         return self._homes.num_micro_batches
 
     def divided(self, loss: torch.Tensor, by: int) -> torch.Tensor:
-        """The loss by a number of micro-batches; 1 leaves it as it is. Counts it as the engine's either way."""
+        """Returns the loss divided by a number of micro-batches. Counts it as a loss of engine.backward, also with 1."""
         self._num_divided += 1
         self._homes.num_micro_batches = 1
         return loss / by if by > 1 else loss
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale."""
+        """Returns the loss times the loss scale, and counts it."""
         self._num_scaled += 1
         return loss * self._scaler.scale if self._scaler.scale != 1.0 else loss
 
     def check_one_way(self) -> None:
-        """Raises RuntimeError for losses that went different ways, and for some that were not scaled where all have to be."""
+        """Raises RuntimeError when the losses of a step used both ways, and when fp16 needs the scale and no loss has it."""
         divided, scaled = self._num_divided, self._num_scaled
         if divided and scaled > divided:
             raise RuntimeError(
@@ -192,11 +200,7 @@ class Losses:
             )
 
 
-# ---- PhaseTimes: how long forward, backward and step took since the last line of progress ----------------------------
-# (`wall_clock_breakdown`)
-#
-# On a CPU the host's clock tells. On an accelerator the host only hands work over, so each phase is marked by two
-# events on its stream, and the line that needs their times waits for those events, for nothing else.
+# ---- times of phases -------------------------------------------------------------------------------------------------
 
 _PHASES = ("forward", "backward", "step")
 
@@ -208,7 +212,7 @@ class _Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Its length; blocks until an accelerator has got there."""
+        """The span's length. Blocks until an accelerator has reached its end."""
         if isinstance(self.start, torch.Event) and isinstance(self.end, torch.Event):
             self.end.synchronize()
             return float(self.start.elapsed_time(self.end)) / 1e3
@@ -217,11 +221,14 @@ class _Span(NamedTuple):
 
 
 class PhaseTimes:
-    """The spans of each phase since the last line.
+    """Times forward, backward and step between two lines of progress (`wall_clock_breakdown`).
+
+    On a CPU the host's clock is used. On an accelerator the host only submits work, so two events on the stream mark each
+    phase, and `line` waits for those events only.
 
     Args:
-        is_on: when not, nothing is noted and the line is empty.
-        device: where the maths runs.
+        is_on: False: nothing is measured and the line is empty.
+        device: the device that computes.
     """
 
     def __init__(self, is_on: bool, device: torch.device) -> None:
@@ -231,7 +238,7 @@ class PhaseTimes:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Notes what its body takes as a part of a phase: forward, backward or step."""
+        """Adds the time of its body to a phase: "forward", "backward" or "step"."""
         if not self._is_on:
             yield
             return
@@ -242,7 +249,10 @@ class PhaseTimes:
             self._spans.append(_Span(name, start, self._now()))
 
     def line(self, num_steps: int) -> str:
-        """ ", forward 12.0 ms, backward 30.1 ms, step 4.0 ms" on the average of so many steps; empty when off. Starts anew."""
+        """Returns ", forward 12.0 ms, backward 30.1 ms, step 4.0 ms", the average of num_steps steps, and resets the times.
+
+        Empty when off. Blocks until an accelerator has ended these phases.
+        """
         spans, self._spans = self._spans, []
         totals = {name: sum(span.seconds for span in spans if span.phase == name) for name in _PHASES}
         return "".join(f", {name} {1e3 * total / num_steps:.1f} ms" for name, total in totals.items() if total)
@@ -255,19 +265,18 @@ class PhaseTimes:
         return event
 
 
-# ---- Phases: a run that trains and does something else in turns gives the device's memory back in between ------------
+# ---- offload_states and reload_states --------------------------------------------------------------------------------
 #
-#     engine.offload_states()     what lies on the device leaves it
-#     ...                         another engine, an inference server
-#     engine.reload_states()      it comes back
+# They free device memory while another program uses the device (another engine, an inference server):
 #
-#     optim_states, hp_params     rest in host memory or on NVMe always: nothing to move
+#     optim_states, hp_params             always rest in host memory or on NVMe: nothing moves
 #     lp_grads, contiguous_grad_buffer    the same
-#     lp_params                   streamed units leave their buffers; on an accelerator resident ones free its memory too, and
-#                                 the model cannot run until they are back. On a CPU those lie where they rest
+#     lp_params                           streamed units leave their buffers; on an accelerator resident units free their
+#                                         memory too, and the model cannot run until reload_states. On a CPU resident
+#                                         units lie in their home and stay
 #
-# States that are to leave host memory as well belong on NVMe from the start (`offload_optimizer`, `offload_param`):
-# their home does not change while a run lasts.
+# The home of a state does not change during a run. States that must also leave host memory need NVMe as their home
+# (`offload_optimizer`, `offload_param`).
 
 logger = logging.getLogger("tiermem")
 
@@ -275,7 +284,7 @@ logger = logging.getLogger("tiermem")
 def states_to_offload(
     include: Iterable[OffloadState | str] | None, device: OffloadDevice | str
 ) -> Collection[OffloadState]:
-    """Checks what was asked for; nothing is to be done when it is empty. Raises ValueError for other names and for NVMe."""
+    """Returns the states to offload; empty when the device is none. Raises ValueError for unknown names and for nvme."""
     device, known = OffloadDevice(device), [state.value for state in OffloadState]
     if device is OffloadDevice.nvme:
         raise ValueError(
@@ -296,7 +305,7 @@ def states_to_offload(
 
 
 def offload(shards: Shards, states: Collection[OffloadState]) -> list[LiveUnit]:
-    """Makes parameters leave the device; returns the resident units that did. Blocks."""
+    """Drops parameters from the device if lp_params is among the states; returns the resident units dropped. Blocks."""
     if OffloadState.lp_params not in states:
         return []
     shards.residency.empty()
@@ -308,20 +317,20 @@ def offload(shards: Shards, states: Collection[OffloadState]) -> list[LiveUnit]:
 
 
 def bring_back(shards: Shards, away: Iterable[LiveUnit]) -> None:
-    """Makes those units present again. Collective; blocks in stream order."""
+    """Gathers those units again. Collective; blocks in stream order."""
     for live in away:
         shards.values.keep_present(live)
 
 
-# ---- EngineFacts: what launchers, trainers and monitors ask of an engine: plain answers, under the reference's -------
-# names
-#
-# None of them does anything; all but the counters come from the config. Hugging Face's Trainer and Accelerate, TRL and
-# Lightning ask for most of these.
+# ---- facts for launchers, trainers and monitors ----------------------------------------------------------------------
 
 
 class EngineFacts:
-    """The questions; `Engine` has the attributes."""
+    """Answers under DeepSpeed's names; `Engine` inherits them and has the attributes.
+
+    They change nothing. All but the counters come from the config. Hugging Face's Trainer and Accelerate, TRL and Lightning
+    call most of them.
+    """
 
     config: TiermemConfig
     shards: Shards
@@ -352,11 +361,11 @@ class EngineFacts:
     # ---- the last step -------------------------------------------------------------------------------------------------
 
     def was_step_applied(self) -> bool:
-        """Whether the latest `step()` changed parameters: not between micro-batches, nor when it was skipped."""
+        """Whether the last `step()` changed parameters. False before the last micro-batch and for a skipped step."""
         return self._was_step_applied
 
     def get_global_grad_norm(self) -> float:
-        """Norm of the last step's gradients over all ranks, before clipping, without the loss scale."""
+        """Norm of the last step's gradients over all ranks, before clipping, with the loss scale divided out."""
         return self.optimizer.grad_norm if self.optimizer is not None else 0.0
 
     def get_lr(self) -> list[float]:
@@ -369,15 +378,15 @@ class EngineFacts:
         return [group.get("betas", group.get("momentum")) for group in groups]
 
     def get_type(self) -> list[Any]:
-        """What kind of group each parameter group says it is; None of one that does not."""
+        """The value "type" of each parameter group; None where a group has none."""
         return self._of_groups("type")
 
     def loss_scale(self) -> float:
-        """What the loss is multiplied by."""
+        """The factor that the loss is multiplied by."""
         return self._scaler.scale
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale changes by itself."""
+        """Whether the loss scale adapts to overflows."""
         return self.config.scales_loss and self.config.fp16.is_dynamic
 
     # ---- the config ----------------------------------------------------------------------------------------------------
@@ -427,11 +436,11 @@ class EngineFacts:
         return self.zero_optimization_stage() >= 3
 
     def zero_offload_param(self) -> OffloadParamConfig | None:
-        """The section that says where parameters rest."""
+        """The config section about the tier of parameters."""
         return self.config.zero_optimization.offload_param
 
     def zero_offload_optimizer(self) -> OffloadOptimizerConfig | None:
-        """The section that says where optimizer states rest."""
+        """The config section about the tier of optimizer states."""
         return self.config.zero_optimization.offload_optimizer
 
     def zero_cpu_offload(self) -> bool:
@@ -448,7 +457,7 @@ class EngineFacts:
 
     @property
     def basic_optimizer(self) -> NativeOptimizer | None:
-        """The optimizer; the reference's name for what it wraps."""
+        """The optimizer. DeepSpeed calls the optimizer that it wraps so."""
         return self.optimizer
 
     def zero_overlap_comm(self) -> bool:
@@ -457,7 +466,7 @@ class EngineFacts:
 
     @property
     def device(self) -> torch.device:
-        """Where the maths runs: batches go there."""
+        """The device that computes; batches belong there."""
         return self.shards.device
 
     @property

@@ -1,4 +1,4 @@
-"""shard: a plain PyTorch model becomes a sharded one, with its optimizer's states and its durable steps attached."""
+"""shard: makes a plain PyTorch model a sharded one, and attaches the saver of durable steps where the policy asks for it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def shard(
     device: torch.device | str | None = None,
     is_trained: bool = True,
 ) -> Shards:
-    """Partitions a model's parameters over the ranks of a group and sends each part to its home.
+    """Partitions a model's parameters over the ranks of a group and moves each part to its home tier.
 
     Args:
         model: any module, built plainly or under `tiermem.zero.Init`; its parameters keep their identity.
-        policy: where things rest; the default keeps everything in memory.
-        group: data-parallel ranks, or a mesh of them (one dimension, or replicas and shards: MiCS); default: those of the
-            zero.Init that it was built under, or the world. Ranks that a launcher has started (torchrun) make the process
-            group here if there is none yet. Rank 0's weights win.
-        device: where the maths runs, and where the model's parameters and buffers are from then on; default: this rank's
-            accelerator, or the CPU of a machine without one.
-        is_trained: False for inference: no room is made for gradients and optimizer states.
+        policy: the tiers of all states; the default keeps all states in memory.
+        group: data-parallel ranks, or a mesh of them (one dimension, or replicas and shards: MiCS). Default: the group of the
+            zero.Init that built the model, else the world. Ranks that a launcher (torchrun) started make the process group
+            here if there is none yet. All ranks take rank 0's weights.
+        device: the device that computes and holds the model's parameters and buffers from now on; default: this rank's
+            accelerator, else the CPU.
+        is_trained: False for inference: the plan leaves no memory for gradients and optimizer states.
 
-    Collective and blocking. Raises ValueError when the policy cannot be met (with the arithmetic) and OSError when a path is
-    missing, not writable or too full, both before any weight has been moved.
+    Collective; blocks. Raises ValueError, with the arithmetic, when the policy cannot be met, and OSError when a path is
+    missing, not writable or too full; both before any weight is moved.
     """
     shards = Shards(model, policy or OffloadPolicy(), group, device, is_trained)
     if shards.policy.durability == "step":

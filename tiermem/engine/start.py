@@ -1,4 +1,4 @@
-"""Start: `initialize`, from a config to an engine, and the loaders of training data that it returns."""
+"""Start: `initialize` makes an engine from a config; the loaders of training data that it returns."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ from tiermem.optim.base import NativeOptimizer
 from tiermem.swap.accelerator import find_device
 from tiermem.zero.joining import join_ranks
 
-# ---- Loaders of training data: what `initialize(training_data=...)` returns, and one that never ends -----------------
-#
-# Ranks see disjoint parts of a shuffled data set; the order depends on the seed and the epoch alone. A loader's
-# `state_dict` says how far it has come, by batches that it has handed out: loaded into one that was built alike, the
-# next batch is the one that would have come. Samples that were seen are passed over by number and not read, unless the
-# data set is a stream.
+# ---- loaders of training data ----------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -40,11 +35,12 @@ def build_loader(
     drop_last: bool = True,
     num_workers: int = 0,
 ) -> TrainingLoader:
-    """Builds the loader of this rank's micro-batches.
+    """Builds the loader of this rank's micro-batches of `micro_batch` samples. Raises ValueError for impossible numbers.
 
-    With several ranks a DistributedSampler deals the samples, so that every rank gets as many: with drop_last those
-    left over are left out, otherwise some are dealt twice. Call `loader.sampler.set_epoch(n)`, as RepeatingLoader does,
-    for another order in each epoch. An iterable data set is read as it comes and has to deal by itself.
+    Ranks get disjoint parts of the shuffled data set. The order depends on the seed and the epoch alone. With several ranks
+    a DistributedSampler gives every rank the same number of samples: with drop_last it leaves out the rest, otherwise it
+    gives some samples twice. `loader.sampler.set_epoch(n)` gives each epoch another order; RepeatingLoader calls it. An
+    iterable data set is read in its own order and must divide its samples over the ranks itself.
     """
     if micro_batch < 1:
         raise ValueError(f"micro_batch is {micro_batch}; it must be at least 1")
@@ -71,7 +67,7 @@ def build_loader(
 
 
 class _Skipping:
-    """A sampler that leaves out the first samples of its next pass."""
+    """A sampler that leaves out the first `num_skipped` samples of its next pass, and none after that."""
 
     num_skipped = 0
 
@@ -89,11 +85,15 @@ class _ShuffledSamples(_Skipping, RandomSampler):
 
 
 class TrainingLoader(DataLoader[Any]):
-    """torch's loader, which knows how far it has come."""
+    """torch's DataLoader with a `state_dict`, which counts the batches of this pass.
 
-    _num_batches = 0  # handed out in the pass at hand
-    _epoch_start: torch.Tensor | None = None  # the generator when that pass began
-    _to_skip = 0  # batches, in the next pass
+    After `load_state_dict` on a loader that was built alike, the next batch is the one that would have come. The sampler
+    leaves out earlier samples by their number, so they are not read; a stream reads and drops them.
+    """
+
+    _num_batches = 0  # yielded in this pass
+    _epoch_start: torch.Tensor | None = None  # the generator's state when this pass began
+    _to_skip = 0  # batches to leave out in the next pass
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own iterators, counted
         skipped, self._to_skip = self._to_skip, 0
@@ -105,7 +105,7 @@ class TrainingLoader(DataLoader[Any]):
         return self._count(super().__iter__(), skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it has come: batches of this pass, the pass, and the generator that its order came from."""
+        """Returns the number of batches of this pass, the epoch, and the generator's state at the start of the pass."""
         epoch = self.sampler.epoch if isinstance(self.sampler, DistributedSampler) else 0
         start = self._epoch_start
         if start is None and self.generator is not None:
@@ -113,7 +113,7 @@ class TrainingLoader(DataLoader[Any]):
         return {"num_batches": self._num_batches, "epoch": epoch, "generator": start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next `iter()` goes on from there."""
+        """Makes the next `iter()` continue from a state of `state_dict`."""
         self._num_batches = self._to_skip = int(state["num_batches"])
         if isinstance(self.sampler, DistributedSampler):
             self.sampler.set_epoch(int(state["epoch"]))
@@ -128,10 +128,9 @@ class TrainingLoader(DataLoader[Any]):
 
 
 class RepeatingLoader(Generic[T]):
-    """Iterates over a loader again and again, with the next epoch's order each time.
+    """Iterates over a loader without end; each pass has the next epoch's order.
 
-    Iteration continues where it stopped when `iter()` is called again. Raises ValueError when the loader is empty,
-    rather than looking for a first batch for ever.
+    A second `iter()` continues where the first one stopped. Raises ValueError when the loader yields no batch.
     """
 
     def __init__(self, loader: Iterable[T]) -> None:
@@ -154,7 +153,7 @@ class RepeatingLoader(Generic[T]):
             return self._first_of_next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the loader inside has come. Raises TypeError when that does not say."""
+        """Returns the state of the loader inside. Raises TypeError when that loader has no state_dict."""
         inside = getattr(self.loader, "state_dict", None)
         if inside is None:
             raise TypeError(
@@ -163,7 +162,7 @@ class RepeatingLoader(Generic[T]):
         return {"loader": inside()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next batch is the one that would have come."""
+        """Makes the loader inside continue from a state of `state_dict`."""
         self._batches = None
         self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]  # as `state_dict` has asked
 
@@ -178,9 +177,7 @@ class RepeatingLoader(Generic[T]):
             raise ValueError("the loader yields no batch: fewer samples than one micro-batch on this rank?") from None
 
 
-# ---- Start: `initialize`, from a config to an engine -----------------------------------------------------------------
-#
-# config -> torchrun's ranks join, unless a process group is there -> Engine -> a loader of micro-batches, if asked for
+# ---- initialize ------------------------------------------------------------------------------------------------------
 
 
 def initialize(
@@ -201,24 +198,27 @@ def initialize(
 ) -> tuple[Engine, NativeOptimizer | None, DataLoader[Any] | None, LRScheduler | None]:
     """Shards a model by a config and returns (engine, optimizer, loader, scheduler).
 
-    Args:
-        args: a namespace whose `deepspeed_config` names the config file, when `config` is not given. A model may stand here:
-            `initialize(model, config=...)`.
-        model: built plainly or under `tiermem.zero.Init`.
-        optimizer: one of ours, or torch's of the same name, or a function of the parameters; its groups and settings are
-            kept, the step becomes ours. Default: what the config says; with neither, the engine is for inference.
-        model_parameters: what the optimizer steps, parameters or groups; default: all that require gradients.
-        training_data: a dataset, for which a loader of micro-batches (each rank its own) is returned.
-        lr_scheduler: a scheduler or a function of the optimizer; default: what the config says.
-        distributed_port: taken for compatibility; the port is MASTER_PORT's.
-        mpu: says by get_data_parallel_group() which ranks share the model; model-parallel ranks are refused.
-        dist_init_required: False: there has to be a process group already.
-        mesh_param: (data-parallel, sequence-parallel) ranks; the second has to be 1.
-        config: a DeepSpeed-style dict or the path of a JSON file; `config_params` is its older name.
-        device: where the maths runs, and where the model is from then on; default: this rank's accelerator, else the CPU.
+        config -> torchrun's ranks join, unless there is a process group -> Engine -> a loader of micro-batches, if asked for
 
-    Collective and blocking. Raises ConfigError (a ValueError) for a config that is wrong, ValueError when the plan does not
-    fit, OSError when a path is missing, not writable or too full; all before any weight is moved.
+    Args:
+        args: a namespace whose `deepspeed_config` names the config file, when `config` is not given. The model may be the
+            first argument instead: `initialize(model, config=...)`.
+        model: built plainly or under `tiermem.zero.Init`.
+        optimizer: one of tiermem's, or torch's of the same name, or a function of the parameters. Its groups and settings
+            are kept; tiermem computes the step. Default: the config's. With neither, the engine is for inference.
+        model_parameters: the parameters or groups that the optimizer steps; default: all that require gradients.
+        training_data: a dataset; initialize returns a loader of this rank's micro-batches.
+        lr_scheduler: a scheduler or a function of the optimizer; default: the config's.
+        distributed_port: accepted for compatibility, without effect; MASTER_PORT sets the port.
+        mpu: its get_data_parallel_group() returns the ranks that share the model; model-parallel ranks are refused.
+        dist_init_required: False: a process group must exist already.
+        mesh_param: (data-parallel, sequence-parallel) ranks; the second must be 1.
+        config: a DeepSpeed-style dict or the path of a JSON file; `config_params` is its older name.
+        device: the device that computes and holds the model from now on; default: this rank's accelerator, else the CPU.
+
+    Collective; blocks. Raises ConfigError (a ValueError) for a wrong config, ValueError when the plan does not fit the
+    budget, and OSError when a path is missing, not writable or too full, all before any weight is moved. Raises RuntimeError
+    when dist_init_required is False and there is no process group.
     """
     if isinstance(args, nn.Module):
         if model is not None:
@@ -255,7 +255,10 @@ def initialize(
 
 
 def _sharing(mpu: Any, mesh_param: Sequence[int] | None) -> dist.ProcessGroup | None:
-    """The ranks that share the model; None: nobody says. Raises ValueError for ranks that share its layers or sequences."""
+    """Returns the group of ranks that share the model, or None when mpu is not given.
+
+    Raises ValueError when ranks would divide layers or sequences.
+    """
     if mesh_param is not None and list(mesh_param[1:]) != [1]:
         raise ValueError(
             f"mesh_param is {tuple(mesh_param)}: sequence parallelism does not exist here; give (data-parallel ranks, 1), or "

@@ -1,14 +1,14 @@
-"""Forecast: what a training step will move and how long it will take, before it runs, from one small model of events.
+"""Forecast: predicts, before a run, the bytes that a training step moves and the seconds that it takes.
 
 Files in order: each imports only files before it.
 
-    rates      how fast this machine's disk, links and arithmetic are; tasks on lanes, played event by event
-    loads      which units are read and when, what tiles move, what collectives take
+    rates      rates of disk, links and arithmetic; a simulator of tasks on lanes
+    loads      modules and their units, bytes of tiles, payloads of collectives
     steps      a training step as tasks: reads, gathers, maths, tiles
-    forecast   bytes per edge, seconds per phase, and plans chosen by them
+    forecast   bytes per edge and seconds per phase; the choice of a plan by predicted time
 
-The sizes are not modelled but planned: `zero/plan.py`, `zero/unit.py` and `zero/state_layout.py` say what is allocated and cut;
-here they are only put on a clock. Nothing is allocated, read or sent, and no collective is called.
+The sizes are the plan's own: `zero/plan.py`, `zero/unit.py` and `zero/state_layout.py` compute what a run allocates and cuts.
+The forecast adds times. It allocates no states, reads and sends nothing, and calls no collective, except `agreed`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Forecast: what one step of one rank moves over each edge and how long each phase takes; plans chosen by it."""
+"""Forecast: the bytes of one rank's step over each edge and the seconds of each phase; the choice of a plan by them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from tiermem.zero.shards import Shards
 
 
-# ---- Forecast: what one step of one rank moves over each edge and how long each phase takes, once training is --------
-# under way
-#
-# Two steps are played (steps.py, rates.py) and the second is told: the first has nothing read ahead of it. A rank
-# shares its node's disks with the other ranks there, all doing the same at the same time.
+# ---- the forecast of a step ------------------------------------------------------------------------------------------
 
 PHASES = (FORWARD, BACKWARD, STEP)
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """One training step of one rank."""
+    """One training step of one rank, after the first step.
+
+    The forecast simulates two steps (steps.py, rates.py) and reports the second, because nothing is read ahead of the first.
+    A rank shares its node's disks with the other ranks of the node, which do the same at the same time.
+    """
 
     seconds: Mapping[str, float]
-    """Of each phase: "forward" and "backward" (all micro-batches together) and "step"."""
+    """Seconds of each phase: "forward" and "backward" (all micro-batches together) and "step"."""
     moved_bytes: Mapping[str, Mapping[str, int]]
-    """By edge ("NVME -> HOST", ...) and phase. What is read ahead counts in the phase that begins the read."""
+    """Bytes by edge ("NVME -> HOST", ...) and phase. A read ahead counts in the phase that begins it."""
     payload_bytes: Mapping[str, Mapping[str, int]]
-    """What is handed to collectives, by who takes part ("shard", "within", ...) and phase; as zero/failures.py counts."""
+    """Payload of collectives by ranks ("shard", "within", ...) and phase, as zero/failures.py counts it."""
     busy_s: Mapping[str, Mapping[str, float]]
-    """By lane ("disk", "maths", ...) and phase: how long it works; the busiest bounds the phase."""
+    """Seconds of work by lane ("disk", "maths", ...) and phase; the busiest lane bounds the phase."""
 
     @property
     def total_s(self) -> float:
@@ -50,11 +50,11 @@ class Forecast:
         return sum(self.seconds.values())
 
     def edge_bytes(self, edge: str) -> int:
-        """Bytes of a step over an edge."""
+        """Returns the bytes of a step over an edge."""
         return sum(self.moved_bytes.get(edge, {}).values())
 
     def bound_of(self, phase: str) -> str:
-        """The lane that works longest in a phase, and so bounds it."""
+        """Returns the lane that works longest in a phase and so bounds it."""
         return max(self.busy_s, key=lambda lane: self.busy_s[lane].get(phase, 0.0), default="")
 
 
@@ -70,16 +70,17 @@ def forecast_step(
     num_micro: int = 1,
     most_tiles: int = MOST_TILES,
 ) -> Forecast:
-    """Plays a step of a planned model.
+    """Simulates a step of a planned model.
 
     Args:
-        division, plan: what `divide` and `make_plan` returned for this policy and topology.
+        division, plan: the results of `divide` and `make_plan` for this policy and topology.
         uses: the modules of a forward (`uses_of`).
-        rates: of the node and of a rank; see `Rates`.
+        rates: the rates of the node and of a rank; see `Rates`.
         num_micro: micro-batches of a step (gradient accumulation).
-        most_tiles: of more, neighbours are played as one: quicker, and a little too slow.
+        most_tiles: above this number, neighbouring tiles are merged: the simulation runs faster and predicts slightly more
+            seconds.
 
-    Raises ValueError for a forward in which a module needs more units at once than the plan has buffers for.
+    Raises ValueError when a module needs more units at once than the plan has buffers for.
     """
     of_rank = rates.of_rank(ranks_on_node)
     course = Course(plan.division.units, uses, plan, policy, topology, of_rank, is_gpu, num_micro, most_tiles)
@@ -87,7 +88,7 @@ def forecast_step(
 
 
 def forecast_shards(shards: Shards, compute: Compute, rates: Rates, num_micro: int = 1) -> Forecast:
-    """Plays a step of a model that is sharded, as it was divided and planned; see `forecast_step`. Calls no collective."""
+    """Simulates a step of a sharded model with its own division and plan; see `forecast_step`. Calls no collective."""
     division = shards.plan.division
     return forecast_step(
         division,
@@ -110,7 +111,7 @@ def _second_step(timeline: Timeline) -> Forecast:
     before_s = 0.0
     for task, end_s in zip(timeline.tasks, timeline.end_s, strict=True):
         phase, _, number = task.phase.partition(" ")
-        is_program = task.lane == MATHS  # which is what the program waits for, in the order of the tasks
+        is_program = task.lane == MATHS  # the program runs these tasks in order and waits for each
         if number == "1":
             lane, edge = busy.setdefault(task.lane, {}), moved.setdefault(task.edge, {})
             among = payloads.setdefault(task.among, {})
@@ -126,31 +127,28 @@ def _second_step(timeline: Timeline) -> Forecast:
     return Forecast(seconds, moved, payloads, busy)
 
 
-# ---- Choice: what a budget leaves open in a plan, settled by predicted time instead of by rules ----------------------
+# ---- the choice of a plan --------------------------------------------------------------------------------------------
 #
-#     open to choice (None in the policy)     the plan's rule                      tried instead
-#     home of gradients                       HOST when they fit                   NVME: its memory keeps states or units
-#     unit buffers                            two units fetched ahead              one
-#     tiles                                   2^20 elements, 8 buffers             smaller, or fewer: likewise
-#     what is left of the budget              optimizer states stay on HOST        whole units, or half of each
+#     field that is None in the policy    the plan's rule                    alternative
+#     home of gradients                   HOST when they fit                 NVME: frees memory for states or units
+#     unit buffers                        two units fetched ahead            one
+#     tiles                               2^20 elements, 8 buffers           smaller or fewer: frees memory, too
+#     rest of the budget                  optimizer states stay on HOST      units stay on HOST, in all of it or in half
 #
-# A slow disk with fast arithmetic wants units to stay (a byte of a weight is read twice and written once in a step, one
-# of fp32 states moves twice); where forward and backward hide the fetches, it wants states. From the rule's plan one
-# thing is changed at a time, what is predicted to be faster is kept, and what is left is tried once more. Nothing
-# random, no clock: from the same rates every rank chooses the same. Each candidate is planned and forecast, so all fit.
-# Without a budget nothing is scarce, and without rates nothing is known: then the rule stands.
+# With a slow disk and fast arithmetic, units on HOST save more: a step reads a byte of a weight twice and writes it once, and
+# moves a byte of fp32 states twice. Where forward and backward hide the reads of units, states on HOST save more.
 
-_LEAST_GAIN = 1.02  # for less the rule is not left
-_MOST_TILES = 160  # played one by one
+_LEAST_GAIN = 1.02  # a candidate must be faster by this factor
+_MOST_TILES = 160  # simulated one by one; above this number, neighbouring tiles are merged
 _ROUNDS = 2
 _TILES = ((1 << 20, 4), (1 << 18, 8))
-_SHARES = (0.5, 1.0)  # of what is left of the budget, for units
+_SHARES = (0.5, 1.0)  # fractions of the rest of the budget that units get
 
 Fields = dict[str, Any]
 
 
 class Tried(NamedTuple):
-    """One way to settle what is open."""
+    """One candidate: values of open fields, the plan and the forecast."""
 
     fields: Fields
     plan: Plan
@@ -158,7 +156,7 @@ class Tried(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What was chosen, and what the rule would have taken."""
+    """The chosen policy and plan, and the rule's plan for comparison."""
 
     policy: OffloadPolicy
     chosen: Tried
@@ -193,13 +191,17 @@ def choose(
     is_gpu: bool = False,
     num_micro: int = 1,
 ) -> Choice:
-    """Settles what a policy leaves open for a model, as the module says; `Choice.policy` is for `tiermem.shard`.
+    """Chooses values for the open fields (None) of a policy by predicted time; `Choice.policy` is for `tiermem.shard`.
+
+    It starts with the rule's plan, changes one field at a time, and keeps a change that is predicted to be faster; it repeats
+    this once. Every candidate is planned, so the chosen plan fits. Equal rates give equal choices on all ranks. Without
+    a budget of host memory (`host_bytes`) the rule's plan is chosen.
 
     Args:
-        model: of the shapes and dtypes that will be trained; may be on the meta device.
-        rates, compute: equal on all ranks, declared or by `agreed`.
+        model: a model with the shapes and dtypes of the training; may be on the meta device.
+        rates, compute: equal on all ranks; declared, or made equal by `agreed`.
 
-    Not collective; allocates nothing. Raises ValueError when not even the rule's plan fits.
+    Not collective; allocates no states. Raises ValueError when not even the rule's plan fits.
     """
     topology = plan_topology(world, policy, ranks_on_node)
     division = divide(model, policy, topology.num_shards)
@@ -217,7 +219,7 @@ def choose(
 
 
 def agreed(rates: Rates, compute: Compute, group: dist.ProcessGroup | None = None) -> tuple[Rates, Compute]:
-    """Rank 0's rates, on every rank of the group (default: the world). Collective when there are several ranks; blocks."""
+    """Returns rank 0's rates on every rank of the group (default: the world). Collective with a process group; blocks."""
     if not (dist.is_available() and dist.is_initialized()):
         return rates, compute
     values: list[Any] = [rates, compute]
@@ -228,7 +230,7 @@ def agreed(rates: Rates, compute: Compute, group: dist.ProcessGroup | None = Non
 
 
 class _Search:
-    """Tries one change after the other; what was tried is remembered."""
+    """Tries one change after the other and remembers every candidate."""
 
     def __init__(
         self, policy: OffloadPolicy, division: Division, num_shards: int, play: Callable[[Fields], Tried]
@@ -262,7 +264,7 @@ class _Search:
             yield {"grads": Tier.NVME}
 
     def _residency(self, best: Tried) -> Iterator[Fields]:
-        """Units in place of states, within what is left of the budget."""
+        """Gives units, instead of states, the rest of the budget."""
         policy, units = self._policy, [unit for unit in best.plan.division.units if not unit.is_resident]
         left = best.plan.resident_bytes + self._host_units_bytes(best)
         is_open = policy.host_param_numel is None and policy.resident_bytes is None
@@ -289,7 +291,7 @@ class _Search:
     # ---- trying --------------------------------------------------------------------------------------------------------
 
     def _try(self, fields: Fields) -> Tried | None:
-        """A candidate's plan and forecast, or None when it does not fit."""
+        """Returns a candidate's plan and forecast, or None when it does not fit."""
         key = repr(sorted(fields.items()))
         if key not in self._tried:
             try:

@@ -1,4 +1,4 @@
-"""Loads: what a step reads, writes and sends: units fetched, tiles of states, payloads of collectives."""
+"""Loads: the units, tiles and collectives of a step, in seconds of maths and in bytes."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from tiermem.zero.reduce import Bucket, cut, scatters
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Division, Unit
 
-# ---- Uses: the modules that a forward runs one after another, with the units each needs and how long its maths -------
-# takes
-#
-# Taken from a division (zero/unit.py), in the order in which modules are defined: the first guess that `zero/prefetcher.py`
-# makes too. A module's maths is counted by its parameters that multiply: those of two dimensions or more, outside
-# embeddings, which only look up. A mixture of experts counts every expert, so its time is an upper bound.
+# ---- modules and their units -----------------------------------------------------------------------------------------
 
 
 class Use(NamedTuple):
-    """One module's part in a forward and a backward."""
+    """One module in a forward and a backward: the units that it needs and the seconds of its maths."""
 
     name: str
-    units: tuple[int, ...]  # indices of the units it needs, streamed or not
+    units: tuple[int, ...]  # indices of the units that it needs, streamed or resident
     forward_s: float
     backward_s: float
-    reads_again: bool = True  # whether its backward needs the units as well
+    reads_again: bool = True  # whether its backward needs the units, too
 
 
 def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]:
-    """The uses of one forward. The model may be on the meta device."""
+    """Returns the uses of one forward, in the order in which modules are defined. The model may be on the meta device.
+
+    `zero/prefetcher.py` also takes that order as its first guess. A module's maths is computed from the elements of its
+    parameters of two dimensions or more; embeddings do not count, because they only look up. All experts of a mixture of
+    experts count, so its time is an upper bound.
+    """
     names = {module: name for name, module in model.named_modules()}
     in_list = {
         m for each in model.modules() if isinstance(each, nn.ModuleList) for m in each.modules() if m is not each
@@ -64,35 +64,34 @@ def uses_of(model: nn.Module, division: Division, compute: Compute) -> list[Use]
 
 
 def _matrices(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters that a module and those below it multiply by: of two dimensions, not those of its embeddings."""
+    """Returns the parameters of a module and its children with two dimensions or more, without embeddings."""
     embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     looked_up = {param for each in embeddings for param in each.parameters(recurse=False)}
     return {param for param in module.parameters() if param.dim() > 1} - looked_up
 
 
 def _left(modules: set[nn.Module]) -> set[nn.Parameter]:
-    """Matrices that these modules own themselves."""
+    """Returns the matrices that these modules own directly, without embeddings."""
     owned = (module.parameters(recurse=False) for module in modules if not isinstance(module, nn.Embedding))
     return {param for params in owned for param in params if param.dim() > 1}
 
 
-# ---- TileLoad: what a tile of optimizer states moves in a step, once its states have been written --------------------
-#
-# The tiles are those of `optim/tile.py`, the bytes those that `optim/tile.py` reads and writes:
-#
-#     read      states that rest on NVMe · its weights there, when a step needs them · its gradients there
-#     written   states that rest on NVMe · its weights there
-#     memory    what the kernel streams: states and weights both ways, gradients once
+# ---- tiles of optimizer states ---------------------------------------------------------------------------------------
 
-MOST_TILES = 20_000  # played one by one; of more, neighbours are taken together
+MOST_TILES = 20_000  # simulated one by one; above this number, neighbouring tiles are merged
 
 
 class TileLoad(NamedTuple):
-    """Bytes of one tile, or of neighbours taken together."""
+    """Bytes that one tile, or several merged neighbours, moves in a step after the first step.
+
+    read      states on NVMe, its weights on NVMe if a step needs them, its gradients on NVMe
+    written   states on NVMe, its weights on NVMe
+    memory    bytes that the kernel moves in memory: states both ways, weights written and, if needed, read, gradients once
+    """
 
     unit: int
     read_bytes: int
-    lasting_bytes: int  # of those read, what rests from step to step: a head start may read it
+    lasting_bytes: int  # of read_bytes: states and weights, which exist before backward, so a head start may read them
     written_bytes: int
     memory_bytes: int
     num_tiles: int = 1
@@ -101,8 +100,10 @@ class TileLoad(NamedTuple):
 def tile_loads(
     units: Sequence[Unit], plan: Plan, policy: OffloadPolicy, shard_rank: int, most_tiles: int = MOST_TILES
 ) -> list[TileLoad]:
-    """The loads of a step in the order in which tiles are stepped; of more than `most_tiles`, neighbours of a unit together."""
-    cut: dict[Hashable, list[tuple[int, int]]] = {}  # of units that lie alike: a Transformer's blocks are cut once
+    """Returns the loads of a step in the order of its tiles. Above `most_tiles`, neighbours in one unit are merged."""
+    cut: dict[
+        Hashable, list[tuple[int, int]]
+    ] = {}  # one entry for all units of equal layout, as a Transformer's blocks
     pieces: list[tuple[Unit, int, int]] = []
     for unit in units:
         if unit.is_trainable:
@@ -123,7 +124,7 @@ def tile_loads(
 
 
 def _cut(unit: Unit, tile_numel: int, policy: OffloadPolicy, shard_rank: int) -> list[tuple[int, int]]:
-    """(elements, bytes of states) of a unit's tiles."""
+    """Returns (elements, bytes of states) of each tile of a unit."""
     layout = planned_layout(unit, policy)
     numels = [numel for _, numel, _ in stepped_ranges(unit, tile_numel, shard_rank)]
     bytes_of = {numel: layout.total_bytes(numel) for numel in set(numels)}
@@ -155,31 +156,31 @@ def _together(loads: list[TileLoad], num: int) -> list[TileLoad]:
     return found
 
 
-# ---- Wires: what a rank hands to collectives for a unit, to the byte, and what of that crosses to or from it ---------
+# ---- collectives -----------------------------------------------------------------------------------------------------
 #
-#     gathers     a unit's parameters, in the dtype that the maths sees; as 8-bit blocks (qwZ); across nodes and then within
-#                 them (two stages); within a node alone, once a second copy is there (hpZ)
-#     updates     new weights of a unit that stays present, span by span
+#     gathers     a unit's parameters in the dtype of the maths; as 8-bit blocks (qwZ); across nodes and then within nodes
+#                 (two stages); within a node only, if there is a secondary copy (hpZ)
+#     updates     new weights of a resident unit, span by span
 #     reductions  a unit's gradients, bucket by bucket: to their owners, then among copies of a part (MiCS); as 8-bit blocks
-#                 within a node and then across (qgZ); or an all-reduce
+#                 within a node and then across nodes (qgZ); or by an all-reduce
 #
-# The payload of a call is what `zero/failures.py` counts: the larger side, what an all-gather fills, what a
-# reduction takes. Of it crosses all but a rank's own part; in an all-reduce twice that, there and back. Padding between
-# parameters is not sent. The few bytes by which ranks compare flags and add up norms are left out.
+# Padding between parameters is not sent. The few bytes by which ranks compare flags and add norms are left out.
 
 
 class Send(NamedTuple):
     """One call of a collective."""
 
     among: str
-    """Which ranks: "world", "shard", "replica", "across" or "within" (zero/topology.py)."""
+    """The ranks: "world", "shard", "replica", "across" or "within" (zero/topology.py)."""
     payload_bytes: int
+    """The larger side of the call, as `zero/failures.py` counts it: the output of an all-gather, the input of a reduction."""
     crossing_bytes: int
-    """Of the payload, what this rank receives, and as much that it sends."""
+    """Bytes that this rank receives; it sends the same number. All of the payload but its own part; twice that in an
+    all-reduce."""
 
 
 def gathers(unit: Unit, policy: OffloadPolicy, topology: Topology, is_second: bool = False) -> list[Send]:
-    """The calls of one gather; `is_second`: from the second copy that hpZ keeps."""
+    """Returns the calls of one gather. is_second: it gathers from the secondary copy of hpZ."""
     num_shards = topology.num_shards
     if num_shards == 1:
         return []
@@ -193,7 +194,7 @@ def gathers(unit: Unit, policy: OffloadPolicy, topology: Topology, is_second: bo
 
 
 def updates(unit: Unit, policy: OffloadPolicy, topology: Topology) -> list[Send]:
-    """The calls by which new weights of a unit that stays present reach every rank."""
+    """Returns the calls that send new weights of a resident unit to every rank."""
     num_shards = topology.num_shards
     if num_shards == 1:
         return []
@@ -209,12 +210,12 @@ def updates(unit: Unit, policy: OffloadPolicy, topology: Topology) -> list[Send]
 
 
 def buckets_of(unit: Unit, policy: OffloadPolicy, topology: Topology) -> list[Bucket]:
-    """The buckets that a unit's gradients are reduced in."""
+    """Returns the buckets in which a unit's gradients are reduced."""
     return cut(unit, topology.num_shards, policy.reduce_bucket_numel, policy.contiguous_gradients)
 
 
 def reductions(bucket: Bucket, policy: OffloadPolicy, topology: Topology) -> list[Send]:
-    """The calls that reduce one bucket."""
+    """Returns the calls that reduce one bucket."""
     if topology.world == 1:
         return []
     itemsize = bucket.dtype.itemsize if policy.reduce_dtype is None else DTYPES[policy.reduce_dtype].itemsize
@@ -231,12 +232,12 @@ def reductions(bucket: Bucket, policy: OffloadPolicy, topology: Topology) -> lis
 
 
 def keeps_second(policy: OffloadPolicy, topology: Topology) -> bool:
-    """Whether gathers but the first after a step come from a second copy near by (hpZ)."""
+    """Whether all gathers but the first after a step use the secondary copy within the node (hpZ)."""
     return keeps_secondary(policy, topology.num_shards) and topology.within is not None
 
 
 def _plain(whole_bytes: int, topology: Topology) -> list[Send]:
-    """Every rank's part of something to all; where that is done in two stages, across nodes first."""
+    """An all-gather; in two stages, first across nodes and then within nodes."""
     if topology.gathers_in_stages and topology.across is not None:
         from_nodes = whole_bytes // topology.num_shards * topology.across.size
         return [_to_all("across", from_nodes, topology), _to_all("within", whole_bytes, topology)]
@@ -244,7 +245,7 @@ def _plain(whole_bytes: int, topology: Topology) -> list[Send]:
 
 
 def _packed(bucket: Bucket, topology: Topology) -> list[Send]:
-    """Blocks for every rank; over several nodes for the near ones first, and of their sums one for each node."""
+    """A reduction of 8-bit blocks; on several nodes first within each node, then the node's sums across nodes."""
     if topology.across is None or topology.within is None:
         return [_to_all("shard", topology.num_shards * packed_bytes(bucket.column_numel), topology)]
     num_across, num_within = topology.across.size, topology.within.size
@@ -255,7 +256,7 @@ def _packed(bucket: Bucket, topology: Topology) -> list[Send]:
 
 
 def _to_all(among: str, payload_bytes: int, topology: Topology) -> Send:
-    """Every rank's part goes to every other."""
+    """A call in which every rank's part goes to every other rank."""
     num_ranks = _size(among, topology)
     return Send(among, payload_bytes, payload_bytes * (num_ranks - 1) // num_ranks)
 

@@ -1,4 +1,4 @@
-"""Rates, a timeline of tasks that use them, and the ZeRO-Infinity paper's own arithmetic (arXiv 2104.07857)."""
+"""Rates of a node; the arithmetic of the ZeRO-Infinity paper (arXiv 2104.07857); a simulator of tasks on lanes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,14 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# ---- Rates: how fast one node moves bytes and one rank computes. Measured somewhere else; here they only get ---------
-# names
-#
-# disk       one node's paths together; its ranks share them. A shared disk moves one direction at a time (what a single
-#            queue of a virtual disk does); a duplex one both at once
-# link       between HOST and a rank's GPU, each way; no link where the maths runs on the CPU network    what one rank
-# sends or receives; near: to and from ranks of its own node kernels    one rank's optimizer steps, in bytes of memory
-# traffic a second; gradients: its passes over gradients, likewise
-#
-# compute    seconds of maths, from what a block took (`Compute`), or from a peak (`Compute.of_peak`)
+# ---- rates -----------------------------------------------------------------------------------------------------------
 
 
 class Compute(NamedTuple):
-    """How long the maths of one micro-batch takes a rank.
+    """The seconds of maths that a rank needs for one micro-batch.
 
-    The first two are for each parameter that multiplies. What lies outside every list of blocks (the head, the loss) takes
-    `rest_*`; None: it is counted by its parameters like everything else.
+    `forward_s` and `backward_s` are seconds per element of the parameters that multiply. `rest_*` are the seconds of all
+    modules outside the lists of blocks (the head, the loss); None: those are computed from their parameters, too.
     """
 
     forward_s: float
@@ -32,15 +23,15 @@ class Compute(NamedTuple):
     rest_backward_s: float | None = None
 
     def shared_by(self, num_ranks: int) -> Compute:
-        """What it takes each of so many ranks that share the processor on which it was measured."""
+        """Returns the seconds of each of num_ranks ranks that share the processor on which these were measured."""
         rest = (None if each is None else each * num_ranks for each in (self.rest_forward_s, self.rest_backward_s))
         return Compute(self.forward_s * num_ranks, self.backward_s * num_ranks, *rest)
 
     @staticmethod
     def of_peak(flops: float, num_tokens: int, is_checkpointing: bool = False) -> Compute:
-        """From operations per second that are reached: 2 per parameter and token forward, 4 backward, 2 to recompute.
+        """Computes seconds from operations per second: 2 per parameter and token forward, 4 backward, 2 to recompute.
 
-        Products of activations with each other (attention's scores) are left out: about seq / (6 x hidden) of the rest.
+        Products of activations with each other (attention scores) are left out: about seq / (6 x hidden) of the rest.
         """
         forward = 2 * num_tokens / flops
         return Compute(forward, forward * (3 if is_checkpointing else 2))
@@ -48,7 +39,15 @@ class Compute(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Bytes per second. Raises ValueError for one that is not positive."""
+    """Rates in bytes per second, and two overheads in seconds. Raises ValueError for a rate that is not positive.
+
+    disk        all paths of a node together; its ranks share them. A duplex disk reads and writes at once; any other disk
+                does one at a time, like the single queue of a virtual disk
+    link        between HOST and one rank's GPU, each direction; unused when the CPU computes
+    network     bytes that one rank sends or receives; near: to and from ranks of its own node
+    kernel      memory traffic of one rank's optimizer steps
+    gradient    memory traffic of one rank's passes over gradients
+    """
 
     disk_read_bytes_s: float
     disk_write_bytes_s: float
@@ -77,7 +76,7 @@ class Rates:
                 raise ValueError(f"{field.name} is {value}; it must be more than 0")
 
     def of_rank(self, ranks_on_node: int) -> Rates:
-        """What one of so many ranks on a node has, all of them busy: its part of the disks."""
+        """Returns the rates of one rank when all ranks of a node are busy: the disk rates divided by the ranks."""
         return dataclasses.replace(
             self,
             disk_read_bytes_s=self.disk_read_bytes_s / ranks_on_node,
@@ -85,17 +84,15 @@ class Rates:
         )
 
 
-# ---- The ZeRO-Infinity paper's own arithmetic (arXiv 2104.07857): memory of models that may not exist yet, and -------
-# bandwidth it takes
+# ---- arithmetic of the ZeRO-Infinity paper ---------------------------------------------------------------------------
 #
-# A Transformer of `num_layers` layers of width `hidden`, all bytes counted as the paper counts them: 16-bit weights and
-# gradients, fp32 master, gradient, momentum and variance of Adam, 20 bytes for each parameter.
+# These functions count bytes as the paper (arXiv 2104.07857) does: 16-bit weights and gradients, fp32 master, gradient,
+# momentum and variance of Adam, 20 bytes per parameter.
 #
-#     section 3   what has to lie somewhere         parameters, model states, activations, checkpoints, working memory
-#     section 4   how fast it has to come           arithmetic intensity, efficiency = intensity x bandwidth /
-#                                                                                     (intensity x bandwidth + peak)
+#     section 3   memory       parameters, model states, activations, checkpoints, working memory
+#     section 4   bandwidth    arithmetic intensity; efficiency = intensity x bandwidth / (intensity x bandwidth + peak)
 #
-# Sizes of tiermem's own are in `zero/plan.py`; they differ where tiermem keeps fewer bytes.
+# tiermem's own sizes are in `zero/plan.py`; they are smaller where tiermem keeps fewer bytes.
 
 STATE_BYTES = 20  # per parameter: 2 weight, 2 gradient, 4 master, 4 momentum, 4 variance, 4 gradient in fp32
 _HALF = 2  # bytes of a 16-bit number
@@ -103,7 +100,7 @@ _HALF = 2  # bytes of a 16-bit number
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
-    """A model as the paper describes one.
+    """A Transformer as the paper describes it: `num_layers` layers of width `hidden`.
 
     `checkpoint_interval` is the number of blocks between two activation checkpoints (the paper's ci).
     """
@@ -115,7 +112,7 @@ class Transformer:
 
     @property
     def num_params(self) -> int:
-        """Of the layers: four matrices of attention and two of 4 x hidden, 12 hidden^2 each layer."""
+        """Parameters of the layers: 12 x hidden^2 each, four attention matrices and two matrices of hidden x 4 hidden."""
         return 12 * self.num_layers * self.hidden**2
 
     @property
@@ -137,7 +134,7 @@ class Transformer:
         return 2 * _HALF * self.hidden * 4 * self.hidden
 
     def activation_working_bytes(self, batch: int, seq: int) -> int:
-        """Activation working memory: what is recomputed between two checkpoints."""
+        """Activation working memory: the activations recomputed between two checkpoints."""
         return self._layer_activation_bytes(batch, seq) * self.checkpoint_interval
 
     def operations(self, batch: int, seq: int) -> int:
@@ -145,9 +142,9 @@ class Transformer:
         return 8 * batch * seq * self.num_params
 
     def _layer_activation_bytes(self, batch: int, seq: int) -> int:
-        """16 x hidden + 2 x heads x seq numbers a token.
+        """Returns the bytes of 16 x hidden + 2 x heads x seq numbers per token.
 
-        The paper's formula leaves the size of a number open; its table comes out with two bytes.
+        The paper's formula does not give the size of a number; 2 bytes reproduce its table.
         """
         return _HALF * batch * seq * (16 * self.hidden + 2 * self.num_heads * seq)
 
@@ -162,11 +159,11 @@ PAPER_MODELS = (
     Transformer(195, 64 * 1024, 512),
     Transformer(315, 160 * 1024, 1024),
 )
-"""The models of that table, 0.1 to 100 trillion parameters."""
+"""The models of that table, with 0.1 to 100 trillion parameters."""
 
 
 def weight_intensity(batch: int, seq: int) -> float:
-    """Operations per byte of weights, loaded forward, recomputing and backward, and of gradients, stored once."""
+    """Operations per byte of weights (loaded forward, for recomputation and backward) and of gradients (stored once)."""
     return float(seq * batch)
 
 
@@ -181,25 +178,23 @@ def activation_intensity(hidden: int, checkpoint_interval: int = 1) -> float:
 
 
 def efficiency(intensity: float, bandwidth_bytes_s: float, peak_flops: float) -> float:
-    """Part of the peak that is reached when moving and computing do not overlap: 0 to 1."""
+    """Returns the fraction of the peak that is reached when transfers and maths do not overlap, 0 to 1."""
     reached = intensity * bandwidth_bytes_s
     return reached / (reached + peak_flops)
 
 
 def bandwidth_for(intensity: float, wanted_efficiency: float, peak_flops: float) -> float:
-    """Bytes per second that an efficiency takes. Raises ValueError unless it lies between 0 and 1."""
+    """Returns the bytes per second that an efficiency needs. Raises ValueError unless it lies between 0 and 1."""
     if not 0 < wanted_efficiency < 1:
         raise ValueError(f"the efficiency is {wanted_efficiency}; it must lie between 0 and 1, both excluded")
     return wanted_efficiency / (1 - wanted_efficiency) * peak_flops / intensity
 
 
-# ---- Timeline: tasks that wait for each other and for lanes, played event by event. The whole of the model of --------
-# time
+# ---- tasks on lanes --------------------------------------------------------------------------------------------------
 #
-# A *lane* does one task at a time: a disk, a direction of a link, the processor. A *task* takes a lane for its seconds
-# once all tasks that it comes after have ended; of those that are ready the lane takes the lowest priority number, then
-# the one that has been ready longest. Nothing is random, nothing is preempted, and a task without seconds ends when it
-# begins.
+# A *lane* runs one task at a time: a disk, one direction of a link, the processor. A *task* is ready when all tasks that it
+# comes after have ended, and then occupies its lane for its seconds. A free lane takes the ready task with the lowest priority
+# number; of several, the task that became ready first. Nothing is random and no task is preempted.
 #
 #     read 0 |--disk--|                                  tasks 0, 1, 2 of three lanes; "compute 0" comes after "read 0"
 #     read 1          |--disk--|
@@ -208,10 +203,10 @@ def bandwidth_for(intensity: float, wanted_efficiency: float, peak_flops: float)
 
 
 class Task(NamedTuple):
-    """One piece of work.
+    """One piece of work on a lane.
 
-    `after` holds numbers of earlier tasks of the same list. `phase`, `edge` and `among` are labels for who adds up; `num_bytes`
-    is what the task moves over its edge, `payload_bytes` what it hands to a collective among some ranks.
+    `after` holds indices of earlier tasks in the same list. `phase`, `edge` and `among` are labels for totals. The task moves
+    `num_bytes` over its edge and gives `payload_bytes` to a collective among some ranks.
     """
 
     name: str
@@ -228,28 +223,28 @@ class Task(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """When each task began and ended, in seconds from the start."""
+    """The begin and the end of each task, in seconds from the start."""
 
     tasks: Sequence[Task]
     begin_s: Sequence[float]
     end_s: Sequence[float]
 
     def phase_end_s(self, phase: str) -> float:
-        """When the last task of a phase ended; 0 when it has none."""
+        """Returns the end of a phase's last task, in seconds; 0 for a phase without tasks."""
         return max((end for task, end in zip(self.tasks, self.end_s, strict=True) if task.phase == phase), default=0.0)
 
     def busy_s(self, lane: str, phase: str) -> float:
-        """How long a lane worked on tasks of a phase."""
+        """Returns the seconds that a lane worked on tasks of a phase."""
         return sum(task.seconds for task in self.tasks if task.lane == lane and task.phase == phase)
 
 
 def play(tasks: Sequence[Task]) -> Timeline:
-    """Plays the tasks and says when each ran. Raises ValueError for one that comes after itself or a later one."""
+    """Simulates the tasks. Raises ValueError for a task that comes after itself or after a later task."""
     return _Play(tasks).run()
 
 
 class _Play:
-    """One play: which tasks wait for how many others, which are ready on each lane, what runs now."""
+    """One simulation: the number of tasks that each task waits for, the ready tasks of each lane, the running tasks."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._tasks = tasks
@@ -268,7 +263,7 @@ class _Play:
                 self._followers[each].append(number)
 
     def run(self) -> Timeline:
-        """Plays all of them."""
+        """Simulates all tasks."""
         for number, awaited in enumerate(self._num_awaited):
             if not awaited:
                 self._add_ready(number, 0.0)

@@ -1,14 +1,15 @@
-"""Steps: training steps of one rank as tasks, in the order in which the library itself issues them.
+"""Steps: the training steps of one rank as tasks, in the order in which the library issues them.
 
     forward    per use:  read shard (disk) -> gather (network) -> copy to the GPU (link) -> maths
-    backward   per use:  the same, then per bucket: pack -> reduce (network), while backward goes on; the oldest of two under
-               way arrives before a third begins: add up -> copy to the host -> add to its home -> write (disk)
-    step       per tile: read -> kernel -> write, through a fixed number of buffers; the first reads begin in backward, once
-               no unit is left to be read; then what next forward begins with is read. With step_in_backward a unit's tiles
-               are stepped where its gradients arrive, and backward waits for them
+    backward   per use:  the same, then per bucket: pack -> reduce (network), while backward continues. At most two buckets
+               are in flight: the oldest ends before a third begins. Then: add -> copy to the host -> accumulate at home ->
+               write (disk)
+    step       per tile: read -> kernel -> write, through a fixed number of buffers. The first reads begin in backward, when
+               no unit remains to be read. After the tiles, the first units of the next forward are read. With
+               step_in_backward a unit's tiles are stepped when its gradients arrive, and backward waits for them
 
-Lanes: `disk` (or `disk read` and `disk write` when both go at once), `network`, `near network` within a node, `link down`,
-`link up`, `maths` and, beside a GPU, `kernels`; on a CPU kernels and maths share the cores, so they share a lane.
+Lanes: `disk` (or `disk read` and `disk write` for a duplex disk), `network`, `near network` within a node, `link down`,
+`link up`, `maths`, and with a GPU `kernels`. On a CPU, kernels and maths share the cores and so the lane `maths`.
 """
 
 from __future__ import annotations
@@ -45,50 +46,50 @@ RANK_TO_RANK, RANK_TO_NEAR = "rank -> rank", "rank -> rank of its node"
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 MATHS = "maths"
 
-_BEHIND = 1  # priority of what is not waited for yet
+_BEHIND = 1  # priority of the head start's reads
 _GRAD_BUFFERS = 2
-_CHECKED = {"always": 1.0, "sample": 1 / 16, "resume": 0.0}  # part of what is read
+_CHECKED = {"always": 1.0, "sample": 1 / 16, "resume": 0.0}  # fraction of the bytes read whose checksums are computed
 
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """What a rank does in a step: everything that decides its tasks."""
+    """Everything that determines the tasks of a rank's step."""
 
     units: Sequence[Unit]
     uses: Sequence[Use]
     plan: Plan
     policy: OffloadPolicy
     topology: Topology
-    rates: Rates  # of this rank
+    rates: Rates  # this rank's part of the node's rates
     is_gpu: bool
     num_micro: int  # micro-batches of a step
-    most_tiles: int  # played one by one
+    most_tiles: int  # above this number, neighbouring tiles are merged
 
 
 class _Reducing(NamedTuple):
-    """A bucket of gradients between ranks."""
+    """A bucket of gradients that is being reduced."""
 
     bucket: Bucket
-    sent: int  # the task that ends its way
-    is_first: bool  # of the micro-batches
-    is_last: bool  # of the unit's buckets
+    sent: int  # the last task of its reduction
+    is_first: bool  # whether this is the first micro-batch of the step
+    is_last: bool  # whether this is the last bucket of its unit
 
 
 def build_steps(course: Course, num_steps: int) -> list[Task]:
-    """The tasks of so many steps in a row; each phase's name ends in its step's number: "forward 0"."""
+    """Returns the tasks of num_steps steps in a row. The name of a phase ends with the number of its step: "forward 0"."""
     return _Builder(course).build(num_steps)
 
 
 class _Builder:
-    """Adds tasks and remembers by number what others have to wait for."""
+    """Adds tasks to a list and keeps the numbers of those that later tasks wait for."""
 
     def __init__(self, course: Course) -> None:
         self._course = course
         self._rates = course.rates
         self._tasks: list[Task] = []
         self._phase = ""
-        self._last = -1  # the latest task of the program itself: everything it does next comes after
-        self._arrivals: dict[int, int] = {}  # unit -> the task that ends its way here
+        self._last = -1  # the program's latest task: its next tasks come after it
+        self._arrivals: dict[int, int] = {}  # unit -> the task after which the unit is present
         self._loads = tile_loads(
             course.units, course.plan, course.policy, course.topology.shard_rank, course.most_tiles
         )
@@ -96,9 +97,9 @@ class _Builder:
         again = [use.units for use in reversed(course.uses) if use.reads_again]
         order = Order(self._streamed([use.units for use in course.uses]), self._streamed(again))
         self._prefetcher = Prefetcher(self._played, order, limits_of(course.plan, course.policy))
-        self._begun: list[int] = []  # head start: tasks that read the first tiles
+        self._begun: list[int] = []  # the head start's tasks, which read the first tiles
         self._grad_writes: list[int] = []
-        self._unchecked: set[int] = set()  # units that have been read and not been used yet
+        self._unchecked: set[int] = set()  # units that were read and not used yet
         self._under_way: list[_Reducing] = []  # oldest first
 
     def build(self, num_steps: int) -> list[Task]:
@@ -131,13 +132,13 @@ class _Builder:
                 if not left[index] and self._unit(index).is_trainable:
                     self._receive(self._unit(index), is_first=micro == 0)
         for unit in self._course.units:
-            if unit.is_trainable and unit.index not in left:  # small ones that stay present: at the end
+            if unit.is_trainable and unit.index not in left:  # small resident units: at the end of backward
                 self._receive(unit, is_first=micro == 0)
         while self._under_way:
             self._arrive()
 
     def _run(self, name: str, units: Sequence[int], seconds: float) -> None:
-        """One module's maths, once its units have come; what is fetched ahead is begun before it."""
+        """Adds one module's maths after its units are present. The prefetcher begins reads ahead before the maths."""
         needed = [self._played[index] for index in units]
         try:
             for played in needed:
@@ -154,22 +155,22 @@ class _Builder:
         seconds += self._rates.use_s + self._sum_s(sum(landing), 0)
         self._last = self._add(name, MATHS, seconds, [self._last, *arrivals])
 
-    # ---- units: what their transitions take ----------------------------------------------------------------------------
+    # ---- transitions of units ------------------------------------------------------------------------------------------
 
     def read_unit(self, unit: Unit) -> int:
-        """The read of a unit's shard."""
+        """Adds the read of a unit's shard."""
         self._unchecked.add(unit.index)
         return self._read(unit.name, unit.shard_bytes, [self._last])
 
     def gather_unit(self, unit: Unit, read: int | None, has_second: bool) -> None:
-        """A unit's exchange; the program waits for its read."""
+        """Adds a unit's gather. The program waits for the unit's read first."""
         if read is not None:
             self._last = self._add("read", MATHS, 0.0, [self._last, read])
         sends = gathers(unit, self._course.policy, self._course.topology, has_second)
         self.copy_unit(unit, self._send(f"gather {unit.name}", sends, self._last))
 
     def copy_unit(self, unit: Unit, after: int | None = None) -> None:
-        """The end of a unit's way, over a GPU's link."""
+        """Adds the copy of a unit to the GPU; without a GPU, the unit is present after `after`."""
         after = self._last if after is None else after
         self._arrivals[unit.index] = self._to_gpu(unit, after)
 
@@ -185,7 +186,7 @@ class _Builder:
     # ---- gradients -----------------------------------------------------------------------------------------------------
 
     def _receive(self, unit: Unit, is_first: bool) -> None:
-        """A unit's gradients begin their way home; alone they are there at once."""
+        """Starts the reductions of a unit's gradients. On a single rank they are accumulated at home at once."""
         course = self._course
         if course.topology.world == 1:
             self._bring_home(unit, is_first, self._last)
@@ -202,7 +203,7 @@ class _Builder:
                 self._arrive()
 
     def _arrive(self) -> None:
-        """The oldest reduction ends; with its unit's last, the gradients are brought home."""
+        """Ends the oldest reduction. After a unit's last bucket, its gradients are accumulated at home."""
         oldest = self._under_way.pop(0)
         unit, after = oldest.bucket.unit, self._last
         if self._course.is_gpu:
@@ -214,7 +215,7 @@ class _Builder:
             self._bring_home(unit, oldest.is_first, after)
 
     def _bring_home(self, unit: Unit, is_first: bool, after: int) -> None:
-        """This rank's part of a unit's gradients is copied or added to where it rests, or stepped with."""
+        """Copies or adds this rank's part of a unit's gradients to its home; with step_in_backward, steps its tiles."""
         course = self._course
         if course.is_gpu:
             num_bytes = unit.shard_bytes
@@ -237,14 +238,14 @@ class _Builder:
             self._last = self._add(f"stepped {unit.name}", MATHS, 0.0, [self._last, after, *writes])
 
     def _goes_on(self, after: int) -> None:
-        """The program waits for its own cores, not for a GPU's."""
+        """Makes the program wait for a task on the CPU; with a GPU it does not wait."""
         if not self._course.is_gpu:
             self._last = after
 
     # ---- the step ------------------------------------------------------------------------------------------------------
 
     def _begin_tiles(self) -> None:
-        """The head start: the first tiles' lasting parts, behind everything else."""
+        """Adds the head start: reads of the first tiles' states and weights, after all other reads."""
         course = self._course
         if self._begun or not course.policy.pipeline_read or course.policy.step_in_backward:
             return
@@ -272,7 +273,7 @@ class _Builder:
             self._prefetcher.end_pass()
 
     def _tiles(self, loads: Sequence[TileLoad], begun: list[int], first: int) -> list[int]:
-        """Tiles through read, kernel and write, once `first` has ended; returns the writes."""
+        """Adds read, kernel and write of each tile after the task `first`. Returns the writes."""
         policy, num_buffers = self._course.policy, max(1, self._course.plan.tiles.num)
         kernels: list[int] = []
         writes: list[int] = []
@@ -292,7 +293,7 @@ class _Builder:
         return writes
 
     def _update(self, unit: Unit) -> None:
-        """The new weights of a unit that stays present reach every rank's copy."""
+        """Adds the sends that update every rank's copy of a resident unit."""
         course = self._course
         sent = self._send(f"update {unit.name}", updates(unit, course.policy, course.topology), self._last)
         self._last = self._to_gpu(unit, sent)
@@ -310,7 +311,7 @@ class _Builder:
         return self._add(f"write {name}", lane, seconds, after, HOST_TO_NVME, num_bytes)
 
     def _send(self, name: str, sends: Sequence[Send], after: int) -> int:
-        """Collectives, one after the other; returns the last, or what they would have come after."""
+        """Adds collectives one after the other. Returns the last task, or `after` when there are none."""
         for send in sends:
             is_near = send.among == "within" and self._rates.near_bytes_s is not None
             rate = self._rates.near_bytes_s if is_near else None
@@ -329,7 +330,7 @@ class _Builder:
         return self._add("tile", lane, seconds, after)
 
     def _sum_s(self, read_bytes: int, written_bytes: int) -> float:
-        """Seconds of checksums: of what is read as often as the policy says, of what is written where any are kept."""
+        """Returns the seconds of checksums of bytes read (as often as the policy verifies) and written (if it keeps any)."""
         if self._rates.sum_bytes_s is None:
             return 0.0
         policy = self._course.policy
@@ -360,7 +361,7 @@ class _Builder:
 
 
 class _PlayedUnit:
-    """A unit whose transitions are tasks on the clock; the prefetcher decides them."""
+    """A unit for the real prefetcher, whose transitions add tasks instead of moving bytes."""
 
     def __init__(self, unit: Unit, builder: _Builder, course: Course) -> None:
         self.unit = unit
@@ -372,21 +373,21 @@ class _PlayedUnit:
         self._builder = builder
         self._is_on_nvme = course.plan.unit_homes.get(unit.index) is Tier.NVME
         self._keeps_second = keeps_second(course.policy, course.topology)
-        self._has_second = False  # a second copy is near by
-        self._read: int | None = None  # the task of the read under way
+        self._has_second = False  # whether there is a secondary copy in the node (hpZ)
+        self._read: int | None = None  # the task of the read in flight
 
     @property
     def reads(self) -> bool:
-        """Whether bringing the unit begins with a read."""
+        """Whether fetching the unit begins with a read."""
         return self._is_on_nvme and not self._has_second
 
     @property
     def holds_stage(self) -> bool:
-        """Whether it occupies a buffer of a shard."""
+        """Whether it occupies a shard buffer."""
         return self._read is not None and self.is_staged
 
     def read(self, is_urgent: bool) -> None:
-        """HOME -> READING; of what is not gathered, all of its way."""
+        """HOME -> READING. For a unit that is not gathered, adds the copy to the GPU, too."""
         self.state, self._read = UnitState.READING, self._builder.read_unit(self.unit)
         if not self.is_gathered:
             self._builder.copy_unit(self.unit, self._read)
@@ -410,14 +411,14 @@ class _PlayedUnit:
         self.state, self._read = UnitState.HOME, None
 
     def outdate(self) -> None:
-        """The weights are about to change: the second copy is not gathered from again."""
+        """Drops the secondary copy: the weights are about to change."""
         self._has_second = False
 
     def promote(self) -> None:
-        """Nothing: a read is as quick either way."""
+        """Does nothing: the simulation does not speed up urgent reads."""
 
     def use(self) -> None:
-        """Nothing: the maths is a task of its own."""
+        """Does nothing: the maths is a separate task."""
 
     def let_all_go(self) -> None:
-        """Nothing: between uses a unit has no users."""
+        """Does nothing: between uses a unit has no users."""
