@@ -153,8 +153,7 @@ class Move:
     def cancel(self) -> None:
         """Drops transfers that have not started and waits for the others. Never raises OSError.
 
-                `wait` raises ECANCELED afterwards, unless the bytes had arrived and need no check. The move that this one follows
-        continues.
+        Afterwards `wait` raises ECANCELED, unless the bytes had arrived and need no check. The preceding move continues.
         """
         if self._is_done:
             return

@@ -118,7 +118,7 @@ def test_a_cancelled_read_leaves_nothing_unverified_and_a_later_one_is_checked(
     move = store.fetch("x")
     if has_arrived:  # and nobody has looked
         other = store.arena.take(NUM_BYTES, "a test").tensor
-        store.read([("x", 3 * PAGE + 512, other[:512])], "read behind it, of no whole piece").wait()
+        store.read([("x", 4 * PAGE, other[:PAGE])], "read behind it, of no whole piece").wait()
     move.cancel()
     assert move.was_cancelled
     assert not store.is_present("x")
