@@ -30,8 +30,8 @@ class Segment:
 
     If the folder is deleted during a run, the open file remains usable, but a checkpoint in it is impossible. If the file is
     truncated, the bytes after its new end are lost: reads of them raise ENODATA. `check_whole` refuses writes then, because a
-    write would extend the file, and later reads would return zeros for lost bytes. (Writes that are in the kernel at that moment
-    still extend it. Unless one of them writes the file's last block, the next `check_whole` finds the file too short.)
+    write would extend the file, and later reads would return zeros for lost bytes. (Writes that are in the kernel at that
+    moment still extend it. Unless one of them writes the file's last block, the next `check_whole` finds the file too short.)
 
     Args:
         path: an existing, writable folder; its cap bounds the file.

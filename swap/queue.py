@@ -111,7 +111,7 @@ Transfers = Sequence[Op] | Sequence[Blocks]
 
 
 class InFlight:
-    """The pieces of a stream in flight, at most `count` - 1 after `add`; they end in the order in which they started.
+    """The pieces of a stream in flight, at most `count`; they end in the order in which they started.
 
     A piece is a function that waits for its transfer and then uses the bytes. It is a context manager: on leaving, it ends all
     pieces. After an error it ends them, too, and drops their errors, so that their buffers can be used again.
@@ -163,9 +163,9 @@ class Queues:
         one tag -- parts +
                          +-- queue of /mnt/nvme1   independent of the other
 
-    The methods are those of Queue. A transfer goes to the queue of its descriptor. A tag with transfers on several paths has one
-    part in each queue. It is answered when all parts have ended, with the first error among them, the earliest start and the
-    latest end. Thread-safe; one thread at a time waits for a tag.
+    The methods are those of Queue. A transfer goes to the queue of its descriptor. A tag with transfers on several paths has
+    one part in each queue. It is answered when all parts have ended, with the first error among them, the earliest start and
+    the latest end. Thread-safe; one thread at a time waits for a tag.
 
     Args:
         files: every open file's descriptor and name; the files stay open until the queues are closed.

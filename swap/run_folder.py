@@ -192,7 +192,10 @@ def is_dead(folder: Path) -> bool:
 
 
 def is_stillborn(folder: Path) -> bool:
-    """Whether a folder's process was killed before it wrote a lock file: the folder is older than 5 s and has no files."""
+    """Whether a folder's process was killed before it had a lock file.
+
+    Then the folder holds no file, or only an unheld lock.new, and did not change for 5 seconds.
+    """
     new = folder / _NEW_LOCK
     try:
         is_bare = {file.name for file in folder.iterdir()} <= {_NEW_LOCK}
