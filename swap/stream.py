@@ -146,13 +146,14 @@ class ReadFile:
 class ReadAhead:
     """Reads ranges of files into a fixed memory, several groups of ranges at once. For one thread at a time.
 
-        start(ranges)  ->  Reading     carved out of the memory, submitted, not waited for; None: there is no room just now
-        Reading.wait() ->  the bytes of each range, where they lie in the memory    release() -> room for the next
+        start(ranges)      carves memory and submits the reads; returns a Reading, or None while there is too little memory
+        Reading.wait()     blocks and returns the bytes of each range, in that memory
+        Reading.release()  gives the memory back
 
-    One queue serves all files. The caller releases each reading, also after an error.
+    One queue serves all files. The caller releases each Reading, also after an error.
 
     Args:
-        areas: uint8 tensors, page-aligned and of whole pages; the caller's, for this alone until it is closed.
+        areas: uint8 tensors, page-aligned, of whole pages. The caller must not use them until `close`.
     """
 
     def __init__(self, areas: Sequence[torch.Tensor]) -> None:
