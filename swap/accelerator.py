@@ -1,9 +1,9 @@
-"""Accelerator: all that tiermem knows of a device that is not the CPU. No other module names a kind of device.
+"""Accelerator: all code about devices other than the CPU. No other module names a type of device.
 
     which      is_accelerator, find_device, kind_of_device, activate    one per rank: torchrun's LOCAL_RANK chooses it
-    order      new_stream, current_stream, new_event, record    work on a stream begins when what it waits for has ended
+    order      new_stream, current_stream, new_event, record    streams and events, which order work on the device
     memory     free_and_total, usage, reset_peak                bytes of the device, as torch counts them
-    pinning    PageLock                                         host memory that the device copies from by itself
+    pinning    PageLock                                         pinned host memory, for asynchronous copies
     the rest   facts_of, rng_state, set_rng_state, backends_of, control_device
 
 It is written on torch.accelerator, torch.Stream, torch.Event and the device's own module (`torch.cuda`, `torch.xpu`, ...), so
@@ -33,7 +33,7 @@ _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context, not that of the calling thread alone."""
 
 
-# ---- which -----------------------------------------------------------------------------------------------------------
+# ---- devices ---------------------------------------------------------------------------------------------------------
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -93,7 +93,7 @@ def _module_of(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-# ---- order -----------------------------------------------------------------------------------------------------------
+# ---- streams and events ----------------------------------------------------------------------------------------------
 
 
 def new_stream(device: torch.device) -> torch.Stream:

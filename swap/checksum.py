@@ -1,19 +1,18 @@
-"""Checksums: the CRC-32C of bytes, and of a store's entries: taken when they are written, compared when they are read.
+"""Checksums: the CRC-32C of a store's entries, computed when bytes are written and compared when they are read.
 
-    protect(entry, pieces)     from now on the entry's pieces have checksums
-    write     the bytes are summed before the disk gets them: they must not change until they are written
-    read      the expected checksums are kept when the read starts; when the bytes have come they are summed, before any caller
-              sees them. A difference is the Move's failure: DamagedEntry, which names file, offset and piece
+    protect(entry, pieces)     gives an entry's pieces checksums from now on
+    write     computes checksums before the write starts; the bytes must not change until the write has ended
+    read      keeps the expected checksums when the read starts, and computes those of the bytes before the caller gets them.
+              If they differ, the Move fails with DamagedEntry, which names file, offset and piece
 
-The bytes that are summed lie in memory that has just been computed or read, on the threads that kernels share, while the disk
-goes on with other transfers. Reads of a part of a piece are not checked.
+The kernels' threads compute checksums while the disk makes other transfers. Reads of a part of a piece are not verified.
 
     crc(A + B) = combine(crc(A), crc(B), len(B))
 
-so that bytes which are written, moved and kept in pieces have one checksum, whatever the pieces are. CRC-32C is iSCSI's (RFC
-3720): it finds every burst of errors of up to 32 bits, and misses any other with a chance of 2**-32. The loops are
-native/checksum*.cpp, held to the published vectors by tests/native/test_checksum.cpp: Debian's ISA-L has no archive to link
-into a module, its Abseil no CRC yet, and google-crc32c takes a call of Python for each piece.
+So the checksum of a message does not depend on the pieces in which it was written. CRC-32C is the CRC of iSCSI (RFC 3720). It
+detects every error burst of up to 32 bits, and misses other errors with a probability of 2**-32. native/checksum*.cpp computes
+it; tests/native/test_checksum.cpp checks it with the published vectors. Other libraries do not fit: Debian's ISA-L has no
+static archive, Debian's Abseil has no CRC yet, and google-crc32c needs a Python call for each piece.
 """
 
 from __future__ import annotations
@@ -35,13 +34,14 @@ from tiermem.swap.queue import Recorder
 from tiermem.swap.ranges import FileRange, Numbers
 
 ROTATION = 16
-"""With verify="sample" one read of so many is checked."""
+"""With verify="sample", one in ROTATION reads of a piece is verified."""
 
 Crcs = npt.NDArray[np.uint32]
 """Checksums, a flat array."""
 
 Verify = Literal["always", "sample", "resume"]
-"""Which reads are checked: all, of each piece one in 16 (another sixteenth of the entries each time), none."""
+"""The reads that are verified: "always" all; "sample" one in 16 of each piece, another sixteenth of the entries each time;
+"resume" none."""
 
 Range = tuple[str, int, torch.Tensor]
 """An entry, a byte offset in it, and the uint8 buffer that is read into or written from."""
@@ -77,9 +77,9 @@ class PieceTable:
         a write of a part of it       makes it unknown, until the whole piece is written or `put`
         a write that fails            leaves the intended checksum, so that a later read of those bytes fails verification
 
-    A piece is what its owner checks as one; the table knows its number. Nothing is done piece by piece in Python.
+    A piece is a range with one checksum; the table knows it by its number. numpy handles all pieces at once.
 
-    serial: tells entries apart, so that of many that are read in turn another sixteenth is checked each time.
+    serial: a number of the entry, so that each round of reads verifies another sixteenth of the entries.
 
     Raises ValueError for pieces that are empty, out of order or overlap.
     """
@@ -100,30 +100,30 @@ class PieceTable:
         self._num_reads = np.zeros(len(starts), np.int64)
 
     def inside(self, offset: int, num_bytes: int) -> slice:
-        """The pieces that lie in a range of the entry whole."""
+        """Returns the pieces that lie completely in a range of the entry."""
         first = int(np.searchsorted(self.pieces.starts, offset, "left"))
         last = int(np.searchsorted(self.pieces.stops, offset + num_bytes, "right"))
         return slice(first, max(first, last))
 
     def touching(self, offset: int, num_bytes: int) -> slice:
-        """The pieces of which a range of the entry has at least a byte: none of an empty range."""
+        """Returns the pieces that share at least one byte with a range of the entry; none for an empty range."""
         first = int(np.searchsorted(self.pieces.stops, offset, "right"))
         last = int(np.searchsorted(self.pieces.starts, offset + num_bytes, "left"))
         return slice(first, max(first, last) if num_bytes else first)
 
     def put(self, which: slice | Numbers, crcs: Crcs) -> None:
-        """These pieces are known to have these checksums."""
+        """Sets the checksums of these pieces; they are known from now on."""
         self.crcs[which], self.is_known[which] = crcs, True
 
     def overwrite(self, offset: int, num_bytes: int, crcs: Crcs) -> None:
-        """A range is written: these are the checksums of what lies in it whole, what it cuts is unknown from now on."""
+        """Records a write: sets the checksums of pieces inside the range; those of pieces partly in it become unknown."""
         self.is_known[self.touching(offset, num_bytes)] = False
         self.put(self.inside(offset, num_bytes), crcs)
 
     def due(self, offset: int, num_bytes: int, rotates: bool) -> Numbers:
-        """The numbers of those pieces inside a range that are known and to be checked when it is read now.
+        """Returns the numbers of the pieces inside a range that a read now must verify.
 
-        rotates: a read of the range in ROTATION, another one for each entry.
+        rotates: verifies one in ROTATION reads of a piece only.
         """
         inside = self.inside(offset, num_bytes)
         chosen = self.is_known[inside].copy()
@@ -149,7 +149,7 @@ class PieceTable:
         return np.flatnonzero(~self.is_known)
 
     def take_over(self, other: PieceTable) -> None:
-        """Keeps what another table of this entry knows about pieces that both have."""
+        """Copies the known checksums of another table of this entry for the pieces that both have."""
         if not len(other.pieces.starts):
             return
         at = np.searchsorted(other.pieces.starts, self.pieces.starts).clip(max=len(other.pieces.starts) - 1)
@@ -173,7 +173,7 @@ class Sums:
         self._verify: Verify = "always"
 
     def advise(self, advice: Callable[[Place], str]) -> None:
-        """From now on `advice` says what to do about a corruption at a place, in a sentence."""
+        """Sets the function that returns a sentence of advice about damaged bytes at a place."""
         self._advice = advice
 
     def use(self, workers: Workers | None, verify: Verify) -> None:
@@ -193,7 +193,7 @@ class Sums:
         self._tables[entry] = table
 
     def forget(self, entry: str) -> None:
-        """An entry is gone."""
+        """Drops an entry's table."""
         self._tables.pop(entry, None)
 
     def of(self, entry: str) -> PieceTable | None:
@@ -229,7 +229,7 @@ class Sums:
         return [Written(table, at, data.numel(), each) for (table, at, data), each in zip(due, own, strict=True)]
 
     def keep(self, written: Iterable[Written]) -> None:
-        """What has been summed is on its way to the disk."""
+        """Records checksums of `of_write` when their write starts."""
         for each in written:
             each.table.overwrite(each.offset, each.num_bytes, each.crcs)
 

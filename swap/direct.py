@@ -1,12 +1,12 @@
-"""Direct: whether a file is read and written past the page cache, at which alignment, and what a folder offers.
+"""Direct: opens files past the page cache (O_DIRECT) where possible, preallocates them, and reads facts about a folder.
 
-Transfers are cut at ALIGNMENT. A file system that takes no O_DIRECT, or asks for more than that, is used buffered, and
+Transfers are aligned to ALIGNMENT. A file system that does not support O_DIRECT, or needs a larger alignment, is used buffered;
 `why_buffered` says why:
 
     open with O_DIRECT   refused               buffered
     STATX_DIOALIGN       (0, 0)                buffered: not this file (encrypted, or data in the journal)
                          more than ALIGNMENT   buffered, with the numbers
-                         not told              direct: opening it so has worked, and old kernels know no more
+                         not reported          direct: the open with O_DIRECT worked, and old kernels report no more
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def _open_unnamed(folder: Path) -> tuple[int, str]:
 def preallocate(fd: int, start: int, num_bytes: int) -> None:
     """Gives a range of a file its blocks, as posix_fallocate. Raises OSError.
 
-    Where the file system cannot (ext2, vfat, NFS 3), libc writes a byte into every block instead, and a direct descriptor
-    refuses single bytes: they go through another one, and out of the page cache again. Where there is no such system call
-    (ENOSYS: a sandbox), what is there is written again, and zeros behind it: as slow as the disk, and as certain.
+    If the file system cannot preallocate (ext2, vfat, NFS 3), libc writes a byte into every block instead. A direct descriptor
+    refuses single bytes, so a buffered descriptor is used, and its pages are dropped from the cache. If there is no such system
+    call (ENOSYS: a sandbox), the range is written again, with zeros where it has no bytes, at the disk's speed.
     """
     try:
         os.posix_fallocate(fd, start, num_bytes)
@@ -99,7 +99,7 @@ def _write_again(fd: int, start: int, num_bytes: int) -> None:
 
 
 def take_room(fd: int, start: int, num_bytes: int, name: Path) -> None:
-    """`preallocate`, whose OSError names the file, the bytes that are needed and those that are free, and what to do."""
+    """As `preallocate`; its OSError names the file, the needed and the free bytes, and what to do."""
     try:
         preallocate(fd, start, num_bytes)
     except OSError as error:
@@ -111,9 +111,9 @@ def take_room(fd: int, start: int, num_bytes: int, name: Path) -> None:
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raises OSError with the arithmetic when a folder has no room for so many bytes: takes it, and gives it back.
+    """Raises OSError with the arithmetic when a folder has no space for num_bytes; it takes the space and gives it back.
 
-    For what others write there, whose own errors tell less well.
+    For files that other libraries write there, whose own errors say less.
     """
     fd, _ = open_unnamed(folder)
     try:
@@ -123,9 +123,9 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 
 def give_back(fd: int, start: int, num_bytes: int) -> None:
-    """Takes a range's blocks out of a file, which keeps its length and reads zeros there. Raises OSError.
+    """Frees the blocks of a range of a file; the file keeps its length and reads zeros there.
 
-    EOPNOTSUPP where the file system cannot. Python has posix_fallocate, which only takes.
+    Raises OSError: EOPNOTSUPP if the file system cannot. It calls libc because Python has no fallocate that frees blocks.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(num_bytes)):
@@ -134,7 +134,7 @@ def give_back(fd: int, start: int, num_bytes: int) -> None:
 
 
 def why_buffered(fd: int) -> str:
-    """What the kernel has against direct transfers of an open file at ALIGNMENT; empty when nothing."""
+    """Returns why an open file cannot have direct transfers at ALIGNMENT; empty if it can."""
     from tiermem.swap import native  # brings torch, which naming a folder goes without
 
     asked = native.file_alignment(fd)
@@ -149,7 +149,7 @@ def why_buffered(fd: int) -> str:
 
 
 def _settle(fd: int) -> str:
-    """Takes O_DIRECT off a descriptor that cannot have it, and says why."""
+    """Removes O_DIRECT from a descriptor that cannot have it; returns the reason, or an empty string."""
     why = why_buffered(fd)
     if why:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
@@ -157,7 +157,7 @@ def _settle(fd: int) -> str:
 
 
 class PathFacts(NamedTuple):
-    """What a path offers: free bytes for this user, file system type, whether transfers go past the page cache."""
+    """Facts about a path: free bytes for this user, type of its file system, whether transfers go past the page cache."""
 
     path: Path
     free_bytes: int
@@ -168,8 +168,10 @@ class PathFacts(NamedTuple):
 
 
 def probe_path(path: Path) -> PathFacts:
-    """Looks at a folder, by making a file without a name in it. Raises OSError that names it and says what to do: it must exist
-    and be writable."""
+    """Reads the facts about a folder; makes an unnamed file in it for that.
+
+    Raises OSError that names the folder and says what to do, when it does not exist or is not writable.
+    """
     if not path.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder: make it first, or correct nvme_path", str(path))
     try:

@@ -1,17 +1,17 @@
-"""Durable: the file operations that last, in one place: every sync, rename, removal and small file of tiermem.
+"""Durable: every sync, rename, removal and small file of tiermem, so that their results survive a crash.
 
-    read_file    a small file's bytes; what is no regular file is an error at once
+    read_file    a small file's bytes; raises an error at once for anything but a regular file
     write_file   bytes -> NAME.new in the same folder -> sync -> rename to NAME -> sync the folder
     remove       unlink -> sync the folder
     make_folder  mkdir -> sync the folder above
-    sync         what was written through a descriptor, and the length of the file, is on the disk
+    sync         puts the bytes written through a descriptor, and the file's length, on the disk
 
-So NAME holds the old content or the new, whole, whenever the machine stops. A `.new` file was left by a process that was
-killed; it is never read, and the next `write_file` of that name replaces it.
+So NAME has the complete old content or the complete new content, whenever the machine stops. A killed process may leave a
+`.new` file; tiermem never reads it, and the next `write_file` of that name replaces it.
 
-Observers are told of each step before and after it is done; tests stop a program at every one of them. Other changes after
-which a crash finds something else on the disk are announced where they are made (`step`): freezes, thaws, slots. An observer
-that raises fails the step. The list of observers is the only state here; without one a step costs nothing.
+Observers get each step before and after it is done; tests stop a program at every step. Freezes, thaws and changes of slots
+also change what a crash leaves on the disk; their code announces them with `step`. If an observer raises, the step fails. The
+list of observers is the only state here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NEW_SUFFIX = ".new"  # of a file that is being written
 
 
 class Step(NamedTuple):
-    """Something that is about to be done to the disk, or has been done."""
+    """A change on the disk, before or after it is done."""
 
     when: Literal["before", "after"]
     kind: Kind
@@ -47,7 +47,7 @@ _observers: list[Observer] = []
 
 @contextlib.contextmanager
 def watch(observer: Observer) -> Iterator[None]:
-    """Tells an observer of every step, of any thread, within the block. What it raises is raised by the step."""
+    """Calls an observer for every step of any thread within the block. The step raises the observer's exception."""
     _observers.append(observer)
     try:
         yield
@@ -70,7 +70,7 @@ def step(kind: Kind, name: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def named(name: Path) -> Iterator[None]:
-    """What the block raises as OSError names this path, and says what to do."""
+    """Makes every OSError of the block name this path and say what to do."""
     try:
         yield
     except OSError as error:
@@ -112,7 +112,7 @@ def check_regular(fd: int) -> None:
 
 
 def read_file(path: Path, most_bytes: int, follows: bool = False) -> bytes:
-    """The bytes of a file, at most so many and one. Blocks. Raises OSError as `open_regular`."""
+    """Returns the first most_bytes + 1 bytes of a file; the extra byte shows that it is longer. Blocks. Raises OSError."""
     with open(open_regular(path, follows=follows), "rb") as file, named(path):
         return file.read(most_bytes + 1)
 
@@ -151,7 +151,7 @@ def write_all(fd: int, data: bytes, name: Path) -> None:
 def sync(fd: int, name: Path) -> None:
     """Blocks until what was written through a descriptor is on the disk; GIL free. Raises OSError that names the file.
 
-    After an error nothing is known of what was written since the last sync that went well.
+    After an error, any bytes written since the last successful sync may be missing on the disk.
     """
     with named(name), step("sync", name):
         os.fdatasync(fd)

@@ -1,4 +1,4 @@
-"""Files: one preallocated segment on each path of a run, and the extents dealt over them."""
+"""Files: one preallocated segment on each path of a run, and the extents allocated over them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ class Segment:
 
         <path>/tiermem-<run id>/segment.bin      [ held ][ free ][ held ][ free ]|  grows by posix_fallocate
 
-    A full disk is thus refused before a run, as ENOSPC, and never met in the middle of a write. The file is opened once, past
-    the page cache where that is possible (direct.py), and never shrinks while the run lives, but for a reservation that is
-    taken back.
+    So a full disk raises ENOSPC before a run, and not during a write. The file is opened once, past the page cache where that
+    is possible (direct.py). It does not shrink while the run lives, except when a reservation is undone.
 
-    If the folder is deleted under a run, the open file goes on, but nothing can be saved in it any more. If the file is
-    truncated, the bytes behind its new end are lost. Reads of them end in ENODATA; `check_whole` refuses writes, which would
-    make the file long again and let zeros be read where bytes are lost. (Writes that are with the kernel at that very moment
-    still do; unless one of them is the file's last block, the next write finds it short all the same.)
+    If the folder is deleted during a run, the open file remains usable, but a checkpoint in it is impossible. If the file is
+    truncated, the bytes after its new end are lost: reads of them raise ENODATA. `check_whole` refuses writes then, because a
+    write would extend the file, and later reads would return zeros for lost bytes. (Writes that are in the kernel at that
+    moment still extend it. Unless one of them writes the file's last block, the next `check_whole` finds the file too short.)
 
     Args:
         path: an existing, writable folder; its cap bounds the file.
@@ -107,11 +106,11 @@ class Segment:
             )
 
     def sync(self) -> None:
-        """Blocks until what was written is on the disk, and the file's name, too. GIL free. Raises OSError that names it:
-        also when the file has been truncated (ENODATA), or is not found by its name any more (ENOENT).
+        """Blocks until all written bytes and the file's name are on the disk. GIL free.
 
-        Direct writes are the disk's before the sync, which may thus be tried again. Of a file that is used buffered the
-        kernel drops what it could not write, and calls it clean: no later sync may be believed.
+        Raises OSError that names the file, also when it was truncated (ENODATA) or its name leads to no or another file
+        (ENOENT). After a failed sync of direct writes the caller may sync again. After a failed sync of a buffered file the
+        kernel drops the unwritten pages and marks them clean, so every later sync raises EIO.
         """
         if self._has_dropped_pages:
             raise OSError(
@@ -133,8 +132,8 @@ class Segment:
             self._has_lasting_name = True
 
     def _shrink(self, fd: int) -> None:
-        """Gives the free ranges back to the disk, where its file system can."""
-        with contextlib.suppress(OSError):  # it takes more than it has to
+        """Gives the free ranges back to the disk, if its file system can."""
+        with contextlib.suppress(OSError):  # on an error the file only stays larger than necessary
             end = self.size_bytes - self._free.tail(self.size_bytes)
             if end < self.size_bytes <= os.fstat(fd).st_size:
                 os.ftruncate(fd, end)
@@ -143,7 +142,7 @@ class Segment:
                     give_back(fd, start, stop - start)
 
     def _check_found(self) -> None:
-        """Raises OSError (ENOENT) when the name leads elsewhere: what is saved in the open file could not be found."""
+        """Raises OSError (ENOENT) unless the file's name still leads to the open file."""
         try:
             is_found = os.path.samestat(self.file.stat(), os.fstat(self.fd))
         except FileNotFoundError:
@@ -153,7 +152,7 @@ class Segment:
             raise FileNotFoundError(errno.ENOENT, f"{what}. Save a copy elsewhere", str(self.file))
 
     def close(self, keep: bool) -> None:
-        """Closes; removes the lock, and the file and the folder unless they are to be kept: then without what is free."""
+        """Closes the file and removes the lock file; with `keep` gives free space back, else removes file and folder."""
         fd, self.fd, self.used_bytes = self.fd, -1, 0
         try:
             if keep and fd >= 0:
@@ -188,8 +187,8 @@ class Segment:
         try:
             take_room(self.fd, self.size_bytes, num_bytes, self.facts.path)
         except OSError:
-            with contextlib.suppress(OSError):  # a disk that fails may refuse that too: the first error is told
-                os.ftruncate(self.fd, self.size_bytes)  # what a refused request has taken already
+            with contextlib.suppress(OSError):  # raise the first error, not this one
+                os.ftruncate(self.fd, self.size_bytes)  # gives back blocks that the failed request took
             raise
         self._free.add(self.size_bytes, num_bytes)
         self.size_bytes += num_bytes
@@ -211,9 +210,8 @@ class Extent(NamedTuple):
 class Files:
     """The segments of one run on all its paths. The store's lock guards it.
 
-    An extent goes to the path that holds least for its weight and has room: a path that is full, or holds its cap, passes it
-    on to the others. Room for a whole run is asked for once, at the start, and refused with the arithmetic; then none of it
-    stays taken.
+    An extent goes to the path with the fewest bytes per weight; if that path is full or at its cap, to the next one. A run
+    reserves all its space once, at the start. If that fails, the error has the arithmetic, and no space stays taken.
 
     Args:
         paths: existing folders with their caps and weights (None: 1); the same folder twice is refused.
@@ -242,9 +240,9 @@ class Files:
         self._warn_once()
 
     def allocate(self, num_bytes: int, near: int | None = None) -> Extent:
-        """A free extent of at least num_bytes, on the path that holds least for its weight and has room.
+        """Allocates an extent of at least num_bytes, on the path with the fewest bytes per weight that has space.
 
-        near: the index of a path that is tried before the others.
+        near: the index of a path that is tried first. Raises OSError (ENOSPC), or ValueError when there is no path.
         """
         size = round_up(max(num_bytes, 1), ALIGNMENT)
         most_growth = min(GROWTH_BYTES, self._check_limit(size))
@@ -263,9 +261,9 @@ class Files:
         raise OSError(errno.ENOSPC, "; ".join(f"{error.filename}: {error.strerror}" for error in errors))
 
     def reserve(self, num_bytes: int) -> None:
-        """Preallocates room for num_bytes more, dealt by weight within the paths' caps.
+        """Preallocates space for num_bytes more, divided by weight within the paths' caps.
 
-        Raises OSError (ENOSPC) with the arithmetic of the path, or of the caps, that are too small. Nothing stays taken then.
+        Raises OSError (ENOSPC) with the arithmetic of the path or the caps; then no space stays taken.
         """
         self._check_limit(num_bytes)
         shares = self._shares(num_bytes)
@@ -279,7 +277,7 @@ class Files:
             raise
 
     def reweigh(self, weights: Sequence[float]) -> None:
-        """Gives every path another weight, for what is allocated from now on."""
+        """Sets the paths' weights for later allocations."""
         self.weights = list(weights)
 
     def segment_of(self, extent: Extent) -> Segment:
@@ -291,7 +289,7 @@ class Files:
         self.segment_of(extent).free(extent.offset, extent.num_bytes)
 
     def sync(self) -> None:
-        """Blocks until what was written is on the disk, on every path. Raises OSError that names the file."""
+        """Blocks until all written bytes are on the disk, on every path. Raises OSError that names the file."""
         for segment in self.segments:
             segment.sync()
 
@@ -305,8 +303,8 @@ class Files:
         return sum(s.used_bytes for s in self.segments)
 
     def close(self, keep: bool) -> None:
-        """Closes every segment; removes what this run made unless it is to be kept."""
-        with contextlib.ExitStack() as closing:  # one that fails does not keep the others open
+        """Closes every segment; without `keep` removes its file and folder."""
+        with contextlib.ExitStack() as closing:  # after an error, the others are closed, too
             for segment in self.segments:
                 closing.callback(segment.close, keep)
 
@@ -352,7 +350,7 @@ class Files:
         return max(0, self._limit_bytes - sum(s.size_bytes for s in self.segments))
 
     def _warn_once(self) -> None:
-        """What is slow or no disk at all, said once per file system."""
+        """Warns, once per file system, about buffered paths and about paths in memory."""
         for facts in {segment.facts.device: segment.facts for segment in reversed(self.segments)}.values():
             if not facts.is_direct:
                 logger.warning("%s (%s) is used buffered: %s", facts.path, facts.file_system, facts.why_buffered)

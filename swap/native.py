@@ -1,9 +1,8 @@
-"""The binding: the only Python file that touches `_tiermem_native`.
+"""The binding: the only Python file that uses `_tiermem_native`.
 
-It turns the C API of native/tiermem.h into three objects with a lifetime (Map, Queue, Workers) and kernels that take
-tensors (an optimizer's are described in parts.py). -errno becomes OSError here and nowhere else; a failed transfer
-becomes TransferError, which knows path, offset and length. The GIL is free during every call that blocks or computes (cffi
-releases it).
+It turns the C API of native/tiermem.h into three objects with a lifetime (Map, Queue, Workers) and functions that call kernels
+with tensors (parts.py describes the optimizer's). Here -errno becomes OSError, and a failed transfer becomes TransferError,
+which has path, offset and length. cffi releases the GIL during every call.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _JOIN_ROWS = ("const uint64_t *", "const uint32_t *", "const uint64_t *", "uint3
 
 
 class TransferError(OSError):
-    """A block that could not be moved: errno, filename, offset, length, and what to do."""
+    """A failed transfer of a block, with errno, filename, offset, length and advice."""
 
     def __init__(self, code: int, kind: int, path: str, offset: int, length: int) -> None:
         advice = _REFUSED if code == errno.EINVAL else remedy(code) or "see the kernel log"
@@ -120,7 +119,7 @@ class Op(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What became of a tag; times are CLOCK_MONOTONIC nanoseconds, error 0 or an errno."""
+    """The result of a tag; times are CLOCK_MONOTONIC nanoseconds, error is 0 or an errno."""
 
     error: int
     fd: int
@@ -134,7 +133,7 @@ class Answer(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A lie for the fault-injecting engine to tell, for tests: see native/tiermem.h."""
+    """A fault that the fault-injecting engine produces, for tests: see native/tiermem.h."""
 
     serial: int
     kind: str
@@ -151,11 +150,11 @@ class Counters(NamedTuple):
     resumed: int
     kernel_entries: int
     busy_ns: int
-    """With at least one block in flight."""
+    """Nanoseconds with at least one block in flight."""
     wanted_ns: int = 0
-    """With at least one tag not answered: without a pause of the disk this is busy_ns."""
+    """Nanoseconds with at least one unanswered tag; equal to busy_ns if the disk never pauses."""
     cpu_ns: int = 0
-    """CPU time, user and system, of the queue's own threads."""
+    """CPU time, user and system, of the queue's own threads, in nanoseconds."""
 
 
 def error_of(answer: Answer, files: Mapping[int, str]) -> TransferError | None:
@@ -183,7 +182,7 @@ def check_process(owner: int, what: str) -> None:
 
 
 class Map:
-    """Address space with huge pages where they can be had; resident only where committed. Not inherited by a fork."""
+    """Address space, with huge pages if the system has them; only committed ranges are resident. A fork does not inherit it."""
 
     def __init__(self, num_bytes: int) -> None:
         base = ffi.new("void **")
@@ -205,7 +204,7 @@ class Map:
         return torch.frombuffer(ffi.buffer(self._base, self.num_bytes), dtype=torch.uint8)
 
     def close(self) -> None:
-        """Gives the memory up: it is unmapped when the last tensor that looks at it is gone. May be called twice."""
+        """Gives the memory up: it is unmapped when the last tensor that uses it is gone. May be called twice."""
         self._base = ffi.NULL
 
 
@@ -316,11 +315,11 @@ class Queue:
         self.raise_for(answer)
 
     def promote(self, tag: int, priority: int = URGENT) -> None:
-        """Moves what the kernel has not yet got to a higher priority."""
+        """Raises the priority of blocks that the kernel does not have yet."""
         check(lib.tm_queue_promote(self._open_queue(), tag, priority), f"promoting tag {tag}")
 
     def cancel(self, tag: int) -> None:
-        """Drops what the kernel has not yet got. The tag must still be waited for."""
+        """Drops blocks that the kernel does not have yet. The caller must still wait for the tag."""
         check(lib.tm_queue_cancel(self._open_queue(), tag), f"cancelling tag {tag}")
 
     def counters(self) -> Counters:

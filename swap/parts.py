@@ -1,4 +1,4 @@
-"""Parts: what one optimizer step works on, and by which rule. Values, checked before native code sees them.
+"""Parts: the tensors and the rule of one optimizer step, checked before native code gets them.
 
     weight    what the model sees: fp32, bf16, fp16, or None
     master    fp32; int16 or uint16: *split*, the 16 bits that an fp32 number lacks beside its bf16 weight; or None: the weight
@@ -6,8 +6,8 @@
     grad      fp32, bf16, fp16
     moments   fp32, bf16, fp16, or Quantised: 8-bit codes and one scale byte for 64 of them
 
-All are flat contiguous tensors of one length on one device; native code takes those of the CPU. Formulas, formats and
-roundings are described in native/tiermem.h. Which tile of which parameter this is does not matter here.
+All are flat contiguous tensors of one length on one device; native code takes CPU tensors. native/tiermem.h describes formulas,
+formats and roundings. These values do not name the parameter or the tile.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class StepRule(NamedTuple):
 
 
 class Dither(NamedTuple):
-    """What stochastic rounding depends on, and on nothing else."""
+    """All inputs of stochastic rounding beside the value."""
 
     key: int  # the seed mixed with a hash of the parameter's full name; 64 bits
     step: int  # number of this step
-    first_element: int  # where the tensors' first element lies in the whole parameter
+    first_element: int  # index of the tensors' first element in the whole parameter
 
 
 class MomentKind(NamedTuple):
-    """What a rule keeps in a moment: 8-bit codes have no sign where it is never negative."""
+    """One moment of a rule. A moment that is never negative (`is_positive`) has 8-bit codes without sign."""
 
     name: str
     is_positive: bool

@@ -1,4 +1,4 @@
-"""Passes: the bytes of one file moved through a queue in one pattern, timed; paths weighed by such a measurement."""
+"""Passes: moves the bytes of one file through a queue in one pattern and times it; measures the weights of paths."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Pass(NamedTuple):
 
 
 class Quota:
-    """Bytes that are yet to be moved. Passes that run at once, on several paths, may share one: the faster takes more."""
+    """A number of bytes left to move. Concurrent passes on several paths may share one; a faster pass takes more of it."""
 
     def __init__(self, num_bytes: int) -> None:
         self._left_bytes = num_bytes
         self._lock = threading.Lock()
 
     def take(self, most_bytes: int) -> int:
-        """Bytes to move next, at most so many; 0 ends the pass."""
+        """Takes up to most_bytes from the quota and returns their number; 0 ends the pass."""
         with self._lock:
             taken = min(most_bytes, self._left_bytes)
             self._left_bytes -= taken
@@ -65,10 +65,10 @@ class Passes:
         mixed    both at once, as the optimizer's step does: a piece is read while one half a file away is written
         random   single blocks at random places, read by batch calls
 
-    Benchmarks of the disk are made of it, and paths are weighed by it. The window of memory holds `depth` blocks and as much
-    again, within bounds, so that the queue never runs dry while the next piece waits for the oldest to end: a disk ends them in
-    an order of its own. Each piece has its own place in the window. The memory starts with random bytes: disks that compress
-    zeros, or leave them out, are not flattered. Times include the last answer and, when asked for, a sync.
+    Disk benchmarks use it, and `weigh` measures paths with it. The window of memory holds `depth` blocks and about the same
+    number of spare blocks, so that the queue stays full while the next piece waits for the oldest: a disk ends pieces in any
+    order. Each piece has its own place in the window. The memory holds random bytes, so that disks which compress or skip
+    zeros give real rates. Times include the last answer and, on request, a sync.
 
     Args:
         fd: open for reading and writing, with O_DIRECT where that is measured; stays the caller's.
@@ -217,10 +217,10 @@ logger = logging.getLogger("tiermem")
 def weigh(paths: Sequence[NvmePath], io: IoSettings) -> list[float]:
     """Each path's weight: how much of the bytes it gets. Blocks while it measures.
 
-    A small unnamed file on each path is written once and then read and written at once, as the optimizer's step does, on all
-    paths at the same time: two paths that share a disk come out about equal, as they will be when they are used. The slowest
-    path weighs 1. It takes well under a second, and nothing is left behind. Given weights are taken as they are, and one path
-    is not measured. A path that cannot be measured weighs 1, with a warning; its error is raised when it is used.
+    It writes a small unnamed file on each path once, and then reads and writes it at the same time, as the optimizer's step
+    does, on all paths at once. So two paths on one disk get about equal weights. The slowest path has weight 1. The measurement
+    takes less than a second and leaves no file. Given weights are returned unchanged, and a single path is not measured. A path
+    that cannot be measured gets weight 1, with a warning; its first use raises the error.
 
     Raises ValueError when only some weights are given.
     """

@@ -1,4 +1,4 @@
-"""Queues: one native queue per path behind one face, what it counts and records, and streams of pieces over it."""
+"""Queues: one native queue per path behind one interface; its counters and events; streams of pieces in flight."""
 
 from __future__ import annotations
 
@@ -42,11 +42,10 @@ class Event(NamedTuple):
 
 
 class Recorder:
-    """The newest events, for pictures and reports, and the seconds stalled so far.
+    """The newest events, for pictures and reports, and the seconds of waiting so far.
 
-    Every transfer, tile step, phase and stall adds one Event. Times are CLOCK_MONOTONIC nanoseconds, the clock that the native
-    queue stamps its answers with, so that events of all lanes line up. Older events are dropped: memory stays bounded whatever
-    the length of the run.
+    Every transfer, tile step, phase and wait adds one Event. Times are CLOCK_MONOTONIC nanoseconds, the clock of the native
+    queue's answers, so that events of all lanes are comparable. Old events are dropped, so memory is bounded in long runs.
 
     Args:
         max_events: how many of the newest events are kept.
@@ -54,7 +53,7 @@ class Recorder:
 
     def __init__(self, max_events: int = 50_000) -> None:
         self.events: collections.deque[Event] = collections.deque(maxlen=max_events)
-        self.wait_s = 0.0  # sum over lane "wait": kept apart because events are forgotten
+        self.wait_s = 0.0  # sum over lane "wait", which old events cannot give
 
     def add(self, lane: str, name: str, start_ns: int, end_ns: int, num_bytes: int = 0) -> None:
         """Adds one event; never blocks."""
@@ -99,7 +98,7 @@ class StoreStats:
 
 
 class Blocks(NamedTuple):
-    """Many transfers of one length between memory and one file, as arrays: int64, one place for each."""
+    """Many transfers of one length between memory and one file: int64 arrays of addresses and file offsets."""
 
     kind: int
     fd: int
@@ -112,10 +111,10 @@ Transfers = Sequence[Op] | Sequence[Blocks]
 
 
 class InFlight:
-    """The pieces of a stream that are in flight, at most `count`; they end in the order in which they were started.
+    """The pieces of a stream in flight, at most `count`; they end in the order in which they started.
 
-    A piece is the call that waits for its transfer and then does what is due with the bytes. A context manager: leaving it ends
-    all pieces. After an error their own errors are dropped; they end all the same, before their buffers are used again.
+    A piece is a function that waits for its transfer and then uses the bytes. It is a context manager: on leaving, it ends all
+    pieces. After an error it ends them, too, and drops their errors, so that their buffers can be used again.
     """
 
     def __init__(self, count: int) -> None:
@@ -132,7 +131,7 @@ class InFlight:
             self.abandon()
 
     def add(self, piece: Callable[[], object]) -> None:
-        """Keeps a piece that has been started, and ends the oldest if there is no buffer for another one. Raises OSError."""
+        """Adds a started piece, and ends the oldest piece if no buffer is free for the next one. Raises OSError."""
         self._pieces.append(piece)
         if len(self._pieces) == self._count:
             self._end_oldest()
@@ -158,22 +157,22 @@ class InFlight:
 
 
 class Queues:
-    """The queues of one store, one for each path, so that a slow or failing path never holds up another.
+    """The queues of one store, one for each path, so that a slow or failing path does not delay the others.
 
                          +-- queue of /mnt/nvme0   own thread, own depth, its segment and the arena registered
         one tag -- parts +
-                         +-- queue of /mnt/nvme1   knows nothing of the other
+                         +-- queue of /mnt/nvme1   independent of the other
 
-    The verbs are those of Queue. A transfer goes to the queue of its descriptor; a tag whose transfers lie on several paths has
-    a part with each and is answered when all parts have ended: with the first error among them, the earliest start and the
-    latest end. Safe to use from several threads; one thread at a time waits for a tag.
+    The methods are those of Queue. A transfer goes to the queue of its descriptor. A tag with transfers on several paths has
+    one part in each queue. It is answered when all parts have ended, with the first error among them, the earliest start and
+    the latest end. Thread-safe; one thread at a time waits for a tag.
 
     Args:
-        files: every open file's descriptor and name; they stay open until the queues are closed.
-        io: engine, block size and depth, of each queue.
-        regions: memory to register with the kernel where it allows, with each queue.
-        faults: lies for tests, told by each queue.
-        recorder: receives what the moves through these queues took; None: a new one.
+        files: every open file's descriptor and name; the files stay open until the queues are closed.
+        io: engine, block size and depth of each queue.
+        regions: memory to register with the kernel for each queue, if it allows that.
+        faults: faults that each queue produces, for tests.
+        recorder: receives the events of moves through these queues; None: a new one.
 
     Raises OSError, naming the path, when a queue cannot be opened; none is left open then.
     """
@@ -205,7 +204,7 @@ class Queues:
 
     @property
     def why(self) -> str:
-        """What chose them: one line, or one for each path where paths differ."""
+        """The reasons for the engines: one line, or one for each path if paths differ."""
         lines: dict[str, str] = {self._files[fd]: queue.why for fd, queue in self._queues.items()}
         if len(set(lines.values())) == 1:
             return next(iter(lines.values()))
@@ -214,7 +213,7 @@ class Queues:
     def submit(self, transfers: Transfers, priority: int = NORMAL) -> int:
         """Starts transfers and returns the one tag that answers for all of them. Never waits for I/O. Raises OSError.
 
-        When a later path's queue refuses its part, what the earlier ones have got is ended first.
+        When a later path's queue refuses its part, it first cancels the earlier parts and waits for them.
         """
         parts: list[_Part] = []
         ops: dict[int, list[Op]] = {}  # by descriptor, in their order
@@ -239,9 +238,9 @@ class Queues:
         return tag
 
     def wait(self, tag: int, timeout_s: float | None = None) -> Answer | None:
-        """Blocks until every part has ended; None after timeout_s. The answer may hold an error: see `error_of`.
+        """Blocks until every part has ended; returns None after timeout_s. The answer may hold an error: see `error_of`.
 
-        Unless timeout_s is 0, all parts go before prefetches and write-backs from now on.
+        Unless timeout_s is 0, all parts become urgent: they go before prefetches and write-backs.
         """
         parts = self._parts(tag)
         if timeout_s != 0:
@@ -263,12 +262,12 @@ class Queues:
         return error_of(answer, self._files)
 
     def promote(self, tag: int) -> None:
-        """Moves what the kernel has not yet got before prefetches and write-backs, on every path."""
+        """Makes blocks that the kernel does not have yet urgent, on every path."""
         for part in self._parts(tag):
             part.promote()
 
     def cancel(self, tag: int) -> None:
-        """Drops what the kernel has not yet got, on every path. The tag must still be waited for."""
+        """Drops blocks that the kernel does not have yet, on every path. The caller must still wait for the tag."""
         for part in self._parts(tag):
             part.drop()
 
@@ -324,7 +323,7 @@ def add_counters(several: Sequence[Counters]) -> Counters:
 
 
 class _Part:
-    """What of a tag one path's queue has; its answer once it has ended."""
+    """The part of a tag in one path's queue, and its answer after its end."""
 
     def __init__(self, queue: Queue, tag: int) -> None:
         self.answer: Answer | None = None
@@ -337,7 +336,7 @@ class _Part:
         return self.answer is not None or self.failure is not None
 
     def look(self, timeout_s: float | None) -> None:
-        """Waits that long for the part's end, and keeps what became of it."""
+        """Waits up to timeout_s for the part's end and keeps its answer or its error."""
         if self.has_ended:
             return
         try:
@@ -357,7 +356,7 @@ class _Part:
 
 
 def _joined(answers: list[Answer]) -> Answer:
-    """One answer for several parts; an error of the disk counts before a part that was dropped because of it."""
+    """Joins the answers of several parts. A disk's error wins over ECANCELED of parts that were dropped because of it."""
     if len(answers) == 1:
         return answers[0]
     failed = [answer for answer in answers if answer.error]

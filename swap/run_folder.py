@@ -1,29 +1,29 @@
-"""RunFolder: the folder that one run owns on one path, its lock file, and what killed runs left behind.
+"""RunFolder: the folder that one run owns on one path, its lock file, and the folders of killed runs.
 
-    <path>/tiermem-<run id>          of a run of one rank
-    <path>/tiermem-<run id>.<rank>   of one rank of several; the run id is the same for all
-        lock                         while the run lives; names its process
-        segment.bin                  what rests on NVMe                                    files.py
-        manifest-*.json, part-*-*.json, data-*.bin    what a checkpoint adds, on another floor; here only their names are known
+    <path>/tiermem-<run id>          folder of a run with one rank
+    <path>/tiermem-<run id>.<rank>   folder of one of several ranks; all have the same run id
+        lock                         names the run's process, while the run lives
+        segment.bin                  states on NVMe                                        files.py
+        manifest-*.json, part-*-*.json, data-*.bin    files of checkpoints; this file only knows their names
 
-The lock file holds {"pid", "host", "started"} and is held by flock while that process lives:
+The lock file contains {"pid", "host", "started"}. Its process holds it by flock:
 
-    held           the run is live: refused, with pid and host
-    not held       the run was killed, since the kernel releases a dead process's locks: taken over with a warning
-    not there      the run was closed in order and kept: taken by the first process that wants it
+    held        the run lives: other processes get an error with pid and host
+    not held    the run was killed, and the kernel released its locks: another process takes it over, with a warning
+    missing     the run was closed in order and its folder kept: the first process that asks takes it
 
-A new folder's lock appears already held: it is locked under another name and then renamed. A takeover writes the new owner
-the same way, while it holds the old file; of several processes that try, one gets it. Pids are reused, so flock decides; the
-pid and the start of its process are there to be read. On a file system that other machines mount as well, another host's
-flock may be invisible: there its lock is not taken over, whatever flock says.
+The lock file of a new folder is locked under another name and then renamed, so it is held from its first moment. A takeover
+does the same while it holds the old file; if several processes try, one of them succeeds. flock decides, because the system
+reuses pids; pid and start time are information for people. On a file system that several machines mount, another host's flock
+may be invisible, so its lock file is never taken over there.
 
-A process that only reads a kept run shares its folder (`share`: flock of the folder itself), so that several ranks or jobs can
-resume from one checkpoint, and the folder is neither taken over nor removed meanwhile. A forked child gets its parent's
-descriptors and would keep the lock after the parent's end: it closes its copies at once, and never unlocks or removes anything.
+A process that only reads a kept run shares its folder (`share`: flock of the folder itself). Several ranks or jobs can then
+resume from one checkpoint, and no process takes over or removes the folder meanwhile. A forked child inherits descriptors and
+would keep the lock after its parent's end: it closes its copies at once, and never unlocks or removes a file.
 
-A run that saved leaves its folders without a lock; one that was killed leaves them with a lock that no process holds; any other
-leaves nothing. Nothing outside the run's own folders is ever touched, and in them only files of these names are removed:
-manifests first, so that a removal that is cut short leaves nothing that looks like a checkpoint.
+A run that saved leaves its folders without a lock file. A killed run leaves them with a lock file that no process holds. Other
+runs leave no folder. tiermem removes only files of the names above in folders of runs. It removes manifests first, so that
+an interrupted removal leaves nothing that looks like a checkpoint.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tiermem.swap.direct import file_system_of
 
 LOCK = "lock"
 _NEW_LOCK = LOCK + durable.NEW_SUFFIX
-_ONE_HOST = frozenset(  # file systems that only one kernel has mounted, whose locks it sees all
+_ONE_HOST = frozenset(  # file systems that only one kernel mounts, so that it sees all locks
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "tmpfs", "ramfs", "vfat", "exfat", "overlay"}
 )
 _MOST_LOCK_BYTES = 4096
@@ -61,7 +61,7 @@ logger = logging.getLogger("tiermem")
 
 
 class Owner(NamedTuple):
-    """The process that wrote a lock; `started` is its start in UTC, to the second, as ISO 8601."""
+    """The process that wrote a lock file; `started` is its start time in UTC, to the second, as ISO 8601."""
 
     pid: int
     host: str
@@ -74,27 +74,27 @@ class Owner(NamedTuple):
 
 
 UNKNOWN = Owner(0, "", "")
-"""Of a lock that says nothing: its process was killed, or the machine stopped, as it was written."""
+"""The owner of an unreadable lock file: its process was killed, or the machine stopped, while it wrote the file."""
 
 
 class RunLock:
-    """A folder's lock, held by this process until it is removed. Made by `lock_new` and `take_over`."""
+    """A folder's lock, held by this process until `remove`. `lock_new` and `take_over` make it."""
 
     def __init__(self, folder: Path, fd: int, folder_fd: int = -1) -> None:
         self.folder = folder
         self._fd = fd
-        self._folder_fd = folder_fd  # of one that was taken over: it is not shared meanwhile
+        self._folder_fd = folder_fd  # of a folder that was taken over: its flock keeps others from sharing it
         self._pid = os.getpid()
         _watch_forks()
         _held.add(self)
 
     @property
     def is_held(self) -> bool:
-        """Whether this very process holds it; False in a forked child."""
+        """Whether this process holds the lock; False in a forked child."""
         return self._fd >= 0 and os.getpid() == self._pid
 
     def remove(self) -> None:
-        """Removes the file while it is held, and unlocks, also when that raises OSError. Twice does nothing, nor in a fork."""
+        """Removes the lock file and then unlocks, also after an OSError. Does nothing in a second call or a forked child."""
         if not self.is_held:
             return
         try:
@@ -110,7 +110,7 @@ class RunLock:
 
 
 def lock_new(folder: Path) -> RunLock:
-    """The lock of a folder that this process has just made. Raises OSError, and then no lock is left."""
+    """Locks a folder that this process has just made. Raises OSError; then no lock file is left."""
     fd = -1
     try:
         fd = _write_held(folder)
@@ -124,17 +124,19 @@ def lock_new(folder: Path) -> RunLock:
 
 
 def take_over(folder: Path) -> RunLock:
-    """The lock of a folder whose run has ended, well or not; a dead owner is named in a warning.
+    """Locks the folder of a run that was closed or killed; a warning names a killed owner.
 
-    Raises OSError: EBUSY when its run lives, or may live on another host, or its folder is being read.
+    Raises OSError: EBUSY when the run lives, or may live on another host, or a process reads the folder.
     """
     while True:
         old = durable.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
         try:
             _hold(old, folder)
-            if not _is_lock_of(folder, old):  # another process was faster and has ended since: look again
+            if not _is_lock_of(folder, old):  # another process took it over and has ended since: try again
                 continue
-            was_kept = not os.fstat(old).st_size  # there was no lock; or the run was killed before it wrote one
+            was_kept = not os.fstat(
+                old
+            ).st_size  # empty: there was no lock file, or the run was killed before it wrote it
             try:
                 if not was_kept:
                     _check_host(folder, owner_of(folder) or UNKNOWN)
@@ -149,11 +151,11 @@ def take_over(folder: Path) -> RunLock:
 
 @contextlib.contextmanager
 def share(folder: Path, run_id: str | None = None) -> Iterator[None]:
-    """Keeps a folder from being taken over or removed while the block reads it. Never writes there.
+    """Prevents takeover and removal of a folder while the block reads it. Never writes there.
 
-    run_id: of a run whose live folders may be read as well: this process's own.
+    run_id: a run whose live folders may be read, too: this process's own run.
 
-    Raises OSError: EBUSY when its run lives, or may live on another host, or it is being removed.
+    Raises OSError: EBUSY when the run lives, or may live on another host, or a process has taken the folder over.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -169,7 +171,7 @@ def share(folder: Path, run_id: str | None = None) -> Iterator[None]:
 
 
 def owner_of(folder: Path) -> Owner | None:
-    """What a folder's lock says of its process, alive or not; UNKNOWN when it is unreadable. None: there is no lock."""
+    """Returns the process that a folder's lock file names; UNKNOWN if the file is unreadable, None if there is none."""
     try:
         told = json.loads(durable.read_file(folder / LOCK, _MOST_LOCK_BYTES) or b"{}")
         return Owner(int(told["pid"]), str(told["host"]), str(told.get("started", "")))
@@ -180,17 +182,20 @@ def owner_of(folder: Path) -> Owner | None:
 
 
 def is_live(folder: Path) -> bool:
-    """Whether some process of this machine holds a folder's lock, this one included."""
+    """Whether a process of this machine, this one included, holds a folder's lock."""
     return _is_held(folder / LOCK) or (not (folder / LOCK).exists() and _is_held(folder / _NEW_LOCK))
 
 
 def is_dead(folder: Path) -> bool:
-    """Whether a folder has a lock that no process holds: its process was killed. False for another user's, unreadable one."""
+    """Whether a folder's process was killed: no process holds its lock file. False for an unreadable file of another user."""
     return (os.access(folder / LOCK, os.R_OK) and not _is_held(folder / LOCK)) or is_stillborn(folder)
 
 
 def is_stillborn(folder: Path) -> bool:
-    """Whether a folder's process was killed before it had a lock: for longer than that takes there has been nothing."""
+    """Whether a folder's process was killed before it had a lock file.
+
+    Then the folder holds no file, or only an unheld lock.new, and did not change for 5 seconds.
+    """
     new = folder / _NEW_LOCK
     try:
         is_bare = {file.name for file in folder.iterdir()} <= {_NEW_LOCK}
@@ -200,23 +205,23 @@ def is_stillborn(folder: Path) -> bool:
 
 
 def is_of_one_host(folder: Path) -> bool:
-    """Whether a folder's file system is one that this kernel alone has mounted, so that it sees every lock there."""
+    """Whether only this kernel mounts a folder's file system, so that it sees every lock there."""
     return file_system_of(folder) in _ONE_HOST
 
 
 def this_process() -> Owner:
-    """What a lock of this process says."""
+    """Returns the owner that a lock file of this process names."""
     return Owner(os.getpid(), socket.gethostname(), _started(os.getpid()))
 
 
 def _write_held(folder: Path) -> int:
-    """lock.new, which tells of this process, held; only who holds the folder otherwise may call this."""
+    """Writes lock.new, which names this process, and holds it. Only the maker or the lock's holder may call this."""
     new = folder / _NEW_LOCK
-    new.unlink(missing_ok=True)  # of one that was killed just here
+    new.unlink(missing_ok=True)  # left by a process that was killed at this point
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with durable.named(new):
-            fcntl.flock(fd, fcntl.LOCK_EX)  # it is held no longer than a look (`is_live`) takes
+            fcntl.flock(fd, fcntl.LOCK_EX)  # at most `is_live` of another process holds it, for a moment
             durable.write_all(fd, json.dumps(this_process()._asdict()).encode(), new)
     except BaseException:
         os.close(fd)
@@ -226,7 +231,7 @@ def _write_held(folder: Path) -> int:
 
 
 def _take_over(folder: Path, owner: Owner | None) -> RunLock:
-    """Puts this process's lock in place of one that is held here; `owner` has left it."""
+    """Replaces a lock file that this process holds by its own. owner: the killed owner, for the warning."""
     folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fd = -1
     try:
@@ -250,7 +255,7 @@ def _hold(fd: int, folder: Path) -> None:
         except BlockingIOError:
             if not patience:
                 raise _lives(folder) from None
-            time.sleep(_LOOK_S)  # another process may only be looking whether it is held
+            time.sleep(_LOOK_S)  # the holder may be another process in `is_live`
         except OSError as error:
             raise durable.naming(error, folder / LOCK) from None
         else:
@@ -263,7 +268,7 @@ def _lives(folder: Path) -> OSError:
 
 
 def _flock_folder(fd: int, folder: Path, kind: int) -> None:
-    """Locks a folder itself; where its file system cannot, as NFS for writers, nothing is locked. Raises OSError (EBUSY)."""
+    """Locks a folder itself, if its file system can (NFS cannot lock for writers). Raises OSError (EBUSY)."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -309,7 +314,7 @@ def _is_held(file: Path) -> bool:
 
 
 def _started(pid: int) -> str:
-    """When a process of this machine started; empty when that cannot be told."""
+    """Returns the start time of a process of this machine; empty if /proc does not tell it."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         lines = Path("/proc/stat").read_text().splitlines()
@@ -319,7 +324,7 @@ def _started(pid: int) -> str:
     return ""
 
 
-_held: weakref.WeakSet[RunLock] = weakref.WeakSet()  # what a forked child must close
+_held: weakref.WeakSet[RunLock] = weakref.WeakSet()  # the locks whose descriptors a forked child must close
 
 
 @functools.cache
@@ -344,25 +349,25 @@ _MANIFEST = re.compile(r"manifest-\d+\.json")
 
 
 class RunName(NamedTuple):
-    """What names a run's folders: the run, and the rank when there are several."""
+    """The name of a run's folders: the run id, and the rank if there are several ranks."""
 
     run_id: str
     rank: int | None = None
 
     @classmethod
     def new(cls) -> RunName:
-        """A name that no other run has."""
+        """Makes a new random name."""
         return cls(secrets.token_hex(6))
 
     @classmethod
     def of(cls, folder: Path) -> RunName | None:
-        """The name that a folder was made with; None when it is no run's."""
+        """Returns the name that a folder was made with; None for a folder that is no run's."""
         found = _FOLDER.fullmatch(folder.name)
         return None if found is None else cls(found[1], None if found[2] is None else int(found[2]))
 
     @property
     def folder_name(self) -> str:
-        """The folder's, below each path. Raises ValueError for a name that is none."""
+        """The name of the folder below each path. Raises ValueError for an invalid run id or rank."""
         name = f"{FOLDER_PREFIX}{self.run_id}" + ("" if self.rank is None else f".{self.rank}")
         if RunName.of(Path(name)) != self:
             raise ValueError(
@@ -372,16 +377,16 @@ class RunName(NamedTuple):
 
 
 class RunFolder:
-    """A folder that this process holds the lock of: a new one (`new`), or one that a run has left (`claim`)."""
+    """A folder whose lock this process holds: a new one (`new`), or one that an earlier run left (`claim`)."""
 
     def __init__(self, folder: Path, lock: RunLock) -> None:
         self.folder = folder
         self._lock = lock
-        self._made: list[str] = []  # files that must be there
+        self._made: list[str] = []  # files that this object made
 
     @classmethod
     def new(cls, path: Path, run: RunName) -> RunFolder:
-        """Makes a run's folder in an existing, writable one. Raises OSError, and then nothing is left of it."""
+        """Makes a run's folder in an existing, writable folder. Raises OSError; then the new folder is removed."""
         folder = path / run.folder_name
         with durable.step("folder", folder):
             folder.mkdir()
@@ -393,9 +398,9 @@ class RunFolder:
 
     @classmethod
     def claim(cls, folder: Path) -> RunFolder:
-        """Takes over what a run has left, killed or kept, to read or to remove it.
+        """Takes over the folder of a closed or killed run, to read or to remove it.
 
-        Raises OSError: EBUSY when its run lives, or may live on another host; ENOENT when this is no run's folder.
+        Raises OSError: EBUSY when the run lives or may live on another host; ENOENT when the folder is no run's.
         """
         is_left = any((folder / name).exists() for name in (LOCK, SEGMENT)) or is_stillborn(folder)
         if RunName.of(folder) is None or not is_left:
@@ -403,16 +408,19 @@ class RunFolder:
         return cls(folder, take_over(folder))
 
     def make(self, name: str, flags: int) -> int:
-        """A new file in the folder, open for reading and writing with `flags`; the caller closes it. Raises OSError."""
+        """Makes a new file, open for reading and writing with `flags`. Returns its descriptor, which the caller closes.
+
+        Raises OSError.
+        """
         fd = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
         self._made.append(name)
         return fd
 
     def close(self, keep: bool) -> None:
-        """Gives up the lock; unless it is to be kept, removes what runs make in it, and the folder.
+        """Removes the lock file; without `keep` also removes the files that runs make, and the folder.
 
-        Never raises OSError: what cannot be removed is left, and what has been removed already is said. In a
-        forked child it does nothing.
+        Never raises OSError: a warning names files that cannot be removed and files that were missing already. Does nothing
+        in a forked child.
         """
         if not self._lock.is_held:
             return
@@ -429,9 +437,9 @@ class RunFolder:
 
 
 def remove_dead_runs(path: Path, pid: int) -> list[str]:
-    """Removes what runs of one process that has died left in a folder, and names it; a run that has saved is spared.
+    """Removes the folders that a killed process left on a path, except folders with checkpoints; returns their names.
 
-    For the process that started it; raises OSError when something cannot be removed.
+    The process that started the killed one calls it. Raises OSError when a folder cannot be taken over.
     """
     removed = []
     for folder in run_folders(path):
@@ -445,7 +453,7 @@ def remove_dead_runs(path: Path, pid: int) -> list[str]:
 
 
 def report_dead_runs(path: Path) -> None:
-    """Says once which folders killed runs left behind; they are the user's to resume or remove."""
+    """Warns about the folders of killed runs on a path; the user resumes or removes them."""
     dead = [folder for folder in run_folders(path) if is_dead(folder)]
     if dead:
         size = sum(_size_of(folder / SEGMENT) for folder in dead)
@@ -454,32 +462,32 @@ def report_dead_runs(path: Path) -> None:
 
 
 def run_folders(path: Path) -> list[Path]:
-    """The folders of runs on a path, in order."""
+    """Returns the folders of runs on a path, sorted."""
     return sorted(folder for folder in path.glob(f"{FOLDER_PREFIX}*") if RunName.of(folder) is not None)
 
 
 def is_made(name: str) -> bool:
-    """Whether a file of this name in a run's folder is one that runs make, and may be removed with it."""
+    """Whether runs make files of this name in their folders; these are removed with the folder."""
     return _MADE.fullmatch(name) is not None
 
 
 def holds_states(name: str) -> bool:
-    """Whether a file of this name in a run's folder holds states: what rests on NVMe, or what a checkpoint adds of memory."""
+    """Whether files of this name hold states: those on NVMe, or those in memory that a checkpoint saves."""
     return _STATES.fullmatch(name) is not None
 
 
 def is_of_commit(name: str) -> bool:
-    """Whether it is one that a checkpoint adds."""
+    """Whether checkpoints make files of this name."""
     return _OF_COMMIT.fullmatch(name) is not None
 
 
 def has_saved(folder: Path) -> bool:
-    """Whether a folder holds part of a checkpoint: a manifest, which only the first rank's does, or a rank's part."""
+    """Whether a folder holds part of a checkpoint: a manifest (only in rank 0's folder) or a rank's part."""
     return any(_MANIFEST.fullmatch(file.name) or _PART.fullmatch(file.name) for file in folder.iterdir())
 
 
 def _remove_made(folder: Path, expected: list[str]) -> None:
-    """Removes every file that a run makes but the lock; manifests first, and for good before the rest goes."""
+    """Removes every file that runs make, except the lock file. Removes and syncs manifests first."""
     try:
         names = [file.name for file in folder.iterdir() if _MADE.fullmatch(file.name) and file.name != LOCK]
     except FileNotFoundError:
@@ -498,7 +506,7 @@ def _remove_folder(folder: Path) -> None:
         with durable.step("remove", folder):
             folder.rmdir()
     except FileNotFoundError:
-        pass  # said of its files
+        pass  # `_remove_made` has warned already
     except OSError as error:
         logger.warning("%s is left: %s", folder, error.strerror)
 
@@ -506,5 +514,5 @@ def _remove_folder(folder: Path) -> None:
 def _size_of(file: Path) -> int:
     try:
         return file.stat().st_size
-    except OSError:  # removed while we look
+    except OSError:  # removed in the meantime
         return 0

@@ -1,11 +1,11 @@
-"""Streams: byte ranges of entries and files, moved through a few aligned buffers past the page cache.
+"""Streams: move byte ranges of entries and files through a few aligned buffers, past the page cache.
 
     Bounce        bytes of a store's entries, at any offset and in any memory
     ReadAhead     ranges of files into a fixed memory, several groups of them at once
     FileReader    ranges of one file
     FileWriter    a new file of a known size, from front to back
 
-O_DIRECT asks for aligned offsets, lengths and memory. A read covers whole blocks, and what was asked for is copied out.
+O_DIRECT needs aligned offsets, lengths and memory. A read covers whole blocks, and the requested bytes are copied out of them.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from tiermem.swap.tier import ALIGNMENT
 
 
 class Bounce:
-    """A few small buffers for bytes that lie in ordinary memory, or at odd offsets. For one thread at a time.
+    """A few small buffers for transfers between entries and ordinary memory, or at unaligned offsets. For one thread at a time.
 
-    The store's own transfers go straight between arena and disk. A user's tensor has neither the alignment that O_DIRECT asks
-    for nor a place in the arena; it passes through these buffers piece by piece, several in flight.
+    The store's own transfers go directly between arena and disk. A user's tensor is not in the arena and may lack the alignment
+    that O_DIRECT needs. It is copied through these buffers in pieces, several of them in flight.
 
     Args:
-        store: whose entries are read and written, and whose arena the buffers are carved from, for as long as it lives.
-        piece_bytes: of each buffer, a multiple of 4096.
-        count: buffers, the pieces in flight.
+        store: the store of the entries; its arena lends the buffers for its whole life.
+        piece_bytes: bytes of each buffer, a multiple of 4096.
+        count: number of buffers, that is of pieces in flight.
     """
 
     def __init__(self, store: TensorStore, piece_bytes: int = 1 << 20, count: int = 4) -> None:
@@ -62,7 +62,7 @@ class Bounce:
     def write(self, entry: str, start: int, data: torch.Tensor) -> None:
         """Copies a uint8 tensor into an entry on NVME from byte `start` on. Blocks; raises OSError.
 
-        What shares a 4096-byte block with the range is kept.
+        Other bytes in the same 4096-byte blocks do not change.
         """
         stop = start + data.numel()
         _check_range(start, stop, data)
@@ -70,13 +70,13 @@ class Bounce:
             for offset, piece in self._cut(start, stop):
                 first, last = max(start, offset), min(stop, offset + piece.numel())
                 if last - first < piece.numel():
-                    # Not checked: the wrong bytes may be those that are overwritten, and the rest keeps its checksums.
+                    # Not verified: damaged bytes may be the ones to overwrite, and the others keep their checksums.
                     self._store.read([(entry, offset, piece)], entry, is_checked=False).wait()
                 piece[first - offset : last - offset] = data[first - start : last - start]
                 in_flight.add(self._store.write([(entry, offset, piece)], entry).wait)
 
     def _cut(self, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """(offset, buffer) of each piece of an aligned range that covers [start, stop), buffers in turn."""
+        """Yields (offset, buffer) of each piece of the aligned range around [start, stop); it uses the buffers in turn."""
         base = start // ALIGNMENT * ALIGNMENT
         for number, offset in enumerate(range(base, stop, self._piece_bytes) if start < stop else ()):
             length = min(self._piece_bytes, round_up(stop - offset, ALIGNMENT))
@@ -91,7 +91,7 @@ def _check_range(start: int, stop: int, data: torch.Tensor) -> None:
 
 
 def _copy_out(move: Move, shift: int, piece: torch.Tensor, into: torch.Tensor) -> None:
-    """Waits for a piece and copies what was asked for; the piece begins at byte `shift` of `into`, or before it."""
+    """Waits for a piece and copies its requested bytes. The piece begins at byte `shift` of `into` (negative: before it)."""
     move.wait()
     first, last = max(0, shift), min(into.numel(), shift + piece.numel())
     into[first:last] = piece[first - shift : last - shift]
@@ -99,15 +99,15 @@ def _copy_out(move: Move, shift: int, piece: torch.Tensor, into: torch.Tensor) -
 
 # ---- reading files ---------------------------------------------------------------------------------------------------
 
-_MOST_FILES = 8  # that stay open while nothing of them is under way
+_MOST_FILES = 8  # files that stay open
 
 
 class ReadFile:
-    """An open regular file, also through a link. Raises OSError when it cannot be opened.
+    """An open regular file; its path may be a link. Raises OSError when it cannot be opened.
 
-        file    [ block ][ block ] ... [ block ][ tail ]        of 4096 bytes; the tail is read without the queue
+        file    [ block ][ block ] ... [ block ][ tail ]        blocks of 4096 bytes; the tail is read without the queue
 
-    A file that is now shorter than when it was opened is an error (ENODATA), never a short answer.
+    Reads raise OSError (ENODATA) when the file is now shorter than at opening; they never return fewer bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -126,7 +126,7 @@ class ReadFile:
         os.close(self.fd)
 
     def check(self, start: int, stop: int) -> None:
-        """Raises OSError (ENODATA) for bytes [start, stop) that the file has not."""
+        """Raises OSError (ENODATA) when bytes [start, stop) extend past the end of the file."""
         if stop > self.num_bytes:
             raise self._past_end(start, stop, self.num_bytes)
 
@@ -146,13 +146,14 @@ class ReadFile:
 class ReadAhead:
     """Reads ranges of files into a fixed memory, several groups of ranges at once. For one thread at a time.
 
-        start(ranges)  ->  Reading     carved out of the memory, submitted, not waited for; None: there is no room just now
-        Reading.wait() ->  the bytes of each range, where they lie in the memory    release() -> room for the next
+        start(ranges)      carves memory and submits the reads; returns a Reading, or None while there is too little memory
+        Reading.wait()     blocks and returns the bytes of each range, in that memory
+        Reading.release()  gives the memory back
 
-    One queue serves all files. The caller releases each reading, also after an error.
+    One queue serves all files. The caller releases each Reading, also after an error.
 
     Args:
-        areas: uint8 tensors, page-aligned and of whole pages; the caller's, for this alone until it is closed.
+        areas: uint8 tensors, page-aligned, of whole pages. The caller must not use them until `close`.
     """
 
     def __init__(self, areas: Sequence[torch.Tensor]) -> None:
@@ -165,7 +166,7 @@ class ReadAhead:
         self._queue: Queue | None = None
 
     def start(self, ranges: Sequence[FileRange]) -> Reading | None:
-        """Starts reading; None when the memory has no room for all of it beside what is not released yet.
+        """Starts reading; returns None while unreleased readings leave too little memory for all ranges.
 
         Raises OSError: a file that cannot be opened, or has fewer bytes (ENODATA).
         """
@@ -192,9 +193,10 @@ class ReadAhead:
             raise
 
     def open(self, path: Path) -> ReadFile:
-        """An open file, which stays open until others are read in its place. Raises OSError, also when no queue can be had.
+        """Opens a file, or returns the open one. Raises OSError, also when no queue can be opened.
 
-        The first one stays open: the queue's engine is chosen for its file system, and the kernel may register it.
+        At most 8 unused files stay open. The first file always stays open: the queue chose its engine for that file system, and
+        the kernel may have registered the file.
         """
         if path not in self._files:
             unused = [each for each in self._files if not self._num_users[each]]
@@ -211,7 +213,7 @@ class ReadAhead:
         return self._files[path]
 
     def close(self) -> None:
-        """Ends what is under way and closes the files. Readings are over."""
+        """Ends reads in flight and closes the files. Readings are invalid afterwards."""
         try:
             if self._queue is not None:
                 self._queue.close()
@@ -242,7 +244,7 @@ class ReadAhead:
 
 
 class Reading:
-    """Ranges that are being read, and then lie in the memory until they are released; made by ReadAhead."""
+    """Ranges that are being read into the memory of a ReadAhead, until `release`. ReadAhead makes it."""
 
     def __init__(
         self, in_flight: tuple[Queue, int] | None, parts: list[_Part], give_back: Callable[[Sequence[_Part]], None]
@@ -252,7 +254,7 @@ class Reading:
         self._give_back = give_back
 
     def wait(self) -> list[torch.Tensor]:
-        """The bytes of each range, not to be used after `release`. Blocks; raises OSError that names the file."""
+        """Returns the bytes of each range, valid until `release`. Blocks; raises OSError that names the file."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             queue, tag = in_flight
@@ -262,7 +264,7 @@ class Reading:
         return [part.data for part in self._parts]
 
     def release(self) -> None:
-        """Gives the memory back; what is under way is dropped, or ends first. Twice does nothing."""
+        """Gives the memory back, after it has cancelled or waited for reads in flight. A second call does nothing."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             queue, tag = in_flight
@@ -288,7 +290,7 @@ class _Part(NamedTuple):
         return min(self.buffer.numel(), (self.file.num_bytes - self.base) // ALIGNMENT * ALIGNMENT)
 
     def read_tail(self) -> None:
-        """Reads what of the range lies behind the file's last whole block."""
+        """Reads those bytes of the range that lie after the file's last whole block."""
         whole = self.num_whole
         num_bytes = min(self.buffer.numel(), self.file.num_bytes - self.base) - whole
         if num_bytes > 0:
@@ -300,10 +302,9 @@ _NUM_PIECES = 4
 
 
 class FileReader:
-    """An open file, read through a queue of its own; for one thread at a time. Use it in a `with` block.
+    """An open file with its own queue, for reading checkpoints; for one thread at a time. Use it in a `with` block.
 
-    For checkpoints that are loaded: never mmapped, never the whole file in memory. Raises OSError when the file cannot be
-    opened.
+    It does not use mmap, and never holds the whole file in memory. Raises OSError when the file cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -354,25 +355,25 @@ _WRITE_PIECE_BYTES = 1 << 20
 
 
 class FileWriter:
-    """A new file that is filled from front to back, by one thread at a time; whole, or not there.
+    """A new file that is written from front to back, by one thread at a time. After an error the file is removed.
 
-        put(bytes) -> a few aligned buffers in turn -> the queue -> disk        close: the rest, its true length, sync
+        put(bytes) -> a few aligned buffers in turn -> the queue -> disk        close: last bytes, exact length, sync
 
-    For what has no home on disk and is written once, when it is saved. Its room is taken first, so that a full disk is an
-    error before anything is written. `abandon`, or an error in the `with` block, removes the file.
+    It writes states that have no home on disk, once, when they are saved. It takes the disk space first, so that a full disk
+    raises before the first write. `abandon`, or an error in the `with` block, removes the file.
 
     Args:
         path: must not exist.
-        num_bytes: its length in the end; 0 makes an empty file.
+        num_bytes: the final length; 0 makes an empty file.
 
-    Raises OSError: it exists, the folder does not, the disk is too full.
+    Raises OSError when the file exists, the folder does not exist, or the disk is too full.
     """
 
     def __init__(self, path: str | os.PathLike[str], num_bytes: int) -> None:
         self.path = Path(path)
         self.num_bytes = num_bytes
-        self._offset = 0  # of the buffer at hand, in the file
-        self._filled = 0  # bytes in it
+        self._offset = 0  # of the present buffer, in the file
+        self._filled = 0  # bytes in the present buffer
         self._in_flight = InFlight(_NUM_PIECES)
         self._closing: contextlib.ExitStack | None = None
         with contextlib.ExitStack() as opened:
@@ -404,13 +405,13 @@ class FileWriter:
 
     @property
     def position(self) -> int:
-        """Bytes that have been put."""
+        """Number of bytes put so far."""
         return self._offset + self._filled
 
     def put(self, data: torch.Tensor) -> None:
-        """Adds a flat uint8 CPU tensor, which may change as soon as this returns. Blocks while all buffers are under way.
+        """Adds a flat uint8 CPU tensor; the caller may change it after the return. Blocks while all buffers are in flight.
 
-        Raises OSError of this or an earlier write, ValueError beyond the size that was told.
+        Raises OSError of this or an earlier write, ValueError beyond num_bytes.
         """
         if self.position + data.numel() > self.num_bytes:
             raise ValueError(f"{self.path}: byte {self.position + data.numel()} of a file of {self.num_bytes} bytes")
@@ -424,13 +425,13 @@ class FileWriter:
                 self._write()
 
     def skip_to(self, position: int) -> None:
-        """Fills up with zeros."""
+        """Writes zeros up to a position."""
         self.put(torch.zeros(position - self.position, dtype=torch.uint8))
 
     def close(self) -> None:
-        """Ends every write and makes the file durable; its name is when the folder is synced. Blocks; raises OSError.
+        """Ends every write and syncs the file. Its name is durable after a sync of the folder. Blocks.
 
-        What fails removes the file.
+        Raises OSError, or ValueError when fewer than num_bytes were put; then the file is removed.
         """
         try:
             if self.position != self.num_bytes:
@@ -462,11 +463,11 @@ class FileWriter:
             closing.close()
 
     def _piece(self) -> torch.Tensor:
-        """The buffer at hand: no write of it is in flight."""
+        """Returns the present buffer; no write of it is in flight."""
         return self._pieces[self._offset // _WRITE_PIECE_BYTES % _NUM_PIECES]
 
     def _write(self) -> None:
-        """Starts writing the buffer at hand, in whole blocks."""
+        """Starts writing the present buffer, in whole blocks."""
         length = round_up(self._filled, ALIGNMENT)
         tag = self._queue.submit([Op(WRITE, self._fd, self._piece().data_ptr(), length, self._offset)])
         self._offset, self._filled = self._offset + self._filled, 0

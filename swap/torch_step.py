@@ -1,23 +1,23 @@
-"""The step in torch operations: the definition of the native kernel (native/tiermem.h) on tensors of any device.
+"""The optimizer step in torch operations: the same definition as the native kernel's (native/tiermem.h), on any device.
 
     stored parts -> widen to fp32 -> the rule's formula, one torch operation for each of the kernel's -> narrow -> stored parts
 
-Every operation rounds once: no addcdiv, no lerp, no alpha, nothing that fuses a product with a sum. Scalars are rounded to fp32
-as the kernel rounds them. So what is stored has the kernel's bits, but for the payload of a NaN. It is the reference of faster
-forms for one kind of device. Temporary memory is bounded: CHUNK elements are stepped at a time.
+Every operation rounds once: it uses no addcdiv, lerp or alpha, which fuse a product with a sum. Scalars are rounded to fp32 as
+in the kernel. So the stored values equal the kernel's to the bit, except the payload of a NaN. Temporary memory is bounded: it
+steps CHUNK elements at a time.
 
-Stored elements become fp32 and return as native/parts.cpp does it, to the bit:
+Stored elements are converted to and from fp32 as in native/parts.cpp, to the bit:
 
     fp32, bf16, fp16    torch's own conversions to nearest even; stochastically by random words
     split               integer sums of the weight's pattern and the low half
     8-bit blocks        integer sums of codes and scale bytes, drawn in native/loops_q8.h
 
-Patterns are int32 numbers, which wrap as the kernel's unsigned ones do: torch knows few operations on uint32. The host never
-waits for the device, so a number is put among others by masked_fill: torch.where copies it there, and that copy waits. The
-payload of a NaN may differ from the kernel's, except in a split master.
+Bit patterns are int32 numbers, which wrap like the kernel's unsigned numbers: torch has few operations on uint32. The host
+never waits for the device. So masked_fill inserts scalars: torch.where would copy them to the device and wait. The payload of
+a NaN may differ from the kernel's, except in a split master.
 
-It is not for compilers: `torch.compile` may fuse products with sums and change bits. The device has to keep subnormals and
-divide exactly, as CPUs (unless torch.set_flush_denormal(True)) and CUDA do, and to know float64.
+Do not use torch.compile here: it may fuse products with sums and change bits. The device must keep subnormals, divide exactly
+and support float64, as CPUs (unless torch.set_flush_denormal(True)) and CUDA do.
 """
 
 from __future__ import annotations

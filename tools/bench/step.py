@@ -37,8 +37,6 @@ from tiermem.tools.run_record import IoCounts, disagreements
 from tiermem.tools.words import format_bytes, parse_bytes, stopped_by_sigterm
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
-#
-# each other.
 
 Figures = Mapping[str, Any]
 

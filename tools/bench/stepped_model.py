@@ -350,12 +350,11 @@ def memory_rate() -> float:
 
 # ---- the picture of one step -----------------------------------------------------------------------------------------
 #
-#     GB/s      bytes on their way, in and out, over time
-#     read      a bar per tile, from its first block to its last; bars of tiles that were on their way together lie below
-#     compute   each other; the colour is the tile's place in the model's order, so that a tile can be followed down
-#     write     the lanes
+#     GB/s                    rates of reads and writes over time
+#     read, compute, write    one bar per tile, from its first block to its last; bars of concurrent tiles lie below each
+#                             other. The colour is the tile's position in the model, so that it can be found in each lane
 #
-# Below the whole step a part of it is magnified. Drawn from the spans of one step alone.
+# Below the whole step the picture magnifies a part of it. It is drawn from the spans of one step.
 
 _LANES = ("read", "compute", "write")
 _PREFIX = "gradients of "  # of a tile whose other bytes were read before the step
