@@ -134,9 +134,7 @@ def take_over(folder: Path) -> RunLock:
             _hold(old, folder)
             if not _is_lock_of(folder, old):  # another process took it over and has ended since: try again
                 continue
-            was_kept = not os.fstat(
-                old
-            ).st_size  # empty: there was no lock file, or the run was killed before it wrote it
+            was_kept = not os.fstat(old).st_size  # empty: there was none, or its run was killed before it wrote it
             try:
                 if not was_kept:
                     _check_host(folder, owner_of(folder) or UNKNOWN)
