@@ -1,10 +1,10 @@
 """Move: transfers in flight, as a value.
 
 A Move owns the buffers of its bytes until they have arrived. `wait()` returns when they have, and raises the error if they
-have not. A Move may follow another one (`after`): a fetch of bytes that are still being written starts when that write has
+have not. A Move may follow another one (`Later`): a fetch of bytes that are still being written starts when that write has
 ended, in the first thread that calls one of its methods. If the write failed, the fetch fails with the write's error.
 
-    asked --(after has ended)--> moving --(a thread asks the queue)--> arrived | failed | cancelled
+    later --(the other move has ended)--> moving --(a thread asks the queue)--> arrived | failed | cancelled
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from tiermem.swap.native import NORMAL, READ, URGENT, Answer
+from tiermem.swap.native import NORMAL, URGENT, Answer
 from tiermem.swap.queue import Queues, Transfers
 
 _GLANCE_S = 1e-3  # seconds to wait for one move before looking at the others
@@ -42,17 +42,25 @@ def wait_for_any(groups: Sequence[Sequence[Move]]) -> int:
             move._glance(_GLANCE_S if len(groups) > 1 else None)
 
 
+class Later(NamedTuple):
+    """Transfers that are submitted when another move has ended."""
+
+    after: Move
+    ops: Transfers
+    priority: int = NORMAL
+
+
 class Move:
     """One or several transfers that end together. Thread-safe.
 
     Args:
-        queue: the queues that get the transfers; must outlive the move. Their recorder receives the times of transfers and
+        queue: the queues that have the transfers; must outlive the move. Their recorder receives the times of transfers and
             waits.
-        ops: the transfers, on one path or several; their memory is inside `owns`. Empty: the move is done at once.
+        transfers: their tag in the queues, or those to submit later; their memory is inside `owns`. None: there are none, and
+            the move is done at once.
         owns: objects that must stay alive until the end (slots, tensors); `wait` returns it.
         name: the name in events and errors.
-        priority: urgent, normal or background.
-        after: a move that must end first.
+        is_write: whether the transfers are writes.
         on_end: called once with whether the bytes have arrived, before any `wait` returns.
         check: called once before on_end, if the bytes have arrived and the move is not cancelled. If it returns an error, the
             move fails with that error.
@@ -61,33 +69,28 @@ class Move:
     def __init__(
         self,
         queue: Queues,
-        ops: Transfers,
+        transfers: int | Later | None,
         owns: Any,
         name: str,
-        priority: int = NORMAL,
-        after: Move | None = None,
+        is_write: bool = False,
         on_end: Callable[[bool], None] | None = None,
         check: Callable[[], OSError | None] | None = None,
     ) -> None:
         self.name = name
+        self.is_write = is_write
         self._queue = queue
-        self._ops: Transfers = ops
-        self._lane = "read" if not ops or ops[0].kind == READ else "write"
         self._owns = owns
-        self._priority = priority
-        self._after = after  # None once the transfers are submitted
+        self._tag = transfers if isinstance(transfers, int) else None
+        self._later = transfers if isinstance(transfers, Later) else None  # None once they are submitted
         self._on_end = on_end
         self._check = check
-        self._tag: int | None = None
         self._is_done = False
         self._answered_ns = 0  # time of the queue's answer; a check after it does not count as waiting
         self._failure: OSError | None = None  # `wait` raises a copy, because a raised exception keeps its frames alive
         self._result: Any = owns
         self._lock = threading.Lock()  # held by the thread that asks the queue; taken before the store's lock
-        if not ops:
+        if transfers is None:
             self._end()
-        elif after is None or (after.is_done() and not after.has_failed):
-            self._tag, self._after = queue.submit(ops, priority), None
 
     def wait(self) -> Any:
         """Blocks until the bytes have arrived and returns what the move owns. Raises OSError; safe to call again."""
@@ -111,16 +114,8 @@ class Move:
 
         It submits the transfers if the preceding move has ended, and runs `check` if the bytes have arrived.
         """
-        if self._is_done:
-            return True
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            if not self._is_done and self._start():
-                self._ask(timeout_s=0.0)
-            return self._is_done
-        finally:
-            self._lock.release()
+        self._glance(0.0)
+        return self._is_done
 
     @property
     def has_failed(self) -> bool:
@@ -132,19 +127,14 @@ class Move:
         """Whether the move has failed because of `cancel`."""
         return self._failure is not None and self._failure.errno == errno.ECANCELED
 
-    @property
-    def is_write(self) -> bool:
-        """Whether the transfers are writes."""
-        return self._lane == "write"
-
     def promote(self) -> None:
         """Makes these transfers urgent: before prefetches and write-backs. Does not block."""
         if self._is_done or not self._lock.acquire(blocking=False):
             return  # another thread waits for it, so it is urgent already
         try:
-            self._priority = URGENT
-            if self._after is not None:
-                self._after.promote()
+            if self._later is not None:
+                self._later = self._later._replace(priority=URGENT)
+                self._later.after.promote()
             elif self._tag is not None and not self._is_done:
                 self._queue.promote(self._tag)
         finally:
@@ -170,9 +160,9 @@ class Move:
             self._ask(timeout_s=None)
 
     def _wait(self) -> None:
-        if self._after is not None:
+        if self._later is not None:
             with contextlib.suppress(OSError):  # its failure becomes this move's in _start
-                self._after.wait()
+                self._later.after.wait()
         if self._is_done or not self._start():
             return
         self._ask(timeout_s=0.0)
@@ -186,8 +176,8 @@ class Move:
         if self._is_done or not self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
             return
         try:
-            if self._after is not None:
-                self._after._glance(timeout_s)
+            if self._later is not None:
+                self._later.after._glance(timeout_s)
             if not self._is_done and self._start():
                 self._ask(timeout_s)
         finally:
@@ -195,16 +185,16 @@ class Move:
 
     def _start(self) -> bool:
         """Whether the transfers are submitted. Submits them if the preceding move succeeded; fails with its error if not."""
-        after = self._after
-        if after is None:
+        if self._later is None:
             return True
+        after, ops, priority = self._later
         if not after.is_done():
             return False
         if after.has_failed:
             self._end(after._failure)
             return False
         try:
-            self._tag, self._after = self._queue.submit(self._ops, self._priority), None
+            self._tag, self._later = self._queue.submit(ops, priority), None
         except OSError as error:
             self._end(OSError(error.errno or errno.EIO, f"{self.name!r} could not be started: {error.strerror}"))
             return False
@@ -228,13 +218,14 @@ class Move:
     def _finish(self, answer: Answer) -> None:
         self._answered_ns = time.monotonic_ns()
         if answer.started_ns:
-            self._queue.recorder.add(self._lane, self.name, answer.started_ns, answer.finished_ns, answer.num_bytes)
+            lane = "write" if self.is_write else "read"
+            self._queue.recorder.add(lane, self.name, answer.started_ns, answer.finished_ns, answer.num_bytes)
         self._end(self._queue.error_of(answer) or (self._check() if self._check is not None else None))
 
     def _end(self, failure: OSError | None = None) -> None:
         self._failure = failure
         self._answered_ns = self._answered_ns or time.monotonic_ns()
-        self._ops, self._owns, self._after, self._check = (), None, None, None
+        self._owns = self._later = self._check = None
         on_end, self._on_end = self._on_end, None
         if on_end:
             on_end(failure is None)

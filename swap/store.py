@@ -45,7 +45,7 @@ from tiermem.swap.accelerator import is_accelerator
 from tiermem.swap.arena import BudgetError, Slot
 from tiermem.swap.checksum import Range, Sums, Written
 from tiermem.swap.entry import Entry, EntryState, Freeze, NvmeHome, changing
-from tiermem.swap.move import Move, wait_for_any
+from tiermem.swap.move import Later, Move, wait_for_any
 from tiermem.swap.native import BACKGROUND, NORMAL, WRITE, Fault, IoSettings, Op, check_process
 from tiermem.swap.paths import AnyPath
 from tiermem.swap.queue import PathStats, Queues, Recorder, StoreStats
@@ -284,7 +284,8 @@ class TensorStore:
             if not ops:
                 return self._nothing_to_move(buffers, name)
             check = self.sums.check_of(ranges, ops, self._files.by_descriptor) if is_checked else None
-            move = Move(self.queues, ops, buffers, name, priority, check=check)
+            queues = self.queues
+            move = Move(queues, queues.submit(ops, priority), buffers, name, check=check)
             self._under_way.add(move, entries)
             return move
 
@@ -319,7 +320,8 @@ class TensorStore:
             if not len(offsets):
                 return self._nothing_to_move(into, title or name)
             blocks = home.blocks(offsets, block_bytes, into.data_ptr())
-            move = Move(self.queues, blocks, into, title or name, priority)
+            queues = self.queues
+            move = Move(queues, queues.submit(blocks, priority), into, title or name)
             self._under_way.add(move, (entry,))
             return move
 
@@ -457,7 +459,12 @@ class TensorStore:
             data = slot.tensor[: entry.padded_bytes]
             ops = entry.reads(0, data)
             check = self.sums.check_of([(entry.name, 0, data)], ops, self._files.by_descriptor)
-            move = Move(queues, ops, entry.tensor(slot), entry.name, priority, entry.leaving, came, check)
+            writing = entry.leaving  # a write that has failed fails the fetch, too
+            if writing is None or (writing.is_done() and not writing.has_failed):
+                transfers: int | Later = queues.submit(ops, priority)
+            else:
+                transfers = Later(writing, ops, priority)
+            move = Move(queues, transfers, entry.tensor(slot), entry.name, on_end=came, check=check)
         except BaseException:
             if owns:
                 self.arena.give_back(slot)
@@ -511,14 +518,15 @@ class TensorStore:
 
         with changing(targets, name):
             self.sums.keep(summed)
-            move = Move(self.queues, ops, owns, name, priority, on_end=ended)
+            queues = self.queues
+            move = Move(queues, queues.submit(ops, priority), owns, name, is_write=True, on_end=ended)
             self._under_way.add(move, entries)
             for home, part in targets:
                 home.slots.write(part.start, part.stop)
         return move
 
     def _nothing_to_move(self, result: object, name: str) -> Move:
-        return Move(self._no_queues, (), result, name)
+        return Move(self._no_queues, None, result, name)
 
     def _take(self, num_bytes: int, what: str, crosses_link: bool = False) -> Slot:
         """Carves a slot of HOST memory; if need be, waits for write-backs to give memory back. Raises BudgetError."""

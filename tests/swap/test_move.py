@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tiermem.swap.arena import Arena
-from tiermem.swap.move import Move
+from tiermem.swap.move import Later, Move
 from tiermem.swap.native import BACKGROUND, READ, URGENT, WRITE, Answer, Fault, IoSettings, Op, TransferError
 from tiermem.swap.queue import Queues, Recorder
 
@@ -69,7 +69,9 @@ def move_of(queue: FakeQueue, tag: int, after: Move | None = None, ended: list[o
         if ended is not None:
             ended.append((tag, arrived))
 
-    return Move(queue, [Op(READ, 3, 0, 4096, tag)], f"bytes {tag}", f"move {tag}", 1, after, on_end)  # type: ignore[arg-type]
+    ops = [Op(READ, 3, 0, 4096, tag)]
+    transfers = queue.submit(ops, 1) if after is None else Later(after, ops, 1)
+    return Move(queue, transfers, f"bytes {tag}", f"move {tag}", on_end=on_end)  # type: ignore[arg-type]
 
 
 # ---- the end -----------------------------------------------------------------------------------------------------------
@@ -77,7 +79,7 @@ def move_of(queue: FakeQueue, tag: int, after: Move | None = None, ended: list[o
 
 def test_move_of_nothing_has_ended(queue: FakeQueue) -> None:
     ended: list[bool] = []
-    move = Move(queue, (), "result", "nothing", on_end=ended.append)  # type: ignore[arg-type]
+    move = Move(queue, None, "result", "nothing", on_end=ended.append)  # type: ignore[arg-type]
     assert move.is_done()
     assert move.wait() == "result"
     assert (ended, queue.log) == ([True], [])
@@ -116,7 +118,7 @@ def test_buffer_lives_as_long_as_the_move_is_under_way(queue: FakeQueue) -> None
 
     buffer = Buffer()
     seen = weakref.ref(buffer)
-    move = Move(queue, [Op(READ, 3, 0, 4096, 1)], buffer, "move")  # type: ignore[arg-type]
+    move = Move(queue, 1, buffer, "move")  # type: ignore[arg-type]
     del buffer
     gc.collect()
     assert seen() is not None
@@ -276,7 +278,7 @@ def test_threads_that_wait_for_one_move_at_once_all_get_it(file: int) -> None:
     results: list[object] = []
     for _ in range(50):
         ops = [Op(READ, file, buffer.data_ptr(), 1 << 20, 0)]
-        move = Move(queue, ops, buffer, "all")
+        move = Move(queue, queue.submit(ops), buffer, "all")
         threads = [threading.Thread(target=lambda move=move: results.append(move.wait())) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -293,7 +295,8 @@ def test_events_tell_reads_from_writes_with_bytes_and_times(file: int) -> None:
     arena, queue = Arena(1 << 20), Queues({file: "data"}, IoSettings())
     buffer = arena.take(8192).tensor
     for kind in (WRITE, READ):
-        Move(queue, [Op(kind, file, buffer.data_ptr(), 8192, 0)], buffer, f"kind {kind}", BACKGROUND).wait()
+        tag = queue.submit([Op(kind, file, buffer.data_ptr(), 8192, 0)], BACKGROUND)
+        Move(queue, tag, buffer, f"kind {kind}", is_write=kind == WRITE).wait()
     moved = [event for event in queue.recorder.events if event.lane != "wait"]
     assert [(e.lane, e.name, e.num_bytes) for e in moved] == [("write", "kind 1", 8192), ("read", "kind 0", 8192)]
     assert all(0 < e.start_ns <= e.end_ns for e in moved)
@@ -306,7 +309,7 @@ def test_error_of_a_transfer_names_path_offset_and_length(file: int, tmp_path: P
     io = IoSettings(block_bytes=4096)
     queue = Queues({file: str(tmp_path / "data")}, io, faults=[Fault(2, "error", errno.EIO)])
     buffer = arena.take(16384).tensor
-    move = Move(queue, [Op(READ, file, buffer.data_ptr(), 16384, 8192)], buffer, "move", URGENT)
+    move = Move(queue, queue.submit([Op(READ, file, buffer.data_ptr(), 16384, 8192)], URGENT), buffer, "move")
     with pytest.raises(TransferError, match="see the kernel log") as failure:
         move.wait()
     error = failure.value
@@ -319,7 +322,7 @@ def test_error_of_a_transfer_names_path_offset_and_length(file: int, tmp_path: P
 def test_move_whose_queue_was_closed_says_so(file: int) -> None:
     arena, queue = Arena(1 << 20), Queues({file: "data"}, IoSettings())
     buffer = arena.take(4096).tensor
-    move = Move(queue, [Op(READ, file, buffer.data_ptr(), 4096, 0)], buffer, "'layers.3'")
+    move = Move(queue, queue.submit([Op(READ, file, buffer.data_ptr(), 4096, 0)]), buffer, "'layers.3'")
     queue.close()
     with pytest.raises(OSError, match="this I/O queue is closed"):
         move.wait()

@@ -11,7 +11,7 @@ import torch
 
 from tiermem.swap.arena import Arena, Pool, Slot
 from tiermem.swap.move import Move
-from tiermem.swap.native import READ, WRITE, Answer, IoSettings, Op, TransferError
+from tiermem.swap.native import READ, Answer, IoSettings, TransferError
 from tiermem.swap.pipeline import HeadStart, run_pipeline
 from tiermem.swap.queue import Queues, Recorder
 from tiermem.swap.store import TensorStore
@@ -112,8 +112,7 @@ class Work:
         self._queues.append(
             FakeQueue(self.log, name, self._is_fast[kind], name in self._slow, fails=self._fail_at == name)
         )
-        op = Op(WRITE if kind == "write" else READ, 0, 4096, 4096, 0)
-        return Move(self._queues[-1], [op], None, name)
+        return Move(self._queues[-1], self._queues[-1].submit([], 1), None, name, is_write=kind == "write")
 
 
 @pytest.fixture

@@ -298,7 +298,8 @@ def test_move_over_two_paths_brings_the_bytes_of_both(files: dict[int, str], eng
     buffer = arena.take(524288).tensor
     first, second = files
     half = buffer.data_ptr() + 262144
-    move = Move(queues, [Op(READ, second, half, 262144, 0), Op(READ, first, half - 262144, 262144, 0)], buffer, "x")
+    ops = [Op(READ, second, half, 262144, 0), Op(READ, first, half - 262144, 262144, 0)]
+    move = Move(queues, queues.submit(ops), buffer, "x")
     assert torch.equal(move.wait()[:262144], torch.ones(262144, dtype=torch.uint8))
     assert torch.equal(buffer[262144:], torch.full((262144,), 2, dtype=torch.uint8))
     (event,) = (event for event in recorder.events if event.lane == "read")
@@ -317,7 +318,7 @@ def test_settings_reach_every_queue(files: dict[int, str]) -> None:
     arena = Arena(1 << 20)
     buffer = arena.take(262144).tensor
     for fd in files:
-        Move(queues, [Op(READ, fd, buffer.data_ptr(), 262144, 0)], buffer, "x").wait()
+        Move(queues, queues.submit([Op(READ, fd, buffer.data_ptr(), 262144, 0)]), buffer, "x").wait()
     assert all(counters.kernel_entries >= counters.blocks == 64 for counters in queues.counters_by_path())
     queues.close()
     arena.close()

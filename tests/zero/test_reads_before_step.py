@@ -39,8 +39,10 @@ def watch(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(owner, verb, noted)
 
-    note(shards.store, "fetch", lambda name, *_: f"fetch {name.split('/')[-1]}")
-    note(shards.store, "read", lambda ranges, name, *_: f"read {name}")
+    def read(ranges: object, name: str, *_: object) -> str:
+        return f"fetch {name.split('/')[-1]}" if name.startswith("param/") else f"read {name}"
+
+    note(shards.store, "read", read)
     note(shards.homes, "receive", lambda unit: f"receive {unit.name}")
     return log
 

@@ -114,7 +114,8 @@ class _Builder:
 
     def _forward(self, number: int) -> None:
         self._phase = f"{FORWARD} {number}"
-        self._prefetcher.begin_pass("training", has_backward=True)
+        self._prefetcher.order.begin("training", has_backward=True)
+        self._prefetcher.acquire()
         for use in self._course.uses:
             self._run(use.name, use.units, use.forward_s)
 
@@ -142,12 +143,10 @@ class _Builder:
         needed = [self._played[index] for index in units]
         try:
             for played in needed:
-                played.num_users += 1
-                self._prefetcher.ensure(played)
+                self._prefetcher.acquire(played)
         except RuntimeError as error:  # too few buffers
             raise ValueError(str(error)) from error
         for played in needed:
-            played.num_users -= 1
             self._prefetcher.release(played)
         arrivals = [self._arrivals[index] for index in units if index in self._arrivals]
         landing = [self._unit(index).shard_bytes for index in units if index in self._unchecked]
@@ -365,7 +364,7 @@ class _PlayedUnit:
 
     def __init__(self, unit: Unit, builder: _Builder, course: Course) -> None:
         self.unit = unit
-        self.state = UnitState.HOME
+        self.state = UnitState.PRESENT if unit.is_resident else UnitState.HOME
         self.num_users = 0
         self.is_streamed = not unit.is_resident
         self.is_gathered = course.topology.num_shards > 1 or gathers_packed(unit, course.policy)
@@ -402,6 +401,9 @@ class _PlayedUnit:
         self._builder.copy_unit(self.unit)
         self.state = UnitState.COPYING
 
+    def give_stage_back(self) -> None:
+        """Does nothing: a simulated gather frees the stage at once."""
+
     def land(self) -> None:
         """-> PRESENT."""
         self.state, self._read = UnitState.PRESENT, None
@@ -419,6 +421,14 @@ class _PlayedUnit:
 
     def use(self) -> None:
         """Does nothing: the maths is a separate task."""
+
+    def hold(self) -> None:
+        """Adds a user."""
+        self.num_users += 1
+
+    def let_go(self) -> None:
+        """Removes a user."""
+        self.num_users -= 1
 
     def let_all_go(self) -> None:
         """Does nothing: between uses a unit has no users."""

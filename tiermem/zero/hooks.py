@@ -66,7 +66,7 @@ class Frame:
 
 
 class Hooks:
-    """Installs hooks on a model. They call the prefetcher's `ensure` and `release`, and `receive` of the gradient homes.
+    """Installs hooks on a model. They call the prefetcher's `acquire` and `release`, and `receive` of the gradient homes.
 
     Args:
         root: the model.
@@ -88,7 +88,7 @@ class Hooks:
     ) -> None:
         self._root = root
         self._units = units
-        self._prefetcher = prefetcher
+        self.prefetcher = prefetcher
         self._store = store
         self._homes = homes
         self._uses = Uses(units)
@@ -167,11 +167,8 @@ class Hooks:
     # ---- forward ---------------------------------------------------------------------------------------------------------
 
     def enter(self, needed: Sequence[LiveUnit], args: Any, kwargs: Any, reads_again: bool = True) -> Frame:
-        """Begins a forward: makes its units present, and marks its inputs when gradients will flow."""
+        """Begins a forward whose units are present: marks its inputs when gradients will flow."""
         frame = Frame(tuple(needed))
-        for live in frame.needed:
-            live.hold()
-            self._prefetcher.ensure(live)
         self._frames.append(frame)
         if not torch.is_grad_enabled():
             if self._is_training_pass:
@@ -197,9 +194,7 @@ class Hooks:
         while self._frames and self._frames.pop() is not frame:
             pass  # an exception left the frames above
         for live in (*frame.needed, *frame.borrowed):
-            live.let_go()
-            if not in_backward():
-                self._prefetcher.release(live)
+            self.prefetcher.release(live, may_evict=not in_backward())
         if frame.use is not None and frame.use.units:
             frame.use.left = self._tick()
             self._record("forward", frame.use)
@@ -209,14 +204,16 @@ class Hooks:
         self._clock += 1
         return self._clock
 
-    def begin_pass(self, module: nn.Module) -> bool:
-        """Notes that a module is called. Returns whether it is the outermost call under way, outside backward.
+    def is_outermost(self, module: nn.Module) -> bool:
+        """Whether a call of a module that begins now is the outermost one, outside backward."""
+        return not (in_backward() or (self._frames and module is not self._root))
 
-        Such a call may begin a pass. A pass continues while its modules are called one after the other. It ends when the module
-        that began it, or the model, is called again, or when a module is called in another mode.
+    def begin_outermost(self, module: nn.Module) -> bool:
+        """Begins the outermost call. Returns whether it begins a pass; then the prefetcher has to start fetching.
+
+        A pass continues while its modules are called one after the other. It ends when the module that began it, or the model,
+        is called again, or when a module is called in another mode.
         """
-        if in_backward() or (self._frames and module is not self._root):
-            return False
         self._abandon_backward()
         self._drop_frames()
         for live in self._units:
@@ -224,13 +221,15 @@ class Hooks:
                 live.let_all_go()
         self._is_training_pass = torch.is_grad_enabled()
         kind = (self._is_training_pass and module.training, module.training)
-        if module in (self._root, self._leader) or kind != self._pass_kind or self._prefetcher.order.is_long:
-            self._leader, self._pass_kind = module, kind
-            self._store.check_process()
-            self._prefetcher.begin_pass(kind, has_backward=kind[0])
+        order = self.prefetcher.order
+        if module not in (self._root, self._leader) and kind == self._pass_kind and not order.is_long:
+            return False
+        self._leader, self._pass_kind = module, kind
+        self._store.check_process()
+        order.begin(kind, has_backward=kind[0])
         return True
 
-    def end_pass(self, module: nn.Module, frame: Frame, output: Any, made: list[torch.Tensor]) -> None:
+    def end_outermost(self, module: nn.Module, frame: Frame, output: Any, made: list[torch.Tensor]) -> None:
         """Ends the outermost call, also one that raised."""
         self._is_training_pass = False
         for tensor in tensors_in(output):
@@ -239,7 +238,7 @@ class Hooks:
         if frame.use is not None and not frame.use.units:
             mark(made, self, Hooks.watch_backward)
         if module is self._root and not torch.is_grad_enabled():
-            self._prefetcher.end_pass()  # of an evaluation: weights do not change before the next pass
+            self.prefetcher.end_pass()  # of an evaluation: weights do not change before the next pass
 
     def _drop_frames(self) -> None:
         """Drops frames of a forward that an interrupt has ended, for which no hook was called."""
@@ -258,6 +257,8 @@ class Hooks:
     def lend(self, params: Sequence[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a torch function with resting parameters gathered (access.py). Collective; blocks."""
         needed = list({self._by_param[id(p)].unit.index: self._by_param[id(p)] for p in params}.values())
+        for live in needed:
+            self.prefetcher.acquire(live)
         frame = self.enter(needed, args, kwargs)
         output = None
         try:
@@ -280,16 +281,14 @@ class Hooks:
             use.left = self._tick()
             self._hold(use)
             return
-        live.hold()
-        self._prefetcher.ensure(live)
+        self.prefetcher.acquire(live)
         frame.borrowed.append(live)
         if frame.use is not None:
             self._uses.extend(frame.use, live)
 
     def _keep(self, live: LiveUnit) -> None:
         """Holds the unit of a parameter that the root has returned, until backward has ended or the next pass begins."""
-        live.hold()
-        self._prefetcher.ensure(live)
+        self.prefetcher.acquire(live)
         self._returned.append(live)
 
     # ---- backward ----------------------------------------------------------------------------------------------------------
@@ -332,8 +331,7 @@ class Hooks:
             self.answer(self._held[-1])
         while self._returned:
             live = self._returned.pop()
-            live.let_go()
-            self._prefetcher.release(live)
+            self.prefetcher.release(live)
         with torch._C.DisableTorchFunctionSubclass():
             if self._may_receive():
                 self._homes.finish()
@@ -355,10 +353,9 @@ class Hooks:
         self._uses.add(use)
         self._held.append(use)
         for live in use.needed_again:
-            live.hold()
-            self._prefetcher.ensure(live)
+            self.prefetcher.acquire(live)
         use.start_ns = time.monotonic_ns()
-        if not self._prefetcher.expects_reads():
+        if not self.prefetcher.expects_reads():
             self._on_last_read()
 
     def _computed(self, use: Use, grad: torch.Tensor) -> None:
@@ -385,8 +382,7 @@ class Hooks:
             self._held.remove(use)
             self._record("backward", use)
             for live in use.needed_again:
-                live.let_go()
-                self._prefetcher.release(live)
+                self.prefetcher.release(live)
 
     def _record(self, phase: str, use: Use) -> None:
         end_ns = time.monotonic_ns()
@@ -472,8 +468,13 @@ class _ModuleHooks:
         if module is not self.module:  # the hook of a copy
             return
         self._frames.append(None)
-        is_outermost = self._hooks.begin_pass(module)
-        frame = self._hooks.enter(self.needed, args, kwargs, reads_weights_again(module))
+        hooks = self._hooks
+        is_outermost = hooks.is_outermost(module)
+        if is_outermost and hooks.begin_outermost(module):
+            hooks.prefetcher.acquire()
+        for live in self.needed:
+            hooks.prefetcher.acquire(live)
+        frame = hooks.enter(self.needed, args, kwargs, reads_weights_again(module))
         self._frames[-1] = frame, is_outermost
         for each in self._inside:
             each._switch(1)
@@ -489,7 +490,7 @@ class _ModuleHooks:
         made = handed_back(module, args, kwargs, output) if frame.use is not None else []
         self._hooks.leave(frame, made)
         if is_outermost:
-            self._hooks.end_pass(module, frame, output, made)
+            self._hooks.end_outermost(module, frame, output, made)
 
     def _switch(self, change: int) -> None:
         """Counts the modules around this one that run; torch calls the hooks only when the count is zero."""

@@ -6,7 +6,8 @@ import math
 import time
 import weakref
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import nn
@@ -229,6 +230,9 @@ class Streamed(Protocol):
     def copy(self) -> None:
         """HOME or READING -> COPYING."""
 
+    def give_stage_back(self) -> None:
+        """Frees its stage when the accelerator has read it. Blocks."""
+
     def land(self) -> None:
         """READING, GATHERING or COPYING -> PRESENT. Blocks."""
 
@@ -241,8 +245,14 @@ class Streamed(Protocol):
     def outdate(self) -> None:
         """Notes that its weights are about to change where they rest."""
 
+    def hold(self) -> None:
+        """Adds a user."""
+
+    def let_go(self) -> None:
+        """Removes a user."""
+
     def let_all_go(self) -> None:
-        """Notes that no module needs it any more."""
+        """Removes all users."""
 
 
 class Limits(NamedTuple):
@@ -276,15 +286,16 @@ def limits_of(plan: Plan, policy: OffloadPolicy) -> Limits:
 
 
 T = TypeVar("T", bound=Streamed)
+_Step = tuple[T, Callable[[], None]]  # a unit, and its next transition
 
 
 class Prefetcher(Generic[T]):
     """Decides which units to fetch, to keep and to evict, and calls their transitions. Has no access to their memory.
 
-    `ensure` makes a unit present and starts to fetch the units that the order expects next, as far as buffers allow. With one
-    shard it starts reads into place. With several it starts the gathers of the next units, and reads of the units after those.
-    A released unit stays until its buffer is needed. Then the unit whose next use is farthest ahead is evicted. Weights do not
-    change in forward and backward, so an eviction writes nothing.
+    `acquire` makes a unit present and starts to fetch the units that the order expects next, as far as buffers allow. A pass
+    begins with `order.begin` and `acquire()`. With one shard it starts reads into place. With several it starts the gathers of
+    the next units, and reads of the units after those. A released unit stays until its buffer is needed. Then the unit whose
+    next use is farthest ahead is evicted. Weights do not change in forward and backward, so an eviction writes nothing.
 
     Gathers are collective. Their sequence, and the evictions for them, depend only on the order of uses, never on time, memory
     or the disk. A unit on NVMe is gathered ahead when it is the next one, whether its read has ended or not. Reads further
@@ -304,20 +315,22 @@ class Prefetcher(Generic[T]):
         self._staged: dict[int, T] = {}  # units in READING whose gather has not begun
         self._has_reads = any(live.reads for live in units)
 
-    def ensure(self, live: T) -> None:
-        """Makes a unit present and starts to fetch the next ones. Blocks; raises OSError when a read failed."""
-        if not live.is_streamed:
-            live.use()
-            return
-        self.order.use(live.unit.index)
-        if live.state is not UnitState.PRESENT:
-            self._bring(live)
-        live.use()
-        self._look_ahead(live)
+    def acquire(self, live: T | None = None) -> None:
+        """Makes a unit present for one more user, and starts to fetch the units that are expected next. None: only the latter.
 
-    def release(self, live: T) -> None:
-        """Allows a unit to be evicted when its buffer is needed; evicts it now if its next use is beyond reuse_numel."""
-        if not live.is_streamed or live.num_users or live.state is not UnitState.PRESENT:
+        Blocks; raises OSError when a read failed.
+        """
+        for each, transition in self._due(live):
+            try:
+                transition()
+            except BaseException:
+                self._evict(each)
+                raise
+
+    def release(self, live: T, may_evict: bool = True) -> None:
+        """Removes a user of a unit. Without users it may be evicted: now if its next use is beyond reuse_numel."""
+        live.let_go()
+        if not may_evict or not live.is_streamed or live.num_users or live.state is not UnitState.PRESENT:
             return
         if self._limits.reuse_numel < math.inf and self._distance_numel(live) > self._limits.reuse_numel:
             self._evict(live)
@@ -343,85 +356,67 @@ class Prefetcher(Generic[T]):
         upcoming = (self._units[index] for index in self.order.upcoming())
         return any(live.state is UnitState.HOME and live.reads for live in upcoming)
 
-    def begin_pass(self, kind: Hashable, has_backward: bool) -> None:
-        """Begins a pass: starts to fetch its expected first units, unless their fetches are under way."""
-        self.order.begin(kind, has_backward)
-        self._look_ahead(None)
-
     def end_pass(self) -> None:
         """Ends a pass and starts to fetch the first units of the next pass, which is expected to be of the same kind.
 
         Call it when weights do not change before the next pass: after a step, an evaluation, or a micro-batch without a step.
         """
         self.order.rewind()
-        self._look_ahead(None)
+        self.acquire()
 
-    # ---- fetching and evicting ---------------------------------------------------------------------------------------
+    # ---- fetching ----------------------------------------------------------------------------------------------------
 
-    def _bring(self, live: T) -> None:
-        """Makes a unit present now. Blocks."""
-        live.promote()
-        self._start(live, is_urgent=True)
-        try:
-            live.land()
-        except BaseException:
-            self._evict(live)
-            raise
+    def _due(self, live: T | None) -> Iterator[_Step[T]]:
+        """Yields the transitions that `acquire` makes, in order. The caller makes each one before it asks for the next."""
+        if live is not None:
+            live.hold()
+            if live.is_streamed:
+                self.order.use(live.unit.index)
+            if live.state is not UnitState.PRESENT:
+                live.promote()
+                yield from self._start(live, is_urgent=True)
+                yield live, live.land
+            live.use()
+        if live is None or live.is_streamed:
+            yield from self._start_ahead(live)
 
-    def _start(self, live: T, is_urgent: bool) -> bool:
-        """Starts to bring a unit into its full layout, unless that is under way. False: no room, and it is not urgent."""
-        begins = live.state is UnitState.HOME or (live.state is UnitState.READING and live.is_gathered)
-        if not begins:
-            return True
-        if not self._make_room(live, is_urgent):
-            return False
-        try:
-            if live.is_gathered:
-                if live.state is UnitState.HOME and live.reads and self._make_stage(live, is_urgent=True):
-                    live.read(is_urgent=True)
-                self._staged.pop(live.unit.index, None)
-                live.gather()
-            elif not live.reads:
-                live.copy()
-            elif not live.is_staged or self._make_stage(live, is_urgent):
-                live.read(is_urgent)
-            else:
-                self._evict(live)
-                return False
-        except BaseException:
-            self._evict(live)
-            raise
-        return True
-
-    def _evict(self, live: T) -> None:
-        self._staged.pop(live.unit.index, None)
-        if self._full.pop(live.unit.index, None) is not None:
-            self._full_numel -= live.unit.full_numel
-        live.drop()
-
-    # ---- prefetching -------------------------------------------------------------------------------------------------
-
-    def _look_ahead(self, current: T | None) -> None:
+    def _start_ahead(self, current: T | None) -> Iterator[_Step[T]]:
         """Starts to fetch the next units, nearest first, as far as limits and buffers allow."""
         may_wait = current is not None  # a gather may wait for one read: that of the next unit
         for live in self._ahead(current):
             if live.state is UnitState.PRESENT or (live.state is UnitState.GATHERING and not self._has_reads):
                 continue
             is_read = live.is_gathered and live.reads
-            if (is_read and not may_wait) or not self._start(live, is_urgent=False):
+            if (is_read and not may_wait) or not (yield from self._start(live, is_urgent=False)):
                 break
             may_wait = may_wait and not is_read
-        if self._has_reads:
-            self._read_ahead(current)
-
-    def _read_ahead(self, current: T | None) -> None:
-        """Starts reads of shards that will be gathered later."""
-        for live in self._ahead(current):
+        for live in self._ahead(current) if self._has_reads else ():  # shards that will be gathered later
             if live.state is UnitState.HOME and live.is_gathered and live.reads:
                 if not self._make_stage(live, is_urgent=False):
-                    return
-                live.read(is_urgent=False)
+                    break
+                yield live, partial(live.read, False)
                 self._staged[live.unit.index] = live
+
+    def _start(self, live: T, is_urgent: bool) -> Generator[_Step[T], None, bool]:
+        """Starts to bring a unit into its full layout, unless that is under way. False: no room, and it is not urgent."""
+        begins = live.state is UnitState.HOME or (live.state is UnitState.READING and live.is_gathered)
+        if not begins:
+            return True
+        if not self._make_room(live, is_urgent):
+            return False
+        if live.is_gathered:
+            if live.state is UnitState.HOME and live.reads and self._make_stage(live, is_urgent=True):
+                yield live, partial(live.read, True)
+            self._staged.pop(live.unit.index, None)
+            yield live, live.gather
+        elif not live.reads:
+            yield live, live.copy
+        elif not live.is_staged or self._make_stage(live, is_urgent):
+            yield live, partial(live.read, is_urgent)
+        else:
+            self._evict(live)
+            return False
+        return True
 
     def _ahead(self, current: T | None) -> Iterator[T]:
         """The units expected next, each once, up to the limits for prefetches."""
@@ -437,6 +432,12 @@ class Prefetcher(Generic[T]):
                 yield live
 
     # ---- making room -------------------------------------------------------------------------------------------------
+
+    def _evict(self, live: T) -> None:
+        self._staged.pop(live.unit.index, None)
+        if self._full.pop(live.unit.index, None) is not None:
+            self._full_numel -= live.unit.full_numel
+        live.drop()
 
     def _make_room(self, live: T, is_urgent: bool) -> bool:
         """Takes room for a unit's full layout, if need be from units whose next use is farther ahead.
@@ -459,15 +460,22 @@ class Prefetcher(Generic[T]):
         return True
 
     def _make_stage(self, live: T, is_urgent: bool) -> bool:
-        """Whether a stage is free for a unit's shard; evicts a unit whose next use is farther ahead if need be."""
+        """Whether a stage is free for a unit's shard.
+
+        If need be, evicts a unit whose next use is farther ahead, or, if urgent, waits for an accelerator to read a stage.
+        """
         holders = {i: u for i, u in (self._staged | self._full).items() if u.holds_stage}
         if len(holders) < self._limits.num_stages:
             return True
         mine = -1.0 if is_urgent else self.order.distance(live.unit.index)
         farthest, distance = self._farthest({i: u for i, u in holders.items() if u.state is UnitState.READING})
-        if farthest is None or distance <= mine:
+        if farthest is not None and distance > mine:
+            self._evict(farthest)
+            return True
+        gathering = [u for u in holders.values() if u.state is UnitState.GATHERING]
+        if not is_urgent or not gathering:
             return False
-        self._evict(farthest)
+        gathering[0].give_stage_back()
         return True
 
     def _farthest(self, among: dict[int, T]) -> tuple[T | None, float]:

@@ -16,7 +16,9 @@ from tiermem.swap.accelerator import current_stream, is_accelerator, new_stream,
 from tiermem.swap.arena import Pool, Slot
 from tiermem.swap.move import Move
 from tiermem.swap.native import NORMAL, URGENT
+from tiermem.swap.ranges import round_up
 from tiermem.swap.store import TensorStore
+from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero import absent
 from tiermem.zero.absent import ZeroParamStatus, mark
 from tiermem.zero.collectives import Pending
@@ -337,7 +339,8 @@ class LiveUnit:
         self._check(UnitState.READING, UnitState.HOME)
         assert self.entry is not None
         into = self._take_stage() if self.is_staged else self.memory.take_slot()
-        self._coming = self._passage.store.fetch(self.entry, into=into, priority=URGENT if is_urgent else NORMAL)
+        data = into.tensor[: round_up(self.unit.shard_bytes, ALIGNMENT)]
+        self._coming = self._passage.store.read([(self.entry, 0, data)], self.entry, URGENT if is_urgent else NORMAL)
         self._become(UnitState.READING)
 
     def use(self) -> None:
@@ -360,7 +363,7 @@ class LiveUnit:
         if self._passage.copies is not None:
             self._home_read = record(current_stream(self._passage.device))  # the stage is given back in `land`
         else:
-            self._give_stage_back()
+            self.give_stage_back()
         self._coming = _Gathering(self._gather.start(), start_ns)
         self._become(UnitState.GATHERING)
 
@@ -393,8 +396,16 @@ class LiveUnit:
         elif self.state is UnitState.READING:
             self.copy()
         self.memory.use()
-        self._give_stage_back()
+        self.give_stage_back()
         self._show()
+
+    def give_stage_back(self) -> None:
+        """Gives the buffer of the shard back, after the accelerator has read it."""
+        if self._stage is not None:
+            self.await_home()
+            assert self._passage.stages is not None
+            self._passage.stages.give_back(self._stage)
+            self._stage = None
 
     def drop(self) -> None:
         """Any state -> HOME. Cancels a read under way; waits for an exchange under way. Raises RankLost."""
@@ -409,9 +420,7 @@ class LiveUnit:
             self._become(UnitState.HOME)
             if before is UnitState.PRESENT:
                 self._point()
-            self._give_stage_back()
-            if before is not UnitState.HOME and not self.is_staged:
-                self._release_entry()
+            self.give_stage_back()
             self.memory.free()
 
     def keep(self, fill: Callable[[UnitMemory], None]) -> None:
@@ -538,19 +547,6 @@ class LiveUnit:
 
     def _staged(self) -> torch.Tensor | None:
         return None if self._stage is None else self._stage.tensor[: self.unit.shard_bytes].view(self.unit.rests_as)
-
-    def _give_stage_back(self) -> None:
-        """Gives the buffer of the shard back, after the accelerator has read it."""
-        if self._stage is not None:
-            self.await_home()
-            assert self._passage.stages is not None
-            self._release_entry()
-            self._passage.stages.give_back(self._stage)
-            self._stage = None
-
-    def _release_entry(self) -> None:
-        if self.entry is not None and self._passage.store.is_present(self.entry):
-            self._passage.store.release(self.entry)
 
 
 def become(param: nn.Parameter, value: torch.Tensor) -> None:

@@ -1,0 +1,87 @@
+"""Which transitions does the prefetcher make, in which order, for units that only write them down?"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any, cast
+
+from tiermem.zero.prefetcher import Limits, Order, Prefetcher
+from tiermem.zero.unit_state import UnitState
+
+
+class PlayedUnit:
+    """A unit on NVMe that is gathered on an accelerator, which keeps its stage until the gather has landed."""
+
+    is_streamed = is_gathered = reads = is_staged = True
+
+    def __init__(self, index: int, log: list[str]) -> None:
+        self.unit = cast(Any, SimpleNamespace(index=index, full_numel=1))
+        self.state = UnitState.HOME
+        self.num_users = 0
+        self.holds_stage = False
+        self._log = log
+
+    def _become(self, state: UnitState, holds_stage: bool, what: str) -> None:
+        self.state, self.holds_stage = state, holds_stage
+        self._log.append(f"{what} {self.unit.index}")
+
+    def read(self, is_urgent: bool) -> None:
+        self._become(UnitState.READING, True, "read")
+
+    def gather(self) -> None:
+        assert self.holds_stage, "a gather needs the shard in a stage"
+        self._become(UnitState.GATHERING, True, "gather")
+
+    def give_stage_back(self) -> None:
+        self._become(self.state, False, "give stage back")
+
+    def land(self) -> None:
+        self._become(UnitState.PRESENT, False, "land")
+
+    def drop(self) -> None:
+        self._become(UnitState.HOME, False, "drop")
+
+    def copy(self) -> None:
+        raise AssertionError("its parts come from several ranks")
+
+    def hold(self) -> None:
+        self.num_users += 1
+
+    def let_go(self) -> None:
+        self.num_users -= 1
+
+    def use(self) -> None:
+        """Nothing to wait for."""
+
+    promote = outdate = let_all_go = use
+
+
+def play(num_units: int, num_full: int, num_stages: int, uses: list[int]) -> list[str]:
+    log: list[str] = []
+    units = [PlayedUnit(index, log) for index in range(num_units)]
+    limits = Limits(num_full, False, num_stages, math.inf, math.inf, math.inf)
+    prefetcher = Prefetcher(units, Order(range(num_units)), limits)
+    prefetcher.order.begin("training", has_backward=False)
+    prefetcher.acquire()
+    for index in uses:
+        prefetcher.acquire(units[index])
+        prefetcher.release(units[index])
+    return log
+
+
+def test_units_are_read_and_gathered_ahead_in_the_expected_order() -> None:
+    assert play(3, num_full=3, num_stages=2, uses=[0, 1, 2])[:8] == [
+        *("read 0", "read 1"),  # the pass begins: no gather waits for a read yet
+        *("gather 0", "land 0", "gather 1"),
+        *("read 2", "land 1", "gather 2"),
+    ]
+
+
+def test_a_unit_that_is_needed_at_once_gets_the_stage_of_a_gather_that_has_read_it() -> None:
+    """The order changes: unit 1 is gathered ahead and holds the only stage when unit 3 is needed instead."""
+    assert play(4, num_full=4, num_stages=1, uses=[0, 3])[:8] == [
+        *("read 0", "gather 0", "land 0"),
+        *("read 1", "gather 1", "give stage back 1"),
+        *("read 3", "gather 3"),
+    ]
