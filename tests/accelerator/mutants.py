@@ -69,7 +69,7 @@ MUTANTS = {
         LiveUnit, "copy", "self._home_read = copied", "pass", "loaded_while_copies_are_pending", "host"
     ),
     "a buffer is given back while it is copied": Mutant(
-        LiveUnit, "_give_stage_back", "self.await_home()", "pass", "plain", "nvme"
+        LiveUnit, "give_stage_back", "self.await_home()", "pass", "plain", "nvme"
     ),
     "the copy's event is recorded on another stream": Mutant(
         LiveUnit, "copy", "= record(copies)", "= record(current_stream(self._passage.device))", "plain", "host"
