@@ -231,14 +231,14 @@ class _Place(NamedTuple):
 
 
 def _find(param: nn.Parameter) -> _Place:
-    keeper = registry.keeper_of(param)
-    if not isinstance(keeper, Shards):
-        made = "it was built by zero.Init and waits for" if keeper is not None else "it needs"
+    owner = registry.owner_of(param)
+    if not isinstance(owner, Shards):
+        made = "it was built by zero.Init and waits for" if owner is not None else "it needs"
         raise ValueError(
             f"the parameter of shape {tuple(param.shape)} is not one of a sharded model: {made} tiermem.initialize or "
             "tiermem.shard; once the engine or the shards are closed, its states are gone"
         )
-    return _Place(keeper, *keeper.find(param))
+    return _Place(owner, *owner.find(param))
 
 
 def _find_part(param: nn.Parameter) -> _Place:

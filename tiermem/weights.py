@@ -304,12 +304,12 @@ def _check_names(
 
 
 def _put(target: torch.Tensor, value: torch.Tensor) -> None:
-    keeper = registry.keeper_of(target) if isinstance(target, nn.Parameter) else None
-    if keeper is not None:
-        keeper.replace(target, value)
+    owner = registry.owner_of(target) if isinstance(target, nn.Parameter) else None
+    if owner is not None:
+        owner.replace(target, value)
     else:
         target.data.copy_(value)
 
 
 def _is_resting(model: nn.Module) -> bool:
-    return any(registry.keeper_of(p) is not None for p in model.parameters())
+    return any(registry.owner_of(p) is not None for p in model.parameters())

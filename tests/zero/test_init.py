@@ -142,8 +142,8 @@ def test_a_weight_that_was_tied_over_frees_its_place(tmp_path: Path) -> None:
     with Init(policy=policy) as init:
         model = zoo.NanoGPT()
         gc.collect()
-        assert init._nursery is not None
-        assert len(init._nursery._children) == sum(1 for _ in model.parameters())
+        assert init._built is not None
+        assert len(init._built._kept) == sum(1 for _ in model.parameters())
     tiermem.shard(model, policy).close()
 
 
@@ -239,7 +239,7 @@ def test_skip_init_and_to_empty_make_room_for_values(is_root: bool, home: Tier, 
         with torch.no_grad():
             for number, param in enumerate(model.parameters()):
                 param.fill_(number)
-    assert all(registry.keeper_of(param) is not None for param in model.parameters())
+    assert all(registry.owner_of(param) is not None for param in model.parameters())
     with tiermem.shard(model, policy):
         for number, value in enumerate(model.state_dict().values()):
             assert (value == number).all()

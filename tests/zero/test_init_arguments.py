@@ -77,7 +77,7 @@ def test_quantised_arguments_hold_for_shard_and_initialize(name: str, field: str
 def test_arguments_that_a_policy_contradicts_are_refused() -> None:
     with Init(policy=POLICY, zero_quantized_nontrainable_weights=True) as init:
         model = zoo.Tower()
-    assert init._nursery is not None
+    assert init._built is not None
     built = AsBuilt(fields={"secondary_group_size": 2})
     assert built.over(POLICY).secondary_group_size == 2
     with pytest.raises(ValueError, match=r"secondary_group_size=4 in the policy.*arguments say 2"):

@@ -15,7 +15,7 @@ from twins import Tower, assert_same_tensors, loss_of, seeded, states_of
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
-from tiermem.zero.registry import keeper_of
+from tiermem.zero.registry import owner_of
 
 NUM_BUFFERS = 3
 
@@ -188,7 +188,7 @@ def micro_batches(model: nn.Module, optim: torch.optim.Optimizer) -> None:
 def skipped_steps(model: nn.Module, optim: torch.optim.Optimizer) -> None:
     """A whole step, one that is skipped (plain torch: not made), and one more."""
     plain_steps(model, optim)
-    if keeper_of(next(model.parameters())) is not None:
+    if owner_of(next(model.parameters())) is not None:
         (loss_of(model, 7) * float("nan")).backward()
         optim.step()
         assert optim.was_skipped

@@ -188,8 +188,8 @@ def a_subclass_says_which_part_is_whose(nvme: Path) -> None:
     policy, plain = policy_at(nvme), seeded(zoo.tied_tower)
     with Turned(policy=policy) as init:
         model = seeded(zoo.tied_tower)
-        assert init._nursery is not None
-        assert init._nursery.topology.shard_rank == dist.get_world_size() - 1 - dist.get_rank()
+        assert init._built is not None
+        assert init._built.topology.shard_rank == dist.get_world_size() - 1 - dist.get_rank()
         assert torch.equal(model.embed.weight + 0, plain.embed.weight)
     with GatheredParameters(model.parameters()):
         assert_same_tensors(dict(model.named_parameters()), dict(plain.named_parameters()))
@@ -258,8 +258,8 @@ def a_subclass_says_who_shares(nvme: Path) -> None:
     policy = policy_at(nvme)
     with Alone(policy=policy) as init:
         model = seeded(zoo.tied_tower, seed=dist.get_rank())
-        assert init._nursery is not None
-        assert init._nursery.topology.num_shards == 1
+        assert init._built is not None
+        assert init._built.topology.num_shards == 1
     with GatheredParameters(model.parameters()):  # nobody else's values came in
         own = seeded(zoo.tied_tower, seed=dist.get_rank())
         assert_same_tensors(dict(model.named_parameters()), dict(own.named_parameters()))

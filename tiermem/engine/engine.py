@@ -107,7 +107,7 @@ class Autocast(NamedTuple):
 
 def _cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
     for param in model.parameters():
-        is_resting = registry.keeper_of(param) is not None
+        is_resting = registry.owner_of(param) is not None
         if dtype is not None and param.dtype.is_floating_point and param.dtype != dtype:
             if is_resting:
                 raise ValueError(

@@ -208,7 +208,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        self._check_keepers()
+        self._check_owners()
         self.was_skipped = False
         for shards in self._sharded:
             self._step_sharded(shards, scale, max_norm)
@@ -265,7 +265,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         numbers = [group["params"] for group in state_dict["param_groups"]]
         for group, own in zip(self.param_groups, numbers, strict=True):
             for number, param in zip(own, group["params"], strict=True):
-                rule, shards = self.rule_of(group, param), registry.keeper_of(param)
+                rule, shards = self.rule_of(group, param), registry.owner_of(param)
                 if isinstance(shards, Shards):
                     shard = shards.find(param)[1]
                     if shard.num_steps or shard.has_moments or shard.has_master:
@@ -284,7 +284,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         sealed = dict(self.state)
         self.state.clear()
         for name, param in self.named():
-            given, shards = sealed[param].entry if param in sealed else None, registry.keeper_of(param)
+            given, shards = sealed[param].entry if param in sealed else None, registry.owner_of(param)
             if not isinstance(shards, Shards):
                 self._restore_one(name, param, given)
             elif (found := shards.find(param))[0].unit.is_trainable:
@@ -298,11 +298,11 @@ class NativeOptimizer(torch.optim.Optimizer):
             rule, precision = self.rule_of(self._groups[id(param)], param), self._ordinary_precision
             self.state[param] = ordinary.restore_state(self._threads(), param, given, rule, precision, name)
 
-    def _check_keepers(self) -> None:
+    def _check_owners(self) -> None:
         """Raises RuntimeError for a parameter that this optimizer holds and would never step."""
         for _, param in self.named():
-            keeper = registry.keeper_of(param)
-            if isinstance(keeper, Shards) and keeper not in self._sharded:
+            owner = registry.owner_of(param)
+            if isinstance(owner, Shards) and owner not in self._sharded:
                 raise RuntimeError("the model was sharded after this optimizer was built: build it after")
         for shards in self._sharded:
             for live, shard in shards.parameters():
@@ -322,7 +322,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def named_ordinary(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that belong to no sharded model, as `named` yields them."""
-        return ((name, param) for name, param in self.named() if not isinstance(registry.keeper_of(param), Shards))
+        return ((name, param) for name, param in self.named() if not isinstance(registry.owner_of(param), Shards))
 
     # ---- sharded -----------------------------------------------------------------------------------------------------------
 
@@ -330,17 +330,17 @@ class NativeOptimizer(torch.optim.Optimizer):
         """Makes the states of sharded models whose parameters are here. Raises ValueError when the plan lacks room."""
         self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
         for _, param in self.named():
-            keeper = registry.keeper_of(param)
-            if isinstance(keeper, Shards):
-                check_room(keeper, self.rule_of(self._groups[id(param)], param), type(self).__name__)
-                if keeper in self._sharded:
+            owner = registry.owner_of(param)
+            if isinstance(owner, Shards):
+                check_room(owner, self.rule_of(self._groups[id(param)], param), type(self).__name__)
+                if owner in self._sharded:
                     continue
-                if self._precision is not None and self._precision != keeper.policy.precision:
+                if self._precision is not None and self._precision != owner.policy.precision:
                     raise ValueError(
-                        f"precision is {self._precision} and the sharded model's policy says {keeper.policy.precision}; its "
+                        f"precision is {self._precision} and the sharded model's policy says {owner.policy.precision}; its "
                         "states are planned when it is sharded: set OffloadPolicy(precision=...) and leave this one out"
                     )
-                self._sharded[keeper] = ShardedModel(keeper, self._find_rule)
+                self._sharded[owner] = ShardedModel(owner, self._find_rule)
 
     def _find_rule(self, param: nn.Parameter) -> tuple[Group, Rule] | None:
         group = self._groups.get(id(param))

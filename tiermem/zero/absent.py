@@ -129,7 +129,7 @@ def _attribute_of(func: Any) -> str | None:
 # ---- resting parameters ----------------------------------------------------------------------------------------------
 
 
-class Lender(Protocol):
+class Owner(Protocol):
     """Keeps resting parameters and can bring their values into memory for one call. Shards is one."""
 
     @property
@@ -141,10 +141,10 @@ class Lender(Protocol):
 
 
 @runtime_checkable
-class Adopter(Protocol):
-    """Keeps the parameters of a model that is not sharded yet, and takes more of them. Nursery is one."""
+class OwnerInInit(Protocol):
+    """Keeps the parameters of a model that is not sharded yet, and takes more of them. ParametersInInit is one."""
 
-    def adopt(self, params: Iterable[nn.Parameter]) -> None:
+    def admit_new(self, params: Iterable[nn.Parameter]) -> None:
         """Partitions parameters that were made after building. Collective; blocks."""
 
 
@@ -158,7 +158,7 @@ class RestingParameter(nn.Parameter):
 
     A resting parameter is the same object with this class (torch's lazy modules change their class in the same way). Each
     torch call on it comes here first. Examples are `F.linear(x, self.embed.weight)` in a module that does not own the
-    embedding, and a `bias` that a module has returned. During a forward or backward the keeper lends the values to the call
+    embedding, and a `bias` that a module has returned. During a forward or backward the owner lends the values to the call
     (access.py). At other times no rank may wait for the others: reading gives NaN; writing in place, copying and pickling
     raise RuntimeError. While a module holds the unit the parameter is an ordinary one, and torch's calls cost nothing extra.
 
@@ -170,9 +170,9 @@ class RestingParameter(nn.Parameter):
         kwargs = kwargs or {}
         if needs_values(func):
             params = [p for p in parameters_in(args, kwargs) if type(p) is RestingParameter]
-            lender: Lender | None = registry.keeper_of(params[0]) if params else None
-            if lender is not None and lender.may_lend:
-                return lender.lend([p for p in params if registry.keeper_of(p) is lender], func, args, kwargs)
+            owner: Owner | None = registry.owner_of(params[0]) if params else None
+            if owner is not None and owner.may_lend:
+                return owner.lend([p for p in params if registry.owner_of(p) is owner], func, args, kwargs)
             written = (
                 args[:1] if replaces_data(func) and args[0] is not args[1] else writes_in_place(func, args, kwargs)
             )
@@ -188,13 +188,13 @@ class RestingParameter(nn.Parameter):
         They keep their dtype; parameters that are partitioned already stay as they are. Collective; blocks. Raises
         RuntimeError once the model is sharded.
         """
-        keeper = registry.keeper_of(self)
-        if not isinstance(keeper, Adopter):
+        owner = registry.owner_of(self)
+        if not isinstance(owner, OwnerInInit):
             raise RuntimeError(
                 "convert_to_zero_parameters on a sharded model, whose parameters are planned: add modules before "
                 "tiermem.initialize or tiermem.shard"
             )
-        keeper.adopt(param_list)
+        owner.admit_new(param_list)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         _refuse_copy(self)

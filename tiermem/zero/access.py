@@ -14,7 +14,7 @@ from torch import nn
 from tiermem.swap.accelerator import free_and_total, is_accelerator
 from tiermem.zero import registry
 from tiermem.zero.collectives import exchange, share, total
-from tiermem.zero.init_params import Nursery
+from tiermem.zero.init_params import ParametersInInit
 from tiermem.zero.shards import Shards
 from tiermem.zero.topology import Topology, ranks_per_node
 from tiermem.zero.unit_state import LiveUnit
@@ -44,9 +44,9 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     known: list[nn.Parameter] = module.__dict__.setdefault(registry.EXTERNAL, [])
     if all(each is not parameter for each in known):
         known.append(parameter)
-    keeper = registry.keeper_of(parameter)
-    if isinstance(keeper, Shards):
-        keeper.add_need(module, parameter)
+    owner = registry.owner_of(parameter)
+    if isinstance(owner, Shards):
+        owner.add_need(module, parameter)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -56,9 +56,9 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     if all(each is not parameter for each in known):
         raise RuntimeError("this parameter is not registered with this module")
     known[:] = [each for each in known if each is not parameter]
-    keeper = registry.keeper_of(parameter)
-    if isinstance(keeper, Shards):
-        keeper.drop_need(module, parameter)
+    owner = registry.owner_of(parameter)
+    if isinstance(owner, Shards):
+        owner.drop_need(module, parameter)
 
 
 def _check(module: Any, parameter: Any) -> None:
@@ -71,7 +71,7 @@ def _check(module: Any, parameter: Any) -> None:
 
 # ---- GatheredParameters ----------------------------------------------------------------------------------------------
 
-_Keeper = Nursery | Shards
+_Owner = ParametersInInit | Shards
 
 
 class GatheredParameters:
@@ -83,8 +83,8 @@ class GatheredParameters:
             if rank == 0:
                 model.load_state_dict(...)
 
-        keeper of a parameter            where its values come from and go to
-        Nursery (zero.Init)              its parts, before the model is sharded
+        owner of a parameter             where its values come from and go to
+        ParametersInInit (zero.Init)     its parts, before the model is sharded
         Shards, outside forward          where it rests; memory holds one copy of the parameters asked for, not of their units
         Shards, in forward or backward   its unit; the running module holds the unit until it ends, since autograd may need it
         Shards, always present           the unit, which is in memory
@@ -114,16 +114,16 @@ class GatheredParameters:
     ) -> None:
         self._kept = _partitioned(params) if enabled else []
         self._modifier = modifier_rank
-        self._taken: list[tuple[nn.Parameter, _Keeper, int]] = []  # with the parameter's version when it was gathered
+        self._taken: list[tuple[nn.Parameter, _Owner, int]] = []  # with the parameter's version when it was gathered
         if modifier_rank is not None:
-            for _, keeper in self._kept:
-                _check_rank(modifier_rank, keeper.topology)
+            for _, owner in self._kept:
+                _check_rank(modifier_rank, owner.topology)
         if fwd_module is not None:
             for param, _ in self._kept:
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
-        fresh = [(param, keeper) for param, keeper in self._kept if not registry.is_gathered(param)]
+        fresh = [(param, owner) for param, owner in self._kept if not registry.is_gathered(param)]
         if len(fresh) < len(self._kept) and self._modifier is not None:
             raise RuntimeError(
                 "a parameter is gathered by a context around this one: which of the two would write it back cannot be known. "
@@ -131,10 +131,10 @@ class GatheredParameters:
             )
         with torch._C.DisableTorchFunction():
             try:
-                for param, keeper in fresh:
-                    keeper.take_out(param)
+                for param, owner in fresh:
+                    owner.take_out(param)
                     registry.set_gathered(param, True)
-                    self._taken.append((param, keeper, param._version))
+                    self._taken.append((param, owner, param._version))
             except BaseException:
                 self._give_back()
                 raise
@@ -152,18 +152,18 @@ class GatheredParameters:
                 self._give_back()
 
     def _write(self, rank: int) -> None:
-        values = [p.detach().clone() if _is_regathered(p, keeper) else p.detach() for p, keeper, _ in self._taken]
-        for (param, keeper, _), value in zip(self._taken, values, strict=True):
+        values = [p.detach().clone() if _is_regathered(p, owner) else p.detach() for p, owner, _ in self._taken]
+        for (param, owner, _), value in zip(self._taken, values, strict=True):
             value = value.contiguous()
-            share(keeper.topology, value, "sharing what one rank wrote", rank)
-            keeper.replace(param, value)
+            share(owner.topology, value, "sharing what one rank wrote", rank)
+            owner.replace(param, value)
 
     def _refuse_changes(self) -> None:
-        for keeper in {id(k): k for _, k, _ in self._taken}.values():
-            changed = [p for p, k, version in self._taken if k is keeper and p._version != version]
-            device = keeper.device if isinstance(keeper, Shards) else "cpu"
+        for owner in {id(k): k for _, k, _ in self._taken}.values():
+            changed = [p for p, k, version in self._taken if k is owner and p._version != version]
+            device = owner.device if isinstance(owner, Shards) else "cpu"
             sums = torch.tensor([float(len(changed))], dtype=torch.float64, device=device)
-            num_changed = int(total(keeper.topology, sums, "world").item())
+            num_changed = int(total(owner.topology, sums, "world").item())
             if num_changed:
                 shapes = ", ".join(str(tuple(p.shape)) for p in changed[:3]) or "none on this rank"
                 raise RuntimeError(
@@ -173,9 +173,9 @@ class GatheredParameters:
 
     def _give_back(self) -> None:
         while self._taken:
-            param, keeper, _ = self._taken.pop()
+            param, owner, _ = self._taken.pop()
             registry.set_gathered(param, False)
-            keeper.put_back(param)
+            owner.put_back(param)
 
 
 def apply_gathered(model: nn.Module, function: Callable[[nn.Module], Any]) -> None:
@@ -190,20 +190,20 @@ def apply_gathered(model: nn.Module, function: Callable[[nn.Module], Any]) -> No
         function(model)
 
 
-def _partitioned(params: Any) -> list[tuple[nn.Parameter, _Keeper]]:
-    """Each partitioned parameter once, with its keeper, in the given order."""
+def _partitioned(params: Any) -> list[tuple[nn.Parameter, _Owner]]:
+    """Each partitioned parameter once, with its owner, in the given order."""
     given = params if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
-    found: dict[int, tuple[nn.Parameter, _Keeper]] = {}
+    found: dict[int, tuple[nn.Parameter, _Owner]] = {}
     for param in given:
-        keeper = registry.keeper_of(param) if isinstance(param, nn.Parameter) else None
-        if isinstance(keeper, Nursery) or (isinstance(keeper, Shards) and keeper.policy.stage == 3):
-            found[id(param)] = (param, keeper)
+        owner = registry.owner_of(param) if isinstance(param, nn.Parameter) else None
+        if isinstance(owner, ParametersInInit) or (isinstance(owner, Shards) and owner.policy.stage == 3):
+            found[id(param)] = (param, owner)
     return list(found.values())
 
 
-def _is_regathered(param: nn.Parameter, keeper: _Keeper) -> bool:
+def _is_regathered(param: nn.Parameter, owner: _Owner) -> bool:
     """Whether replacing one parameter refills the memory of others: all small parameters share one unit."""
-    return isinstance(keeper, Shards) and not keeper.find(param)[0].is_streamed and keeper.topology.num_shards > 1
+    return isinstance(owner, Shards) and not owner.find(param)[0].is_streamed and owner.topology.num_shards > 1
 
 
 def _check_rank(rank: int, topology: Topology) -> None:
@@ -231,8 +231,8 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     Collective; blocks for the gathers. A model that is not sharded is yielded as it is. Raises RuntimeError inside the block
     when weights are stepped or replaced, OSError when a read fails. After the block, also after an error, units are streamed.
     """
-    keepers = (registry.keeper_of(param) for param in model.parameters())
-    shards = next((keeper for keeper in keepers if isinstance(keeper, Shards)), None)
+    owners = (registry.owner_of(param) for param in model.parameters())
+    shards = next((owner for owner in owners if isinstance(owner, Shards)), None)
     streamed = [] if shards is None else [live for live in shards.units if live.is_streamed]
     if shards is None or not streamed or not _has_room(shards, streamed):
         yield model

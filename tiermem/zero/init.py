@@ -26,7 +26,7 @@ from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import device_taken, find_device, kind_of_device
 from tiermem.zero.absent import needs_values, parameters_in, replaces_data, writes_in_place
 from tiermem.zero.collectives import exchange
-from tiermem.zero.init_params import AsBuilt, Nursery, size_of_near
+from tiermem.zero.init_params import AsBuilt, ParametersInInit, size_of_near
 from tiermem.zero.joining import join_ranks
 from tiermem.zero.topology import Topology, find_topology, numbered
 
@@ -139,7 +139,7 @@ class Init:
         self._enabled = enabled and self._policy.stage == 3
         self._handles: list[RemovableHandle] = []
         self._mode: _Touch | None = None
-        self._nursery: Nursery | None = None
+        self._built: ParametersInInit | None = None
         self._seen: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # built here, in order
         if module is not None and self._enabled:
             with self:
@@ -171,19 +171,19 @@ class Init:
             as_built.over(self._policy)  # raises ValueError if the config contradicts the arguments
             if as_built.parts is not None:
                 topology = numbered(topology, as_built.parts)
-            self._nursery = Nursery(self._policy, topology, as_built, self._pins)
+            self._built = ParametersInInit(self._policy, topology, as_built, self._pins)
             self._handles = [
                 register_module_module_registration_hook(self._stands),
                 register_module_parameter_registration_hook(self._appears),
             ]
-            self._mode = _Touch(self._nursery, self._serves_apply, self._overrides, self._dtype)
+            self._mode = _Touch(self._built, self._serves_apply, self._overrides, self._dtype)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._mode is None or self._nursery is None:
+        if self._mode is None or self._built is None:
             return
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         while self._handles:
@@ -191,10 +191,10 @@ class Init:
         if error is None:
             # A module may hold other parameters than those registered: to_empty replaces them.
             for module in list(self._seen):
-                self._nursery.adopt(module.parameters(recurse=False))
-            self._nursery.graduate(self._dtype)
+                self._built.admit_new(module.parameters(recurse=False))
+            self._built.finish(self._dtype)
         else:
-            self._nursery.abandon()
+            self._built.discard()
         self._seen.clear()
         self._mode = None
 
@@ -215,8 +215,8 @@ class Init:
             self._seen[module] = None
 
     def _stands(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        if module is not None and self._nursery is not None and _innermost() is self._mode:
-            self._nursery.adopt(module.parameters())
+        if module is not None and self._built is not None and _innermost() is self._mode:
+            self._built.admit_new(module.parameters())
 
 
 def shutdown_init_context() -> None:
@@ -235,7 +235,7 @@ class _Touch(TorchFunctionMode):
     """Sees torch's calls inside Init: brings back the values of parameters that a call uses, and sets `tensor_overrides`.
 
     Args:
-        nursery: keeps the parameters.
+        parameters: holds the parts of the parameters.
         serves_apply: False: a function given to `Module.apply` gathers the parameters that it uses (override_module_apply).
         overrides: the properties to set on tensors made inside.
         dtype: the dtype for new floating-point tensors.
@@ -243,14 +243,14 @@ class _Touch(TorchFunctionMode):
 
     def __init__(
         self,
-        nursery: Nursery,
+        parameters: ParametersInInit,
         serves_apply: bool,
         overrides: frozenset[DeepSpeedTensorOverride],
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         self.is_suspended = False
-        self._nursery = nursery
+        self._built = parameters
         self._serves_apply = serves_apply
         self._overrides = overrides
         self._dtype = dtype
@@ -265,9 +265,9 @@ class _Touch(TorchFunctionMode):
                 self._refuse_writes(func, writes_in_place(func, args, kwargs))
         elif touched:
             with torch._C.DisableTorchFunction():
-                self._nursery.trim()
+                self._built.trim()
                 for param in touched:
-                    self._nursery.wake(param, replaces_data(func) and param is args[0])
+                    self._built.wake(param, replaces_data(func) and param is args[0])
         return func(*args, **kwargs)
 
     def _create(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -279,7 +279,7 @@ class _Touch(TorchFunctionMode):
 
     def _refuse_writes(self, func: Any, params: list[nn.Parameter]) -> None:
         for param in params:
-            if self._nursery.is_asleep(param):
+            if self._built.is_asleep(param):
                 raise RuntimeError(
                     f"{func.__name__} in Module.apply writes a parameter of shape {tuple(param.shape)} that is partitioned, "
                     "and override_module_apply is false: gather it with tiermem.zero.GatheredParameters(parameter, "

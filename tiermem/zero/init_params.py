@@ -31,7 +31,7 @@ from tiermem.zero.unit_state import become
 
 @dataclasses.dataclass(frozen=True)
 class AsBuilt:
-    """Settings given to zero.Init that no config contains. The Nursery keeps them with the parameters; empty by default.
+    """Settings given to zero.Init that no config contains. ParametersInInit keeps them; empty by default.
 
     group     get_dp_process_group()   the ranks that share the model, unless shard is given a group
     parts     get_partition_rank()     the part that each rank keeps, for as long as the model is sharded
@@ -60,7 +60,7 @@ class AsBuilt:
 def built_with(model: nn.Module) -> AsBuilt:
     """The settings of the zero.Init under which a model was built; empty for a plain model."""
     for param in model.parameters():
-        found = getattr(registry.keeper_of(param), "as_built", None)
+        found = getattr(registry.owner_of(param), "as_built", None)
         if isinstance(found, AsBuilt):
             return found
     return AsBuilt()
@@ -89,13 +89,13 @@ def _allowed(ranks: Sequence[int]) -> str:
     )
 
 
-# ---- Nursery ---------------------------------------------------------------------------------------------------------
+# ---- ParametersInInit ------------------------------------------------------------------------------------------------
 
 _CACHE_BYTES = 16 << 20
 _PIECE_NUMEL = 1 << 20
 
 
-class Nursery:
+class ParametersInInit:
     """Keeps the parameters of a model that is being built, until `shard` takes them.
 
     Each rank keeps its part of every parameter, in ordinary memory or on NVMe. The parameter itself sleeps: it shows NaN and
@@ -104,7 +104,7 @@ class Nursery:
     dropped. This holds for parameters of every size.
 
         admit --> asleep --wake--> awake --trim--> asleep          take_out, put_back: a GatheredParameters context holds it
-        graduate: building has ended, parameters rest (absent.py)  move_part: the model is sharded; the nursery forgets it
+        finish: building has ended, parameters rest (absent.py)    move_part: the model is sharded; the part is dropped here
 
     Args:
         policy: parts rest on NVMe if the policy's parameters do, else in ordinary memory. Parameters of at most
@@ -134,7 +134,7 @@ class Nursery:
             self._store = TensorStore(paths_of_rank(policy.paths), 8 << 20, policy.io, policy.disk_bytes)
             self._bounce = Bounce(self._store)
             self._piece = torch.empty(_PIECE_NUMEL * 8, dtype=torch.uint8)  # kept: new blocks fragment the heap
-        self._children: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> _Child
+        self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> _Kept
         self._awake: collections.OrderedDict[int, nn.Parameter] = collections.OrderedDict()
         self._out: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a GatheredParameters context holds
         self._awake_bytes = 0
@@ -150,19 +150,19 @@ class Nursery:
             agree(self.topology, {number: f"{tuple(value.shape)} {value.dtype}"}, f"{number} under zero.Init")
             value = self._of_rank_0(value)
         self._num_admitted += 1
-        child = _Child(f"init/{self._num_admitted}")
-        self._children[param] = child
-        self._put(child, value)
-        registry.enrol(param, self)
+        kept = _Kept(f"init/{self._num_admitted}")
+        self._kept[param] = kept
+        self._put(kept, value)
+        registry.register(param, self)
         part_numel = -(-value.numel() // self.topology.num_shards)
         part = absent_part(part_numel, value.dtype)
         describe(param, self._num_admitted, value.shape, part, ZeroParamStatus.NOT_AVAILABLE)
-        weakref.finalize(param, self._forget, child)
+        weakref.finalize(param, self._forget, kept)
         self._sleep(param)
 
-    def adopt(self, params: Iterable[nn.Parameter]) -> None:
-        """Admits parameters of any module that have no keeper, also after building. Collective; blocks."""
-        fresh = [param for param in params if registry.keeper_of(param) is None]
+    def admit_new(self, params: Iterable[nn.Parameter]) -> None:
+        """Admits parameters of any module that have no owner, also after building. Collective; blocks."""
+        fresh = [param for param in params if registry.owner_of(param) is None]
         for param in fresh:
             self.admit(param)
         if not self._is_building:
@@ -173,21 +173,21 @@ class Nursery:
 
         is_overwritten: the code sets `data` to another tensor, so the values are not brought back.
         """
-        child = self._children.get(param)
-        if child is None or param in self._out:
+        kept = self._kept.get(param)
+        if kept is None or param in self._out:
             return
         if id(param) in self._awake:
             self._awake.move_to_end(id(param))
             return
         if not is_overwritten:
-            param.data = self._get(child).to(param.device, child.dtype).view(child.shape)
+            param.data = self._get(kept).to(param.device, kept.dtype).view(kept.shape)
         self._awake[id(param)] = param
         mark((param,), ZeroParamStatus.AVAILABLE)
-        self._awake_bytes += child.whole_bytes
+        self._awake_bytes += kept.whole_bytes
 
     def is_asleep(self, param: nn.Parameter) -> bool:
         """Whether a parameter is kept here and shows NaN."""
-        return param in self._children and param not in self._out and id(param) not in self._awake
+        return param in self._kept and param not in self._out and id(param) not in self._awake
 
     def trim(self, keep_bytes: int = _CACHE_BYTES) -> None:
         """Puts the oldest awake parameters to sleep, with their values written back, until the others take < keep_bytes."""
@@ -199,9 +199,9 @@ class Nursery:
     def _write_back(self, param: nn.Parameter) -> None:
         """Keeps rank 0's values of an awake parameter, which then counts as asleep."""
         if self._awake.pop(id(param), None) is not None:
-            child = self._children[param]
-            self._awake_bytes -= child.whole_bytes
-            self._put(child, self._of_rank_0(param.detach()))
+            kept = self._kept[param]
+            self._awake_bytes -= kept.whole_bytes
+            self._put(kept, self._of_rank_0(param.detach()))
 
     def _of_rank_0(self, value: torch.Tensor) -> torch.Tensor:
         """Rank 0's values of a tensor that every rank holds. Collective when there are several ranks; blocks."""
@@ -212,17 +212,17 @@ class Nursery:
         share(self.topology, value, "sharing initial values")
         return value
 
-    def graduate(self, dtype: torch.dtype | None) -> None:
+    def finish(self, dtype: torch.dtype | None) -> None:
         """Ends building: all parameters sleep, and show the dtype that they will have."""
         self.trim(keep_bytes=0)
-        for param in list(self._children.keys()):
+        for param in list(self._kept.keys()):
             if dtype is not None and param.dtype.is_floating_point:
                 param.data = torch.full((), float("nan"), dtype=dtype, device=param.device).expand(param.shape)
         self._is_building = False
-        absent.rest(self._children.keys())
+        absent.rest(self._kept.keys())
         trim_heap()
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Ends building after an error: closes the store on NVMe."""
         if self._store is not None:
             self._store.close()
@@ -232,27 +232,27 @@ class Nursery:
 
         Works piece by piece, so no copy of the whole part is made. Blocks; raises OSError.
         """
-        child = self._children.pop(param)
+        kept = self._kept.pop(param)
         absent.wake([param])
-        if into is not None and child.part is not None:
-            into[: child.num_values].copy_(child.part)
+        if into is not None and kept.part is not None:
+            into[: kept.num_values].copy_(kept.part)
         elif into is not None:
-            self._read_pieces(child, into)
-        self._forget(child)
-        registry.dismiss(param)
-        if not self._children and self._store is not None:
+            self._read_pieces(kept, into)
+        self._forget(kept)
+        registry.unregister(param)
+        if not self._kept and self._store is not None:
             self._store.close()
 
     def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Replaces a parameter's values; every rank gives the whole tensor. Blocks."""
-        self._put(self._children[param], value)
+        self._put(self._kept[param], value)
 
     def take_out(self, param: nn.Parameter) -> None:
         """Gives a parameter its whole values until `put_back`. Collective when there are several ranks; blocks."""
-        child, shown = self._children[param], param.dtype
+        kept, shown = self._kept[param], param.dtype
         self._write_back(param)  # keeps changes made while it was awake
         absent.wake([param])
-        param.data = self._get(child).to(param.device, shown).view(child.shape)
+        param.data = self._get(kept).to(param.device, shown).view(kept.shape)
         self._out[param] = True
         mark((param,), ZeroParamStatus.AVAILABLE)
 
@@ -265,8 +265,8 @@ class Nursery:
 
     def whole(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter's values as built. Collective when there are several ranks; blocks."""
-        child = self._children[param]
-        return self._get(child).view(child.shape)
+        kept = self._kept[param]
+        return self._get(kept).view(kept.shape)
 
     def _sleep(self, param: nn.Parameter) -> None:
         """Sets a parameter's data to NaN. The C library keeps freed blocks, so the heap is trimmed every 16 MiB."""
@@ -279,69 +279,69 @@ class Nursery:
             self._freed_bytes = 0
             trim_heap()
 
-    # ---- one child ---------------------------------------------------------------------------------------------------------
+    # ---- one parameter ---------------------------------------------------------------------------------------------------
 
-    def _put(self, child: _Child, value: torch.Tensor) -> None:
+    def _put(self, kept: _Kept, value: torch.Tensor) -> None:
         part_numel = -(-value.numel() // self.topology.num_shards)
         first = part_numel * self.topology.shard_rank
-        if value.dtype != child.dtype or value.shape != child.shape:
-            self._forget(child)
-        child.dtype, child.shape, child.is_gone = value.dtype, value.shape, False
-        child.num_values = max(0, min(part_numel, value.numel() - first))
+        if value.dtype != kept.dtype or value.shape != kept.shape:
+            self._forget(kept)
+        kept.dtype, kept.shape, kept.is_gone = value.dtype, value.shape, False
+        kept.num_values = max(0, min(part_numel, value.numel() - first))
         if value.is_meta:
             return
-        mine = value.detach().reshape(-1)[first : first + child.num_values].cpu()
+        mine = value.detach().reshape(-1)[first : first + kept.num_values].cpu()
         if self._store is None or value.numel() <= self._small_numel:
-            child.part = mine.clone().pin_memory() if self._pins else mine.clone()
+            kept.part = mine.clone().pin_memory() if self._pins else mine.clone()
             return
         assert self._bounce is not None
-        if child.name not in self._store:
-            self._store.reserve(child.name, (child.num_values,), child.dtype, Tier.NVME)
-        self._bounce.write(child.name, 0, mine.contiguous().view(torch.uint8))
-        child.is_filled = True
+        if kept.name not in self._store:
+            self._store.reserve(kept.name, (kept.num_values,), kept.dtype, Tier.NVME)
+        self._bounce.write(kept.name, 0, mine.contiguous().view(torch.uint8))
+        kept.is_filled = True
 
-    def _part(self, child: _Child) -> torch.Tensor:
-        if child.part is not None:
-            return child.part
-        part = torch.empty(child.num_values, dtype=child.dtype)
-        self._read_pieces(child, part)
+    def _part(self, kept: _Kept) -> torch.Tensor:
+        if kept.part is not None:
+            return kept.part
+        part = torch.empty(kept.num_values, dtype=kept.dtype)
+        self._read_pieces(kept, part)
         return part
 
-    def _read_pieces(self, child: _Child, into: torch.Tensor) -> None:
-        if not child.is_filled:
+    def _read_pieces(self, kept: _Kept, into: torch.Tensor) -> None:
+        if not kept.is_filled:
             raise RuntimeError(
-                f"a parameter of shape {tuple(child.shape)} was built on the meta device and never given values: "
+                f"a parameter of shape {tuple(kept.shape)} was built on the meta device and never given values: "
                 "load a checkpoint (tiermem.load_safetensors) before sharding"
             )
-        assert self._bounce is not None and self._piece is not None and child.dtype is not None
-        size = child.dtype.itemsize
-        piece = self._piece[: _PIECE_NUMEL * size].view(child.dtype)
-        for start in range(0, child.num_values, _PIECE_NUMEL):
-            stop = min(start + _PIECE_NUMEL, child.num_values)
+        assert self._bounce is not None and self._piece is not None and kept.dtype is not None
+        size = kept.dtype.itemsize
+        piece = self._piece[: _PIECE_NUMEL * size].view(kept.dtype)
+        for start in range(0, kept.num_values, _PIECE_NUMEL):
+            stop = min(start + _PIECE_NUMEL, kept.num_values)
             values = piece[: stop - start]
-            self._bounce.read(child.name, start * size, stop * size, values.view(torch.uint8))
+            self._bounce.read(kept.name, start * size, stop * size, values.view(torch.uint8))
             into[start:stop].copy_(values)
 
-    def _get(self, child: _Child) -> torch.Tensor:
-        part, numel = self._part(child), child.shape.numel()
+    def _get(self, kept: _Kept) -> torch.Tensor:
+        part, numel = self._part(kept), kept.shape.numel()
         if self.topology.num_shards == 1 or numel == 0:
             return part
         part_numel = -(-numel // self.topology.num_shards)
         padded = torch.nn.functional.pad(part, (0, part_numel - part.numel()))
         padded = padded.to(self.topology.control_device)
-        whole = torch.empty(part_numel * self.topology.num_shards, dtype=child.dtype, device=padded.device)
+        whole = torch.empty(part_numel * self.topology.num_shards, dtype=kept.dtype, device=padded.device)
         gather(self.topology, padded, whole, "gathering initial values")
         return whole[:numel].cpu()
 
-    def _forget(self, child: _Child) -> None:
-        child.part = None
-        if self._store is not None and not child.is_gone and child.name in self._store:
-            self._store.drop(child.name)
-        child.is_gone, child.is_filled = True, False
+    def _forget(self, kept: _Kept) -> None:
+        kept.part = None
+        if self._store is not None and not kept.is_gone and kept.name in self._store:
+            self._store.drop(kept.name)
+        kept.is_gone, kept.is_filled = True, False
 
 
-class _Child:
-    """One parameter in the nursery: its dtype and shape as built, and this rank's part (in memory, or in the store)."""
+class _Kept:
+    """One parameter: its dtype and shape as built, and this rank's part (in memory, or in the store)."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -130,15 +130,15 @@ def _meet(rank: int, world: int, timeout_s: float) -> Store:
     deadline = time.monotonic() + timeout_s
     store = _open_store(rank, world, timeout_s)
     arrived = store.add(f"{_KEY}/arrived", 1)
-    meeting = PrefixStore(f"{_KEY}/{(arrived - 1) // world}", store)
-    place = meeting.add("arrived", 1)  # counts arrivals, not ranks: two processes may have the same RANK
-    meeting.set(f"said/{place}", f"{rank} {world}")
+    attempt = PrefixStore(f"{_KEY}/{(arrived - 1) // world}", store)
+    place = attempt.add("arrived", 1)  # counts arrivals, not ranks: two processes may have the same RANK
+    attempt.set(f"said/{place}", f"{rank} {world}")
     if rank == 0:
-        meeting.set("answer", _read_all(meeting, world, deadline, timeout_s))
-    answer = _answer(meeting, world, deadline, timeout_s)
+        attempt.set("answer", _read_all(attempt, world, deadline, timeout_s))
+    answer = _answer(attempt, world, deadline, timeout_s)
     if rank == 0:
-        _wait_until_read(meeting)
-    meeting.add("read", 1)
+        _wait_until_read(attempt)
+    attempt.add("read", 1)
     if answer != _AGREED:
         raise ValueError(answer)
     return PrefixStore(f"group/{(arrived - 1) // world}", store)
@@ -166,22 +166,22 @@ def _open_store(rank: int, world: int, timeout_s: float) -> Store:
     return PrefixStore(f"tiermem/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _answer(meeting: Store, world: int, deadline: float, timeout_s: float) -> str:
+def _answer(attempt: Store, world: int, deadline: float, timeout_s: float) -> str:
     """Rank 0's answer; without one, a message that names the missing ranks."""
     left_s = max(deadline - time.monotonic(), 0.0) + _GRACE_S  # rank 0 may have started after this one
     try:
-        meeting.wait(["answer"], timedelta(seconds=left_s))
-        return meeting.get("answer").decode()
+        attempt.wait(["answer"], timedelta(seconds=left_s))
+        return attempt.get("answer").decode()
     except dist.DistError:
-        return _missing(world, _arrived(meeting), timeout_s)
+        return _missing(world, _arrived(attempt), timeout_s)
 
 
-def _arrived(meeting: Store) -> set[int]:
+def _arrived(attempt: Store) -> set[int]:
     """The ranks that have posted."""
     found = set[int]()
     with contextlib.suppress(dist.DistError):  # the store may have ended with rank 0
-        for place in range(1, meeting.add("arrived", 0) + 1):
-            found.add(int(meeting.get(f"said/{place}").decode().split()[0]))
+        for place in range(1, attempt.add("arrived", 0) + 1):
+            found.add(int(attempt.get(f"said/{place}").decode().split()[0]))
     return found
 
 
@@ -192,14 +192,14 @@ def _missing(world: int, found: set[int], timeout_s: float) -> str:
     )
 
 
-def _read_all(meeting: Store, world: int, deadline: float, timeout_s: float) -> str:
+def _read_all(attempt: Store, world: int, deadline: float, timeout_s: float) -> str:
     """Reads each rank's post until all have come or one differs. Returns the answer for all ranks."""
     found: dict[int, int] = {}
     while len(found) < world and time.monotonic() < deadline:
-        if not meeting.check([f"said/{len(found) + 1}"]):
+        if not attempt.check([f"said/{len(found) + 1}"]):
             time.sleep(_LOOK_S)
             continue
-        rank, theirs = map(int, meeting.get(f"said/{len(found) + 1}").decode().split())
+        rank, theirs = map(int, attempt.get(f"said/{len(found) + 1}").decode().split())
         if theirs != world:
             return (
                 f"ranks disagree: WORLD_SIZE is {world} on rank 0 and {theirs} on rank {rank}. Start every rank with the "
@@ -211,8 +211,8 @@ def _read_all(meeting: Store, world: int, deadline: float, timeout_s: float) -> 
     return _AGREED if len(found) == world else _missing(world, set(found), timeout_s)
 
 
-def _wait_until_read(meeting: Store, most_s: float = 5.0) -> None:
+def _wait_until_read(attempt: Store, most_s: float = 5.0) -> None:
     """Rank 0 may keep the store: it waits until the ranks that have come have read the answer, at most `most_s`."""
     deadline = time.monotonic() + most_s
-    while meeting.add("read", 0) < meeting.add("arrived", 0) - 1 and time.monotonic() < deadline:
+    while attempt.add("read", 0) < attempt.add("arrived", 0) - 1 and time.monotonic() < deadline:
         time.sleep(_LOOK_S)

@@ -83,8 +83,8 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
     """Whether a parameter of a sharded model is fetched with a leaf module; False before sharding."""
-    keeper = registry.keeper_of(model)
-    return keeper is not None and keeper.is_of_leaf(model)
+    owner = registry.owner_of(model)
+    return owner is not None and owner.is_of_leaf(model)
 
 
 def apply_rules(model: nn.Module, rules: LeafRules) -> None:

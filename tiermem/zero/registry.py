@@ -1,4 +1,4 @@
-"""The registry: a weak map from each partitioned Parameter to its keeper, the object that keeps its values.
+"""The registry: a weak map from each partitioned Parameter to its owner, the object that keeps its values.
 
 With it optimizers, loaders and state access find a parameter's shard, and no attribute is set on the user's tensors. An
 entry ends with its parameter.
@@ -15,18 +15,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 EXTERNAL = "_external_params"
 """The attribute of a module that lists the parameters of other modules that it needs. Copied and pickled with the module."""
 
-_keepers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _gathered: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def enrol(param: nn.Parameter, keeper: Any) -> None:
-    """Registers `keeper` (held weakly) as the keeper of a parameter."""
-    _keepers[param] = weakref.ref(keeper)
+def register(param: nn.Parameter, owner: Any) -> None:
+    """Registers `owner` (held weakly) as the owner of a parameter."""
+    _owners[param] = weakref.ref(owner)
 
 
-def dismiss(param: nn.Parameter) -> None:
+def unregister(param: nn.Parameter) -> None:
     """Removes a parameter's entry: it is an ordinary parameter again."""
-    _keepers.pop(param, None)
+    _owners.pop(param, None)
 
 
 def externals_of(module: nn.Module) -> list[nn.Parameter]:
@@ -48,7 +48,7 @@ def is_gathered(param: nn.Parameter) -> bool:
     return param in _gathered
 
 
-def keeper_of(param: nn.Parameter) -> Any | None:
-    """The keeper of a parameter, or None for an ordinary parameter."""
-    found = _keepers.get(param)
+def owner_of(param: nn.Parameter) -> Any | None:
+    """The owner of a parameter, or None for an ordinary parameter."""
+    found = _owners.get(param)
     return None if found is None else found()

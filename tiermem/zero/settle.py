@@ -15,7 +15,7 @@ from tiermem.zero import registry
 from tiermem.zero.absent import ZeroParamStatus, absent_part, describe, undescribe
 from tiermem.zero.collectives import share
 from tiermem.zero.gather import Gather, NearGather, UnitGather, secondary_numel
-from tiermem.zero.init_params import Nursery
+from tiermem.zero.init_params import ParametersInInit
 from tiermem.zero.packed import PackedGather, gathers_packed
 from tiermem.zero.plan import Plan, Pools, keeps_initial_master, keeps_secondary
 from tiermem.zero.quantised import pack_into
@@ -69,7 +69,7 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
 #
 #     a parameter's whole value                    this rank's part, in the unit's shard layout
 #       rank 0's, shared with all     ----------->   resident   the unit's storage for life (and, for a gather, its shard)
-#       a nursery's (zero.Init)                      HOST       an entry of the store
+#       ParametersInInit's (zero.Init)               HOST       an entry of the store
 #                                                    NVME       through a buffer, then an entry of the store
 #                                                    packed     int8 codes and scales, on HOST or NVME
 #
@@ -122,7 +122,7 @@ def release(units: Iterable[LiveUnit], keeps_residents: bool) -> None:
             shard.param.grad = None
             if keeps_residents and live.unit.is_resident:
                 shard.param.data = shard.param.data.clone()
-            registry.dismiss(shard.param)
+            registry.unregister(shard.param)
             undescribe(shard.param)
 
 
@@ -231,13 +231,13 @@ class _Settler:
 
     def _fill_part(self, part: Shard, out: torch.Tensor) -> None:
         """Writes this rank's part of a parameter that is not sharded yet; leaves the padding unchanged."""
-        keeper = registry.keeper_of(part.param)
-        if isinstance(keeper, Nursery) and keeper.topology == self._topology:
-            keeper.move_part(part.param, out)
+        owner = registry.owner_of(part.param)
+        if isinstance(owner, ParametersInInit) and owner.topology == self._topology:
+            owner.move_part(part.param, out)
             return
-        if isinstance(keeper, Nursery):
-            value = keeper.whole(part.param)
-            keeper.move_part(part.param, None)
+        if isinstance(owner, ParametersInInit):
+            value = owner.whole(part.param)
+            owner.move_part(part.param, None)
         else:
             value = part.param.detach().contiguous()
             if self._topology.group is not None and part.numel:

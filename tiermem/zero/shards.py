@@ -99,7 +99,7 @@ class Shards:
         device: torch.device | str | None,
         is_trained: bool = True,
     ) -> None:
-        if any(isinstance(registry.keeper_of(p), Shards) for p in model.parameters()):
+        if any(isinstance(registry.owner_of(p), Shards) for p in model.parameters()):
             raise ValueError("this model is sharded already: close its shards before sharding it again")
         check_model(model, is_trained)
         self.model = model
@@ -455,7 +455,7 @@ class Shards:
         """Registers the parameters as partitioned ones; afterwards no module holds a unit."""
         self._by_param = {id(s.param): (u, s) for u, s in self.parameters()}
         for _, part in self.parameters():
-            registry.enrol(part.param, self)
+            registry.register(part.param, self)
         if self.policy.stage == 3:
             show_parts(self.units)
         self._added: list[tuple[nn.Module, LiveUnit]] = []  # registered needs of other modules' parameters

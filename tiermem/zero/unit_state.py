@@ -562,7 +562,7 @@ def become(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _point(params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> None:
-    with torch._C.DisableTorchFunctionSubclass():  # a resting parameter would ask its keeper (absent.py)
+    with torch._C.DisableTorchFunctionSubclass():  # a resting parameter would ask its owner (absent.py)
         for param, tensor in zip(params, tensors, strict=True):
             param.data = tensor
 

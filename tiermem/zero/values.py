@@ -205,7 +205,7 @@ class StateDicts:
             self._gathered_by = weakref.ref(state)
             self._gathered.clear()
         for name, param in module._parameters.items():
-            if param is not None and prefix + name in state and registry.keeper_of(param) is not None:
+            if param is not None and prefix + name in state and registry.owner_of(param) is not None:
                 copy = self._gathered.get(id(param))
                 if copy is None:
                     copy = self._gathered[id(param)] = self._weight(param)
@@ -215,7 +215,7 @@ class StateDicts:
         """Before torch loads a module's own parameters: stores their values where the parameters rest."""
         for name, param in module._parameters.items():
             value = state.get(prefix + name)
-            if param is None or registry.keeper_of(param) is None:
+            if param is None or registry.owner_of(param) is None:
                 continue
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
                 self._replace(param, value)

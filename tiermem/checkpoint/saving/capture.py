@@ -226,8 +226,8 @@ def _ordinary(shards: Shards, optimizer: NativeOptimizer | None) -> list[tuple[s
     if optimizer is None:
         return []
     for name, param in optimizer.named():
-        keeper = registry.keeper_of(param)
-        if keeper is not shards and isinstance(keeper, Shards):
+        owner = registry.owner_of(param)
+        if owner is not shards and isinstance(owner, Shards):
             raise ValueError(f"parameter {name!r} is of another sharded model: save each with an optimizer of its own")
     return [(f"optimizer.{name}", param) for name, param in optimizer.named_ordinary()]
 
