@@ -19,10 +19,15 @@ whatever the ranks, tiles and threads. Which of these a rule has, where the part
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import math
+import numbers
+import types
+import typing
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
@@ -36,15 +41,43 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 """The torch dtype of each name that has one."""
 
-_ALLOWED: Mapping[str, tuple[str | None, ...]] = MappingProxyType(
-    {
-        "master": ("fp32", "split", "bf16", "fp16"),
-        "moments": ("fp32", "bf16", "fp16", "8bit"),
-        "grads": (None, "fp32", "bf16", "fp16"),
-        "rounding": ("stochastic", "nearest"),
-    }
-)
-_MAX_SEED = (1 << 64) - 1
+
+class Range(NamedTuple):
+    """An annotation of a field: the numbers that it may hold."""
+
+    said: str
+    """Which numbers these are, as the end of the sentence of an error."""
+    low: float
+    high: float = math.inf
+    is_whole: bool = False
+    """Whether only an int is allowed; a bool is none."""
+
+    def holds(self, given: Any) -> bool:
+        """Whether a value is one of these numbers."""
+        is_number = type(given) is int if self.is_whole else isinstance(given, numbers.Real)
+        return is_number and self.low <= given <= self.high
+
+
+def check_fields(value: object, context: str = "") -> None:
+    """Raises ValueError for a field of a dataclass that is none of its Literal's words, or outside its Range.
+
+    A field whose annotation has None as well may hold None. The message begins with `context`.
+    """
+    for name, hint in _hints(type(value)).items():  # type: ignore[arg-type]  # classes are hashable
+        given = getattr(value, name)
+        parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+        words = [word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part)]
+        words = [None, *words] if type(None) in parts else words
+        ranges = [each for part in parts for each in getattr(part, "__metadata__", ()) if isinstance(each, Range)]
+        if ranges and given not in words and not ranges[0].holds(given):
+            raise ValueError(f"{context}{name} is {given!r}; {ranges[0].said}")
+        if not ranges and any(words) and given not in words:
+            raise ValueError(f"{context}{name} is {given!r}; allowed are {', '.join(map(repr, words))}")
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +91,11 @@ class Precision:
     moments: Moments = "fp32"
     grads: Grads | None = None
     rounding: Rounding = "stochastic"
-    seed: int = 0
+    seed: Annotated[int, Range("allowed are whole numbers from 0 to 2^64 - 1", 0, (1 << 64) - 1, is_whole=True)] = 0
     """Of stochastic rounding."""
 
     def __post_init__(self) -> None:
-        for name, allowed in _ALLOWED.items():
-            given = getattr(self, name)
-            if given not in allowed:
-                names = ", ".join(repr(value) for value in allowed)
-                raise ValueError(f"precision: {name} is {given!r}; allowed are {names}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed <= _MAX_SEED:
-            raise ValueError(f"precision: seed is {self.seed!r}; allowed are whole numbers from 0 to 2^64 - 1")
+        check_fields(self, "precision: ")
 
     @classmethod
     def preset(cls, name: str) -> Precision:

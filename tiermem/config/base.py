@@ -8,7 +8,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import pydantic
@@ -16,6 +16,7 @@ import torch
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo
 
 from tiermem.config.keys import REFUSED, is_auto
+from tiermem.policy import CombinedError
 
 # ---- ConfigError -----------------------------------------------------------------------------------------------------
 
@@ -175,17 +176,6 @@ _FLOAT = re.compile(r"\s*[+-]?\d+(\.\d*)?e[+-]?\d+\s*", re.IGNORECASE)
 _SIZE_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-class CombinedError(ValueError):
-    """Several problems of one section: for each a key, relative to the section, and a sentence."""
-
-    def __init__(self, found: Sequence[tuple[str, str]]) -> None:
-        self.found = tuple(found)
-        super().__init__("; ".join(f"{key}: {message}" if key else message for key, message in found))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.found,), self.__dict__
-
-
 class ConfigModel(pydantic.BaseModel):
     """A section of the config.
 
@@ -232,14 +222,13 @@ class ConfigModel(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="after")
     def _check_together(self) -> ConfigModel:
-        found = self.contradictions()
-        if found:
+        if found := list(self.contradictions()):
             raise CombinedError(found)
         return self
 
-    def contradictions(self) -> list[tuple[str, str]]:
+    def contradictions(self) -> Iterable[tuple[str, str]]:
         """What is wrong with the keys taken together: (key relative to this section, sentence) each."""
-        return []
+        return ()
 
     def is_set(self, name: str) -> bool:
         """Whether the user gave the field a value ("auto" is none)."""

@@ -6,7 +6,7 @@ import enum
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -202,25 +202,18 @@ class AioConfig(ConfigModel):
             raise ValueError(f"true given, but {why_not()}")
         return value
 
-    def contradictions(self) -> list[tuple[str, str]]:
-        return [*self._spellings_that_disagree(), *self._too_deep()]
-
-    def _spellings_that_disagree(self) -> list[tuple[str, str]]:
+    def contradictions(self) -> Iterator[tuple[str, str]]:
         given = {name: getattr(self, name) for name in _SPELLINGS if self.is_set(name)}
         given = {name: value for name, value in given.items() if value is not None}
         if len(set(given.values())) > 1:
             shown = ", ".join(f"{name} {value}" for name, value in given.items())
-            return [("intra_op_parallelism", f"{shown} given; the three names mean the same, so keep one")]
-        return []
-
-    def _too_deep(self) -> list[tuple[str, str]]:
+            yield "intra_op_parallelism", f"{shown} given; the three names mean the same, so keep one"
         depth = self.depth or 0
-        if depth <= _MAX_DEPTH:
-            return []
-        product = f"queue_depth {self.queue_depth}"
-        if self.threads and self.threads > 1:
-            product += f" * intra_op_parallelism {self.threads} = {depth}"
-        return [("queue_depth", f"{product} requests in flight, but allowed are at most {_MAX_DEPTH}; lower it")]
+        if depth > _MAX_DEPTH:
+            product = f"queue_depth {self.queue_depth}"
+            if self.threads and self.threads > 1:
+                product += f" * intra_op_parallelism {self.threads} = {depth}"
+            yield "queue_depth", f"{product} requests in flight, but allowed are at most {_MAX_DEPTH}; lower it"
 
 
 # ---- offload_param and offload_optimizer -----------------------------------------------------------------------------
@@ -305,18 +298,15 @@ class OffloadOptimizerConfig(_OffloadConfig):
             raise ValueError(f"{value} given, but {_why_no_gpu_steps(1.0 - value)}; allowed is 1.0, all on the CPU")
         return value
 
-    def contradictions(self) -> list[tuple[str, str]]:
-        if self.device is not OffloadDevice.nvme or not 0 < self.buffer_count < STATES_PER_TILE:
-            return []
-        return [
-            (
+    def contradictions(self) -> Iterator[tuple[str, str]]:
+        if self.device is OffloadDevice.nvme and 0 < self.buffer_count < STATES_PER_TILE:
+            yield (
                 "buffer_count",
                 f"{self.buffer_count} given, but one tile of Adam takes {STATES_PER_TILE} (parameter, gradient, "
                 f"momentum, variance): {self.buffer_count} // {STATES_PER_TILE} = 0 tiles; set at least "
                 f"{STATES_PER_TILE}, or {2 * STATES_PER_TILE} with pipeline_read or pipeline_write, "
                 f"{3 * STATES_PER_TILE} with both, or 0 to have it planned",
             )
-        ]
 
     @pydantic.model_validator(mode="after")
     def _warn_of_too_few_buffers(self) -> OffloadOptimizerConfig:

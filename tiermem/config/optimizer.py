@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import pydantic
 from pydantic import Field, SerializeAsAny, ValidationInfo
 
-from tiermem.config.base import CombinedError, ConfigModel, Number, PositiveCount
+from tiermem.config.base import ConfigModel, Number, PositiveCount
 from tiermem.config.keys import is_auto
+from tiermem.policy import CombinedError
 from tiermem.schedule import check_params, schedule_class
 
 # ---- optimizer -------------------------------------------------------------------------------------------------------
@@ -119,16 +121,10 @@ class SgdParams(OptimizerParams):
     def num_moments(self) -> int:
         return int(self.momentum > 0)
 
-    def contradictions(self) -> list[tuple[str, str]]:
+    def contradictions(self) -> Iterator[tuple[str, str]]:
         if self.nesterov and not (self.momentum > 0 and self.dampening == 0):
-            return [
-                (
-                    "nesterov",
-                    f"true with momentum {self.momentum} and dampening {self.dampening}; it needs momentum above 0 and "
-                    "dampening 0",
-                )
-            ]
-        return []
+            given = f"momentum {self.momentum} and dampening {self.dampening}"
+            yield "nesterov", f"true with {given}; it needs momentum above 0 and dampening 0"
 
 
 class MuonParams(OptimizerParams):
@@ -215,10 +211,9 @@ class OptimizerConfig(ConfigModel):
         """Whether weight decay acts on the weight rather than on the gradient."""
         return self.name in ("AdamW", "Lion", "Muon")
 
-    def contradictions(self) -> list[tuple[str, str]]:
+    def contradictions(self) -> Iterator[tuple[str, str]]:
         if self.type == "AdamW" and isinstance(self.params, AdamParams) and not self.params.adam_w_mode:
-            return [("params.adam_w_mode", "false given, but AdamW decouples weight decay; set type to Adam")]
-        return []
+            yield "params.adam_w_mode", "false given, but AdamW decouples weight decay; set type to Adam"
 
 
 def _check_keys(name: str, kind: type[OptimizerParams], given: dict[str, Any]) -> None:

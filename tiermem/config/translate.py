@@ -13,9 +13,12 @@ default. Where DeepSpeed counts differently, this file converts the count:
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from tiermem.config.base import ConfigModel, canonical_key
@@ -30,43 +33,63 @@ from tiermem.config.io import (
     united,
 )
 from tiermem.config.keys import COMPUTED, PLANNED
-from tiermem.config.zero import OwnConfig, ZeroConfig, rank_fields
-from tiermem.policy import IoSettings, LeafRules, NvmePath, OffloadPolicy, Tier
+from tiermem.config.zero import OwnConfig, ZeroConfig
+from tiermem.policy import IoSettings, NvmePath, OffloadPolicy, Tier
 
-__all__ = ["ReportRow", "io_of", "path_problems", "paths_of", "policy_of", "report_of", "shared_by_ranks"]
-
-_ZERO_FIELDS = {
-    "sub_group_size": "tile_numel",
-    "prefetch_bucket_size": "prefetch_numel",
-    "max_live_parameters": "max_live_numel",
-    "max_reuse_distance": "max_reuse_numel",
-    "param_persistence_threshold": "persistence_numel",
-    "model_persistence_threshold": "model_persistence_numel",
-    "reduce_bucket_size": "reduce_bucket_numel",
-    "contiguous_gradients": "contiguous_gradients",
-    "reduce_scatter": "reduce_scatter",
-    "use_multi_rank_bucket_allreduce": "multi_rank_buckets",
-    "round_robin_gradients": "round_robin_gradients",
-    "allgather_partitions": "allgather_partitions",
-    "allgather_bucket_size": "allgather_bucket_numel",
-    "ignore_unused_parameters": "ignore_unused",
-    "load_from_fp32_weights": "loads_masters",
-}
-_PARAM_FIELDS = {"buffer_count": "unit_buffers", "buffer_size": "unit_numel", "max_in_cpu": "host_param_numel"}
-_OWN_FIELDS = (
-    "host_bytes",
-    "disk_bytes",
-    "resident_bytes",
-    "step_in_backward",
-    "on_nonfinite",
-    "master_from",
-    "durability",
-    "keep",
-    "verify",
-    "timeout_s",
-    "join_timeout_s",
+_ZERO, _PARAM, _OPTIM = "zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
+_FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "communication_data_type": "reduce_dtype",
+        "gradient_allreduce_op": "reduce_op",
+        "gradient_predivide_factor": "predivide_factor",
+        f"{_ZERO}.stage": "stage",
+        f"{_ZERO}.sub_group_size": "tile_numel",
+        f"{_ZERO}.stage3_prefetch_bucket_size": "prefetch_numel",
+        f"{_ZERO}.stage3_max_live_parameters": "max_live_numel",
+        f"{_ZERO}.stage3_max_reuse_distance": "max_reuse_numel",
+        f"{_ZERO}.stage3_param_persistence_threshold": "persistence_numel",
+        f"{_ZERO}.stage3_model_persistence_threshold": "model_persistence_numel",
+        f"{_ZERO}.reduce_bucket_size": "reduce_bucket_numel",
+        f"{_ZERO}.contiguous_gradients": "contiguous_gradients",
+        f"{_ZERO}.reduce_scatter": "reduce_scatter",
+        f"{_ZERO}.use_multi_rank_bucket_allreduce": "multi_rank_buckets",
+        f"{_ZERO}.round_robin_gradients": "round_robin_gradients",
+        f"{_ZERO}.allgather_partitions": "allgather_partitions",
+        f"{_ZERO}.allgather_bucket_size": "allgather_bucket_numel",
+        f"{_ZERO}.overlap_comm": "overlap_reduce",
+        f"{_ZERO}.ignore_unused_parameters": "ignore_unused",
+        f"{_ZERO}.load_from_fp32_weights": "loads_masters",
+        f"{_ZERO}.mics_shard_size": "shard_group_size",
+        f"{_ZERO}.mics_hierarchical_params_gather": "two_stage_gather",
+        f"{_ZERO}.zero_hpz_partition_size": "secondary_group_size",
+        f"{_ZERO}.zero_quantized_weights": "quantised_gather",
+        f"{_ZERO}.zero_quantized_gradients": "quantised_reduction",
+        f"{_ZERO}.zero_quantized_nontrainable_weights": "quantised_frozen",
+        f"{_PARAM}.device": "params",
+        f"{_PARAM}.buffer_count": "unit_buffers",
+        f"{_PARAM}.buffer_size": "unit_numel",
+        f"{_PARAM}.max_in_cpu": "host_param_numel",
+        f"{_OPTIM}.device": "optim",
+        f"{_OPTIM}.buffer_count": "tile_buffers",
+        f"{_OPTIM}.pipeline_read": "pipeline_read",
+        f"{_OPTIM}.pipeline_write": "pipeline_write",
+        **{
+            f"tiermem.{field.name}": field.name
+            for field in dataclasses.fields(OffloadPolicy)
+            if field.name in OwnConfig.model_fields and field.name not in ("paths", "precision")
+        },
+    }
 )
-_PLANNED_IF_0 = ("sub_group_size", "buffer_count", "buffer_size")
+"""Key -> field of the policy, where one key alone decides it. The keys of "tiermem" have the names of their fields."""
+_KEYS = {field: key for key, field in _FIELDS.items()}
+_AS_IF_NOT_SET = {
+    "sub_group_size": 0,
+    "buffer_count": 0,
+    "buffer_size": 0,
+    "zero_hpz_partition_size": 0,
+    "mics_shard_size": -1,
+    "grads": "none",
+}
 _ONLY_ON_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
 _OF_A_RANK = (
     "nvme_path",
@@ -103,49 +126,30 @@ class ReportRow(NamedTuple):
         return f"{self.key} = {self.value!r} ({self.how}{': ' if self.note else ''}{self.note})"
 
 
-def policy_of(zero: ZeroConfig, aio: AioConfig, own: OwnConfig, overrides: Mapping[str, Any]) -> OffloadPolicy:
-    """Builds the policy; raises ValueError when `overrides` contradict the config."""
-    fields: dict[str, Any] = {
-        "stage": int(zero.stage),
-        "params": Tier(zero.param_device.value),
-        "optim": Tier(zero.optimizer_device.value),
-        "paths": paths_of(zero, own),
-        "io": io_of(aio, own),
-    }
-    fields |= {ours: getattr(zero, theirs) for theirs, ours in _ZERO_FIELDS.items() if _is_given(zero, theirs)}
-    leaf = zero.leaf_module
-    fields["leaves"] = LeafRules(
-        tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes), zero.module_granularity_threshold
-    )
-    fields |= rank_fields(zero)
-    fields["overlap_reduce"] = zero.overlap_comm
-    if zero.allgather_sequential:
-        fields["gather_way"] = "single"
-    fields |= _offload_fields(zero)
-    fields |= {name: getattr(own, name) for name in _OWN_FIELDS if own.is_set(name)}
-    if own.grads not in (None, OffloadDevice.none):
-        fields["grads"] = Tier(own.grads.value)
-    return OffloadPolicy(**(fields | dict(overrides)))
-
-
-def _is_given(section: ConfigModel, name: str) -> bool:
-    """Whether a key decides something: it is set, and not a size of 0 that leaves it to the plan."""
-    return section.is_set(name) and not (name in _PLANNED_IF_0 and getattr(section, name) == 0)
-
-
-def _offload_fields(zero: ZeroConfig) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    param, optim = zero.offload_param, zero.offload_optimizer
-    if param is not None and param.device is OffloadDevice.nvme:
-        fields |= {ours: getattr(param, theirs) for theirs, ours in _PARAM_FIELDS.items() if _is_given(param, theirs)}
-    if optim is not None:
-        fields |= {name: getattr(optim, name) for name in ("pipeline_read", "pipeline_write") if optim.is_set(name)}
-        if optim.device is OffloadDevice.nvme and _is_given(optim, "buffer_count"):
-            fields["tile_buffers"] = optim.buffer_count // STATES_PER_TILE
-    pins = [section.pin_memory for section in (param, optim) if section is not None and section.is_set("pin_memory")]
-    if pins:
-        fields["pin_memory"] = any(pins)
+def fields_of(config: ConfigModel) -> dict[str, Any]:
+    """The fields of the policy that single keys set."""
+    fields = {}
+    for section, name, key, value in _leaves(config, ""):
+        if key not in _FIELDS or not section.is_set(name) or value in (None, _AS_IF_NOT_SET.get(name)):
+            continue
+        device = getattr(section, "device", OffloadDevice.nvme)
+        if name in _ONLY_ON_NVME and device is not OffloadDevice.nvme:
+            continue
+        field = _FIELDS[key]
+        if field in ("params", "optim", "grads"):
+            value = Tier(value)
+        fields[field] = value // STATES_PER_TILE if field == "tile_buffers" else value
     return fields
+
+
+def key_of(field: str) -> str:
+    """The key that decides a field of the policy."""
+    return _KEYS[field]
+
+
+def with_keys(sentence: str) -> str:
+    """The sentence with the keys that decide them instead of the names of the policy's fields."""
+    return re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda name: _KEYS.get(name[0], name[0]), sentence)
 
 
 def paths_of(zero: ZeroConfig, own: OwnConfig) -> tuple[NvmePath, ...]:
@@ -158,20 +162,22 @@ def paths_of(zero: ZeroConfig, own: OwnConfig) -> tuple[NvmePath, ...]:
     return united(own.paths or [path for paths in _section_paths(zero, own).values() for path in paths])
 
 
-def path_problems(zero: ZeroConfig, own: OwnConfig) -> list[tuple[str, str]]:
+def path_problems(zero: ZeroConfig, own: OwnConfig) -> Iterator[tuple[str, str]]:
     """What is wrong with the paths of both offload sections and of `tiermem.paths`, together: (key, sentence) each."""
     given = _section_paths(zero, own)
     named = [path for paths in given.values() for path in paths]
     if own.paths is None:
-        missing = [key for key, section in _sections(zero) if section.device is OffloadDevice.nvme and key not in given]
-        clash = clashes(named)
-        return [*((key, _NO_PATH) for key in missing), *([(next(iter(given)), clash)] if clash else [])]
-    if named and _places(named) != _places(own.paths):
+        for key, section in _sections(zero):
+            if section.device is OffloadDevice.nvme and key not in given:
+                yield key, _NO_PATH
+        if clash := clashes(named):
+            yield next(iter(given)), clash
+    elif named and _places(named) != _places(own.paths):
         verb = "names" if len(given) == 1 else "name"
         said = f"{_folders(own.paths)} given, but {' and '.join(given)} {verb} {_folders(named)}"
-        return [("tiermem.paths", f"{said}; remove one of the two, or name the same folders in both")]
-    clash = clashes([*own.paths, *(each for each in named if not isinstance(each.written, str))])
-    return [("tiermem.paths", clash)] if clash else []
+        yield "tiermem.paths", f"{said}; remove one of the two, or name the same folders in both"
+    elif clash := clashes([*own.paths, *(each for each in named if not isinstance(each.written, str))]):
+        yield "tiermem.paths", clash
 
 
 def _section_paths(zero: ZeroConfig, own: OwnConfig) -> dict[str, tuple[PathConfig, ...]]:
@@ -197,19 +203,8 @@ def _folders(paths: Sequence[PathConfig]) -> str:
 
 def io_of(aio: AioConfig, own: OwnConfig) -> IoSettings:
     """Builds the queue's settings; raises ValueError for a block size or depth that the queue does not take."""
-    fields: dict[str, Any] = {}
-    if aio.is_set("block_size"):
-        fields["block_bytes"] = aio.block_size
-    if aio.depth is not None:
-        fields["depth"] = aio.depth
-    for name in ("single_submit", "overlap_events"):
-        if aio.is_set(name):
-            fields[name] = getattr(aio, name)
-    if aio.threads is not None:
-        fields["threads"] = aio.threads
-    if own.is_set("engine"):
-        fields["engine"] = own.engine
-    return IoSettings(**fields)
+    depth, threads = aio.depth or IoSettings.depth, aio.threads or 0
+    return IoSettings(own.engine, aio.block_size, depth, threads, aio.single_submit, aio.overlap_events)
 
 
 def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -> list[ReportRow]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field
 
-from tiermem.config.base import Bytes, ConfigModel, Count, Number, Whole
+from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount, Whole, canonical_key
 from tiermem.config.io import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig, Paths
 from tiermem.config.precision import PrecisionConfig
 
@@ -50,7 +51,7 @@ class OwnConfig(ConfigModel):
     """When what rests on NVMe becomes durable there: when a checkpoint is saved, after every step, or never. Each durable state
     takes its bytes on disk once more, and two of them with "step"; none halves the disk. With "step" a run that is closed
     leaves its last step in the store's folder."""
-    keep: Annotated[Count, Field(ge=1)] = 1
+    keep: PositiveCount = 1
     """Tags that stay on the NVMe paths; saving one more drops the oldest, with a warning. Each takes its bytes on disk."""
     verify: Literal["always", "sample", "resume"] = "always"
     """When checksums of what is read from NVMe are compared: at every read, at one in 16, or only when a run is resumed."""
@@ -86,78 +87,6 @@ class CheckpointConfig(ConfigModel):
     """Which ranks of a pipeline write."""
     writer: dict[str, Any] | None = None
     """How files are written."""
-
-
-# ---- MiCS and ZeRO++ keys of zero_optimization -----------------------------------------------------------------------
-#
-#     key                                    meaning                                        field of the policy
-#     mics_shard_size                        -1: all ranks share one copy of the states     shard_group_size
-#     mics_hierarchical_params_gather        across nodes first, then within                two_stage_gather
-#     zero_hpz_partition_size                0 and 1: no secondary copy                     secondary_group_size
-#     zero_quantized_weights                 gathers (qwZ)                                  quantised_gather
-#     zero_quantized_gradients               reductions (qgZ)                               quantised_reduction
-#     zero_quantized_nontrainable_weights    frozen parameters at rest                      quantised_frozen
-#
-# `zero/topology.py` checks that the sizes divide the number of ranks, once that number is known.
-
-_STAGE_3 = (
-    "mics_shard_size",
-    "mics_hierarchical_params_gather",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-)
-
-
-def rank_fields(zero: ZeroConfig) -> dict[str, Any]:
-    """The fields of OffloadPolicy that these keys set."""
-    fields: dict[str, Any] = {
-        "two_stage_gather": zero.mics_hierarchical_params_gather,
-        "secondary_group_size": max(1, zero.zero_hpz_partition_size),
-        "quantised_gather": zero.zero_quantized_weights,
-        "quantised_reduction": zero.zero_quantized_gradients,
-        "quantised_frozen": zero.zero_quantized_nontrainable_weights,
-    }
-    if zero.mics_shard_size > 0:
-        fields["shard_group_size"] = zero.mics_shard_size
-    return fields
-
-
-def rank_problems(zero: ZeroConfig, has_autocast: bool) -> list[tuple[str, str]]:
-    """What is wrong with these keys, together and beside the others: (key relative to the top, sentence) each."""
-    found: list[tuple[str, str]] = []
-    if zero.stage != 3:
-        for name in _STAGE_3:
-            if getattr(zero, name) != type(zero).model_fields[name].get_default():
-                found.append(
-                    (name, f"{getattr(zero, name)!r} with stage {int(zero.stage)}, but it acts in stage 3 alone")
-                )
-    if zero.zero_quantized_gradients and zero.stage < 2:
-        found.append(
-            ("zero_quantized_gradients", f"true with stage {int(zero.stage)}, but gradients are sharded from 2 on")
-        )
-    if zero.mics_shard_size == 0 or zero.mics_shard_size < -1:
-        found.append(
-            ("mics_shard_size", f"{zero.mics_shard_size} given; allowed are 1 or more ranks, or -1 for all of them")
-        )
-    if zero.mics_hierarchical_params_gather and zero.mics_shard_size <= 0:
-        found.append(("mics_hierarchical_params_gather", "true without mics_shard_size; set that too, or remove it"))
-    if zero.zero_quantized_gradients and not zero.reduce_scatter:
-        found.append(
-            ("zero_quantized_gradients", "true with reduce_scatter false, but it is a reduce-scatter; remove one")
-        )
-    if zero.zero_quantized_gradients and not zero.use_multi_rank_bucket_allreduce:
-        found.append(
-            (
-                "zero_quantized_gradients",
-                "true with use_multi_rank_bucket_allreduce false, but it sends all ranks their parts at once; remove one",
-            )
-        )
-    if zero.zero_quantized_weights and has_autocast:
-        found.append(
-            ("zero_quantized_weights", "true with torch_autocast, which decides what weights are sent as; remove one")
-        )
-    return [(f"zero_optimization.{key}", message) for key, message in found]
 
 
 # ---- zero_optimization -----------------------------------------------------------------------------------------------
@@ -336,49 +265,26 @@ class ZeroConfig(ConfigModel):
         """Where optimizer states rest."""
         return self.offload_optimizer.device if self.offload_optimizer else OffloadDevice.none
 
-    def contradictions(self) -> list[tuple[str, str]]:
-        return [*self._offload_without_shards(), *self._old_beside_new()]
-
-    def _offload_without_shards(self) -> list[tuple[str, str]]:
-        found = []
-        stage = int(self.stage)
-        if self.param_device is not OffloadDevice.none and stage != 3:
-            found.append(
-                (
-                    "offload_param",
-                    f"device {self.param_device.value} with stage {stage}, but parameters rest elsewhere only when "
-                    "they are sharded; set stage to 3 or remove offload_param",
-                )
-            )
-        if self.optimizer_device is not OffloadDevice.none and stage == 0:
-            found.append(
-                (
-                    "offload_optimizer",
-                    f"device {self.optimizer_device.value} with stage 0, but optimizer states are offloaded only in "
-                    "stages 1, 2 and 3; set stage or remove offload_optimizer",
-                )
-            )
-        return found
-
-    def _old_beside_new(self) -> list[tuple[str, str]]:
-        found = []
-        for old, new in (
-            ("cpu_offload", "offload_optimizer"),
-            ("cpu_offload_param", "offload_param"),
-            ("stage3_gather_fp16_weights_on_model_save", "gather_16bit_weights_on_model_save"),
-        ):
+    def contradictions(self) -> Iterator[tuple[str, str]]:
+        if self.mics_shard_size == 0 or self.mics_shard_size < -1:
+            yield "mics_shard_size", f"{self.mics_shard_size} given; allowed are 1 or more ranks, or -1 for all of them"
+        for old, new in _SUCCESSORS.items():
             if getattr(self, old) is not None and self.is_set(new):
-                key = self.path_of(new).rpartition(".")[2]
-                found.append((old, f"deprecated key given together with its successor {key}; remove {old}"))
+                key = canonical_key(type(self), new)
+                yield old, f"deprecated key given together with its successor {key}; remove {old}"
         if self.cpu_offload_use_pin_memory is not None and (self.offload_param or self.offload_optimizer):
-            found.append(
-                (
-                    "cpu_offload_use_pin_memory",
-                    "deprecated key given together with its successors offload_optimizer and offload_param; remove it and "
-                    "set pin_memory there",
-                )
+            yield (
+                "cpu_offload_use_pin_memory",
+                "deprecated key given together with its successors offload_optimizer and offload_param; remove it and "
+                "set pin_memory there",
             )
-        return found
+
+
+_SUCCESSORS = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
+}
 
 
 def _without_deprecated(raw: dict[str, Any]) -> dict[str, Any]:
@@ -386,19 +292,18 @@ def _without_deprecated(raw: dict[str, Any]) -> dict[str, Any]:
     pin = raw.get("cpu_offload_use_pin_memory")
     if pin is not None:
         _warn_deprecated("cpu_offload_use_pin_memory", "pin_memory in offload_optimizer and offload_param")
-    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+    for old, new in _SUCCESSORS.items():
         if raw.get(old) is None:
             continue
-        _warn_deprecated(old, f'{new}: {{"device": "cpu"}}')
-        if raw[old] is True and new not in raw:
-            del raw[old]
-            raw[new] = {"device": "cpu"} if pin is None else {"device": "cpu", "pin_memory": pin}
+        key, is_offload = canonical_key(ZeroConfig, new), old.startswith("cpu_offload")
+        _warn_deprecated(old, f'{key}: {{"device": "cpu"}}' if is_offload else key)
+        if new in raw or key in raw or (is_offload and raw[old] is not True):
+            continue
+        given = raw.pop(old)
+        if is_offload:
+            given = {"device": "cpu"} if pin is None else {"device": "cpu", "pin_memory": pin}
             raw.pop("cpu_offload_use_pin_memory", None)
-    old, new = "stage3_gather_fp16_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save"
-    if raw.get(old) is not None:
-        _warn_deprecated(old, new)
-        if new not in raw and "gather_16bit_weights_on_model_save" not in raw:
-            raw[new] = raw.pop(old)
+        raw[key] = given
     return raw
 
 
