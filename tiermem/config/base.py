@@ -99,7 +99,7 @@ def _shown(value: object) -> str:
 
 def _unknown_key(path: str, parts: Sequence[str], root: type[pydantic.BaseModel]) -> str:
     if path in REFUSED:
-        return f"set, but {REFUSED[path].reason}"
+        return f"set, but {REFUSED[path]}"
     prefix, section = _section_of(parts, root)
     same = _field_of(section, parts[-1]) if section is not None else None
     if same is not None:
@@ -137,6 +137,13 @@ def _nearest(key: str, prefix: str, known: Sequence[str]) -> str | None:
     return siblings[close[0]] if close else None
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A clause that names the nearest known word, in any case; empty where none is like it."""
+    words = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(word.lower(), words, n=1)
+    return f"; did you mean {words[close[0]]}?" if close else ""
+
+
 def _known_paths(model: type[pydantic.BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         path = prefix + canonical_key(model, name)
@@ -149,9 +156,7 @@ def _known_paths(model: type[pydantic.BaseModel], prefix: str = "") -> Iterator[
 
 def _field_of(model: type[pydantic.BaseModel], key: str) -> tuple[str, type[pydantic.BaseModel] | None] | None:
     for name, field in model.model_fields.items():
-        aliases = field.validation_alias
-        spellings = aliases.choices if isinstance(aliases, pydantic.AliasChoices) else [aliases]
-        if key == name or key in spellings:
+        if key in spellings(model, name):
             return canonical_key(model, name), next(_models_in(field.annotation), None)
     return None
 
@@ -214,10 +219,9 @@ class ConfigModel(pydantic.BaseModel):
     @classmethod
     def _refuse_what_does_not_exist(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
-        refusal = REFUSED.get(cls.path_of(info.field_name))
-        default = cls.model_fields[info.field_name].get_default(call_default_factory=True)
-        if refusal is not None and value != default:
-            raise ValueError(f"{value!r} given, but {refusal.reason}")
+        reason = REFUSED.get(cls.path_of(info.field_name))
+        if reason is not None and value != cls.model_fields[info.field_name].get_default(call_default_factory=True):
+            raise ValueError(f"{value!r} given, but {reason}")
         return value
 
     @pydantic.model_validator(mode="after")
@@ -243,10 +247,14 @@ class ConfigModel(pydantic.BaseModel):
 
 def canonical_key(model: type[pydantic.BaseModel], name: str) -> str:
     """The documented key of a field: its alias where it has one (`stage3_prefetch_bucket_size`), else its name."""
+    return spellings(model, name)[0]
+
+
+def spellings(model: type[pydantic.BaseModel], name: str) -> tuple[str, ...]:
+    """The keys that set a field, the documented one first."""
     alias = model.model_fields[name].validation_alias
-    if isinstance(alias, pydantic.AliasChoices):
-        alias = alias.choices[0]
-    return alias if isinstance(alias, str) else name
+    choices = alias.choices if isinstance(alias, pydantic.AliasChoices) else [alias]
+    return tuple(dict.fromkeys([*(each for each in choices if isinstance(each, str)), name]))
 
 
 def _words_of(annotation: Any) -> Iterator[str]:

@@ -294,9 +294,12 @@ class OffloadOptimizerConfig(_OffloadConfig):
     @pydantic.field_validator("ratio")
     @classmethod
     def _refuse_gpu_steps(cls, value: float) -> float:
-        if value != 1.0:
-            raise ValueError(f"{value} given, but {_why_no_gpu_steps(1.0 - value)}; allowed is 1.0, all on the CPU")
-        return value
+        if value == 1.0:
+            return value
+        reason = f"stepping the other {1.0 - value:.0%} of the states on the GPU is not built yet"
+        if not torch.accelerator.is_available():
+            reason = f"there is no GPU here that could step the other {1.0 - value:.0%} of the states"
+        raise ValueError(f"{value} given, but {reason}; allowed is 1.0, all on the CPU")
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         if self.device is OffloadDevice.nvme and 0 < self.buffer_count < STATES_PER_TILE:
@@ -321,9 +324,3 @@ class OffloadOptimizerConfig(_OffloadConfig):
                 stacklevel=2,
             )
         return self
-
-
-def _why_no_gpu_steps(share: float) -> str:
-    if not torch.accelerator.is_available():
-        return f"there is no GPU here that could step the other {share:.0%} of the states"
-    return f"stepping the other {share:.0%} of the states on the GPU is not built yet"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import pydantic
 from pydantic import Field, SerializeAsAny, ValidationInfo
 
-from tiermem.config.base import ConfigModel, Number, PositiveCount
+from tiermem.config.base import ConfigModel, Number, PositiveCount, did_you_mean
 from tiermem.config.keys import is_auto
 from tiermem.policy import CombinedError
 from tiermem.schedule import check_params, schedule_class
@@ -182,8 +182,7 @@ class OptimizerConfig(ConfigModel):
     @classmethod
     def _know_type(cls, value: str) -> str:
         if value.lower() not in _TYPES:
-            near = difflib.get_close_matches(value.lower(), _TYPES, n=1)
-            hint = f"; did you mean {_TYPES[near[0]]}?" if near else ""
+            hint = did_you_mean(value, _PARAMS)
             raise ValueError(f"{value!r} given; allowed are {', '.join(_PARAMS)}, in any case{hint}")
         return _TYPES[value.lower()]
 

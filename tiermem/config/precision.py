@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar
@@ -11,7 +10,7 @@ import pydantic
 from pydantic import AliasChoices, Field
 from torch import nn
 
-from tiermem.config.base import ConfigModel, Count, DtypeName, Number, PositiveCount, Whole
+from tiermem.config.base import ConfigModel, Count, DtypeName, Number, PositiveCount, Whole, did_you_mean
 from tiermem.precision import PRESETS, Master, Moments, Precision, Rounding
 
 # ---- bf16, fp16, data_types and tiermem.precision --------------------------------------------------------------------
@@ -130,8 +129,7 @@ class PrecisionConfig(ConfigModel):
     @classmethod
     def _know_preset(cls, value: str | None) -> str | None:
         if value is not None and value not in PRESETS:
-            near = difflib.get_close_matches(value.lower(), PRESETS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(value, PRESETS)
             raise ValueError(f"{value!r} given; allowed are the presets {', '.join(PRESETS)}, or an object{hint}")
         return value
 
@@ -206,6 +204,5 @@ def _class_of(path: str) -> type[nn.Module]:
     if found is not None:
         raise ValueError(f"{path!r} given, which is no class of modules but a {type(found).__name__}")
     there = [each for each, value in vars(module).items() if isinstance(value, type) and issubclass(value, nn.Module)]
-    near = difflib.get_close_matches(name, there, n=1)
-    hint = f"; did you mean {package}.{near[0]}?" if near else ""
+    hint = did_you_mean(path, [f"{package}.{each}" for each in there])
     raise ValueError(f"{path!r} given, but {package} has no {name}{hint}")

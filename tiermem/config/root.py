@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, PrivateAttr
 
 from tiermem.config.base import ConfigError, ConfigModel, Count, DtypeName, Number, PositiveCount, Problem
 from tiermem.config.io import AioConfig, OffloadDevice
-from tiermem.config.keys import REFUSED, is_off, is_recognised_only
+from tiermem.config.keys import INERT, OFF, is_off, is_recognised_only
 from tiermem.config.optimizer import AdamParams, BatchSizes, OptimizerConfig, SchedulerConfig, solve_batch
 from tiermem.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config
 from tiermem.config.translate import (
@@ -277,10 +277,10 @@ class TiermemConfig(ConfigModel):
         own = raw.get("tiermem")
         is_strict = isinstance(own, dict) and own.get("strict") is True
         recognised = {k for k in raw if is_recognised_only(k, cls.model_fields)}
-        asked = [k for k in raw if k in recognised and not is_off(raw[k], REFUSED[k].off)]
-        inert = [k for k in asked if REFUSED[k].is_inert and not is_strict]
+        asked = [k for k in raw if k in recognised and not is_off(raw[k], OFF.get(k))]
+        inert = [k for k in asked if k in INERT and not is_strict]
         if inert:
-            said = "; ".join(f"{k} ({REFUSED[k].reason})" for k in inert)
+            said = "; ".join(f"{k} ({INERT[k]})" for k in inert)
             warnings.warn(f"of the config, this does nothing here: {said}. tiermem.strict refuses it", stacklevel=2)
         return {k: v for k, v in raw.items() if k not in recognised or (k in asked and k not in inert)}
 
