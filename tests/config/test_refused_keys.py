@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tiermem.config import ConfigError, TiermemConfig, load_config
-from tiermem.config.base import _known_paths
+from tiermem.config.base import known_paths
 from tiermem.config.keys import COMPUTED, INERT, PLANNED, REFUSED
 
 NOT_DEFAULT: dict[str, Any] = {
@@ -88,11 +88,11 @@ def test_section_that_is_switched_off_is_accepted(config: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("table", [COMPUTED, PLANNED])
 def test_tables_name_keys_that_exist(table: dict[str, str]) -> None:
-    assert set(table) <= set(_known_paths(TiermemConfig))
+    assert set(table) <= set(known_paths(TiermemConfig).values())
 
 
 def test_every_dotted_refusal_names_a_key_that_exists() -> None:
-    assert {path for path in REFUSED if "." in path} <= set(_known_paths(TiermemConfig))
+    assert {path for path in REFUSED if "." in path} <= set(known_paths(TiermemConfig).values())
 
 
 def test_no_key_is_both_refused_and_computed() -> None:

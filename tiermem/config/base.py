@@ -6,9 +6,9 @@ import difflib
 import enum
 import math
 import re
-import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import pydantic
@@ -100,27 +100,14 @@ def _shown(value: object) -> str:
 def _unknown_key(path: str, parts: Sequence[str], root: type[pydantic.BaseModel]) -> str:
     if path in REFUSED:
         return f"set, but {REFUSED[path]}"
-    prefix, section = _section_of(parts, root)
-    same = _field_of(section, parts[-1]) if section is not None else None
+    known = known_paths(root)
+    *section, key = (part for part in parts if not part.isdigit())  # a number is a place in a list of sections
+    prefix = known.get(".".join(section), ".".join(section))
+    same = known.get(".".join([*section, key]))
     if same is not None:
-        return f"given together with another spelling of {prefix}.{same[0]}; keep one of them"
-    nearest = _nearest(parts[-1], prefix, list(_known_paths(root)))
+        return f"given together with another spelling of {same}; keep one of them"
+    nearest = _nearest(key, prefix, list(dict.fromkeys(known.values())))
     return f"unknown key; did you mean {nearest}?" if nearest else "unknown key, and none known is like it; remove it"
-
-
-def _section_of(parts: Sequence[str], root: type[pydantic.BaseModel]) -> tuple[str, type[pydantic.BaseModel] | None]:
-    """The section that holds a key: its path in documented names (`bf16` for `bfloat16`), and its model."""
-    names: list[str] = []
-    model: type[pydantic.BaseModel] | None = root
-    for part in parts[:-1]:
-        if part.isdigit():  # a place in a list: what it holds is the list's kind of section
-            continue
-        found = _field_of(model, part) if model is not None else None
-        if found is None:
-            return ".".join(parts[:-1]), None
-        names.append(found[0])
-        model = found[1]
-    return ".".join(names), model
 
 
 def _nearest(key: str, prefix: str, known: Sequence[str]) -> str | None:
@@ -144,31 +131,28 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {words[close[0]]}?" if close else ""
 
 
-def _known_paths(model: type[pydantic.BaseModel], prefix: str = "") -> Iterator[str]:
+def known_paths(model: type[pydantic.BaseModel]) -> dict[str, str]:
+    """Every key below a model in each of its spellings, as a dotted path, with its documented path."""
+    return {**dict(_paths_in(model, "", "")), **{key: key for key in REFUSED if "." not in key}}
+
+
+def _paths_in(model: type[pydantic.BaseModel], spelt: str, documented: str) -> Iterator[tuple[str, str]]:
     for name, field in model.model_fields.items():
-        path = prefix + canonical_key(model, name)
-        yield path
-        for inner in _models_in(field.annotation):
-            yield from _known_paths(inner, path + ".")
-    if not prefix:
-        yield from (key for key in REFUSED if "." not in key)
+        path = documented + canonical_key(model, name)
+        for key in spellings(model, name):
+            yield spelt + key, path
+            for inner in _types_in(field.annotation):
+                if isinstance(inner, type) and issubclass(inner, pydantic.BaseModel):
+                    yield from _paths_in(inner, f"{spelt}{key}.", f"{path}.")
 
 
-def _field_of(model: type[pydantic.BaseModel], key: str) -> tuple[str, type[pydantic.BaseModel] | None] | None:
-    for name, field in model.model_fields.items():
-        if key in spellings(model, name):
-            return canonical_key(model, name), next(_models_in(field.annotation), None)
-    return None
-
-
-def _models_in(annotation: object) -> Iterator[type[pydantic.BaseModel]]:
-    """The models that an annotation holds, through Optional, Annotated and unions; none for plain values."""
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        if issubclass(annotation, pydantic.BaseModel):
-            yield annotation
-        return
-    for inner in typing.get_args(annotation):
-        yield from _models_in(inner)
+def _types_in(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation holds, through unions, containers and Annotated; a Literal is one."""
+    inner = () if typing.get_origin(annotation) is Literal else typing.get_args(annotation)
+    if not inner:
+        yield annotation
+    for each in inner:
+        yield from _types_in(each)
 
 
 # ---- sections and their numbers --------------------------------------------------------------------------------------
@@ -179,6 +163,14 @@ def _models_in(annotation: object) -> Iterator[type[pydantic.BaseModel]]:
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 _FLOAT = re.compile(r"\s*[+-]?\d+(\.\d*)?e[+-]?\d+\s*", re.IGNORECASE)
 _SIZE_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+class Sets(NamedTuple):
+    """An annotation of a key: the field of OffloadPolicy that it sets."""
+
+    field: str
+    values: Mapping[Any, Any] = MappingProxyType({})
+    """What values of the key become there, where they do not stay; None leaves the field alone, as if the key were not set."""
 
 
 class ConfigModel(pydantic.BaseModel):
@@ -259,13 +251,11 @@ def spellings(model: type[pydantic.BaseModel], name: str) -> tuple[str, ...]:
 
 def _words_of(annotation: Any) -> Iterator[str]:
     """The words that a value may be: those of a Literal or an enum, inside unions, too."""
-    if isinstance(annotation, type) and issubclass(annotation, str) and issubclass(annotation, enum.Enum):
-        yield from (member.value for member in annotation)
-    elif typing.get_origin(annotation) is Literal:
-        yield from (word for word in typing.get_args(annotation) if isinstance(word, str))
-    elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        for inner in typing.get_args(annotation):
-            yield from _words_of(inner)
+    for each in _types_in(annotation):
+        if isinstance(each, type) and issubclass(each, str) and issubclass(each, enum.Enum):
+            yield from (member.value for member in each)
+        elif typing.get_origin(each) is Literal:
+            yield from (word for word in typing.get_args(each) if isinstance(word, str))
 
 
 def _no_bool(value: Any) -> Any:

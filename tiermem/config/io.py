@@ -14,7 +14,7 @@ import pydantic
 import torch
 from pydantic import BeforeValidator, Field
 
-from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount
+from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount, Sets
 from tiermem.policy import IoSettings, NvmePath
 
 # ---- paths -----------------------------------------------------------------------------------------------------------
@@ -132,13 +132,8 @@ def _detour() -> str:
             return "kvikio runs in compatibility mode (KVIKIO_COMPAT_MODE, or libcufile cannot be used)"
         if not driver.get("is_gds_available"):
             return "the cuFile driver runs in compatibility mode (nvidia-fs is not loaded, or the file system refuses)"
-    except (
-        ImportError,
-        AttributeError,
-        RuntimeError,
-        OSError,
-        ValueError,
-    ) as error:  # kvikio's own words are the reason
+    except (ImportError, AttributeError, RuntimeError, OSError, ValueError) as error:
+        # kvikio's own words are the reason
         return f"kvikio cannot reach the cuFile driver ({type(error).__name__}: {error})"
     return ""
 
@@ -261,11 +256,13 @@ class OffloadParamConfig(_OffloadConfig):
 
     section: ClassVar[str] = "zero_optimization.offload_param"
 
-    buffer_count: Count = 5
+    device: Annotated[OffloadDevice, Sets("params")] = OffloadDevice.none
+    """Tier that the parameters rest on: none leaves them on the device, cpu is host memory, nvme is files."""
+    buffer_count: Annotated[Count, Sets("unit_buffers", {0: None})] = 5
     """Units of parameters present at once when they rest on NVMe; 0 as if not set."""
-    buffer_size: Count = 100_000_000
+    buffer_size: Annotated[Count, Sets("unit_numel", {0: None})] = 100_000_000
     """Most elements of one unit when parameters rest on NVMe; a larger unit is refused. 0: as if not set."""
-    max_in_cpu: Count = 1_000_000_000
+    max_in_cpu: Annotated[Count, Sets("host_param_numel")] = 1_000_000_000
     """Elements of parameters that stay in host memory although their home is NVMe. Not set: 0."""
 
 
@@ -275,12 +272,14 @@ class OffloadOptimizerConfig(_OffloadConfig):
 
     section: ClassVar[str] = "zero_optimization.offload_optimizer"
 
-    buffer_count: Count = 4
+    device: Annotated[OffloadDevice, Sets("optim")] = OffloadDevice.none
+    """Tier that the states rest on: none leaves them on the device, cpu is host memory, nvme is files."""
+    buffer_count: Annotated[Count, Sets("tile_buffers", {0: None})] = 4
     """Buffers for states on NVMe, counted as the reference does: 4 are one tile of Adam's states in flight, 12 let reading,
     stepping and writing overlap. 0: as if not set."""
-    pipeline_read: bool = False
+    pipeline_read: Annotated[bool, Sets("pipeline_read")] = False
     """Read the next tile while this one is stepped. Not set: on."""
-    pipeline_write: bool = False
+    pipeline_write: Annotated[bool, Sets("pipeline_write")] = False
     """Write the previous tile while this one is stepped. Not set: on."""
     fast_init: bool = False
     """Make states in place on NVMe; always so here."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -104,12 +105,8 @@ def _parsed_as_hjson(text: str, source: str, first: json.JSONDecodeError, repeat
 
 
 def _unique(pairs: list[tuple[str, Any]], repeated: list[str]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in seen:
-            repeated.append(key)
-        seen[key] = value
-    return seen
+    repeated += [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    return dict(pairs)
 
 
 # ---- with_tuned ------------------------------------------------------------------------------------------------------

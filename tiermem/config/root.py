@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field, PrivateAttr
 
-from tiermem.config.base import ConfigError, ConfigModel, Count, DtypeName, Number, PositiveCount, Problem
+from tiermem.config.base import ConfigError, ConfigModel, Count, DtypeName, Number, PositiveCount, Problem, Sets
 from tiermem.config.io import AioConfig, OffloadDevice
 from tiermem.config.keys import INERT, OFF, is_off, is_recognised_only
 from tiermem.config.optimizer import AdamParams, BatchSizes, OptimizerConfig, SchedulerConfig, solve_batch
@@ -19,12 +19,11 @@ from tiermem.config.translate import (
     ReportRow,
     fields_of,
     io_of,
-    key_of,
+    named_by_keys,
     path_problems,
     paths_of,
     report_of,
     shared_by_ranks,
-    with_keys,
 )
 from tiermem.config.zero import CheckpointConfig, OwnConfig, ZeroConfig
 from tiermem.policy import CombinedError, LeafRules, OffloadPolicy
@@ -229,15 +228,15 @@ class TiermemConfig(ConfigModel):
     """Compute in float16."""
     data_types: DataTypesConfig = DataTypesConfig()
     """Dtypes that differ from what bf16 and fp16 say."""
-    communication_data_type: DtypeName | None = None
+    communication_data_type: Annotated[DtypeName | None, Sets("reduce_dtype")] = None
     """What gradients are reduced in over the ranks. Not set: their own dtype, or torch_autocast's where that says so."""
-    fp32_allreduce: bool = False
+    fp32_allreduce: Annotated[bool, Sets("reduce_dtype", {True: "fp32", False: None})] = False
     """Older name of communication_data_type "fp32"."""
-    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], Sets("reduce_op")] = "mean"
     """What becomes of the ranks' gradients; a sum makes the step as many times as large as there are ranks, for SGD."""
-    prescale_gradients: bool = False
+    prescale_gradients: Annotated[bool, Sets("predivide_factor", {True: "ranks", False: None})] = False
     """Divide gradients by the number of ranks before they are added up, not after."""
-    gradient_predivide_factor: Annotated[Number, Field(gt=0)] = 1.0
+    gradient_predivide_factor: Annotated[Number, Field(gt=0), Sets("predivide_factor", {1.0: None})] = 1.0
     """Divide gradients by this before they are added up, and by the rest of the number of ranks after."""
     managed_gradient_accumulation: bool = True
     """The engine counts micro-batches and steps at the last of a step; false: every call of `step` ends one."""
@@ -315,22 +314,16 @@ class TiermemConfig(ConfigModel):
         named = tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes)
         fields: dict[str, Any] = {
             "stage": 0,
+            **fields_of(self),
             "paths": paths_of(zero, own),
             "io": io_of(self.aio, own),
             "precision": precision_of(self),
             "leaves": LeafRules(*named, zero.module_granularity_threshold),
-            **fields_of(self),
         }
-        if self.fp32_allreduce:
-            fields["reduce_dtype"] = "fp32"
-        if self.prescale_gradients:
-            fields["predivide_factor"] = "ranks"
         if self.optimizer is not None:
             fields["num_moments"] = self.optimizer.params.num_moments
         if self._applies_anything:
             fields["on_nonfinite"] = "apply"
-        if zero.allgather_sequential:
-            fields["gather_way"] = "single"
         given = [each for each in (zero.offload_param, zero.offload_optimizer) if each and each.is_set("pin_memory")]
         if given:
             fields["pin_memory"] = any(each.pin_memory for each in given)
@@ -363,7 +356,7 @@ class TiermemConfig(ConfigModel):
             io_of(self.aio, own)
             self.policy()
         except CombinedError as error:  # of the policy: its fields become keys; paths have been looked at above
-            yield from ((key_of(field), with_keys(said)) for field, said in error.found if field)
+            yield from named_by_keys(self, [each for each in error.found if each[0]])
         except ValueError as error:
             yield "aio", f"{error} (block_bytes is block_size, threads is intra_op_parallelism)"
 

@@ -1,7 +1,8 @@
 """Translates the keys of a config to the policy, and reports the outcome of every key.
 
-A key that is set becomes its policy field. For a key that is not set, the field stays at None (planned) or at the policy's
-default. Where DeepSpeed counts differently, this file converts the count:
+A key that is set becomes the field of the policy that `Sets` names beside it; the keys of "tiermem" have their fields'
+names. For a key that is not set, the field stays at None (planned) or at the policy's default. Where DeepSpeed counts
+differently, or two keys meet, `TiermemConfig.policy` and this file convert:
 
     offload_optimizer.buffer_count   buffers of single states; 4 are one tile of Adam      tile_buffers = count // 4
     pipeline_read, pipeline_write    the reference's default is off                        not set: on
@@ -17,11 +18,10 @@ import dataclasses
 import enum
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from tiermem.config.base import ConfigModel, canonical_key
+from tiermem.config.base import ConfigModel, Sets, canonical_key
 from tiermem.config.io import (
     STATES_PER_TILE,
     AioConfig,
@@ -36,71 +36,10 @@ from tiermem.config.keys import COMPUTED, PLANNED
 from tiermem.config.zero import OwnConfig, ZeroConfig
 from tiermem.policy import IoSettings, NvmePath, OffloadPolicy, Tier
 
-_ZERO, _PARAM, _OPTIM = "zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
-_FIELDS: Mapping[str, str] = MappingProxyType(
-    {
-        "communication_data_type": "reduce_dtype",
-        "gradient_allreduce_op": "reduce_op",
-        "gradient_predivide_factor": "predivide_factor",
-        f"{_ZERO}.stage": "stage",
-        f"{_ZERO}.sub_group_size": "tile_numel",
-        f"{_ZERO}.stage3_prefetch_bucket_size": "prefetch_numel",
-        f"{_ZERO}.stage3_max_live_parameters": "max_live_numel",
-        f"{_ZERO}.stage3_max_reuse_distance": "max_reuse_numel",
-        f"{_ZERO}.stage3_param_persistence_threshold": "persistence_numel",
-        f"{_ZERO}.stage3_model_persistence_threshold": "model_persistence_numel",
-        f"{_ZERO}.reduce_bucket_size": "reduce_bucket_numel",
-        f"{_ZERO}.contiguous_gradients": "contiguous_gradients",
-        f"{_ZERO}.reduce_scatter": "reduce_scatter",
-        f"{_ZERO}.use_multi_rank_bucket_allreduce": "multi_rank_buckets",
-        f"{_ZERO}.round_robin_gradients": "round_robin_gradients",
-        f"{_ZERO}.allgather_partitions": "allgather_partitions",
-        f"{_ZERO}.allgather_bucket_size": "allgather_bucket_numel",
-        f"{_ZERO}.overlap_comm": "overlap_reduce",
-        f"{_ZERO}.ignore_unused_parameters": "ignore_unused",
-        f"{_ZERO}.load_from_fp32_weights": "loads_masters",
-        f"{_ZERO}.mics_shard_size": "shard_group_size",
-        f"{_ZERO}.mics_hierarchical_params_gather": "two_stage_gather",
-        f"{_ZERO}.zero_hpz_partition_size": "secondary_group_size",
-        f"{_ZERO}.zero_quantized_weights": "quantised_gather",
-        f"{_ZERO}.zero_quantized_gradients": "quantised_reduction",
-        f"{_ZERO}.zero_quantized_nontrainable_weights": "quantised_frozen",
-        f"{_PARAM}.device": "params",
-        f"{_PARAM}.buffer_count": "unit_buffers",
-        f"{_PARAM}.buffer_size": "unit_numel",
-        f"{_PARAM}.max_in_cpu": "host_param_numel",
-        f"{_OPTIM}.device": "optim",
-        f"{_OPTIM}.buffer_count": "tile_buffers",
-        f"{_OPTIM}.pipeline_read": "pipeline_read",
-        f"{_OPTIM}.pipeline_write": "pipeline_write",
-        **{
-            f"tiermem.{field.name}": field.name
-            for field in dataclasses.fields(OffloadPolicy)
-            if field.name in OwnConfig.model_fields and field.name not in ("paths", "precision")
-        },
-    }
-)
-"""Key -> field of the policy, where one key alone decides it. The keys of "tiermem" have the names of their fields."""
-_KEYS = {field: key for key, field in _FIELDS.items()}
-_AS_IF_NOT_SET = {
-    "sub_group_size": 0,
-    "buffer_count": 0,
-    "buffer_size": 0,
-    "zero_hpz_partition_size": 0,
-    "mics_shard_size": -1,
-    "grads": "none",
-}
+_POLICY_FIELDS = {field.name for field in dataclasses.fields(OffloadPolicy)}
 _ONLY_ON_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
-_OF_A_RANK = (
-    "nvme_path",
-    "pin_memory",
-    "paths",
-    "disk_bytes",
-    "measured",
-    "timeout_s",
-    "join_timeout_s",
-    "engine",
-)  # may differ between ranks
+# keys that may differ between ranks: in sections, and at the top
+_OF_A_RANK = ("nvme_path", "pin_memory", "paths", "disk_bytes", "measured", "timeout_s", "join_timeout_s", "engine")
 _OF_A_RANK_AT_TOP = ("aio", "steps_per_print", "wall_clock_breakdown", "dump_state")
 _SWITCHED = ("bf16", "torch_autocast")  # sections of which nothing acts while they are off
 _NO_PATH = (
@@ -129,27 +68,36 @@ class ReportRow(NamedTuple):
 def fields_of(config: ConfigModel) -> dict[str, Any]:
     """The fields of the policy that single keys set."""
     fields = {}
-    for section, name, key, value in _leaves(config, ""):
-        if key not in _FIELDS or not section.is_set(name) or value in (None, _AS_IF_NOT_SET.get(name)):
+    for section, name, _, value in _leaves(config, ""):
+        sets = _set_by(type(section), name)
+        value = value if sets is None else sets.values.get(value, value)
+        if sets is None or value is None or not section.is_set(name):
             continue
-        device = getattr(section, "device", OffloadDevice.nvme)
-        if name in _ONLY_ON_NVME and device is not OffloadDevice.nvme:
+        if name in _ONLY_ON_NVME and _device_of(section) is not OffloadDevice.nvme:
             continue
-        field = _FIELDS[key]
-        if field in ("params", "optim", "grads"):
+        if sets.field in ("params", "optim", "grads"):
             value = Tier(value)
-        fields[field] = value // STATES_PER_TILE if field == "tile_buffers" else value
+        fields[sets.field] = value // STATES_PER_TILE if sets.field == "tile_buffers" else value
     return fields
 
 
-def key_of(field: str) -> str:
-    """The key that decides a field of the policy."""
-    return _KEYS[field]
+def named_by_keys(config: ConfigModel, found: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """What is wrong with fields of the policy, with the keys that set fields instead of their names."""
+    keys = {sets.field: key for section, name, key, _ in _leaves(config, "") if (sets := _set_by(type(section), name))}
+    for field, sentence in found:
+        yield keys[field], re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda name: keys.get(name[0], name[0]), sentence)
 
 
-def with_keys(sentence: str) -> str:
-    """The sentence with the keys that decide them instead of the names of the policy's fields."""
-    return re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda name: _KEYS.get(name[0], name[0]), sentence)
+def _set_by(model: type[ConfigModel], name: str) -> Sets | None:
+    """The field of the policy that a key sets; those of "tiermem" have the names of their fields."""
+    if model is OwnConfig and name in _POLICY_FIELDS and name not in ("grads", "paths"):
+        return Sets(name)
+    return next((each for each in model.model_fields[name].metadata if isinstance(each, Sets)), None)
+
+
+def _device_of(section: ConfigModel) -> OffloadDevice:
+    """The device of an offload section; nvme for other sections, where no key depends on it."""
+    return getattr(section, "device", OffloadDevice.nvme)
 
 
 def paths_of(zero: ZeroConfig, own: OwnConfig) -> tuple[NvmePath, ...]:
@@ -253,7 +201,7 @@ def _written(value: Any) -> Any:
 
 def _matters_elsewhere(model: ConfigModel, name: str, is_set: bool) -> str:
     """Why a key that is set has no effect; empty when it has."""
-    device = getattr(model, "device", OffloadDevice.nvme)
+    device = _device_of(model)
     if is_set and name in _ONLY_ON_NVME and device is not OffloadDevice.nvme:
         return f"matters with device nvme; device is {device.value}"
     if is_set and name == "cpu_offload_use_pin_memory":

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field
 
-from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount, Whole, canonical_key
+from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount, Sets, Whole, canonical_key
 from tiermem.config.io import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig, Paths
 from tiermem.config.precision import PrecisionConfig
 
@@ -35,7 +35,7 @@ class OwnConfig(ConfigModel):
     """Folders on NVMe file systems, each with an optional cap and weight. Not set: those of nvme_path."""
     resident_bytes: Bytes | None = None
     """Optimizer state kept in host memory although its home is NVMe."""
-    grads: OffloadDevice | None = None
+    grads: Annotated[OffloadDevice | None, Sets("grads", {"none": None})] = None
     """Tier of reduced gradients between backward and step. Not set: cpu when the budget has room, else nvme."""
     step_in_backward: bool = False
     """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
@@ -144,24 +144,26 @@ class ZeroConfig(ConfigModel):
 
     section: ClassVar[str] = "zero_optimization"
 
-    stage: Annotated[ZeroStage, BeforeValidator(_stage_of_bool)] = ZeroStage.disabled
+    stage: Annotated[ZeroStage, BeforeValidator(_stage_of_bool), Sets("stage")] = ZeroStage.disabled
     """0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
-    contiguous_gradients: bool = True
+    contiguous_gradients: Annotated[bool, Sets("contiguous_gradients")] = True
     """Pack a unit's gradients into one buffer for each reduction between ranks; false: each parameter by itself."""
-    reduce_scatter: bool = True
+    reduce_scatter: Annotated[bool, Sets("reduce_scatter")] = True
     """Reduce-scatter gradients in stages 1 to 3; false: all-reduce them. Stage 0 always does."""
-    reduce_bucket_size: Count = 500_000_000
+    reduce_bucket_size: Annotated[Count, Sets("reduce_bucket_numel")] = 500_000_000
     """Most elements of gradients handed to one reduction."""
-    use_multi_rank_bucket_allreduce: bool = True
+    use_multi_rank_bucket_allreduce: Annotated[bool, Sets("multi_rank_buckets")] = True
     """Reduce a bucket for all ranks in one call; false: one reduce for each rank, of the part it owns, in half the memory."""
-    allgather_partitions: bool = True
+    allgather_partitions: Annotated[bool, Sets("allgather_partitions")] = True
     """All-gather updated parameters that stay gathered (all of them in stages 1 and 2); false: broadcast them, one rank's
     after the other."""
-    allgather_bucket_size: Count = 500_000_000
+    allgather_bucket_size: Annotated[Count, Sets("allgather_bucket_numel")] = 500_000_000
     """Most elements of updated parameters that come together in one call, or in one broadcast from each rank."""
-    overlap_comm: Annotated[bool, BeforeValidator(_on_if_null)] = Field(default=None, validate_default=True)
+    overlap_comm: Annotated[bool, BeforeValidator(_on_if_null), Sets("overlap_reduce")] = Field(
+        default=None, validate_default=True
+    )
     """Overlap reductions with backward. Not set: on in every stage, unlike the reference; false waits for each."""
-    load_from_fp32_weights: bool = True
+    load_from_fp32_weights: Annotated[bool, Sets("loads_masters")] = True
     """Take fp32 masters from a checkpoint or an optimizer's state dict, without loss; false: make them from the low-precision
     weights, with that loss."""
     elastic_checkpoint: bool = False
@@ -170,7 +172,7 @@ class ZeroConfig(ConfigModel):
     """Where parameters rest; needs stage 3."""
     offload_optimizer: OffloadOptimizerConfig | None = None
     """Where optimizer states rest; needs stage 1, 2 or 3."""
-    sub_group_size: Count = 1_000_000_000
+    sub_group_size: Annotated[Count, Sets("tile_numel", {0: None})] = 1_000_000_000
     """Elements of optimizer state read, stepped and written as one tile. Not set, or 0: planned."""
     cpu_offload_param: bool | None = None
     """Deprecated: offload_param {"device": "cpu"}."""
@@ -178,17 +180,25 @@ class ZeroConfig(ConfigModel):
     """Deprecated: pin_memory of offload_param and offload_optimizer."""
     cpu_offload: bool | None = None
     """Deprecated: offload_optimizer {"device": "cpu"}."""
-    prefetch_bucket_size: Count = Field(default=50_000_000, validation_alias="stage3_prefetch_bucket_size")
+    prefetch_bucket_size: Annotated[Count, Sets("prefetch_numel")] = Field(
+        default=50_000_000, validation_alias="stage3_prefetch_bucket_size"
+    )
     """Most elements fetched ahead of use. Not set: planned."""
-    param_persistence_threshold: Count = Field(default=100_000, validation_alias="stage3_param_persistence_threshold")
+    param_persistence_threshold: Annotated[Count, Sets("persistence_numel")] = Field(
+        default=100_000, validation_alias="stage3_param_persistence_threshold"
+    )
     """Parameters of at most this many elements stay gathered."""
-    model_persistence_threshold: Count = Field(
+    model_persistence_threshold: Annotated[Count, Sets("model_persistence_numel")] = Field(
         default=sys.maxsize, validation_alias="stage3_model_persistence_threshold"
     )
     """Most elements that stay gathered because they are small, in all."""
-    max_live_parameters: Count = Field(default=1_000_000_000, validation_alias="stage3_max_live_parameters")
+    max_live_parameters: Annotated[Count, Sets("max_live_numel")] = Field(
+        default=1_000_000_000, validation_alias="stage3_max_live_parameters"
+    )
     """Most elements of gathered parameters at once. Not set: planned."""
-    max_reuse_distance: Count = Field(default=1_000_000_000, validation_alias="stage3_max_reuse_distance")
+    max_reuse_distance: Annotated[Count, Sets("max_reuse_numel")] = Field(
+        default=1_000_000_000, validation_alias="stage3_max_reuse_distance"
+    )
     """A unit used again within this many elements stays gathered. Not set: planned."""
     gather_16bit_weights_on_model_save: bool = Field(
         default=False, validation_alias="stage3_gather_16bit_weights_on_model_save"
@@ -202,30 +212,30 @@ class ZeroConfig(ConfigModel):
         default=False, validation_alias="stage3_use_all_reduce_for_fetch_params"
     )
     """Gather units by an all-reduce of layouts in which every rank fills its own part."""
-    allgather_sequential: bool = Field(
+    allgather_sequential: Annotated[bool, Sets("gather_way", {True: "single", False: None})] = Field(
         default=False, validation_alias=AliasChoices("stage3_allgather_sequential", "stage3_allgather_single_param")
     )
     """Gather parameter by parameter, in units as small as modules allow, and fetch nothing ahead: the smallest peak."""
-    ignore_unused_parameters: bool = True
+    ignore_unused_parameters: Annotated[bool, Sets("ignore_unused")] = True
     """Go on when parameters got no gradient on any rank; false: a step with such parameters is an error naming them."""
     legacy_stage1: bool = False
     """Old implementation of stage 1; does not exist here."""
-    round_robin_gradients: bool = False
+    round_robin_gradients: Annotated[bool, Sets("round_robin_gradients")] = False
     """Begin every bucket with another rank's part, so that copies home are spread over ranks; acts with
     use_multi_rank_bucket_allreduce false, since one call for all ranks lets them all copy at once."""
-    zero_hpz_partition_size: Count = 1
+    zero_hpz_partition_size: Annotated[Count, Sets("secondary_group_size", {0: None})] = 1
     """Ranks that keep a second copy of gathered parameters among them, from which backward gathers (hpZ). 0 and 1: none."""
-    zero_quantized_weights: bool = False
+    zero_quantized_weights: Annotated[bool, Sets("quantised_gather")] = False
     """Gather weights as 8-bit blocks (qwZ)."""
-    zero_quantized_nontrainable_weights: bool = False
+    zero_quantized_nontrainable_weights: Annotated[bool, Sets("quantised_frozen")] = False
     """Keep frozen weights as 8-bit blocks where they rest, and gather them so."""
-    zero_quantized_gradients: bool = False
+    zero_quantized_gradients: Annotated[bool, Sets("quantised_reduction")] = False
     """Reduce gradients as 8-bit blocks, added up in fp32 (qgZ)."""
     zeropp_loco_param: dict[str, Any] | None = None
     """Error feedback of quantised gradients; does not exist here."""
-    mics_shard_size: Whole = -1
+    mics_shard_size: Annotated[Whole, Sets("shard_group_size", {-1: None})] = -1
     """Ranks that share one copy of the states, the other groups of as many holding copies (MiCS). -1: all of them."""
-    mics_hierarchical_params_gather: bool = False
+    mics_hierarchical_params_gather: Annotated[bool, Sets("two_stage_gather")] = False
     """Gather across nodes first, then within each, where a shard group spreads over nodes."""
     memory_efficient_linear: bool = True
     """Replace linear layers by ones that save less; not needed here."""
