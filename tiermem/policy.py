@@ -10,39 +10,29 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 from torch import nn
 
-from tiermem.precision import Precision, Range, check_fields
+from tiermem.precision import Precision, Range, check_fields, marks_of
 from tiermem.swap.native import IoSettings
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths
 from tiermem.swap.tier import Tier
 
 __all__ = ["IoSettings", "LeafRules", "NvmePath", "OffloadPolicy", "Precision", "Tier"]
 
-_SMALLEST_STAGE: Mapping[str, Literal[1, 2, 3]] = MappingProxyType(
-    {
-        "params": 3,
-        "optim": 1,
-        "shard_group_size": 3,
-        "two_stage_gather": 3,
-        "secondary_group_size": 3,
-        "quantised_gather": 3,
-        "quantised_frozen": 3,
-        "quantised_reduction": 2,
-    }
-)
-"""The stage from which on a field may differ from its default."""
-_SHARDED: Mapping[int, str] = MappingProxyType(
-    {
-        1: "offload needs stage 1, 2 or 3",
-        2: "gradients are sharded in stages 2 and 3",
-        3: "it acts in stage 3 alone, where parameters are partitioned",
-    }
-)
+
+class FromStage(NamedTuple):
+    """An annotation of a field: the ZeRO stage from which on the field may differ from its default."""
+
+    stage: int
+    reason: str
+
+
+_SHARDED_STATES = FromStage(1, "offload needs stage 1, 2 or 3")
+_SHARDED_GRADS = FromStage(2, "gradients are sharded in stages 2 and 3")
+_SHARDED_PARAMS = FromStage(3, "it acts in stage 3 alone, where parameters are partitioned")
 Positive = Annotated[int, Range("it must be at least 1, or None for what the plan computes", 1)]
 Count = Annotated[int, Range("it must be 0 or more", 0)]
 Ranks = Annotated[int, Range("it is a number of ranks, 1 or more, that divides all of them", 1, is_whole=True)]
@@ -87,9 +77,9 @@ class OffloadPolicy:
 
     stage: int = 3
     """ZeRO stage: 0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
-    params: Tier = Tier.DEVICE
+    params: Annotated[Tier, _SHARDED_PARAMS] = Tier.DEVICE
     """Home of the (low-precision) parameters. HOST and NVME need stage 3."""
-    optim: Tier = Tier.DEVICE
+    optim: Annotated[Tier, _SHARDED_STATES] = Tier.DEVICE
     """Home of the master weights and moments; the step runs on the CPU unless this is DEVICE on a GPU."""
     grads: Tier | None = None
     """Home of reduced gradients between backward and step. None: HOST when the budget has room, else NVME."""
@@ -169,18 +159,18 @@ class OffloadPolicy:
     """Parameters that no rank had a gradient of are not stepped. False: a step with such parameters raises, naming them."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """What gradients are reduced in over the ranks (`communication_data_type`). None: their own dtype."""
-    shard_group_size: Ranks | None = None
+    shard_group_size: Annotated[Ranks, _SHARDED_PARAMS] | None = None
     """Ranks that share one copy of the states (MiCS, `mics_shard_size`); the other groups of as many hold copies. None: all."""
-    two_stage_gather: bool = False
+    two_stage_gather: Annotated[bool, _SHARDED_PARAMS] = False
     """Gather across nodes first, then within each (`mics_hierarchical_params_gather`); for shard groups of several nodes."""
-    secondary_group_size: Ranks = 1
+    secondary_group_size: Annotated[Ranks, _SHARDED_PARAMS] = 1
     """Neighbouring ranks that keep a second copy of gathered parameters among them, from which backward gathers (hpZ,
     `zero_hpz_partition_size`). 1: none is kept."""
-    quantised_gather: bool = False
+    quantised_gather: Annotated[bool, _SHARDED_PARAMS] = False
     """Send parameters as 8-bit blocks (qwZ, `zero_quantized_weights`); masters and shards keep their precision."""
-    quantised_reduction: bool = False
+    quantised_reduction: Annotated[bool, _SHARDED_GRADS] = False
     """Send gradients as 8-bit blocks, added up in fp32 (qgZ, `zero_quantized_gradients`)."""
-    quantised_frozen: bool = False
+    quantised_frozen: Annotated[bool, _SHARDED_PARAMS] = False
     """Keep frozen parameters as 8-bit blocks where they rest (`zero_quantized_nontrainable_weights`)."""
     pin_memory: bool = True
     """Register what crosses the link to an accelerator with its driver, where there is one."""
@@ -237,14 +227,11 @@ class OffloadPolicy:
 
     def _contradictions(self) -> Iterator[tuple[str, str]]:
         """Yields the fields that do not go with the others, each with a sentence."""
-        for name, stage in _SMALLEST_STAGE.items():
+        for name, (stage, reason) in marks_of(self, FromStage).items():
             value = getattr(self, name)
             if self.stage < stage and value != getattr(type(self), name):
                 shown = value.value if isinstance(value, Tier) else value
-                yield (
-                    name,
-                    f"{shown} with stage {self.stage}, but {_SHARDED[stage]}; set stage to {stage}, or leave it out",
-                )
+                yield name, f"{shown} with stage {self.stage}, but {reason}; set stage to {stage}, or leave it out"
         if self.uses_nvme and not self.paths:
             wanted = [n for n in ("params", "optim", "grads") if getattr(self, n) is Tier.NVME]
             yield (

@@ -27,7 +27,7 @@ import types
 import typing
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ Master = Literal["fp32", "split", "bf16", "fp16"]
 Moments = Literal["fp32", "bf16", "fp16", "8bit"]
 Grads = Literal["fp32", "bf16", "fp16"]
 Rounding = Literal["stochastic", "nearest"]
+Mark = TypeVar("Mark")
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -63,21 +64,31 @@ def check_fields(value: object, context: str = "") -> None:
 
     A field whose annotation has None as well may hold None. The message begins with `context`.
     """
-    for name, hint in _hints(type(value)).items():  # type: ignore[arg-type]  # classes are hashable
+    ranges = marks_of(value, Range)
+    for name, parts in _parts_of(type(value)).items():  # type: ignore[arg-type]  # classes are hashable
         given = getattr(value, name)
-        parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
         words = [word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part)]
         words = [None, *words] if type(None) in parts else words
-        ranges = [each for part in parts for each in getattr(part, "__metadata__", ()) if isinstance(each, Range)]
-        if ranges and given not in words and not ranges[0].holds(given):
-            raise ValueError(f"{context}{name} is {given!r}; {ranges[0].said}")
-        if not ranges and any(words) and given not in words:
+        if name in ranges and given not in words and not ranges[name].holds(given):
+            raise ValueError(f"{context}{name} is {given!r}; {ranges[name].said}")
+        if name not in ranges and any(words) and given not in words:
             raise ValueError(f"{context}{name} is {given!r}; allowed are {', '.join(map(repr, words))}")
 
 
+def marks_of(value: object, kind: type[Mark]) -> dict[str, Mark]:
+    """The annotations of one kind that fields of a dataclass have, by field; those of `X` in `X | None` too."""
+    parts_of = _parts_of(type(value)).items()  # type: ignore[arg-type]  # classes are hashable
+    marks = ((name, mark) for name, parts in parts_of for part in parts for mark in getattr(part, "__metadata__", ()))
+    return {name: mark for name, mark in marks if isinstance(mark, kind)}
+
+
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls, include_extras=True)
+def _parts_of(cls: type) -> dict[str, tuple[Any, ...]]:
+    """For each field the members of its union, or its only type."""
+    hints, unions = typing.get_type_hints(cls, include_extras=True), (typing.Union, types.UnionType)
+    return {
+        name: typing.get_args(hint) if typing.get_origin(hint) in unions else (hint,) for name, hint in hints.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)

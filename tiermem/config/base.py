@@ -53,32 +53,21 @@ class ConfigError(ValueError):
         return f"{len(self.problems)} problems in {self.source}:{lines}"
 
 
-def problems_of(error: pydantic.ValidationError, root: type[pydantic.BaseModel]) -> list[Problem]:
-    """Returns pydantic's findings as problems with paths from `root`; for an unknown key it names the nearest known key."""
-    return [problem for detail in error.errors() for problem in _problems_of_detail(detail, root)]
-
-
-def _problems_of_detail(detail: Any, root: type[pydantic.BaseModel]) -> Iterator[Problem]:
-    parts = tuple(str(part) for part in detail["loc"])
-    path = ".".join(parts)
-    kind = detail["type"]
-    if kind == "extra_forbidden":
-        yield Problem(path, _unknown_key(path, parts, root))
-    elif kind == "missing":
-        yield Problem(path, "is missing and has no default")
-    elif kind == "value_error":
-        yield from _own_problems(path, detail)
-    else:
-        yield Problem(path, f"{_shown(detail['input'])} given; {_allowed(detail)}")
-
-
-def _own_problems(path: str, detail: Any) -> Iterator[Problem]:
-    cause = detail["ctx"]["error"]
-    if isinstance(cause, CombinedError):
-        for key, message in cause.found:
-            yield Problem(".".join(part for part in (path, key) if part), message)
-    else:
-        yield Problem(path, str(cause))
+def problems_of(error: pydantic.ValidationError, root: type[pydantic.BaseModel]) -> Iterator[Problem]:
+    """Yields pydantic's findings as problems with paths from `root`; for an unknown key it names the nearest known key."""
+    for detail in error.errors():
+        parts = [str(part) for part in detail["loc"]]
+        path, cause = ".".join(parts), detail.get("ctx", {}).get("error")
+        if isinstance(cause, CombinedError):
+            yield from (Problem(".".join(filter(None, (path, key))), message) for key, message in cause.found)
+        elif isinstance(cause, ValueError):
+            yield Problem(path, str(cause))
+        elif detail["type"] == "extra_forbidden":
+            yield Problem(path, _unknown_key(path, parts, root))
+        elif detail["type"] == "missing":
+            yield Problem(path, "is missing and has no default")
+        else:
+            yield Problem(path, f"{_shown(detail['input'])} given; {_allowed(detail)}")
 
 
 def _allowed(detail: Any) -> str:
@@ -87,8 +76,7 @@ def _allowed(detail: Any) -> str:
         return 'allowed is an object of keys, like {"key": value}'
     if detail["type"] == "int_from_float":
         return f"allowed is a whole number, such as {math.ceil(detail['input'])}"
-    message = message.replace("Input should be greater", "allowed is a value greater", 1)
-    message = message.replace("Input should be less", "allowed is a value less", 1)
+    message = re.sub("^Input should be (greater|less)", r"allowed is a value \1", message)
     return message.replace("Input should be", "allowed is", 1)
 
 

@@ -179,8 +179,11 @@ class AioConfig(ConfigModel):
     @property
     def threads(self) -> int | None:
         """Threads that the user asked for, under whichever spelling; None when not set."""
-        given = [getattr(self, name) for name in _SPELLINGS if self.is_set(name) and getattr(self, name) is not None]
-        return given[0] if given else None
+        return next(iter(self._given_threads().values()), None)
+
+    def _given_threads(self) -> dict[str, int]:
+        given = {name: getattr(self, name) for name in _SPELLINGS if self.is_set(name)}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def depth(self) -> int | None:
@@ -198,8 +201,7 @@ class AioConfig(ConfigModel):
         return value
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
-        given = {name: getattr(self, name) for name in _SPELLINGS if self.is_set(name)}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = self._given_threads()
         if len(set(given.values())) > 1:
             shown = ", ".join(f"{name} {value}" for name, value in given.items())
             yield "intra_op_parallelism", f"{shown} given; the three names mean the same, so keep one"

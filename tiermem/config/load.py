@@ -32,7 +32,7 @@ def load_config(config: Mapping[str, Any] | str | os.PathLike[str] | TiermemConf
     try:
         read = TiermemConfig.model_validate(raw)
     except pydantic.ValidationError as error:
-        raise ConfigError(problems_of(error, TiermemConfig), source) from None
+        raise ConfigError([*problems_of(error, TiermemConfig)], source) from None
     read._auto_keys = frozenset(_auto_paths(raw, ""))
     return read
 

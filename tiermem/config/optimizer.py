@@ -281,27 +281,23 @@ def solve_batch(total: int | None, micro: int | None, accumulation: int | None, 
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks is {num_ranks}; it must be at least 1")
-    if total is None and micro is None:
-        raise ValueError(
-            "neither train_batch_size nor train_micro_batch_size_per_gpu is given; set one of them, and "
-            "gradient_accumulation_steps if micro-batches are to be accumulated"
-        )
-    if total is None:
-        assert micro is not None
-        accumulation = accumulation or 1
-        return BatchSizes(micro, accumulation, micro * accumulation * num_ranks)
     if micro is None:
+        if total is None:
+            raise ValueError(
+                "neither train_batch_size nor train_micro_batch_size_per_gpu is given; set one of them, and "
+                "gradient_accumulation_steps if micro-batches are to be accumulated"
+            )
         accumulation = accumulation or 1
         micro = _divided(total, accumulation, "gradient_accumulation_steps", num_ranks)
     elif accumulation is None:
-        accumulation = _divided(total, micro, "train_micro_batch_size_per_gpu", num_ranks)
-    if total != micro * accumulation * num_ranks:
+        accumulation = 1 if total is None else _divided(total, micro, "train_micro_batch_size_per_gpu", num_ranks)
+    product = micro * accumulation * num_ranks
+    if total not in (None, product):
         raise ValueError(
             f"train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} * gradient_accumulation_steps "
-            f"{accumulation} * ranks {num_ranks} = {micro * accumulation * num_ranks}; remove one of the three, or "
-            f"set train_batch_size to {micro * accumulation * num_ranks}"
+            f"{accumulation} * ranks {num_ranks} = {product}; remove one of the three, or set train_batch_size to {product}"
         )
-    return BatchSizes(micro, accumulation, total)
+    return BatchSizes(micro, accumulation, product)
 
 
 def _divided(total: int, given: int, name: str, num_ranks: int) -> int:
