@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 
 from tiermem.config.base import Bytes, ConfigModel, spellings
 from tiermem.config.io import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, PathConfig
-from tiermem.config.keys import COMPUTED, INERT, OFF, PLANNED, REFUSED, is_recognised_only
+from tiermem.config.keys import COMPUTED, INERT, OFF, PLANNED, RECOGNISED, REFUSED
 from tiermem.config.optimizer import (
     AdagradParams,
     AdamParams,
@@ -175,10 +175,9 @@ def _recognised() -> Section:
             _written(OFF.get(path)),
             "inert" if path in INERT else "refused",
             "",
-            reason,
+            REFUSED[path],
         )
-        for path, reason in REFUSED.items()
-        if is_recognised_only(path, TiermemConfig.model_fields)
+        for path in RECOGNISED
     )
     intro = 'accepted where they ask for nothing (false, null, {}, {"enabled": false}, or the default), else inert or refused.'
     return Section("", "Sections and switches that are only recognised", intro, keys)

@@ -15,7 +15,7 @@ import pydantic
 import torch
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo
 
-from tiermem.config.keys import REFUSED, is_auto
+from tiermem.config.keys import RECOGNISED, REFUSED, is_auto
 from tiermem.policy import CombinedError
 
 # ---- ConfigError -----------------------------------------------------------------------------------------------------
@@ -76,6 +76,8 @@ def _allowed(detail: Any) -> str:
         return 'allowed is an object of keys, like {"key": value}'
     if detail["type"] == "int_from_float":
         return f"allowed is a whole number, such as {math.ceil(detail['input'])}"
+    if "expected" in detail.get("ctx", {}) and isinstance(detail["input"], str):
+        message += did_you_mean(detail["input"], re.findall(r"'(\w+)'", detail["ctx"]["expected"]))
     message = re.sub("^Input should be (greater|less)", r"allowed is a value \1", message)
     return message.replace("Input should be", "allowed is", 1)
 
@@ -121,7 +123,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def known_paths(model: type[pydantic.BaseModel]) -> dict[str, str]:
     """Every key below a model in each of its spellings, as a dotted path, with its documented path."""
-    return {**dict(_paths_in(model, "", "")), **{key: key for key in REFUSED if "." not in key}}
+    return {**dict(_paths_in(model, "", "")), **{key: key for key in RECOGNISED}}
 
 
 def _paths_in(model: type[pydantic.BaseModel], spelt: str, documented: str) -> Iterator[tuple[str, str]]:

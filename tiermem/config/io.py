@@ -46,14 +46,11 @@ class PathConfig(ConfigModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _accept_plain_folders(cls, raw: Any) -> Any:
-        folder = raw.get("path") if isinstance(raw, dict) else raw
-        if isinstance(raw, dict) and "path" not in raw:
-            return raw
-        if not isinstance(folder, (str, Path)):
-            raise ValueError(f"{folder!r} given; {_ALLOWED}")
-        if not str(folder).strip():
-            raise ValueError(f"an empty path given; {_ALLOWED}")
-        return raw if isinstance(raw, dict) else {"path": raw}
+        given = raw if isinstance(raw, dict) else {"path": raw}
+        folder = given.get("path", Path())  # pydantic finds that it is missing
+        if isinstance(folder, (str, Path)) and str(folder).strip():
+            return given
+        raise ValueError(f"{'an empty path' if isinstance(folder, str) else repr(folder)} given; {_ALLOWED}")
 
     @property
     def value(self) -> NvmePath:

@@ -12,7 +12,7 @@ refused only with tiermem.strict.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -82,6 +82,9 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 )
 """Why keys are refused: a clause that fits after "..., but " and says what does not exist, and what to do."""
 
+RECOGNISED = tuple(key for key in REFUSED if "." not in key)
+"""Keys of the top that no model has."""
+
 OFF: Mapping[str, Any] = MappingProxyType({"seq_parallel_communication_data_type": "fp32", "sequence_parallel_size": 1})
 """The documented default of a key that no model has; None, false, {} and {"enabled": false} ask for nothing too."""
 
@@ -140,11 +143,6 @@ PLANNED: Mapping[str, str] = MappingProxyType(
 def is_auto(value: object) -> bool:
     """Whether a raw value asks for its key to be computed, which is the same as leaving the key out."""
     return isinstance(value, str) and value == "auto"
-
-
-def is_recognised_only(path: str, fields: Container[str]) -> bool:
-    """Whether a key of the top is refused and none of the top's fields."""
-    return path in REFUSED and "." not in path and path not in fields
 
 
 def is_off(value: Any, off: Any) -> bool:

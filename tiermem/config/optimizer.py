@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import pydantic
 from pydantic import Field, SerializeAsAny, ValidationInfo
 
-from tiermem.config.base import ConfigModel, Number, PositiveCount, did_you_mean
+from tiermem.config.base import ConfigModel, Number, PositiveCount
 from tiermem.config.keys import is_auto
 from tiermem.policy import CombinedError
 from tiermem.schedule import check_params, schedule_class
@@ -160,7 +160,6 @@ _PARAMS: dict[str, type[OptimizerParams]] = {
     "SGD": SgdParams,
     "Muon": MuonParams,
 }
-_TYPES = {name.lower(): name for name in _PARAMS}
 _ABOUT_US = ("adam_w_mode", "fp32_optimizer_states", "bias_correction", "torch_adam", "ns_method")
 
 
@@ -169,22 +168,14 @@ class OptimizerConfig(ConfigModel):
 
     section: ClassVar[str] = "optimizer"
 
-    type: str
-    """Adam, AdamW, Adagrad, Lion, SGD or Muon, in any case."""
+    type: Literal["Adam", "AdamW", "Adagrad", "Lion", "SGD", "Muon"]
+    """The rule of a step, in any case."""
     params: SerializeAsAny[AdamParams | AdagradParams | LionParams | SgdParams | MuonParams] = Field(
         default=AdamParams(), validate_default=True
     )
     """Settings of the optimizer."""
     legacy_fusion: bool = False
     """Fused optimizer of old; does not exist here."""
-
-    @pydantic.field_validator("type")
-    @classmethod
-    def _know_type(cls, value: str) -> str:
-        if value.lower() not in _TYPES:
-            hint = did_you_mean(value, _PARAMS)
-            raise ValueError(f"{value!r} given; allowed are {', '.join(_PARAMS)}, in any case{hint}")
-        return _TYPES[value.lower()]
 
     @pydantic.field_validator("params", mode="before")
     @classmethod

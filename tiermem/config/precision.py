@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import AliasChoices, Field
@@ -107,8 +107,8 @@ class PrecisionConfig(ConfigModel):
 
     section: ClassVar[str] = "tiermem.precision"
 
-    preset: str | None = None
-    """exact, compact, bf16 or tiny: what the other keys start from. Not set: exact."""
+    preset: Literal["exact", "compact", "bf16", "tiny"] | None = None
+    """The precision that the other keys start from. Not set: exact."""
     master: Master = "fp32"
     """fp32; split: the bf16 weight and the 16 bits that it lacks; bf16 or fp16: the weight itself."""
     moments: Moments = "fp32"
@@ -124,14 +124,6 @@ class PrecisionConfig(ConfigModel):
     @classmethod
     def _read_name(cls, raw: Any) -> Any:
         return {"preset": raw} if isinstance(raw, str) else raw
-
-    @pydantic.field_validator("preset")
-    @classmethod
-    def _know_preset(cls, value: str | None) -> str | None:
-        if value is not None and value not in PRESETS:
-            hint = did_you_mean(value, PRESETS)
-            raise ValueError(f"{value!r} given; allowed are the presets {', '.join(PRESETS)}, or an object{hint}")
-        return value
 
     @property
     def asked(self) -> dict[str, Any]:

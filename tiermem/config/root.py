@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, PrivateAttr
 
 from tiermem.config.base import ConfigError, ConfigModel, Count, DtypeName, Number, PositiveCount, Problem, Sets
 from tiermem.config.io import AioConfig, OffloadDevice
-from tiermem.config.keys import INERT, OFF, is_off, is_recognised_only
+from tiermem.config.keys import INERT, OFF, RECOGNISED, is_off
 from tiermem.config.optimizer import AdamParams, BatchSizes, OptimizerConfig, SchedulerConfig, solve_batch
 from tiermem.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config
 from tiermem.config.translate import (
@@ -275,13 +275,12 @@ class TiermemConfig(ConfigModel):
             return raw
         own = raw.get("tiermem")
         is_strict = isinstance(own, dict) and own.get("strict") is True
-        recognised = {k for k in raw if is_recognised_only(k, cls.model_fields)}
-        asked = [k for k in raw if k in recognised and not is_off(raw[k], OFF.get(k))]
+        asked = [k for k in raw if k in RECOGNISED and not is_off(raw[k], OFF.get(k))]
         inert = [k for k in asked if k in INERT and not is_strict]
         if inert:
             said = "; ".join(f"{k} ({INERT[k]})" for k in inert)
             warnings.warn(f"of the config, this does nothing here: {said}. tiermem.strict refuses it", stacklevel=2)
-        return {k: v for k, v in raw.items() if k not in recognised or (k in asked and k not in inert)}
+        return {k: v for k, v in raw.items() if k not in RECOGNISED or (k in asked and k not in inert)}
 
     @property
     def auto_keys(self) -> frozenset[str]:
@@ -296,12 +295,8 @@ class TiermemConfig(ConfigModel):
     def batch(self, num_ranks: int) -> BatchSizes:
         """Computes the batch sizes on this many ranks; raises ConfigError with the arithmetic when they do not fit."""
         try:
-            sizes = solve_batch(
-                self.train_batch_size,
-                self.train_micro_batch_size_per_gpu,
-                self.gradient_accumulation_steps,
-                num_ranks,
-            )
+            micro, accumulation = self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+            sizes = solve_batch(self.train_batch_size, micro, accumulation, num_ranks)
         except ValueError as error:
             raise ConfigError([Problem("", str(error))]) from error
         if self.tiermem.step_in_backward and sizes.accumulation > 1:
