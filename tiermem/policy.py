@@ -33,6 +33,10 @@ class FromStage(NamedTuple):
 _SHARDED_STATES = FromStage(1, "offload needs stage 1, 2 or 3")
 _SHARDED_GRADS = FromStage(2, "gradients are sharded in stages 2 and 3")
 _SHARDED_PARAMS = FromStage(3, "it acts in stage 3 alone, where parameters are partitioned")
+MasterFrom = Literal["param", "init"]
+OnNonfinite = Literal["skip", "raise", "apply"]
+Durability = Literal["checkpoint", "step", "none"]
+Verify = Literal["always", "sample", "resume"]
 Positive = Annotated[int, Range("it must be at least 1, or None for what the plan computes", 1)]
 Count = Annotated[int, Range("it must be 0 or more", 0)]
 Ranks = Annotated[int, Range("it is a number of ranks, 1 or more, that divides all of them", 1, is_whole=True)]
@@ -174,23 +178,23 @@ class OffloadPolicy:
     """Keep frozen parameters as 8-bit blocks where they rest (`zero_quantized_nontrainable_weights`)."""
     pin_memory: bool = True
     """Register what crosses the link to an accelerator with its driver, where there is one."""
-    master_from: Literal["param", "init"] = "param"
+    master_from: MasterFrom = "param"
     """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
     loads_masters: bool = True
     """Take masters from an optimizer's state dict that has them; False: make them from the (low-precision) parameters."""
     step_in_backward: bool = False
     """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
-    on_nonfinite: Literal["skip", "raise", "apply"] = "skip"
+    on_nonfinite: OnNonfinite = "skip"
     """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same,
     not clipped, since such gradients have no norm."""
-    durability: Literal["checkpoint", "step", "none"] = "checkpoint"
+    durability: Durability = "checkpoint"
     """When what rests on NVME becomes durable there: when a checkpoint is saved, after every optimizer step, or never. What is
     durable stays while the next is written, so what steps write takes `num_slots` times the disk; frozen parameters take it
     once. A run leaves its durable steps in the store's folder when it is closed: with "step" its last one too, also when it
     has saved copies alone, elsewhere."""
     keep: Annotated[int, Range("it is a number of checkpoints, at least 1", 1, is_whole=True)] = 1
     """Durable checkpoints that stay, each with slots of its own on disk; the oldest makes room for a new one."""
-    verify: Literal["always", "sample", "resume"] = "always"
+    verify: Verify = "always"
     """When the checksums of what rests on NVME are compared: at every read of a tile or a unit, at one read of each in 16,
     or only when a checkpoint is opened."""
     io: IoSettings = dataclasses.field(default_factory=IoSettings)

@@ -10,21 +10,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field, PrivateAttr
 
+import tiermem.config.translate as translate
 from tiermem.config.base import ConfigError, ConfigModel, Count, DtypeName, Number, PositiveCount, Problem, Sets
 from tiermem.config.io import AioConfig, OffloadDevice
 from tiermem.config.keys import INERT, OFF, RECOGNISED, is_off
 from tiermem.config.optimizer import AdamParams, BatchSizes, OptimizerConfig, SchedulerConfig, solve_batch
 from tiermem.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config
-from tiermem.config.translate import (
-    ReportRow,
-    fields_of,
-    io_of,
-    named_by_keys,
-    path_problems,
-    paths_of,
-    report_of,
-    shared_by_ranks,
-)
 from tiermem.config.zero import CheckpointConfig, OwnConfig, ZeroConfig
 from tiermem.policy import CombinedError, LeafRules, OffloadPolicy
 from tiermem.precision import DTYPES, Precision
@@ -112,15 +103,7 @@ def _fp32_states(config: TiermemConfig) -> bool | None:
 
 def _precision_problems(config: TiermemConfig) -> Problems:
     """What is wrong with the switches taken together."""
-    found = [*_bf16_problems(config), *_fp16_problems(config)]
-    given, kept = config.data_types.param_dtype, config.precision
-    if given not in (None, kept):
-        how = f"set {given}.enabled" if given != "fp32" else f"set {kept}.enabled to false"
-        found.append(
-            ("data_types.param_dtype", f"{given} given, but bf16 and fp16 say {kept}; remove the key or {how}")
-        )
-    found += _contradicted(config)
-    return found or _unkept(config)
+    return [*_bf16_problems(config), *_fp16_problems(config), *_contradicted(config)] or _unkept(config)
 
 
 def _bf16_problems(config: TiermemConfig) -> Problems:
@@ -170,8 +153,11 @@ def _unusable_switch(config: TiermemConfig, key: str, or_else: str | None) -> Pr
 
 
 def _contradicted(config: TiermemConfig) -> Problems:
-    """Where tiermem.precision says one thing and a switch another."""
-    own = config.tiermem.precision
+    """Where data_types or tiermem.precision say one thing and a switch another."""
+    given, kept, own = config.data_types.param_dtype, config.precision, config.tiermem.precision
+    if given not in (None, kept):
+        how = f"set {given}.enabled" if given != "fp32" else f"set {kept}.enabled to false"
+        yield "data_types.param_dtype", f"{given} given, but bf16 and fp16 say {kept}; remove the key or {how}"
     if own is None:
         return
     for ask in _asks(config):
@@ -309,9 +295,9 @@ class TiermemConfig(ConfigModel):
         named = tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes)
         fields: dict[str, Any] = {
             "stage": 0,
-            **fields_of(self),
-            "paths": paths_of(zero, own),
-            "io": io_of(self.aio, own),
+            **translate.fields_of(self),
+            "paths": translate.paths_of(zero, own),
+            "io": translate.io_of(self.aio, own),
             "precision": precision_of(self),
             "leaves": LeafRules(*named, zero.module_granularity_threshold),
         }
@@ -324,34 +310,34 @@ class TiermemConfig(ConfigModel):
             fields["pin_memory"] = any(each.pin_memory for each in given)
         return OffloadPolicy(**(fields | overrides))
 
-    def report(self) -> list[ReportRow]:
+    def report(self) -> list[translate.ReportRow]:
         """Lists every key: its value, whether it is honoured, computed or default, and a note."""
-        return report_of(self, self._auto_keys, bool(paths_of(self.zero_optimization, self.tiermem)))
+        return translate.report_of(self, self._auto_keys, self.policy().uses_nvme)
 
     def shared_by_ranks(self) -> dict[str, Any]:
         """Keys that have to be the same on every rank, with their values."""
-        return shared_by_ranks(self)
+        return translate.shared_by_ranks(self)
 
     def contradictions(self) -> Problems:
         zero, own = self.zero_optimization, self.tiermem
         if self.bf16.enabled and self.fp16.enabled:
             yield "", "bf16.enabled and fp16.enabled are both true; allowed is one of them, or none for fp32"
-        if own.grads is OffloadDevice.nvme and not paths_of(zero, own):
+        if own.grads is OffloadDevice.nvme and not translate.paths_of(zero, own):
             said = "nvme given without a path; set zero_optimization.offload_optimizer.nvme_path or tiermem.paths"
             yield "tiermem.grads", said
         if own.grads not in (None, OffloadDevice.none) and zero.stage == 0:
             yield "tiermem.grads", "set with stage 0, but gradients rest elsewhere in stages 1, 2 and 3 only"
-        yield from path_problems(zero, own)
+        yield from translate.path_problems(zero, own)
         yield from _precision_problems(self)
         yield from self._overflow_conflicts()
         yield from self._reduction_conflicts()
         if own.step_in_backward:
             yield from self._step_in_backward_conflicts()
         try:
-            io_of(self.aio, own)
+            translate.io_of(self.aio, own)
             self.policy()
         except CombinedError as error:  # of the policy: its fields become keys; paths have been looked at above
-            yield from named_by_keys(self, [each for each in error.found if each[0]])
+            yield from translate.named_by_keys(self, [each for each in error.found if each[0]])
         except ValueError as error:
             yield "aio", f"{error} (block_bytes is block_size, threads is intra_op_parallelism)"
 

@@ -70,10 +70,10 @@ def fields_of(config: ConfigModel) -> dict[str, Any]:
     fields = {}
     for section, name, _, value in _leaves(config, ""):
         sets = _set_by(type(section), name)
-        value = value if sets is None else sets.values.get(value, value)
-        if sets is None or value is None or not section.is_set(name):
+        if sets is None or not section.is_set(name):
             continue
-        if name in _ONLY_ON_NVME and _device_of(section) is not OffloadDevice.nvme:
+        value = sets.values.get(value, value)
+        if value is None or (name in _ONLY_ON_NVME and _device_of(section) is not OffloadDevice.nvme):
             continue
         if sets.field in ("params", "optim", "grads"):
             value = Tier(value)

@@ -14,10 +14,11 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount, Sets, Whole, canonical_key
 from tiermem.config.io import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig, Paths
 from tiermem.config.precision import PrecisionConfig
+from tiermem.policy import Durability, MasterFrom, OffloadPolicy, OnNonfinite, Verify
 
 # ---- tiermem ---------------------------------------------------------------------------------------------------------
 #
-# The section for settings that DeepSpeed's keys do not cover. Its keys are fields of the policy.
+# The section for settings that DeepSpeed's keys do not cover. Its keys are fields of the policy, with their words and defaults.
 #
 #     "tiermem": {"host_bytes": "2GiB", "paths": ["/mnt/nvme0", "/mnt/nvme1"], "precision": "compact"}
 
@@ -37,23 +38,23 @@ class OwnConfig(ConfigModel):
     """Optimizer state kept in host memory although its home is NVMe."""
     grads: Annotated[OffloadDevice | None, Sets("grads", {"none": None})] = None
     """Tier of reduced gradients between backward and step. Not set: cpu when the budget has room, else nvme."""
-    step_in_backward: bool = False
+    step_in_backward: bool = OffloadPolicy.step_in_backward
     """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
-    on_nonfinite: Literal["skip", "raise", "apply"] = "skip"
+    on_nonfinite: OnNonfinite = OffloadPolicy.on_nonfinite
     """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same
     (not clipped, since it has no norm). Not set, and bf16.check_grad_overflow false: apply."""
     precision: PrecisionConfig | None = None
     """What masters, moments and gradients are kept in: exact, compact, bf16 or tiny, or an object. Not set: exact, or what
     the switches in bf16 and fp16 say."""
-    master_from: Literal["param", "init"] = "param"
+    master_from: MasterFrom = OffloadPolicy.master_from
     """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
-    durability: Literal["checkpoint", "step", "none"] = "checkpoint"
+    durability: Durability = OffloadPolicy.durability
     """When what rests on NVMe becomes durable there: when a checkpoint is saved, after every step, or never. Each durable state
     takes its bytes on disk once more, and two of them with "step"; none halves the disk. With "step" a run that is closed
     leaves its last step in the store's folder."""
-    keep: PositiveCount = 1
+    keep: PositiveCount = OffloadPolicy.keep
     """Tags that stay on the NVMe paths; saving one more drops the oldest, with a warning. Each takes its bytes on disk."""
-    verify: Literal["always", "sample", "resume"] = "always"
+    verify: Verify = OffloadPolicy.verify
     """When checksums of what is read from NVMe are compared: at every read, at one in 16, or only when a run is resumed."""
     engine: Literal["auto", "uring", "aio", "threads"] = "auto"
     """How files are read and written; auto takes the first that works."""
@@ -61,9 +62,9 @@ class OwnConfig(ConfigModel):
     """Refuse sections and switches that do nothing here, such as monitors and profilers; false: drop them with a warning."""
     measured: dict[str, Any] | None = None
     """What `tiermem tune` noted beside its settings: machine, date, rates."""
-    timeout_s: Annotated[Number, Field(gt=0.0)] = 1800.0
+    timeout_s: Annotated[Number, Field(gt=0.0)] = OffloadPolicy.timeout_s
     """Longest wait for another rank before the run stops with an error, in seconds."""
-    join_timeout_s: Annotated[Number, Field(gt=0.0)] = 60.0
+    join_timeout_s: Annotated[Number, Field(gt=0.0)] = OffloadPolicy.join_timeout_s
     """Longest wait for all ranks to start, in seconds, where the process group is made here; no more than timeout_s."""
 
 
