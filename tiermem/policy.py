@@ -3,6 +3,9 @@
 `config/` makes one from a DeepSpeed-style config; Python users build one directly. `zero/` reads the policy and no config
 key. `None` means that the plan (`zero/plan.py`) computes the value and reports it. Names of element counts end in `_numel`,
 names of sizes in bytes end in `_bytes`.
+
+An annotation holds all that one field may be: its words (Literal), its numbers (Range), the stage that it needs (FromStage).
+Fields that contradict each other are listed by `_contradictions`; `config/` shows that list with keys instead of fields.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@
 
 Random numbers come from a counter keyed by seed, step, the parameter's full name and the element's number in it: the same
 whatever the ranks, tiles and threads. Which of these a rule has, where the parts lie: zero/state_layout.py.
+
+The file also holds `check_fields`, which compares the fields of Precision and of OffloadPolicy with their annotations.
 """
 
 from __future__ import annotations
