@@ -24,9 +24,9 @@ from typing import Any, Literal, NamedTuple
 import pydantic
 from pydantic.fields import FieldInfo
 
-from tiermem.config.base import Bytes, ConfigModel, canonical_key
+from tiermem.config.base import Bytes, ConfigModel, spellings
 from tiermem.config.io import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, PathConfig
-from tiermem.config.keys import COMPUTED, PLANNED, REFUSED, is_recognised_only
+from tiermem.config.keys import COMPUTED, INERT, OFF, PLANNED, RECOGNISED, REFUSED
 from tiermem.config.optimizer import (
     AdagradParams,
     AdamParams,
@@ -135,7 +135,7 @@ def _key(model: type[ConfigModel], name: str, field: FieldInfo) -> Key:
         fate,
         asks.removeprefix(_MARK_OF_DEPRECATED).removesuffix(_MARK_OF_PLANNED),
         note,
-        _other_spellings(model, name, field),
+        spellings(model, name)[1:],
     )
 
 
@@ -143,19 +143,12 @@ def _fate(path: str, field: FieldInfo) -> tuple[Fate, str]:
     if (field.description or "").startswith(_MARK_OF_DEPRECATED):
         return "deprecated", "taken with a warning; an error beside its successor"
     if path in REFUSED:
-        return "refused", REFUSED[path].reason
+        return "refused", REFUSED[path]
     if path in COMPUTED:
         return "computed", COMPUTED[path]
     if path in PLANNED:
         return "planned", PLANNED[path]
     return "honoured", ""
-
-
-def _other_spellings(model: type[ConfigModel], name: str, field: FieldInfo) -> tuple[str, ...]:
-    aliases = field.validation_alias
-    choices = aliases.choices if isinstance(aliases, pydantic.AliasChoices) else [aliases]
-    names = dict.fromkeys([*(str(each) for each in choices if isinstance(each, str)), name])
-    return tuple(each for each in names if each != canonical_key(model, name))
 
 
 def _schedule(name: str) -> Section:
@@ -179,13 +172,12 @@ def _recognised() -> Section:
         Key(
             path,
             "",
-            "null" if refusal.off is None else _written(refusal.off),
-            "inert" if refusal.is_inert else "refused",
+            _written(OFF.get(path)),
+            "inert" if path in INERT else "refused",
             "",
-            refusal.reason,
+            REFUSED[path],
         )
-        for path, refusal in REFUSED.items()
-        if is_recognised_only(path, TiermemConfig.model_fields)
+        for path in RECOGNISED
     )
     intro = 'accepted where they ask for nothing (false, null, {}, {"enabled": false}, or the default), else inert or refused.'
     return Section("", "Sections and switches that are only recognised", intro, keys)

@@ -15,7 +15,8 @@ from typing import Any
 from test_floors import ROOT, read_modules
 
 from tiermem.checkpoint.opening.verified import DamagedState
-from tiermem.config.base import CombinedError, ConfigError, Problem
+from tiermem.config.base import ConfigError, Problem
+from tiermem.policy import CombinedError
 from tiermem.swap.errors import CorruptionError, DamagedEntry, Place
 from tiermem.swap.native import READ, TransferError
 from tiermem.swap.ranges import FileRange

@@ -3,42 +3,61 @@
 `config/` makes one from a DeepSpeed-style config; Python users build one directly. `zero/` reads the policy and no config
 key. `None` means that the plan (`zero/plan.py`) computes the value and reports it. Names of element counts end in `_numel`,
 names of sizes in bytes end in `_bytes`.
+
+An annotation holds all that one field may be: its words (Literal), its numbers (Range), the stage that it needs (FromStage).
+Fields that contradict each other are listed by `_contradictions`; `config/` shows that list with keys instead of fields.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Literal
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 from torch import nn
 
-from tiermem.precision import Precision
+from tiermem.precision import Precision, Range, check_fields, marks_of
 from tiermem.swap.native import IoSettings
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths
 from tiermem.swap.tier import Tier
 
 __all__ = ["IoSettings", "LeafRules", "NvmePath", "OffloadPolicy", "Precision", "Tier"]
 
-MOST_MOMENTS = 3  # the most of any rule: Adam with amsgrad
-_ONLY_STAGE_3 = (
-    "shard_group_size",
-    "two_stage_gather",
-    "secondary_group_size",
-    "quantised_gather",
-    "quantised_frozen",
-)
-_CHOICES: dict[str, tuple[str | None, ...]] = {
-    "master_from": ("param", "init"),
-    "on_nonfinite": ("skip", "raise", "apply"),
-    "gather_way": ("coalesced", "single", "all_reduce"),
-    "gather_dtype": (None, "bf16", "fp16"),
-    "reduce_dtype": (None, "fp32", "bf16", "fp16"),
-    "reduce_op": ("mean", "sum"),
-    "durability": ("checkpoint", "step", "none"),
-    "verify": ("always", "sample", "resume"),
-}
+
+class FromStage(NamedTuple):
+    """An annotation of a field: the ZeRO stage from which on the field may differ from its default."""
+
+    stage: int
+    reason: str
+
+
+_SHARDED_STATES = FromStage(1, "offload needs stage 1, 2 or 3")
+_SHARDED_GRADS = FromStage(2, "gradients are sharded in stages 2 and 3")
+_SHARDED_PARAMS = FromStage(3, "it acts in stage 3 alone, where parameters are partitioned")
+MasterFrom = Literal["param", "init"]
+OnNonfinite = Literal["skip", "raise", "apply"]
+Durability = Literal["checkpoint", "step", "none"]
+Verify = Literal["always", "sample", "resume"]
+Positive = Annotated[int, Range("it must be at least 1, or None for what the plan computes", 1)]
+Count = Annotated[int, Range("it must be 0 or more", 0)]
+Ranks = Annotated[int, Range("it is a number of ranks, 1 or more, that divides all of them", 1, is_whole=True)]
+Divisor = Annotated[
+    float, Range('allowed are finite numbers more than 0, and "ranks"', math.ulp(0.0), sys.float_info.max)
+]
+Seconds = Annotated[float, Range("it must be more than 0", math.ulp(0.0))]
+
+
+class CombinedError(ValueError):
+    """Several problems of one value: for each a field or key, empty for the whole, and a sentence."""
+
+    def __init__(self, found: Sequence[tuple[str, str]], joint: str = ": ") -> None:
+        self.found, self.joint = tuple(found), joint
+        super().__init__("; ".join(f"{key}{joint}{message}" if key else message for key, message in found))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.found, self.joint), self.__dict__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,38 +84,38 @@ class OffloadPolicy:
 
     stage: int = 3
     """ZeRO stage: 0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
-    params: Tier = Tier.DEVICE
+    params: Annotated[Tier, _SHARDED_PARAMS] = Tier.DEVICE
     """Home of the (low-precision) parameters. HOST and NVME need stage 3."""
-    optim: Tier = Tier.DEVICE
+    optim: Annotated[Tier, _SHARDED_STATES] = Tier.DEVICE
     """Home of the master weights and moments; the step runs on the CPU unless this is DEVICE on a GPU."""
     grads: Tier | None = None
     """Home of reduced gradients between backward and step. None: HOST when the budget has room, else NVME."""
     precision: Precision = dataclasses.field(default_factory=Precision)
     """In which formats masters, moments and gradients are kept, and how they are rounded (precision.py)."""
-    num_moments: int = 2
+    num_moments: Annotated[int, Range("allowed are 0 to 3", 0, 3, is_whole=True)] = 2
     """Moments of each parameter that the plan makes room for: 2 for Adam, 3 with amsgrad, 1 for Lion, Adagrad, Muon and
     SGD with momentum. An optimizer that keeps more is refused; one that keeps fewer leaves the rest unused."""
     paths: AnyPath | Sequence[AnyPath] = ()
     """Folders on the NVMe file systems, one or several, each with a cap and a weight if need be (swap/paths.py); needed
     when anything rests on NVME. Normalised to a tuple of NvmePath. Caps are per node, divided by the ranks on it."""
-    host_bytes: int | None = None
+    host_bytes: Positive | None = None
     """Budget of HOST memory per node, divided by the ranks on it. None: what the plan needs."""
-    disk_bytes: int | None = None
+    disk_bytes: Positive | None = None
     """Most bytes to take on all paths together. None: what the plan needs."""
-    tile_numel: int | None = None
+    tile_numel: Positive | None = None
     """Elements of optimizer state read, stepped and written as one (`sub_group_size`); may cut a parameter."""
-    tile_buffers: int | None = None
+    tile_buffers: Positive | None = None
     """Tiles in flight (reading, stepping, writing). None: 3 with both pipelines on, fewer otherwise."""
     pipeline_read: bool = True
     """Read the next tile while this one is stepped."""
     pipeline_write: bool = True
     """Write the previous tile while this one is stepped."""
-    resident_bytes: int | None = None
+    resident_bytes: Count | None = None
     """Optimizer state kept on HOST although its home is NVME, in tiles interleaved among the streamed ones. None: what the
     rest of the plan leaves of host_bytes."""
-    unit_buffers: int | None = None
+    unit_buffers: Positive | None = None
     """Units of parameters present at once (the one in use and those fetched ahead). None: 3 where memory allows."""
-    unit_numel: int | None = None
+    unit_numel: Positive | None = None
     """Most elements of one unit's buffer; a larger unit is refused. None: the largest unit."""
     host_param_numel: int | None = None
     """Parameters homed on NVME that may stay on HOST all the time (`max_in_cpu`). None: 0."""
@@ -106,7 +125,7 @@ class OffloadPolicy:
     """Most elements of gathered parameters at once. None: what the unit buffers hold."""
     max_reuse_numel: int | None = None
     """A unit used again within this many elements is kept. None: what the unit buffers hold."""
-    persistence_numel: int = 100_000
+    persistence_numel: Count = 100_000
     """Parameters of at most this many elements stay gathered (stage 3)."""
     model_persistence_numel: int | None = None
     """Most elements that stay gathered because of persistence_numel, in all. None: no bound."""
@@ -121,7 +140,7 @@ class OffloadPolicy:
     are gathered, not after (zero/unit.py). None: everything is gathered as it rests."""
     lowered_modules: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     """Classes of modules whose parameters autocast lowers, exactly these."""
-    reduce_bucket_numel: int = 500_000_000
+    reduce_bucket_numel: Count = 500_000_000
     """Most elements of gradients handed to one reduction, those of all ranks' parts together (zero/reduce.py)."""
     contiguous_gradients: bool = True
     """Pack a unit's gradients into one buffer for each reduction. False: each parameter by itself, from where autograd put
@@ -134,63 +153,74 @@ class OffloadPolicy:
     """With one reduction for each rank: every bucket begins with another rank's, so that copies home are spread over ranks."""
     allgather_partitions: bool = True
     """Weights that stay present come from the ranks that stepped them by all-gathers. False: by broadcasts from each."""
-    allgather_bucket_numel: int = 500_000_000
+    allgather_bucket_numel: Count = 500_000_000
     """Most elements of such weights that come at once, those of all ranks' parts together (zero/gather.py)."""
     overlap_reduce: bool = True
     """Backward goes on while two reductions are under way. False: each is waited for at once; one buffer instead of two."""
     reduce_op: Literal["mean", "sum"] = "mean"
     """What gradients are over the ranks."""
-    predivide_factor: float | Literal["ranks"] = 1.0
+    predivide_factor: Divisor | Literal["ranks"] = 1.0
     """Gradients are divided by this before they are added up over ranks, "ranks" by their number, and what is left of the
     mean after: for sums that overflow fp16."""
     ignore_unused: bool = True
     """Parameters that no rank had a gradient of are not stepped. False: a step with such parameters raises, naming them."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """What gradients are reduced in over the ranks (`communication_data_type`). None: their own dtype."""
-    shard_group_size: int | None = None
+    shard_group_size: Annotated[Ranks, _SHARDED_PARAMS] | None = None
     """Ranks that share one copy of the states (MiCS, `mics_shard_size`); the other groups of as many hold copies. None: all."""
-    two_stage_gather: bool = False
+    two_stage_gather: Annotated[bool, _SHARDED_PARAMS] = False
     """Gather across nodes first, then within each (`mics_hierarchical_params_gather`); for shard groups of several nodes."""
-    secondary_group_size: int = 1
+    secondary_group_size: Annotated[Ranks, _SHARDED_PARAMS] = 1
     """Neighbouring ranks that keep a second copy of gathered parameters among them, from which backward gathers (hpZ,
     `zero_hpz_partition_size`). 1: none is kept."""
-    quantised_gather: bool = False
+    quantised_gather: Annotated[bool, _SHARDED_PARAMS] = False
     """Send parameters as 8-bit blocks (qwZ, `zero_quantized_weights`); masters and shards keep their precision."""
-    quantised_reduction: bool = False
+    quantised_reduction: Annotated[bool, _SHARDED_GRADS] = False
     """Send gradients as 8-bit blocks, added up in fp32 (qgZ, `zero_quantized_gradients`)."""
-    quantised_frozen: bool = False
+    quantised_frozen: Annotated[bool, _SHARDED_PARAMS] = False
     """Keep frozen parameters as 8-bit blocks where they rest (`zero_quantized_nontrainable_weights`)."""
     pin_memory: bool = True
     """Register what crosses the link to an accelerator with its driver, where there is one."""
-    master_from: Literal["param", "init"] = "param"
+    master_from: MasterFrom = "param"
     """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
     loads_masters: bool = True
     """Take masters from an optimizer's state dict that has them; False: make them from the (low-precision) parameters."""
     step_in_backward: bool = False
     """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
-    on_nonfinite: Literal["skip", "raise", "apply"] = "skip"
+    on_nonfinite: OnNonfinite = "skip"
     """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same,
     not clipped, since such gradients have no norm."""
-    durability: Literal["checkpoint", "step", "none"] = "checkpoint"
+    durability: Durability = "checkpoint"
     """When what rests on NVME becomes durable there: when a checkpoint is saved, after every optimizer step, or never. What is
     durable stays while the next is written, so what steps write takes `num_slots` times the disk; frozen parameters take it
     once. A run leaves its durable steps in the store's folder when it is closed: with "step" its last one too, also when it
     has saved copies alone, elsewhere."""
-    keep: int = 1
+    keep: Annotated[int, Range("it is a number of checkpoints, at least 1", 1, is_whole=True)] = 1
     """Durable checkpoints that stay, each with slots of its own on disk; the oldest makes room for a new one."""
-    verify: Literal["always", "sample", "resume"] = "always"
+    verify: Verify = "always"
     """When the checksums of what rests on NVME are compared: at every read of a tile or a unit, at one read of each in 16,
     or only when a checkpoint is opened."""
     io: IoSettings = dataclasses.field(default_factory=IoSettings)
     """How the queue moves blocks."""
-    timeout_s: float = 1800.0
+    timeout_s: Seconds = 1800.0
     """Longest wait for another rank before the run stops with an error."""
-    join_timeout_s: float = 60.0
+    join_timeout_s: Seconds = 60.0
     """Longest wait for all ranks to start, where the process group is made here; no more than timeout_s."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", as_paths(self.paths))
-        self._check()
+        if self.step_in_backward and self.on_nonfinite == "skip":
+            object.__setattr__(self, "on_nonfinite", "raise")
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage is {self.stage!r}; allowed are 0, 1, 2 and 3")
+        if not isinstance(self.precision, Precision):
+            raise ValueError(
+                f"precision is {self.precision!r}; give a Precision, such as Precision.preset('compact') or "
+                "Precision(master='split', moments='bf16')"
+            )
+        check_fields(self)
+        if found := list(self._contradictions()):
+            raise CombinedError(found, joint="=")
 
     @property
     def uses_nvme(self) -> bool:
@@ -202,84 +232,39 @@ class OffloadPolicy:
         """Places on NVME for what steps write: for every durable step that is kept, and for the next one."""
         return {"none": 1, "checkpoint": 1 + self.keep, "step": 2 + self.keep}[self.durability]
 
-    def _check(self) -> None:
-        if self.stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage is {self.stage!r}; allowed are 0, 1, 2 and 3")
-        if self.params is not Tier.DEVICE and self.stage != 3:
-            raise ValueError(
-                f"params={self.params.name} with stage {self.stage}: parameters rest elsewhere only when they are "
-                "partitioned. Set stage=3, or params=Tier.DEVICE"
-            )
-        if self.optim is not Tier.DEVICE and self.stage == 0:
-            raise ValueError(f"optim={self.optim.name} with stage 0: offload needs stage 1, 2 or 3")
+    def _contradictions(self) -> Iterator[tuple[str, str]]:
+        """Yields the fields that do not go with the others, each with a sentence."""
+        for name, (stage, reason) in marks_of(self, FromStage).items():
+            value = getattr(self, name)
+            if self.stage < stage and value != getattr(type(self), name):
+                shown = value.value if isinstance(value, Tier) else value
+                yield name, f"{shown} with stage {self.stage}, but {reason}; set stage to {stage}, or leave it out"
         if self.uses_nvme and not self.paths:
             wanted = [n for n in ("params", "optim", "grads") if getattr(self, n) is Tier.NVME]
-            raise ValueError(
+            yield (
+                "",
                 f"{' and '.join(wanted)} rest on NVME but no path is given: set paths=['/mnt/nvme0', ...] "
-                "(in a config: nvme_path)"
+                "(in a config: nvme_path)",
             )
-        if self.step_in_backward and self.on_nonfinite == "skip":
-            object.__setattr__(self, "on_nonfinite", "raise")
-        for name in ("host_bytes", "disk_bytes", "tile_numel", "tile_buffers", "unit_buffers", "unit_numel"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1, or None for what the plan computes")
-        self._check_ranks()
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(map(str, allowed))}")
         if self.durability == "step" and Tier.NVME not in (self.params, self.optim):
-            raise ValueError(
-                'durability="step" makes durable what rests on NVME, and nothing does: set optim=Tier.NVME, or leave it at '
-                '"checkpoint" and save'
-            )
-        if type(self.keep) is not int or self.keep < 1:
-            raise ValueError(f"keep is {self.keep!r}; it is a number of checkpoints, at least 1")
-        if not isinstance(self.precision, Precision):
-            raise ValueError(
-                f"precision is {self.precision!r}; give a Precision, such as Precision.preset('compact') or "
-                "Precision(master='split', moments='bf16')"
-            )
-        if type(self.num_moments) is not int or not 0 <= self.num_moments <= MOST_MOMENTS:
-            raise ValueError(f"num_moments is {self.num_moments!r}; allowed are 0 to {MOST_MOMENTS}")
-        factor = self.predivide_factor
-        if factor != "ranks" and (isinstance(factor, str) or not 0 < factor < math.inf):
-            raise ValueError(f'predivide_factor is {factor!r}; allowed are finite numbers more than 0, and "ranks"')
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s is {self.timeout_s}; it must be more than 0")
-        if not self.join_timeout_s > 0:
-            raise ValueError(f"join_timeout_s is {self.join_timeout_s}; it must be more than 0")
-        for name in ("resident_bytes", "persistence_numel", "reduce_bucket_numel", "allgather_bucket_numel"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
-
-    def _check_ranks(self) -> None:
-        """What divides and quantises the traffic between ranks belongs to stage 3, where parameters are partitioned."""
-        for name in ("shard_group_size", "secondary_group_size"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} is {value!r}; it is a number of ranks, 1 or more, that divides all of them")
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in _ONLY_STAGE_3:
-            if getattr(self, name) != defaults[name] and self.stage != 3:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} with stage {self.stage}: it acts where parameters are partitioned. Set "
-                    "stage=3, or leave it out"
-                )
-        if self.quantised_reduction and self.stage < 2:
-            raise ValueError(
-                f"quantised_reduction with stage {self.stage}: gradients are sharded in stages 2 and 3. Set one of them"
+            yield (
+                "durability",
+                '"step" makes durable what rests on NVME, and nothing does: set optim=Tier.NVME, or leave it at '
+                '"checkpoint" and save',
             )
         if self.quantised_reduction and not self.reduce_scatter:
-            raise ValueError(
-                "quantised_reduction without reduce_scatter: it sends every rank its own part. Set reduce_scatter=True"
+            yield (
+                "quantised_reduction",
+                "True with reduce_scatter false, but it sends every rank its own part. Set reduce_scatter=True",
             )
         if self.quantised_reduction and not self.multi_rank_buckets:
-            raise ValueError(
-                "quantised_reduction without multi_rank_buckets: it sends all ranks their parts in one exchange. Set "
-                "multi_rank_buckets=True"
+            yield (
+                "quantised_reduction",
+                "True with multi_rank_buckets false, but it sends all ranks their parts in one exchange. Set "
+                "multi_rank_buckets=True",
             )
         if self.two_stage_gather and self.shard_group_size is None:
-            raise ValueError(
-                "two_stage_gather without shard_group_size: it is a way of gathering within a shard group. Set both"
+            yield (
+                "two_stage_gather",
+                "True without shard_group_size, but it is a way of gathering within a shard group; set both",
             )

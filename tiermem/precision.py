@@ -14,15 +14,22 @@
 
 Random numbers come from a counter keyed by seed, step, the parameter's full name and the element's number in it: the same
 whatever the ranks, tiles and threads. Which of these a rule has, where the parts lie: zero/state_layout.py.
+
+The file also holds `check_fields`, which compares the fields of Precision and of OffloadPolicy with their annotations.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import math
+import numbers
+import types
+import typing
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -30,21 +37,60 @@ Master = Literal["fp32", "split", "bf16", "fp16"]
 Moments = Literal["fp32", "bf16", "fp16", "8bit"]
 Grads = Literal["fp32", "bf16", "fp16"]
 Rounding = Literal["stochastic", "nearest"]
+Mark = TypeVar("Mark")
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )
 """The torch dtype of each name that has one."""
 
-_ALLOWED: Mapping[str, tuple[str | None, ...]] = MappingProxyType(
-    {
-        "master": ("fp32", "split", "bf16", "fp16"),
-        "moments": ("fp32", "bf16", "fp16", "8bit"),
-        "grads": (None, "fp32", "bf16", "fp16"),
-        "rounding": ("stochastic", "nearest"),
+
+class Range(NamedTuple):
+    """An annotation of a field: the numbers that it may hold."""
+
+    said: str
+    """Which numbers these are, as the end of the sentence of an error."""
+    low: float
+    high: float = math.inf
+    is_whole: bool = False
+    """Whether only an int is allowed; a bool is none."""
+
+    def holds(self, given: Any) -> bool:
+        """Whether a value is one of these numbers."""
+        is_number = type(given) is int if self.is_whole else isinstance(given, numbers.Real)
+        return is_number and self.low <= given <= self.high
+
+
+def check_fields(value: object, context: str = "") -> None:
+    """Raises ValueError for a field of a dataclass that is none of its Literal's words, or outside its Range.
+
+    A field whose annotation has None as well may hold None. The message begins with `context`.
+    """
+    ranges = marks_of(value, Range)
+    for name, parts in _parts_of(type(value)).items():  # type: ignore[arg-type]  # classes are hashable
+        given = getattr(value, name)
+        words = [word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part)]
+        words = [None, *words] if type(None) in parts else words
+        if name in ranges and given not in words and not ranges[name].holds(given):
+            raise ValueError(f"{context}{name} is {given!r}; {ranges[name].said}")
+        if name not in ranges and any(words) and given not in words:
+            raise ValueError(f"{context}{name} is {given!r}; allowed are {', '.join(map(repr, words))}")
+
+
+def marks_of(value: object, kind: type[Mark]) -> dict[str, Mark]:
+    """The annotations of one kind that fields of a dataclass have, by field; those of `X` in `X | None` too."""
+    parts_of = _parts_of(type(value)).items()  # type: ignore[arg-type]  # classes are hashable
+    marks = ((name, mark) for name, parts in parts_of for part in parts for mark in getattr(part, "__metadata__", ()))
+    return {name: mark for name, mark in marks if isinstance(mark, kind)}
+
+
+@functools.cache
+def _parts_of(cls: type) -> dict[str, tuple[Any, ...]]:
+    """For each field the members of its union, or its only type."""
+    hints, unions = typing.get_type_hints(cls, include_extras=True), (typing.Union, types.UnionType)
+    return {
+        name: typing.get_args(hint) if typing.get_origin(hint) in unions else (hint,) for name, hint in hints.items()
     }
-)
-_MAX_SEED = (1 << 64) - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +104,11 @@ class Precision:
     moments: Moments = "fp32"
     grads: Grads | None = None
     rounding: Rounding = "stochastic"
-    seed: int = 0
+    seed: Annotated[int, Range("allowed are whole numbers from 0 to 2^64 - 1", 0, (1 << 64) - 1, is_whole=True)] = 0
     """Of stochastic rounding."""
 
     def __post_init__(self) -> None:
-        for name, allowed in _ALLOWED.items():
-            given = getattr(self, name)
-            if given not in allowed:
-                names = ", ".join(repr(value) for value in allowed)
-                raise ValueError(f"precision: {name} is {given!r}; allowed are {names}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed <= _MAX_SEED:
-            raise ValueError(f"precision: seed is {self.seed!r}; allowed are whole numbers from 0 to 2^64 - 1")
+        check_fields(self, "precision: ")
 
     @classmethod
     def preset(cls, name: str) -> Precision:

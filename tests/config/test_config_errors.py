@@ -111,3 +111,19 @@ def test_clipping_is_finite_and_not_negative(value: float) -> None:
 def test_max_grad_norm_points_at_gradient_clipping() -> None:
     found = problems({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 0.5}}})
     assert '"gradient_clipping": 0.5' in found["optimizer.params"]
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "nearest"),
+    [
+        ({"optimizer": {"type": "adamx"}}, "optimizer.type", "Adam"),
+        ({"tiermem": {"durability": "stp"}}, "tiermem.durability", "step"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvm"}}}, "offload_param.device", "nvme"),
+    ],
+)
+def test_a_word_that_is_none_of_those_allowed_names_the_nearest(
+    config: dict[str, Any], path: str, nearest: str
+) -> None:
+    ((where, said),) = problems(config).items()
+    assert where.endswith(path)
+    assert said.endswith(f"; did you mean {nearest}?")

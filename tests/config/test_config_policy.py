@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 import warnings
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermem.config import ConfigError, load_config
+from tiermem.config import ConfigError, OwnConfig, load_config
 from tiermem.policy import OffloadPolicy, Tier
 
 
@@ -132,7 +134,7 @@ def test_parameters_are_offloaded_in_stage_three_only(stage: int, device: str) -
 
 
 def test_optimizer_is_not_offloaded_in_stage_zero() -> None:
-    with pytest.raises(ConfigError, match="offload_optimizer: device cpu with stage 0"):
+    with pytest.raises(ConfigError, match=r"offload_optimizer\.device: cpu with stage 0"):
         policy_of({"offload_optimizer": {"device": "cpu"}})
 
 
@@ -227,3 +229,48 @@ def test_config_that_is_accepted_always_gives_a_policy(
     assert policy.stage == stage
     assert policy.params is Tier(param["device"])
     assert policy.optim is Tier(optim["device"])
+
+
+# ---- one definition ----------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_is_replaced_pickled_and_compared_by_its_flat_fields() -> None:
+    policy = OffloadPolicy(stage=3, optim=Tier.NVME, paths=["/a"], host_bytes=1 << 30)
+    other = dataclasses.replace(policy, host_bytes=1 << 20)
+    assert (other.host_bytes, other.optim, other.paths) == (1 << 20, Tier.NVME, policy.paths)
+    assert pickle.loads(pickle.dumps(policy)) == policy != other
+    with pytest.raises(ValueError, match="host_bytes is 0"):
+        dataclasses.replace(policy, host_bytes=0)
+
+
+def test_all_contradictions_of_a_policy_are_told_at_once_and_a_config_names_its_keys() -> None:
+    with pytest.raises(
+        ValueError, match=r"quantised_gather=True with stage 2, .*; two_stage_gather=True without shard_"
+    ):
+        OffloadPolicy(stage=2, quantised_gather=True, two_stage_gather=True)
+    zero = {"stage": 3, "mics_hierarchical_params_gather": True}
+    with pytest.raises(ConfigError, match=r"params_gather: True without zero_optimization\.mics_shard_size"):
+        policy_of(zero)
+    with pytest.raises(ConfigError, match=r'tiermem\.durability: "step" makes durable what rests on NVME, and nothing'):
+        load_config({"tiermem": {"durability": "step"}})
+
+
+SHARED = [field.name for field in dataclasses.fields(OffloadPolicy) if field.name in OwnConfig.model_fields]
+WORDS = ["skip", "raise", "apply", "param", "init", "checkpoint", "step", "none", "always", "sample", "resume", "x"]
+
+
+@pytest.mark.parametrize("name", [name for name in SHARED if name not in ("paths", "precision", "grads")])
+def test_a_key_of_our_own_has_the_default_and_the_range_of_its_field(name: str) -> None:
+    default = OwnConfig.model_fields[name].default
+    assert default == getattr(OffloadPolicy(), name)
+    for value in WORDS if isinstance(default, str) else (0, 1) if isinstance(default, bool) else (-1, 0, 1):
+        beside = {"durability": {"optim": Tier.NVME, "paths": "/a"}}.get(name, {})
+        assert is_allowed(OwnConfig, {name: value}) == is_allowed(OffloadPolicy, {name: value, **beside}), value
+
+
+def is_allowed(made: Any, fields: dict[str, Any]) -> bool:
+    try:
+        made(**fields)
+    except ValueError:
+        return False
+    return True

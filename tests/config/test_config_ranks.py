@@ -46,7 +46,11 @@ def test_the_documents_mics_example_is_taken_as_it_stands() -> None:
             "zero_optimization.mics_hierarchical_params_gather",
             "without",
         ),
-        (config_of(stage=1, zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients", "from 2 on"),
+        (
+            config_of(stage=1, zero_quantized_gradients=True),
+            "zero_optimization.zero_quantized_gradients",
+            "in stages 2 and 3",
+        ),
         (
             config_of(zero_quantized_gradients=True, reduce_scatter=False),
             "zero_optimization.zero_quantized_gradients",
@@ -65,3 +69,21 @@ def test_combination_that_cannot_be_is_refused(config: dict[str, Any], path: str
     (problem,) = caught.value.problems
     assert problem.path == path
     assert said in problem.message
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("size", [0, 1])
+def test_no_secondary_copy_is_asked_for_in_any_stage(stage: int, size: int) -> None:
+    policy = load_config(config_of(stage=stage, zero_hpz_partition_size=size)).policy()
+    assert policy == load_config(config_of(stage=stage)).policy()
+
+
+def test_what_needs_another_stage_is_told_beside_what_else_is_wrong() -> None:
+    zero = {"stage": 1, "zero_quantized_weights": True, "offload_param": {"device": "nvme"}}
+    with pytest.raises(ConfigError) as caught:
+        load_config({"zero_optimization": zero, "tiermem": {"durability": "step"}, "prescale_gradients": True})
+    assert {problem.path for problem in caught.value.problems} == {
+        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.offload_param.device",
+        "zero_optimization.offload_param.nvme_path",
+    }

@@ -263,7 +263,7 @@ def test_rounding_is_seeded_by_the_config() -> None:
 
 def test_an_unknown_preset_names_the_nearest() -> None:
     said = problems({"tiermem": {"precision": "compakt"}})["tiermem.precision.preset"]
-    assert "exact, compact, bf16, tiny" in said
+    assert "'exact', 'compact', 'bf16' or 'tiny'" in said
     assert "did you mean compact?" in said
 
 

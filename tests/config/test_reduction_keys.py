@@ -79,7 +79,9 @@ def test_round_robin_says_beside_what_it_acts() -> None:
 
 def test_quantised_gradients_go_to_all_ranks_at_once() -> None:
     zero = {"stage": 2, "zero_quantized_gradients": True, "use_multi_rank_bucket_allreduce": False}
-    with pytest.raises(ConfigError, match="zero_quantized_gradients: true with use_multi_rank_bucket_allreduce false"):
+    with pytest.raises(
+        ConfigError, match=r"zero_quantized_gradients: True with .*use_multi_rank_bucket_allreduce false"
+    ):
         load_config({"zero_optimization": zero})
     with pytest.raises(ValueError, match="Set multi_rank_buckets=True"):
         OffloadPolicy(stage=2, quantised_reduction=True, multi_rank_buckets=False)

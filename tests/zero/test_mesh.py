@@ -96,7 +96,7 @@ def test_a_world_of_one_refuses_a_group_of_two_and_makes_no_group() -> None:
         ({"stage": 1, "secondary_group_size": 2}, "secondary_group_size=2 with stage 1"),
         ({"stage": 2, "quantised_gather": True}, "quantised_gather=True with stage 2"),
         ({"stage": 1, "quantised_reduction": True}, "gradients are sharded in stages 2 and 3"),
-        ({"two_stage_gather": True}, "two_stage_gather without shard_group_size"),
+        ({"two_stage_gather": True}, "two_stage_gather=True without shard_group_size"),
         ({"shard_group_size": 0}, "1 or more"),
         ({"secondary_group_size": True}, "number of ranks"),
     ],

@@ -31,7 +31,7 @@ def refused(error: type[Exception], match: str, folder: Path, **fields: Any) -> 
         ({"params": Tier.NVME}, "params rest on NVME but no path is given"),
         ({"params": Tier.NVME, "optim": Tier.NVME}, "params and optim rest on NVME but no path is given"),
         ({"grads": Tier.NVME}, "grads rest on NVME but no path is given"),
-        ({"params": Tier.HOST, "stage": 2}, "parameters rest elsewhere only when they are partitioned"),
+        ({"params": Tier.HOST, "stage": 2}, "params=cpu with stage 2, but it acts in stage 3 alone"),
         ({"optim": Tier.HOST, "stage": 0}, "offload needs stage 1, 2 or 3"),
         ({"host_bytes": 0}, "host_bytes is 0; it must be at least 1"),
         ({"tile_buffers": 0}, "tile_buffers is 0; it must be at least 1"),

@@ -12,76 +12,41 @@ Every documented key is honoured, or computed and reported, or refused with the 
 DeepSpeed's class names are aliases of tiermem's classes.
 """
 
-from tiermem.config.base import ConfigError, Problem
-from tiermem.config.io import (
-    AioConfig,
-    OffloadDevice,
-    OffloadOptimizerConfig,
-    OffloadParamConfig,
-    OffloadState,
-    PathConfig,
-)
-from tiermem.config.load import load_config, resolve_auto
-from tiermem.config.optimizer import (
-    AdagradParams,
-    AdamParams,
-    BatchSizes,
-    LionParams,
-    MuonParams,
-    OptimizerConfig,
-    OptimizerParams,
-    SchedulerConfig,
-    SgdParams,
-    solve_batch,
-)
-from tiermem.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config, PrecisionConfig
-from tiermem.config.root import TiermemConfig
-from tiermem.config.translate import ReportRow
-from tiermem.config.zero import CheckpointConfig, OwnConfig, ZeroConfig, ZeroStage
+from tiermem.config.base import ConfigError as ConfigError
+from tiermem.config.base import Problem as Problem
+from tiermem.config.io import AioConfig as AioConfig
+from tiermem.config.io import OffloadDevice as OffloadDevice
+from tiermem.config.io import OffloadOptimizerConfig as OffloadOptimizerConfig
+from tiermem.config.io import OffloadParamConfig as OffloadParamConfig
+from tiermem.config.io import OffloadState as OffloadState
+from tiermem.config.io import PathConfig as PathConfig
+from tiermem.config.load import load_config as load_config
+from tiermem.config.load import resolve_auto as resolve_auto
+from tiermem.config.optimizer import AdagradParams as AdagradParams
+from tiermem.config.optimizer import AdamParams as AdamParams
+from tiermem.config.optimizer import BatchSizes as BatchSizes
+from tiermem.config.optimizer import LionParams as LionParams
+from tiermem.config.optimizer import MuonParams as MuonParams
+from tiermem.config.optimizer import OptimizerConfig as OptimizerConfig
+from tiermem.config.optimizer import OptimizerParams as OptimizerParams
+from tiermem.config.optimizer import SchedulerConfig as SchedulerConfig
+from tiermem.config.optimizer import SgdParams as SgdParams
+from tiermem.config.optimizer import solve_batch as solve_batch
+from tiermem.config.precision import AutocastConfig as AutocastConfig
+from tiermem.config.precision import Bf16Config as Bf16Config
+from tiermem.config.precision import DataTypesConfig as DataTypesConfig
+from tiermem.config.precision import Fp16Config as Fp16Config
+from tiermem.config.precision import PrecisionConfig as PrecisionConfig
+from tiermem.config.root import TiermemConfig as TiermemConfig
+from tiermem.config.translate import ReportRow as ReportRow
+from tiermem.config.zero import CheckpointConfig as CheckpointConfig
+from tiermem.config.zero import OwnConfig as OwnConfig
+from tiermem.config.zero import ZeroConfig as ZeroConfig
+from tiermem.config.zero import ZeroStage as ZeroStage
 
-DeepSpeedZeroConfig = ZeroConfig
-DeepSpeedZeroOffloadParamConfig = OffloadParamConfig
-DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizerConfig
-ZeroStageEnum = ZeroStage
 OffloadDeviceEnum = OffloadDevice
 OffloadStateTypeEnum = OffloadState
-
-__all__ = [
-    "AdagradParams",
-    "AdamParams",
-    "AioConfig",
-    "AutocastConfig",
-    "BatchSizes",
-    "Bf16Config",
-    "CheckpointConfig",
-    "ConfigError",
-    "DataTypesConfig",
-    "DeepSpeedZeroConfig",
-    "DeepSpeedZeroOffloadOptimizerConfig",
-    "DeepSpeedZeroOffloadParamConfig",
-    "Fp16Config",
-    "LionParams",
-    "MuonParams",
-    "OffloadDevice",
-    "OffloadDeviceEnum",
-    "OffloadOptimizerConfig",
-    "OffloadParamConfig",
-    "OffloadState",
-    "OffloadStateTypeEnum",
-    "OptimizerConfig",
-    "OptimizerParams",
-    "OwnConfig",
-    "PathConfig",
-    "PrecisionConfig",
-    "Problem",
-    "ReportRow",
-    "SchedulerConfig",
-    "SgdParams",
-    "TiermemConfig",
-    "ZeroConfig",
-    "ZeroStage",
-    "ZeroStageEnum",
-    "load_config",
-    "resolve_auto",
-    "solve_batch",
-]
+DeepSpeedZeroOffloadParamConfig = OffloadParamConfig
+DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizerConfig
+DeepSpeedZeroConfig = ZeroConfig
+ZeroStageEnum = ZeroStage

@@ -6,16 +6,17 @@ import difflib
 import enum
 import math
 import re
-import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import pydantic
 import torch
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo
 
-from tiermem.config.keys import REFUSED, is_auto
+from tiermem.config.keys import RECOGNISED, REFUSED, is_auto
+from tiermem.policy import CombinedError
 
 # ---- ConfigError -----------------------------------------------------------------------------------------------------
 
@@ -52,32 +53,21 @@ class ConfigError(ValueError):
         return f"{len(self.problems)} problems in {self.source}:{lines}"
 
 
-def problems_of(error: pydantic.ValidationError, root: type[pydantic.BaseModel]) -> list[Problem]:
-    """Returns pydantic's findings as problems with paths from `root`; for an unknown key it names the nearest known key."""
-    return [problem for detail in error.errors() for problem in _problems_of_detail(detail, root)]
-
-
-def _problems_of_detail(detail: Any, root: type[pydantic.BaseModel]) -> Iterator[Problem]:
-    parts = tuple(str(part) for part in detail["loc"])
-    path = ".".join(parts)
-    kind = detail["type"]
-    if kind == "extra_forbidden":
-        yield Problem(path, _unknown_key(path, parts, root))
-    elif kind == "missing":
-        yield Problem(path, "is missing and has no default")
-    elif kind == "value_error":
-        yield from _own_problems(path, detail)
-    else:
-        yield Problem(path, f"{_shown(detail['input'])} given; {_allowed(detail)}")
-
-
-def _own_problems(path: str, detail: Any) -> Iterator[Problem]:
-    cause = detail["ctx"]["error"]
-    if isinstance(cause, CombinedError):
-        for key, message in cause.found:
-            yield Problem(".".join(part for part in (path, key) if part), message)
-    else:
-        yield Problem(path, str(cause))
+def problems_of(error: pydantic.ValidationError, root: type[pydantic.BaseModel]) -> Iterator[Problem]:
+    """Yields pydantic's findings as problems with paths from `root`; for an unknown key it names the nearest known key."""
+    for detail in error.errors():
+        parts = [str(part) for part in detail["loc"]]
+        path, cause = ".".join(parts), detail.get("ctx", {}).get("error")
+        if isinstance(cause, CombinedError):
+            yield from (Problem(".".join(filter(None, (path, key))), message) for key, message in cause.found)
+        elif isinstance(cause, ValueError):
+            yield Problem(path, str(cause))
+        elif detail["type"] == "extra_forbidden":
+            yield Problem(path, _unknown_key(path, parts, root))
+        elif detail["type"] == "missing":
+            yield Problem(path, "is missing and has no default")
+        else:
+            yield Problem(path, f"{_shown(detail['input'])} given; {_allowed(detail)}")
 
 
 def _allowed(detail: Any) -> str:
@@ -86,8 +76,9 @@ def _allowed(detail: Any) -> str:
         return 'allowed is an object of keys, like {"key": value}'
     if detail["type"] == "int_from_float":
         return f"allowed is a whole number, such as {math.ceil(detail['input'])}"
-    message = message.replace("Input should be greater", "allowed is a value greater", 1)
-    message = message.replace("Input should be less", "allowed is a value less", 1)
+    if "expected" in detail.get("ctx", {}) and isinstance(detail["input"], str):
+        message += did_you_mean(detail["input"], re.findall(r"'(\w+)'", detail["ctx"]["expected"]))
+    message = re.sub("^Input should be (greater|less)", r"allowed is a value \1", message)
     return message.replace("Input should be", "allowed is", 1)
 
 
@@ -98,28 +89,15 @@ def _shown(value: object) -> str:
 
 def _unknown_key(path: str, parts: Sequence[str], root: type[pydantic.BaseModel]) -> str:
     if path in REFUSED:
-        return f"set, but {REFUSED[path].reason}"
-    prefix, section = _section_of(parts, root)
-    same = _field_of(section, parts[-1]) if section is not None else None
+        return f"set, but {REFUSED[path]}"
+    known = known_paths(root)
+    *section, key = (part for part in parts if not part.isdigit())  # a number is a place in a list of sections
+    prefix = known.get(".".join(section), ".".join(section))
+    same = known.get(".".join([*section, key]))
     if same is not None:
-        return f"given together with another spelling of {prefix}.{same[0]}; keep one of them"
-    nearest = _nearest(parts[-1], prefix, list(_known_paths(root)))
+        return f"given together with another spelling of {same}; keep one of them"
+    nearest = _nearest(key, prefix, list(dict.fromkeys(known.values())))
     return f"unknown key; did you mean {nearest}?" if nearest else "unknown key, and none known is like it; remove it"
-
-
-def _section_of(parts: Sequence[str], root: type[pydantic.BaseModel]) -> tuple[str, type[pydantic.BaseModel] | None]:
-    """The section that holds a key: its path in documented names (`bf16` for `bfloat16`), and its model."""
-    names: list[str] = []
-    model: type[pydantic.BaseModel] | None = root
-    for part in parts[:-1]:
-        if part.isdigit():  # a place in a list: what it holds is the list's kind of section
-            continue
-        found = _field_of(model, part) if model is not None else None
-        if found is None:
-            return ".".join(parts[:-1]), None
-        names.append(found[0])
-        model = found[1]
-    return ".".join(names), model
 
 
 def _nearest(key: str, prefix: str, known: Sequence[str]) -> str | None:
@@ -136,33 +114,35 @@ def _nearest(key: str, prefix: str, known: Sequence[str]) -> str | None:
     return siblings[close[0]] if close else None
 
 
-def _known_paths(model: type[pydantic.BaseModel], prefix: str = "") -> Iterator[str]:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A clause that names the nearest known word, in any case; empty where none is like it."""
+    words = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(word.lower(), words, n=1)
+    return f"; did you mean {words[close[0]]}?" if close else ""
+
+
+def known_paths(model: type[pydantic.BaseModel]) -> dict[str, str]:
+    """Every key below a model in each of its spellings, as a dotted path, with its documented path."""
+    return {**dict(_paths_in(model, "", "")), **{key: key for key in RECOGNISED}}
+
+
+def _paths_in(model: type[pydantic.BaseModel], spelt: str, documented: str) -> Iterator[tuple[str, str]]:
     for name, field in model.model_fields.items():
-        path = prefix + canonical_key(model, name)
-        yield path
-        for inner in _models_in(field.annotation):
-            yield from _known_paths(inner, path + ".")
-    if not prefix:
-        yield from (key for key in REFUSED if "." not in key)
+        path = documented + canonical_key(model, name)
+        for key in spellings(model, name):
+            yield spelt + key, path
+            for inner in _types_in(field.annotation):
+                if isinstance(inner, type) and issubclass(inner, pydantic.BaseModel):
+                    yield from _paths_in(inner, f"{spelt}{key}.", f"{path}.")
 
 
-def _field_of(model: type[pydantic.BaseModel], key: str) -> tuple[str, type[pydantic.BaseModel] | None] | None:
-    for name, field in model.model_fields.items():
-        aliases = field.validation_alias
-        spellings = aliases.choices if isinstance(aliases, pydantic.AliasChoices) else [aliases]
-        if key == name or key in spellings:
-            return canonical_key(model, name), next(_models_in(field.annotation), None)
-    return None
-
-
-def _models_in(annotation: object) -> Iterator[type[pydantic.BaseModel]]:
-    """The models that an annotation holds, through Optional, Annotated and unions; none for plain values."""
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        if issubclass(annotation, pydantic.BaseModel):
-            yield annotation
-        return
-    for inner in typing.get_args(annotation):
-        yield from _models_in(inner)
+def _types_in(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation holds, through unions, containers and Annotated; a Literal is one."""
+    inner = () if typing.get_origin(annotation) is Literal else typing.get_args(annotation)
+    if not inner:
+        yield annotation
+    for each in inner:
+        yield from _types_in(each)
 
 
 # ---- sections and their numbers --------------------------------------------------------------------------------------
@@ -175,15 +155,12 @@ _FLOAT = re.compile(r"\s*[+-]?\d+(\.\d*)?e[+-]?\d+\s*", re.IGNORECASE)
 _SIZE_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-class CombinedError(ValueError):
-    """Several problems of one section: for each a key, relative to the section, and a sentence."""
+class Sets(NamedTuple):
+    """An annotation of a key: the field of OffloadPolicy that it sets."""
 
-    def __init__(self, found: Sequence[tuple[str, str]]) -> None:
-        self.found = tuple(found)
-        super().__init__("; ".join(f"{key}: {message}" if key else message for key, message in found))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.found,), self.__dict__
+    field: str
+    values: Mapping[Any, Any] = MappingProxyType({})
+    """What values of the key become there, where they do not stay; None leaves the field alone, as if the key were not set."""
 
 
 class ConfigModel(pydantic.BaseModel):
@@ -224,22 +201,20 @@ class ConfigModel(pydantic.BaseModel):
     @classmethod
     def _refuse_what_does_not_exist(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
-        refusal = REFUSED.get(cls.path_of(info.field_name))
-        default = cls.model_fields[info.field_name].get_default(call_default_factory=True)
-        if refusal is not None and value != default:
-            raise ValueError(f"{value!r} given, but {refusal.reason}")
+        reason = REFUSED.get(cls.path_of(info.field_name))
+        if reason is not None and value != cls.model_fields[info.field_name].get_default(call_default_factory=True):
+            raise ValueError(f"{value!r} given, but {reason}")
         return value
 
     @pydantic.model_validator(mode="after")
     def _check_together(self) -> ConfigModel:
-        found = self.contradictions()
-        if found:
+        if found := list(self.contradictions()):
             raise CombinedError(found)
         return self
 
-    def contradictions(self) -> list[tuple[str, str]]:
+    def contradictions(self) -> Iterable[tuple[str, str]]:
         """What is wrong with the keys taken together: (key relative to this section, sentence) each."""
-        return []
+        return ()
 
     def is_set(self, name: str) -> bool:
         """Whether the user gave the field a value ("auto" is none)."""
@@ -254,21 +229,23 @@ class ConfigModel(pydantic.BaseModel):
 
 def canonical_key(model: type[pydantic.BaseModel], name: str) -> str:
     """The documented key of a field: its alias where it has one (`stage3_prefetch_bucket_size`), else its name."""
+    return spellings(model, name)[0]
+
+
+def spellings(model: type[pydantic.BaseModel], name: str) -> tuple[str, ...]:
+    """The keys that set a field, the documented one first."""
     alias = model.model_fields[name].validation_alias
-    if isinstance(alias, pydantic.AliasChoices):
-        alias = alias.choices[0]
-    return alias if isinstance(alias, str) else name
+    choices = alias.choices if isinstance(alias, pydantic.AliasChoices) else [alias]
+    return tuple(dict.fromkeys([*(each for each in choices if isinstance(each, str)), name]))
 
 
 def _words_of(annotation: Any) -> Iterator[str]:
     """The words that a value may be: those of a Literal or an enum, inside unions, too."""
-    if isinstance(annotation, type) and issubclass(annotation, str) and issubclass(annotation, enum.Enum):
-        yield from (member.value for member in annotation)
-    elif typing.get_origin(annotation) is Literal:
-        yield from (word for word in typing.get_args(annotation) if isinstance(word, str))
-    elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        for inner in typing.get_args(annotation):
-            yield from _words_of(inner)
+    for each in _types_in(annotation):
+        if isinstance(each, type) and issubclass(each, str) and issubclass(each, enum.Enum):
+            yield from (member.value for member in each)
+        elif typing.get_origin(each) is Literal:
+            yield from (word for word in typing.get_args(each) if isinstance(word, str))
 
 
 def _no_bool(value: Any) -> Any:

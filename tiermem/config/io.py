@@ -6,7 +6,7 @@ import enum
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -14,7 +14,7 @@ import pydantic
 import torch
 from pydantic import BeforeValidator, Field
 
-from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount
+from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount, Sets
 from tiermem.policy import IoSettings, NvmePath
 
 # ---- paths -----------------------------------------------------------------------------------------------------------
@@ -46,14 +46,11 @@ class PathConfig(ConfigModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _accept_plain_folders(cls, raw: Any) -> Any:
-        folder = raw.get("path") if isinstance(raw, dict) else raw
-        if isinstance(raw, dict) and "path" not in raw:
-            return raw
-        if not isinstance(folder, (str, Path)):
-            raise ValueError(f"{folder!r} given; {_ALLOWED}")
-        if not str(folder).strip():
-            raise ValueError(f"an empty path given; {_ALLOWED}")
-        return raw if isinstance(raw, dict) else {"path": raw}
+        given = raw if isinstance(raw, dict) else {"path": raw}
+        folder = given.get("path", Path())  # pydantic finds that it is missing
+        if isinstance(folder, (str, Path)) and str(folder).strip():
+            return given
+        raise ValueError(f"{'an empty path' if isinstance(folder, str) else repr(folder)} given; {_ALLOWED}")
 
     @property
     def value(self) -> NvmePath:
@@ -132,13 +129,8 @@ def _detour() -> str:
             return "kvikio runs in compatibility mode (KVIKIO_COMPAT_MODE, or libcufile cannot be used)"
         if not driver.get("is_gds_available"):
             return "the cuFile driver runs in compatibility mode (nvidia-fs is not loaded, or the file system refuses)"
-    except (
-        ImportError,
-        AttributeError,
-        RuntimeError,
-        OSError,
-        ValueError,
-    ) as error:  # kvikio's own words are the reason
+    except (ImportError, AttributeError, RuntimeError, OSError, ValueError) as error:
+        # kvikio's own words are the reason
         return f"kvikio cannot reach the cuFile driver ({type(error).__name__}: {error})"
     return ""
 
@@ -184,8 +176,11 @@ class AioConfig(ConfigModel):
     @property
     def threads(self) -> int | None:
         """Threads that the user asked for, under whichever spelling; None when not set."""
-        given = [getattr(self, name) for name in _SPELLINGS if self.is_set(name) and getattr(self, name) is not None]
-        return given[0] if given else None
+        return next(iter(self._given_threads().values()), None)
+
+    def _given_threads(self) -> dict[str, int]:
+        given = {name: getattr(self, name) for name in _SPELLINGS if self.is_set(name)}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def depth(self) -> int | None:
@@ -202,25 +197,17 @@ class AioConfig(ConfigModel):
             raise ValueError(f"true given, but {why_not()}")
         return value
 
-    def contradictions(self) -> list[tuple[str, str]]:
-        return [*self._spellings_that_disagree(), *self._too_deep()]
-
-    def _spellings_that_disagree(self) -> list[tuple[str, str]]:
-        given = {name: getattr(self, name) for name in _SPELLINGS if self.is_set(name)}
-        given = {name: value for name, value in given.items() if value is not None}
+    def contradictions(self) -> Iterator[tuple[str, str]]:
+        given = self._given_threads()
         if len(set(given.values())) > 1:
             shown = ", ".join(f"{name} {value}" for name, value in given.items())
-            return [("intra_op_parallelism", f"{shown} given; the three names mean the same, so keep one")]
-        return []
-
-    def _too_deep(self) -> list[tuple[str, str]]:
+            yield "intra_op_parallelism", f"{shown} given; the three names mean the same, so keep one"
         depth = self.depth or 0
-        if depth <= _MAX_DEPTH:
-            return []
-        product = f"queue_depth {self.queue_depth}"
-        if self.threads and self.threads > 1:
-            product += f" * intra_op_parallelism {self.threads} = {depth}"
-        return [("queue_depth", f"{product} requests in flight, but allowed are at most {_MAX_DEPTH}; lower it")]
+        if depth > _MAX_DEPTH:
+            product = f"queue_depth {self.queue_depth}"
+            if self.threads and self.threads > 1:
+                product += f" * intra_op_parallelism {self.threads} = {depth}"
+            yield "queue_depth", f"{product} requests in flight, but allowed are at most {_MAX_DEPTH}; lower it"
 
 
 # ---- offload_param and offload_optimizer -----------------------------------------------------------------------------
@@ -268,11 +255,13 @@ class OffloadParamConfig(_OffloadConfig):
 
     section: ClassVar[str] = "zero_optimization.offload_param"
 
-    buffer_count: Count = 5
+    device: Annotated[OffloadDevice, Sets("params")] = OffloadDevice.none
+    """Tier that the parameters rest on: none leaves them on the device, cpu is host memory, nvme is files."""
+    buffer_count: Annotated[Count, Sets("unit_buffers", {0: None})] = 5
     """Units of parameters present at once when they rest on NVMe; 0 as if not set."""
-    buffer_size: Count = 100_000_000
+    buffer_size: Annotated[Count, Sets("unit_numel", {0: None})] = 100_000_000
     """Most elements of one unit when parameters rest on NVMe; a larger unit is refused. 0: as if not set."""
-    max_in_cpu: Count = 1_000_000_000
+    max_in_cpu: Annotated[Count, Sets("host_param_numel")] = 1_000_000_000
     """Elements of parameters that stay in host memory although their home is NVMe. Not set: 0."""
 
 
@@ -282,12 +271,14 @@ class OffloadOptimizerConfig(_OffloadConfig):
 
     section: ClassVar[str] = "zero_optimization.offload_optimizer"
 
-    buffer_count: Count = 4
+    device: Annotated[OffloadDevice, Sets("optim")] = OffloadDevice.none
+    """Tier that the states rest on: none leaves them on the device, cpu is host memory, nvme is files."""
+    buffer_count: Annotated[Count, Sets("tile_buffers", {0: None})] = 4
     """Buffers for states on NVMe, counted as the reference does: 4 are one tile of Adam's states in flight, 12 let reading,
     stepping and writing overlap. 0: as if not set."""
-    pipeline_read: bool = False
+    pipeline_read: Annotated[bool, Sets("pipeline_read")] = False
     """Read the next tile while this one is stepped. Not set: on."""
-    pipeline_write: bool = False
+    pipeline_write: Annotated[bool, Sets("pipeline_write")] = False
     """Write the previous tile while this one is stepped. Not set: on."""
     fast_init: bool = False
     """Make states in place on NVMe; always so here."""
@@ -301,22 +292,22 @@ class OffloadOptimizerConfig(_OffloadConfig):
     @pydantic.field_validator("ratio")
     @classmethod
     def _refuse_gpu_steps(cls, value: float) -> float:
-        if value != 1.0:
-            raise ValueError(f"{value} given, but {_why_no_gpu_steps(1.0 - value)}; allowed is 1.0, all on the CPU")
-        return value
+        if value == 1.0:
+            return value
+        reason = f"stepping the other {1.0 - value:.0%} of the states on the GPU is not built yet"
+        if not torch.accelerator.is_available():
+            reason = f"there is no GPU here that could step the other {1.0 - value:.0%} of the states"
+        raise ValueError(f"{value} given, but {reason}; allowed is 1.0, all on the CPU")
 
-    def contradictions(self) -> list[tuple[str, str]]:
-        if self.device is not OffloadDevice.nvme or not 0 < self.buffer_count < STATES_PER_TILE:
-            return []
-        return [
-            (
+    def contradictions(self) -> Iterator[tuple[str, str]]:
+        if self.device is OffloadDevice.nvme and 0 < self.buffer_count < STATES_PER_TILE:
+            yield (
                 "buffer_count",
                 f"{self.buffer_count} given, but one tile of Adam takes {STATES_PER_TILE} (parameter, gradient, "
                 f"momentum, variance): {self.buffer_count} // {STATES_PER_TILE} = 0 tiles; set at least "
                 f"{STATES_PER_TILE}, or {2 * STATES_PER_TILE} with pipeline_read or pipeline_write, "
                 f"{3 * STATES_PER_TILE} with both, or 0 to have it planned",
             )
-        ]
 
     @pydantic.model_validator(mode="after")
     def _warn_of_too_few_buffers(self) -> OffloadOptimizerConfig:
@@ -331,9 +322,3 @@ class OffloadOptimizerConfig(_OffloadConfig):
                 stacklevel=2,
             )
         return self
-
-
-def _why_no_gpu_steps(share: float) -> str:
-    if not torch.accelerator.is_available():
-        return f"there is no GPU here that could step the other {share:.0%} of the states"
-    return f"stepping the other {share:.0%} of the states on the GPU is not built yet"

@@ -6,118 +6,87 @@
 
 Every other key of the models is honoured. Keys are dotted paths from the top of the config. A top-level key in REFUSED for
 which no model has a field is a section or switch that tiermem only recognises: `is_off` says whether its value asks for
-nothing. Some of these do not change the training (monitors, profilers): their refusal has `is_inert`, so they are dropped
-with a warning, and refused only with tiermem.strict.
+nothing. Some of these do not change the training (monitors, profilers): those in INERT are dropped with a warning, and
+refused only with tiermem.strict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
-
-__all__ = ["COMPUTED", "PLANNED", "REFUSED", "Refusal", "is_auto", "is_off", "is_recognised_only"]
-
-
-class Refusal(NamedTuple):
-    """Why a key is refused, and for keys that no model has, its value that asks for nothing."""
-
-    reason: str
-    """A clause that fits after "..., but ": what does not exist, and what to do."""
-    off: Any = None
-    """The documented default; None, false, {} and {"enabled": false} ask for nothing too."""
-    is_inert: bool = False
-    """Nothing of what is trained depends on it: it is refused with tiermem.strict alone."""
-
+from typing import Any
 
 _ZERO = "zero_optimization"
 _PARAM = "zero_optimization.offload_param"
 _OPTIM = "zero_optimization.offload_optimizer"
 
-REFUSED: Mapping[str, Refusal] = MappingProxyType(
+INERT: Mapping[str, str] = MappingProxyType(
     {
-        # zero_optimization
-        f"{_ZERO}.legacy_stage1": Refusal("the old stage 1 does not exist here; remove the key"),
-        f"{_ZERO}.zeropp_loco_param": Refusal(
-            "error feedback (LoCo) would keep every gradient of the model whole on each rank, which sharding exists to avoid; "
-            "remove the key"
+        "memory_breakdown": "use `tiermem plan` for where memory goes; remove the key",
+        "vocabulary_size": "nothing depends on it; remove the key",
+        "flops_profiler": "there is no FLOPS profiler; use torch.profiler and remove the section",
+        "activation_checkpointing": "activations are checkpointed by the model (torch.utils.checkpoint), not by a "
+        "config; remove the section",
+        "autotuning": "use `tiermem tune` and `tiermem plan`; remove the section",
+        "comms_logger": "collectives are counted (Shards.topology.traffic) but not timed; use torch.profiler",
+        "load_universal_checkpoint": "what is saved opens on any number of ranks without it; remove the key",
+        "use_node_local_storage": "what is saved lies in the file or folder you name; remove the key",
+        "nebula": "that service is not supported; remove the section",
+        "use_data_before_expert_parallelism": "expert parallelism does not exist; remove the key",
+        "compile": "call engine.compile() after initialize; remove the section",
+        "graph_harvesting": "CUDA graphs are not captured for you; remove the key",
+        "disable_python_gc": "call gc.disable() and gc.collect() yourself; remove the key",
+        "log_level": 'set it with logging.getLogger("tiermem").setLevel; remove the key',
+        "eigenvalue": "eigenvalues are not computed; remove the section",
+        **dict.fromkeys(
+            ("tensorboard", "wandb", "comet", "csv_monitor"),
+            "monitors are not started for you; log from the training loop and remove the section",
         ),
-        f"{_ZERO}.save_muon_momentum_buffer_in_memory": Refusal(
-            "momentum rests with the other states; to keep a part of them in memory set tiermem.resident_bytes"
-        ),
-        f"{_ZERO}.zenflow": Refusal("asynchronous selective updates (ZenFlow) do not exist; remove the key"),
-        f"{_OPTIM}.super_offload": Refusal(
-            "SuperOffload does not exist here, nor its step_subgroup and rollback_subgroup; tiermem.step_in_backward steps "
-            "each unit while backward runs. Remove the key"
-        ),
-        f"{_OPTIM}.cpuadam_cores_perc": Refusal("it belongs to SuperOffload, which does not exist; remove the key"),
-        # precision
-        "amp": Refusal('apex amp cannot be combined with ZeRO; use "bf16" or "fp16"'),
-        "seq_parallel_communication_data_type": Refusal("sequence parallelism does not exist; remove it", off="fp32"),
-        # optimizer
-        "optimizer.params.bias_correction": Refusal("moments are always corrected for their start; remove the key"),
-        "optimizer.legacy_fusion": Refusal("there is no fused legacy optimizer; remove the key"),
-        # the rest of the top level
-        "sparse_gradients": Refusal(
-            "sparse gradients are neither reduced nor stepped here; build embeddings with sparse=False, or freeze them, and "
-            "remove the key"
-        ),
-        "disable_allgather": Refusal("updated parameters are always gathered; remove the key"),
-        "memory_breakdown": Refusal("use `tiermem plan` for where memory goes; remove the key", is_inert=True),
-        "vocabulary_size": Refusal("nothing depends on it; remove the key", is_inert=True),
-        "flops_profiler": Refusal(
-            "there is no FLOPS profiler; use torch.profiler and remove the section", is_inert=True
-        ),
-        "activation_checkpointing": Refusal(
-            "activations are checkpointed by the model (torch.utils.checkpoint), not by a config; remove the section",
-            is_inert=True,
-        ),
-        "sparse_attention": Refusal("attention is the model's own; remove the section"),
-        "autotuning": Refusal("use `tiermem tune` and `tiermem plan`; remove the section", is_inert=True),
-        "elasticity": Refusal("batch sizes are not chosen for you; remove the section"),
-        "compression_training": Refusal("compression does not exist here; remove the section"),
-        "data_efficiency": Refusal("curricula and data routing do not exist here; remove the section"),
-        "curriculum_learning": Refusal("curricula do not exist here; remove the section"),
-        "tensorboard": Refusal(
-            "monitors are not started for you; log from the training loop and remove the section", is_inert=True
-        ),
-        "wandb": Refusal(
-            "monitors are not started for you; log from the training loop and remove the section", is_inert=True
-        ),
-        "comet": Refusal(
-            "monitors are not started for you; log from the training loop and remove the section", is_inert=True
-        ),
-        "csv_monitor": Refusal(
-            "monitors are not started for you; log from the training loop and remove the section", is_inert=True
-        ),
-        "comms_logger": Refusal(
-            "collectives are counted (Shards.topology.traffic) but not timed; use torch.profiler", is_inert=True
-        ),
-        "load_universal_checkpoint": Refusal(
-            "what is saved opens on any number of ranks without it; remove the key", is_inert=True
-        ),
-        "use_node_local_storage": Refusal(
-            "what is saved lies in the file or folder you name; remove the key", is_inert=True
-        ),
-        "nebula": Refusal("that service is not supported; remove the section", is_inert=True),
-        "hybrid_engine": Refusal("there is no inference engine; remove the section"),
-        "tensor_parallel": Refusal("tensor parallelism does not exist here; remove the section"),
-        "expert_parallel": Refusal("expert parallelism does not exist here; remove the section"),
-        "sequence_parallel_size": Refusal("sequence parallelism does not exist here; set 1 or remove it", off=1),
-        "pipeline": Refusal("pipeline parallelism does not exist here; remove the section"),
-        "use_data_before_expert_parallelism": Refusal(
-            "expert parallelism does not exist; remove the key", is_inert=True
-        ),
-        "compile": Refusal("call engine.compile() after initialize; remove the section", is_inert=True),
-        "graph_harvesting": Refusal("CUDA graphs are not captured for you; remove the key", is_inert=True),
-        "disable_python_gc": Refusal("call gc.disable() and gc.collect() yourself; remove the key", is_inert=True),
-        "log_level": Refusal('set it with logging.getLogger("tiermem").setLevel; remove the key', is_inert=True),
-        "eigenvalue": Refusal("eigenvalues are not computed; remove the section", is_inert=True),
-        "progressive_layer_drop": Refusal("layers are not dropped for you; remove the section"),
-        "quantize_training": Refusal("quantised training does not exist here; remove the section"),
-        "weight_quantization": Refusal("weights are not quantised; remove the section"),
     }
 )
+"""Why keys do nothing here, of which nothing that is trained depends: refused with tiermem.strict alone."""
+
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        f"{_ZERO}.legacy_stage1": "the old stage 1 does not exist here; remove the key",
+        f"{_ZERO}.zeropp_loco_param": "error feedback (LoCo) would keep every gradient of the model whole on each "
+        "rank, which sharding exists to avoid; remove the key",
+        f"{_ZERO}.save_muon_momentum_buffer_in_memory": "momentum rests with the other states; to keep a part of them "
+        "in memory set tiermem.resident_bytes",
+        f"{_ZERO}.zenflow": "asynchronous selective updates (ZenFlow) do not exist; remove the key",
+        f"{_OPTIM}.super_offload": "SuperOffload does not exist here, nor its step_subgroup and rollback_subgroup; "
+        "tiermem.step_in_backward steps each unit while backward runs. Remove the key",
+        f"{_OPTIM}.cpuadam_cores_perc": "it belongs to SuperOffload, which does not exist; remove the key",
+        "amp": 'apex amp cannot be combined with ZeRO; use "bf16" or "fp16"',
+        "seq_parallel_communication_data_type": "sequence parallelism does not exist; remove it",
+        "optimizer.params.bias_correction": "moments are always corrected for their start; remove the key",
+        "optimizer.legacy_fusion": "there is no fused legacy optimizer; remove the key",
+        "sparse_gradients": "sparse gradients are neither reduced nor stepped here; build embeddings with "
+        "sparse=False, or freeze them, and remove the key",
+        "disable_allgather": "updated parameters are always gathered; remove the key",
+        "sparse_attention": "attention is the model's own; remove the section",
+        "elasticity": "batch sizes are not chosen for you; remove the section",
+        "compression_training": "compression does not exist here; remove the section",
+        "data_efficiency": "curricula and data routing do not exist here; remove the section",
+        "curriculum_learning": "curricula do not exist here; remove the section",
+        "hybrid_engine": "there is no inference engine; remove the section",
+        "tensor_parallel": "tensor parallelism does not exist here; remove the section",
+        "expert_parallel": "expert parallelism does not exist here; remove the section",
+        "sequence_parallel_size": "sequence parallelism does not exist here; set 1 or remove it",
+        "pipeline": "pipeline parallelism does not exist here; remove the section",
+        "progressive_layer_drop": "layers are not dropped for you; remove the section",
+        "quantize_training": "quantised training does not exist here; remove the section",
+        "weight_quantization": "weights are not quantised; remove the section",
+        **INERT,
+    }
+)
+"""Why keys are refused: a clause that fits after "..., but " and says what does not exist, and what to do."""
+
+RECOGNISED = tuple(key for key in REFUSED if "." not in key)
+"""Keys of the top that no model has."""
+
+OFF: Mapping[str, Any] = MappingProxyType({"seq_parallel_communication_data_type": "fp32", "sequence_parallel_size": 1})
+"""The documented default of a key that no model has; None, false, {} and {"enabled": false} ask for nothing too."""
 
 COMPUTED: Mapping[str, str] = MappingProxyType(
     {
@@ -176,18 +145,12 @@ def is_auto(value: object) -> bool:
     return isinstance(value, str) and value == "auto"
 
 
-def is_recognised_only(path: str, fields: Container[str]) -> bool:
-    """Whether a key of the top is refused and none of the top's fields."""
-    return path in REFUSED and "." not in path and path not in fields
-
-
 def is_off(value: Any, off: Any) -> bool:
     """Whether a recognised key's value asks for nothing: its default, or anything false, or a section of such."""
     if value is None or is_auto(value):
         return True
     if isinstance(value, Mapping):
-        if "enabled" in value:
-            return is_off(value["enabled"], None)
-        defaults = off if isinstance(off, Mapping) else {}
-        return all(is_off(inner, defaults.get(key)) for key, inner in value.items())
+        return (
+            is_off(value["enabled"], None) if "enabled" in value else all(is_off(each, None) for each in value.values())
+        )
     return bool(value == off) if off is not None else not value

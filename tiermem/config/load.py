@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,13 @@ def load_config(config: Mapping[str, Any] | str | os.PathLike[str] | TiermemConf
     """
     if isinstance(config, TiermemConfig):
         return config
-    if isinstance(config, Mapping):
-        return _validated(dict(config), "the config")
-    if not isinstance(config, (str, os.PathLike)):
-        given = type(config).__name__
-        raise ConfigError([Problem("", f"a {given} given; allowed is a dict, a path or JSON text")])
-    if isinstance(config, str) and config.lstrip().startswith("{"):
-        return _validated(_parsed(config, "the config text"), "the config text")
-    source = os.fspath(config)
-    return _validated(_parsed(Path(source).read_text(encoding="utf-8"), source), source)
+    raw, source = _read(config)
+    try:
+        read = TiermemConfig.model_validate(raw)
+    except pydantic.ValidationError as error:
+        raise ConfigError([*problems_of(error, TiermemConfig)], source) from None
+    read._auto_keys = frozenset(_auto_paths(raw, ""))
+    return read
 
 
 def resolve_auto(config: TiermemConfig, hidden_size: int) -> TiermemConfig:
@@ -57,13 +56,16 @@ def resolve_auto(config: TiermemConfig, hidden_size: int) -> TiermemConfig:
     return config.model_copy(update={"zero_optimization": zero.model_copy(update=auto)}) if auto else config
 
 
-def _validated(raw: dict[str, Any], source: str) -> TiermemConfig:
-    try:
-        config = TiermemConfig.model_validate(raw)
-    except pydantic.ValidationError as error:
-        raise ConfigError(problems_of(error, TiermemConfig), source) from None
-    config._auto_keys = frozenset(_auto_paths(raw, ""))
-    return config
+def _read(given: Given) -> tuple[dict[str, Any], str]:
+    """A mapping, or a JSON text or file, as a dict, and where it comes from. Raises ConfigError and OSError."""
+    if isinstance(given, Mapping):
+        return dict(given), "the config"
+    if not isinstance(given, (str, os.PathLike)):
+        raise ConfigError([Problem("", f"a {type(given).__name__} given; allowed is a dict, a path or JSON text")])
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        return _parsed(given, "the config text"), "the config text"
+    source = os.fspath(given)
+    return _parsed(Path(source).read_text(encoding="utf-8"), source), source
 
 
 def _auto_paths(raw: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -103,12 +105,8 @@ def _parsed_as_hjson(text: str, source: str, first: json.JSONDecodeError, repeat
 
 
 def _unique(pairs: list[tuple[str, Any]], repeated: list[str]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in seen:
-            repeated.append(key)
-        seen[key] = value
-    return seen
+    repeated += [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    return dict(pairs)
 
 
 # ---- with_tuned ------------------------------------------------------------------------------------------------------
@@ -131,27 +129,18 @@ def with_tuned(config: Given, tuned: Given) -> dict[str, Any]:
     the values of the result, not this function. Raises OSError; ValueError for a file that is no JSON object or has keys that
     `tiermem tune` does not write.
     """
-    merged, found = dict(_read(config)), _read(tuned)
+    (merged, _), (found, source) = read = _read(config), _read(tuned)
+    for content, where in read:
+        for key in _KEYS:
+            if not isinstance(content.get(key, {}), Mapping):
+                raise ValueError(f"{key} of {where} is no object of keys")
     foreign = sorted(set(found) - _KEYS) + sorted(f"tiermem.{key}" for key in set(found.get("tiermem", {})) - _OWN_KEYS)
     if foreign:
-        what = os.fspath(tuned) if not isinstance(tuned, Mapping) else "the mapping"
         raise ValueError(
-            f"{what} holds {', '.join(foreign)}, which `tiermem tune` does not write; is it the right file?"
+            f"{source} holds {', '.join(foreign)}, which `tiermem tune` does not write; is it the right file?"
         )
     if "aio" in found:
         merged["aio"] = dict(found["aio"])
     if "tiermem" in found:
         merged["tiermem"] = {**merged.get("tiermem", {}), **found["tiermem"]}
     return merged
-
-
-def _read(given: Given) -> Mapping[str, Any]:
-    if isinstance(given, Mapping):
-        return given
-    try:
-        content = json.loads(Path(given).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(given)} is not JSON: {error}") from None
-    if not isinstance(content, dict) or not all(isinstance(content.get(key, {}), dict) for key in _KEYS):
-        raise ValueError(f"{os.fspath(given)} holds no config: allowed is a JSON object of sections")
-    return content

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import pydantic
 from pydantic import Field, SerializeAsAny, ValidationInfo
 
-from tiermem.config.base import CombinedError, ConfigModel, Number, PositiveCount
+from tiermem.config.base import ConfigModel, Number, PositiveCount
 from tiermem.config.keys import is_auto
+from tiermem.policy import CombinedError
 from tiermem.schedule import check_params, schedule_class
 
 # ---- optimizer -------------------------------------------------------------------------------------------------------
@@ -119,16 +121,10 @@ class SgdParams(OptimizerParams):
     def num_moments(self) -> int:
         return int(self.momentum > 0)
 
-    def contradictions(self) -> list[tuple[str, str]]:
+    def contradictions(self) -> Iterator[tuple[str, str]]:
         if self.nesterov and not (self.momentum > 0 and self.dampening == 0):
-            return [
-                (
-                    "nesterov",
-                    f"true with momentum {self.momentum} and dampening {self.dampening}; it needs momentum above 0 and "
-                    "dampening 0",
-                )
-            ]
-        return []
+            given = f"momentum {self.momentum} and dampening {self.dampening}"
+            yield "nesterov", f"true with {given}; it needs momentum above 0 and dampening 0"
 
 
 class MuonParams(OptimizerParams):
@@ -164,7 +160,6 @@ _PARAMS: dict[str, type[OptimizerParams]] = {
     "SGD": SgdParams,
     "Muon": MuonParams,
 }
-_TYPES = {name.lower(): name for name in _PARAMS}
 _ABOUT_US = ("adam_w_mode", "fp32_optimizer_states", "bias_correction", "torch_adam", "ns_method")
 
 
@@ -173,23 +168,14 @@ class OptimizerConfig(ConfigModel):
 
     section: ClassVar[str] = "optimizer"
 
-    type: str
-    """Adam, AdamW, Adagrad, Lion, SGD or Muon, in any case."""
+    type: Literal["Adam", "AdamW", "Adagrad", "Lion", "SGD", "Muon"]
+    """The rule of a step, in any case."""
     params: SerializeAsAny[AdamParams | AdagradParams | LionParams | SgdParams | MuonParams] = Field(
         default=AdamParams(), validate_default=True
     )
     """Settings of the optimizer."""
     legacy_fusion: bool = False
     """Fused optimizer of old; does not exist here."""
-
-    @pydantic.field_validator("type")
-    @classmethod
-    def _know_type(cls, value: str) -> str:
-        if value.lower() not in _TYPES:
-            near = difflib.get_close_matches(value.lower(), _TYPES, n=1)
-            hint = f"; did you mean {_TYPES[near[0]]}?" if near else ""
-            raise ValueError(f"{value!r} given; allowed are {', '.join(_PARAMS)}, in any case{hint}")
-        return _TYPES[value.lower()]
 
     @pydantic.field_validator("params", mode="before")
     @classmethod
@@ -215,10 +201,9 @@ class OptimizerConfig(ConfigModel):
         """Whether weight decay acts on the weight rather than on the gradient."""
         return self.name in ("AdamW", "Lion", "Muon")
 
-    def contradictions(self) -> list[tuple[str, str]]:
+    def contradictions(self) -> Iterator[tuple[str, str]]:
         if self.type == "AdamW" and isinstance(self.params, AdamParams) and not self.params.adam_w_mode:
-            return [("params.adam_w_mode", "false given, but AdamW decouples weight decay; set type to Adam")]
-        return []
+            yield "params.adam_w_mode", "false given, but AdamW decouples weight decay; set type to Adam"
 
 
 def _check_keys(name: str, kind: type[OptimizerParams], given: dict[str, Any]) -> None:
@@ -287,27 +272,23 @@ def solve_batch(total: int | None, micro: int | None, accumulation: int | None, 
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks is {num_ranks}; it must be at least 1")
-    if total is None and micro is None:
-        raise ValueError(
-            "neither train_batch_size nor train_micro_batch_size_per_gpu is given; set one of them, and "
-            "gradient_accumulation_steps if micro-batches are to be accumulated"
-        )
-    if total is None:
-        assert micro is not None
-        accumulation = accumulation or 1
-        return BatchSizes(micro, accumulation, micro * accumulation * num_ranks)
     if micro is None:
+        if total is None:
+            raise ValueError(
+                "neither train_batch_size nor train_micro_batch_size_per_gpu is given; set one of them, and "
+                "gradient_accumulation_steps if micro-batches are to be accumulated"
+            )
         accumulation = accumulation or 1
         micro = _divided(total, accumulation, "gradient_accumulation_steps", num_ranks)
     elif accumulation is None:
-        accumulation = _divided(total, micro, "train_micro_batch_size_per_gpu", num_ranks)
-    if total != micro * accumulation * num_ranks:
+        accumulation = 1 if total is None else _divided(total, micro, "train_micro_batch_size_per_gpu", num_ranks)
+    product = micro * accumulation * num_ranks
+    if total not in (None, product):
         raise ValueError(
             f"train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} * gradient_accumulation_steps "
-            f"{accumulation} * ranks {num_ranks} = {micro * accumulation * num_ranks}; remove one of the three, or "
-            f"set train_batch_size to {micro * accumulation * num_ranks}"
+            f"{accumulation} * ranks {num_ranks} = {product}; remove one of the three, or set train_batch_size to {product}"
         )
-    return BatchSizes(micro, accumulation, total)
+    return BatchSizes(micro, accumulation, product)
 
 
 def _divided(total: int, given: int, name: str, num_ranks: int) -> int:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import AliasChoices, Field
 from torch import nn
 
-from tiermem.config.base import ConfigModel, Count, DtypeName, Number, PositiveCount, Whole
-from tiermem.precision import PRESETS
+from tiermem.config.base import ConfigModel, Count, DtypeName, Number, PositiveCount, Whole, did_you_mean
+from tiermem.precision import PRESETS, Master, Moments, Precision, Rounding
 
 # ---- bf16, fp16, data_types and tiermem.precision --------------------------------------------------------------------
 #
@@ -75,18 +75,15 @@ class Fp16Config(ConfigModel):
         """Whether the loss scale follows the overflows."""
         return self.loss_scale == 0
 
-    def contradictions(self) -> list[tuple[str, str]]:
-        return self.unusable_scale() if self.enabled else []
+    def contradictions(self) -> Iterable[tuple[str, str]]:
+        return self.unusable_scale() if self.enabled else ()
 
-    def unusable_scale(self) -> list[tuple[str, str]]:
-        """What keeps these keys from scaling a loss."""
-        if not self.is_dynamic:
-            return []
-        return [
-            (name, f"{getattr(self, name)} given; allowed with a dynamic loss scale is a whole number, 1 or more")
-            for name in ("loss_scale_window", "min_loss_scale")
-            if getattr(self, name) <= 0
-        ]
+    def unusable_scale(self) -> Iterator[tuple[str, str]]:
+        """Yields the keys that keep this section from scaling a loss, each with a sentence."""
+        for name in ("loss_scale_window", "min_loss_scale"):
+            value = getattr(self, name)
+            if self.is_dynamic and value <= 0:
+                yield name, f"{value} given; allowed with a dynamic loss scale is a whole number, 1 or more"
 
 
 class DataTypesConfig(ConfigModel):
@@ -110,15 +107,15 @@ class PrecisionConfig(ConfigModel):
 
     section: ClassVar[str] = "tiermem.precision"
 
-    preset: str | None = None
-    """exact, compact, bf16 or tiny: what the other keys start from. Not set: exact."""
-    master: Literal["fp32", "split", "bf16", "fp16"] = "fp32"
+    preset: Literal["exact", "compact", "bf16", "tiny"] | None = None
+    """The precision that the other keys start from. Not set: exact."""
+    master: Master = "fp32"
     """fp32; split: the bf16 weight and the 16 bits that it lacks; bf16 or fp16: the weight itself."""
-    moments: Literal["fp32", "bf16", "fp16", "8bit"] = "fp32"
+    moments: Moments = "fp32"
     """What moments are kept in."""
     grads: DtypeName | None = None
     """What gradients are accumulated and kept in from backward to step. Not set: the parameters' dtype."""
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    rounding: Rounding = "stochastic"
     """How every stored part below fp32 is rounded."""
     seed: Annotated[Count, Field(le=(1 << 64) - 1)] = 0
     """Seed of stochastic rounding. Not set: the config's seed."""
@@ -128,24 +125,12 @@ class PrecisionConfig(ConfigModel):
     def _read_name(cls, raw: Any) -> Any:
         return {"preset": raw} if isinstance(raw, str) else raw
 
-    @pydantic.field_validator("preset")
-    @classmethod
-    def _know_preset(cls, value: str | None) -> str | None:
-        if value is not None and value not in PRESETS:
-            near = difflib.get_close_matches(value.lower(), PRESETS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{value!r} given; allowed are the presets {', '.join(PRESETS)}, or an object{hint}")
-        return value
-
     @property
     def asked(self) -> dict[str, Any]:
         """Field of Precision -> value, for those that the preset or a key decides."""
-        fields: dict[str, Any] = {}
-        if self.preset is not None:
-            chosen = PRESETS[self.preset]
-            fields = {name: getattr(chosen, name) for name in ("master", "moments", "grads", "rounding")}
-        keys = ("master", "moments", "grads", "rounding", "seed")
-        return fields | {name: getattr(self, name) for name in keys if self.is_set(name)}
+        fields = {} if self.preset is None else dict(vars(PRESETS[self.preset]))
+        fields.pop("seed", None)
+        return fields | {name: getattr(self, name) for name in vars(Precision()) if self.is_set(name)}
 
 
 # ---- torch_autocast --------------------------------------------------------------------------------------------------
@@ -188,14 +173,12 @@ class AutocastConfig(ConfigModel):
         names = self.lower_precision_safe_modules
         return _SAFE if names is None else tuple(_class_of(name) for name in names)
 
-    def contradictions(self) -> list[tuple[str, str]]:
-        found = []
+    def contradictions(self) -> Iterator[tuple[str, str]]:
         for name in (self.lower_precision_safe_modules or ()) if self.enabled else ():
             try:
                 _class_of(name)
             except ValueError as error:
-                found.append(("lower_precision_safe_modules", str(error)))
-        return found
+                yield "lower_precision_safe_modules", str(error)
 
 
 def _class_of(path: str) -> type[nn.Module]:
@@ -213,6 +196,5 @@ def _class_of(path: str) -> type[nn.Module]:
     if found is not None:
         raise ValueError(f"{path!r} given, which is no class of modules but a {type(found).__name__}")
     there = [each for each, value in vars(module).items() if isinstance(value, type) and issubclass(value, nn.Module)]
-    near = difflib.get_close_matches(name, there, n=1)
-    hint = f"; did you mean {package}.{near[0]}?" if near else ""
+    hint = did_you_mean(path, [f"{package}.{each}" for each in there])
     raise ValueError(f"{path!r} given, but {package} has no {name}{hint}")

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field, PrivateAttr
 
-from tiermem.config.base import ConfigError, ConfigModel, Count, DtypeName, Number, PositiveCount, Problem
+import tiermem.config.translate as translate
+from tiermem.config.base import ConfigError, ConfigModel, Count, DtypeName, Number, PositiveCount, Problem, Sets
 from tiermem.config.io import AioConfig, OffloadDevice
-from tiermem.config.keys import REFUSED, is_off, is_recognised_only
+from tiermem.config.keys import INERT, OFF, RECOGNISED, is_off
 from tiermem.config.optimizer import AdamParams, BatchSizes, OptimizerConfig, SchedulerConfig, solve_batch
 from tiermem.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config
-from tiermem.config.translate import (
-    ReportRow,
-    io_of,
-    path_problems,
-    paths_of,
-    policy_of,
-    report_of,
-    shared_by_ranks,
-)
-from tiermem.config.zero import CheckpointConfig, OwnConfig, ZeroConfig, rank_problems
-from tiermem.policy import OffloadPolicy
+from tiermem.config.zero import CheckpointConfig, OwnConfig, ZeroConfig
+from tiermem.policy import CombinedError, LeafRules, OffloadPolicy
 from tiermem.precision import DTYPES, Precision
 
 # ---- precision -------------------------------------------------------------------------------------------------------
@@ -52,37 +44,13 @@ from tiermem.precision import DTYPES, Precision
 # set. A key that is false selects nothing, and tiermem.precision may. A key that is true and contradicts tiermem.precision is
 # refused.
 
-Problems = list[tuple[str, str]]
+Problems = Iterable[tuple[str, str]]
 
 _BF16_MASTER = "bf16.bf16_master_weights_and_grads"
 _BF16_STATES = "bf16.bf16_optimizer_states"
 _FP16_MASTER = "fp16.fp16_master_weights_and_grads"
 _FP32_STATES = "optimizer.params.fp32_optimizer_states"
 _DEVICE = "zero_optimization.offload_optimizer.device"
-
-
-class Switches(NamedTuple):
-    """The sections that select the Precision together."""
-
-    bf16: Bf16Config
-    fp16: Fp16Config
-    data_types: DataTypesConfig
-    zero: ZeroConfig
-    optimizer: OptimizerConfig | None
-    own: OwnConfig
-    seed: int
-
-    @property
-    def computed_in(self) -> Literal["bf16", "fp16", "fp32"]:
-        """What the model computes in."""
-        return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
-
-    @property
-    def fp32_states(self) -> bool | None:
-        """optimizer.params.fp32_optimizer_states; None when it is not set."""
-        params = self.optimizer.params if self.optimizer is not None else None
-        is_set = isinstance(params, AdamParams) and params.is_set("fp32_optimizer_states")
-        return params.fp32_optimizer_states if isinstance(params, AdamParams) and is_set else None
 
 
 class _Ask(NamedTuple):
@@ -93,11 +61,11 @@ class _Ask(NamedTuple):
     key: str
 
 
-def precision_of(switches: Switches) -> Precision:
-    """What masters, moments and gradients are kept in. For switches without problems."""
-    asks = list(_asks(switches))
-    own = switches.own.precision.asked if switches.own.precision is not None else {}
-    fields: dict[str, Any] = {"seed": switches.seed}
+def precision_of(config: TiermemConfig) -> Precision:
+    """What masters, moments and gradients are kept in. For a config without problems."""
+    asks = list(_asks(config))
+    own = config.tiermem.precision.asked if config.tiermem.precision is not None else {}
+    fields: dict[str, Any] = {"seed": config.seed}
     if any(ask.field in ("master", "moments") and ask.value != "fp32" for ask in asks):
         fields["rounding"] = "nearest"
     fields |= {ask.field: ask.value for ask in asks}
@@ -105,136 +73,110 @@ def precision_of(switches: Switches) -> Precision:
     return Precision(**fields)
 
 
-def precision_problems(switches: Switches) -> Problems:
-    """What is wrong with the switches taken together: (key, sentence) each."""
-    found = [*_bf16_problems(switches), *_fp16_problems(switches), *_param_dtype_problems(switches)]
-    found += _contradicted(switches)
-    return found or _unkept(switches)
-
-
-def _asks(switches: Switches) -> Iterator[_Ask]:
+def _asks(config: TiermemConfig) -> Iterator[_Ask]:
     """What the reference's switches decide; true ones alone."""
-    bf16, grads = switches.bf16, switches.data_types.grad_accum_dtype
+    bf16, grads, fp32_states = config.bf16, config.data_types.grad_accum_dtype, _fp32_states(config)
     for is_on, name, key in (
         (bf16.bf16_master_weights_and_grads, "bf16", _BF16_MASTER),
-        (switches.fp16.fp16_master_weights_and_grads, "fp16", _FP16_MASTER),
+        (config.fp16.fp16_master_weights_and_grads, "fp16", _FP16_MASTER),
     ):
         if is_on:
             yield _Ask("master", name, key)
             if grads is None:
                 yield _Ask("grads", name, key)
-            if switches.fp32_states is False:
+            if fp32_states is False:
                 yield _Ask("moments", name, _FP32_STATES)
     if bf16.bf16_optimizer_states:
         yield _Ask("moments", "bf16", _BF16_STATES)
-    elif switches.fp32_states:
+    elif fp32_states:
         yield _Ask("moments", "fp32", _FP32_STATES)
     if grads is not None:
         yield _Ask("grads", grads, "data_types.grad_accum_dtype")
 
 
-def _bf16_problems(switches: Switches) -> Problems:
-    master, states = switches.bf16.bf16_master_weights_and_grads, switches.bf16.bf16_optimizer_states
-    found: Problems = []
+def _fp32_states(config: TiermemConfig) -> bool | None:
+    """optimizer.params.fp32_optimizer_states; None when it is not set."""
+    params = config.optimizer.params if config.optimizer is not None else None
+    is_set = isinstance(params, AdamParams) and params.is_set("fp32_optimizer_states")
+    return params.fp32_optimizer_states if isinstance(params, AdamParams) and is_set else None
+
+
+def _precision_problems(config: TiermemConfig) -> Problems:
+    """What is wrong with the switches taken together."""
+    return [*_bf16_problems(config), *_fp16_problems(config), *_contradicted(config)] or _unkept(config)
+
+
+def _bf16_problems(config: TiermemConfig) -> Problems:
+    master, states = config.bf16.bf16_master_weights_and_grads, config.bf16.bf16_optimizer_states
     if states and not master:
-        found.append(
-            (
-                _BF16_STATES,
-                f"true with {_BF16_MASTER} false, but bf16 moments are kept beside a bf16 master; allowed is both true. "
-                'For bf16 moments beside an fp32 master set tiermem.precision to {"moments": "bf16"}',
-            )
+        yield (
+            _BF16_STATES,
+            f"true with {_BF16_MASTER} false, but bf16 moments are kept beside a bf16 master; allowed is both true. "
+            'For bf16 moments beside an fp32 master set tiermem.precision to {"moments": "bf16"}',
         )
-    for is_on, key in ((master, _BF16_MASTER), (states, _BF16_STATES)):
-        if is_on:
-            found += _unusable_switch(switches, key, "bf16")
-    if master and not states and not found:
-        found += _without_offload(switches, _BF16_MASTER, f", or {_BF16_STATES} true")
-    if states and switches.fp32_states:
-        found.append(
-            (_FP32_STATES, f"true, but {_BF16_STATES} is true, which keeps moments in bf16; remove one of the two")
-        )
-    return found
+    if master:
+        yield from _unusable_switch(config, _BF16_MASTER, None if states else f", or {_BF16_STATES} true")
+    if states:
+        yield from _unusable_switch(config, _BF16_STATES, None)
+    if states and _fp32_states(config):
+        yield _FP32_STATES, f"true, but {_BF16_STATES} is true, which keeps moments in bf16; remove one of the two"
 
 
-def _fp16_problems(switches: Switches) -> Problems:
-    if not switches.fp16.fp16_master_weights_and_grads:
-        return []
-    if switches.bf16.bf16_master_weights_and_grads:
-        return [
-            (_FP16_MASTER, f"true, and {_BF16_MASTER} is true; allowed is one of them, that of the section enabled")
-        ]
-    found = _unusable_switch(switches, _FP16_MASTER, "fp16")
-    return found or _without_offload(switches, _FP16_MASTER, "")
+def _fp16_problems(config: TiermemConfig) -> Problems:
+    if config.fp16.fp16_master_weights_and_grads and config.bf16.bf16_master_weights_and_grads:
+        yield _FP16_MASTER, f"true, and {_BF16_MASTER} is true; allowed is one of them, that of the section enabled"
+    elif config.fp16.fp16_master_weights_and_grads:
+        yield from _unusable_switch(config, _FP16_MASTER, "")
 
 
-def _unusable_switch(switches: Switches, key: str, section: str) -> Problems:
-    """A switch outside stages 1 to 3, or whose section is off."""
-    if switches.computed_in != section:
-        return [
-            (
-                key,
-                f"true with {section}.enabled false, but the weight itself is that master, and the model computes in "
-                f"{switches.computed_in}; set {section}.enabled to true or remove the key",
-            )
-        ]
-    if switches.zero.stage == 0:
-        return [
-            (
-                key,
-                "true with zero_optimization.stage 0, but masters and optimizer states are kept so in stages 1, 2 and 3 "
-                "only, where they are the sharded optimizer's; set the stage",
-            )
-        ]
-    return []
-
-
-def _without_offload(switches: Switches, key: str, otherwise: str) -> Problems:
-    if switches.zero.optimizer_device is not OffloadDevice.none:
-        return []
+def _unusable_switch(config: TiermemConfig, key: str, or_else: str | None) -> Problems:
+    """A switch outside stages 1 to 3, or whose section is off, or that needs offload; `or_else` is None if it does not."""
     section = key.partition(".")[0]
-    return [
-        (
+    if config.precision != section:
+        yield (
+            key,
+            f"true with {section}.enabled false, but the weight itself is that master, and the model computes in "
+            f"{config.precision}; set {section}.enabled to true or remove the key",
+        )
+    elif config.zero_optimization.stage == 0:
+        yield (
+            key,
+            "true with zero_optimization.stage 0, but masters and optimizer states are kept so in stages 1, 2 and 3 "
+            "only, where they are the sharded optimizer's; set the stage",
+        )
+    elif or_else is not None and config.zero_optimization.optimizer_device is OffloadDevice.none:
+        yield (
             key,
             f"true with {_DEVICE} none, but a {section} master beside fp32 moments is the CPU step's, of offloaded "
-            f"states; allowed are {_DEVICE} cpu and nvme{otherwise}",
+            f"states; allowed are {_DEVICE} cpu and nvme{or_else}",
         )
-    ]
 
 
-def _param_dtype_problems(switches: Switches) -> Problems:
-    given, kept = switches.data_types.param_dtype, switches.computed_in
-    if given in (None, kept):
-        return []
-    how = f"set {given}.enabled" if given != "fp32" else f"set {kept}.enabled to false"
-    return [("data_types.param_dtype", f"{given} given, but bf16 and fp16 say {kept}; remove the key or {how}")]
-
-
-def _contradicted(switches: Switches) -> Problems:
-    """Where tiermem.precision says one thing and a switch another."""
-    own = switches.own.precision
+def _contradicted(config: TiermemConfig) -> Problems:
+    """Where data_types or tiermem.precision say one thing and a switch another."""
+    given, kept, own = config.data_types.param_dtype, config.precision, config.tiermem.precision
+    if given not in (None, kept):
+        how = f"set {given}.enabled" if given != "fp32" else f"set {kept}.enabled to false"
+        yield "data_types.param_dtype", f"{given} given, but bf16 and fp16 say {kept}; remove the key or {how}"
     if own is None:
-        return []
-    found = []
-    for ask in _asks(switches):
+        return
+    for ask in _asks(config):
         value = own.asked.get(ask.field)
         if value is None or value == ask.value:
             continue
         path = f"tiermem.precision.{ask.field}" if own.is_set(ask.field) else "tiermem.precision"
         what = f"{value!r} given" if own.is_set(ask.field) else f"preset {own.preset!r} has {ask.field} {value!r}"
-        found.append((path, f"{what}, but {ask.key} asks for {ask.value!r}; remove one of the two"))
-    return found
+        yield path, f"{what}, but {ask.key} asks for {ask.value!r}; remove one of the two"
 
 
-def _unkept(switches: Switches) -> Problems:
+def _unkept(config: TiermemConfig) -> Problems:
     """A master that parameters of the config's dtype cannot have; unknown while no section casts the model."""
-    dtype = switches.computed_in
-    if dtype == "fp32" or switches.own.precision is None:
-        return []
+    if config.precision == "fp32" or config.tiermem.precision is None:
+        return
     try:
-        precision_of(switches).check_dtype(DTYPES[dtype], f"of {dtype}.enabled")
+        precision_of(config).check_dtype(DTYPES[config.precision], f"of {config.precision}.enabled")
     except ValueError as error:
-        return [("tiermem.precision", str(error))]
-    return []
+        yield "tiermem.precision", str(error)
 
 
 # ---- the whole config ------------------------------------------------------------------------------------------------
@@ -272,15 +214,15 @@ class TiermemConfig(ConfigModel):
     """Compute in float16."""
     data_types: DataTypesConfig = DataTypesConfig()
     """Dtypes that differ from what bf16 and fp16 say."""
-    communication_data_type: DtypeName | None = None
+    communication_data_type: Annotated[DtypeName | None, Sets("reduce_dtype")] = None
     """What gradients are reduced in over the ranks. Not set: their own dtype, or torch_autocast's where that says so."""
-    fp32_allreduce: bool = False
+    fp32_allreduce: Annotated[bool, Sets("reduce_dtype", {True: "fp32", False: None})] = False
     """Older name of communication_data_type "fp32"."""
-    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], Sets("reduce_op")] = "mean"
     """What becomes of the ranks' gradients; a sum makes the step as many times as large as there are ranks, for SGD."""
-    prescale_gradients: bool = False
+    prescale_gradients: Annotated[bool, Sets("predivide_factor", {True: "ranks", False: None})] = False
     """Divide gradients by the number of ranks before they are added up, not after."""
-    gradient_predivide_factor: Annotated[Number, Field(gt=0)] = 1.0
+    gradient_predivide_factor: Annotated[Number, Field(gt=0), Sets("predivide_factor", {1.0: None})] = 1.0
     """Divide gradients by this before they are added up, and by the rest of the number of ranks after."""
     managed_gradient_accumulation: bool = True
     """The engine counts micro-batches and steps at the last of a step; false: every call of `step` ends one."""
@@ -319,13 +261,12 @@ class TiermemConfig(ConfigModel):
             return raw
         own = raw.get("tiermem")
         is_strict = isinstance(own, dict) and own.get("strict") is True
-        recognised = {k for k in raw if is_recognised_only(k, cls.model_fields)}
-        asked = [k for k in raw if k in recognised and not is_off(raw[k], REFUSED[k].off)]
-        inert = [k for k in asked if REFUSED[k].is_inert and not is_strict]
+        asked = [k for k in raw if k in RECOGNISED and not is_off(raw[k], OFF.get(k))]
+        inert = [k for k in asked if k in INERT and not is_strict]
         if inert:
-            said = "; ".join(f"{k} ({REFUSED[k].reason})" for k in inert)
+            said = "; ".join(f"{k} ({INERT[k]})" for k in inert)
             warnings.warn(f"of the config, this does nothing here: {said}. tiermem.strict refuses it", stacklevel=2)
-        return {k: v for k, v in raw.items() if k not in recognised or (k in asked and k not in inert)}
+        return {k: v for k, v in raw.items() if k not in RECOGNISED or (k in asked and k not in inert)}
 
     @property
     def auto_keys(self) -> frozenset[str]:
@@ -335,17 +276,13 @@ class TiermemConfig(ConfigModel):
     @property
     def precision(self) -> Literal["bf16", "fp16", "fp32"]:
         """What the model computes in."""
-        return self._switches.computed_in
+        return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     def batch(self, num_ranks: int) -> BatchSizes:
         """Computes the batch sizes on this many ranks; raises ConfigError with the arithmetic when they do not fit."""
         try:
-            sizes = solve_batch(
-                self.train_batch_size,
-                self.train_micro_batch_size_per_gpu,
-                self.gradient_accumulation_steps,
-                num_ranks,
-            )
+            micro, accumulation = self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+            sizes = solve_batch(self.train_batch_size, micro, accumulation, num_ranks)
         except ValueError as error:
             raise ConfigError([Problem("", str(error))]) from error
         if self.tiermem.step_in_backward and sizes.accumulation > 1:
@@ -354,58 +291,55 @@ class TiermemConfig(ConfigModel):
 
     def policy(self, **overrides: Any) -> OffloadPolicy:
         """Builds the policy from the keys that are set; `overrides` are fields of OffloadPolicy that win over them."""
-        fields: dict[str, Any] = {"precision": precision_of(self._switches)}
-        if self.reduced_in is not None:
-            fields["reduce_dtype"] = self.reduced_in
-        if self.is_set("gradient_allreduce_op"):
-            fields["reduce_op"] = self.gradient_allreduce_op
-        if self.prescale_gradients or self.is_set("gradient_predivide_factor"):
-            fields["predivide_factor"] = "ranks" if self.prescale_gradients else self.gradient_predivide_factor
+        zero, own, leaf = self.zero_optimization, self.tiermem, self.zero_optimization.leaf_module
+        named = tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes)
+        fields: dict[str, Any] = {
+            "stage": 0,
+            **translate.fields_of(self),
+            "paths": translate.paths_of(zero, own),
+            "io": translate.io_of(self.aio, own),
+            "precision": precision_of(self),
+            "leaves": LeafRules(*named, zero.module_granularity_threshold),
+        }
         if self.optimizer is not None:
             fields["num_moments"] = self.optimizer.params.num_moments
         if self._applies_anything:
             fields["on_nonfinite"] = "apply"
-        return policy_of(self.zero_optimization, self.aio, self.tiermem, fields | overrides)
+        given = [each for each in (zero.offload_param, zero.offload_optimizer) if each and each.is_set("pin_memory")]
+        if given:
+            fields["pin_memory"] = any(each.pin_memory for each in given)
+        return OffloadPolicy(**(fields | overrides))
 
-    def report(self) -> list[ReportRow]:
+    def report(self) -> list[translate.ReportRow]:
         """Lists every key: its value, whether it is honoured, computed or default, and a note."""
-        return report_of(self, self._auto_keys, bool(paths_of(self.zero_optimization, self.tiermem)))
+        return translate.report_of(self, self._auto_keys, self.policy().uses_nvme)
 
     def shared_by_ranks(self) -> dict[str, Any]:
         """Keys that have to be the same on every rank, with their values."""
-        return shared_by_ranks(self)
+        return translate.shared_by_ranks(self)
 
-    def contradictions(self) -> list[tuple[str, str]]:
-        found = []
+    def contradictions(self) -> Problems:
+        zero, own = self.zero_optimization, self.tiermem
         if self.bf16.enabled and self.fp16.enabled:
-            found.append(("", "bf16.enabled and fp16.enabled are both true; allowed is one of them, or none for fp32"))
-        if self.tiermem.grads is OffloadDevice.nvme and not paths_of(self.zero_optimization, self.tiermem):
-            found.append(
-                (
-                    "tiermem.grads",
-                    "nvme given without a path; set zero_optimization.offload_optimizer.nvme_path or tiermem.paths",
-                )
-            )
-        found += path_problems(self.zero_optimization, self.tiermem)
-        found += precision_problems(self._switches)
-        found += rank_problems(self.zero_optimization, self.torch_autocast.enabled)
-        found += self._overflow_conflicts()
-        found += self._reduction_conflicts()
-        if self.tiermem.grads not in (None, OffloadDevice.none) and self.zero_optimization.stage == 0:
-            found.append(("tiermem.grads", "set with stage 0, but gradients rest elsewhere in stages 1, 2 and 3 only"))
+            yield "", "bf16.enabled and fp16.enabled are both true; allowed is one of them, or none for fp32"
+        if own.grads is OffloadDevice.nvme and not translate.paths_of(zero, own):
+            said = "nvme given without a path; set zero_optimization.offload_optimizer.nvme_path or tiermem.paths"
+            yield "tiermem.grads", said
+        if own.grads not in (None, OffloadDevice.none) and zero.stage == 0:
+            yield "tiermem.grads", "set with stage 0, but gradients rest elsewhere in stages 1, 2 and 3 only"
+        yield from translate.path_problems(zero, own)
+        yield from _precision_problems(self)
+        yield from self._overflow_conflicts()
+        yield from self._reduction_conflicts()
+        if own.step_in_backward:
+            yield from self._step_in_backward_conflicts()
         try:
-            io_of(self.aio, self.tiermem)
+            translate.io_of(self.aio, own)
+            self.policy()
+        except CombinedError as error:  # of the policy: its fields become keys; paths have been looked at above
+            yield from translate.named_by_keys(self, [each for each in error.found if each[0]])
         except ValueError as error:
-            found.append(("aio", f"{error} (block_bytes is block_size, threads is intra_op_parallelism)"))
-        if self.tiermem.step_in_backward:
-            found += self._step_in_backward_conflicts()
-        return found
-
-    @property
-    def _switches(self) -> Switches:
-        return Switches(
-            self.bf16, self.fp16, self.data_types, self.zero_optimization, self.optimizer, self.tiermem, self.seed
-        )
+            yield "aio", f"{error} (block_bytes is block_size, threads is intra_op_parallelism)"
 
     @property
     def _applies_anything(self) -> bool:
@@ -423,71 +357,53 @@ class TiermemConfig(ConfigModel):
         autocast = self.torch_autocast
         return self.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
 
-    def _overflow_conflicts(self) -> list[tuple[str, str]]:
-        own, found = self.tiermem, []
-        key = "tiermem.on_nonfinite"
+    def _overflow_conflicts(self) -> Problems:
+        own, key = self.tiermem, "tiermem.on_nonfinite"
         is_checked = self.bf16.is_set("check_grad_overflow") and self.bf16.check_grad_overflow
         if own.is_set("on_nonfinite") and self._applies_anything and own.on_nonfinite != "apply":
-            found.append(
-                (key, f'"{own.on_nonfinite}" with bf16.check_grad_overflow false, which is "apply"; remove one')
-            )
+            yield key, f'"{own.on_nonfinite}" with bf16.check_grad_overflow false, which is "apply"; remove one'
         if own.on_nonfinite == "apply" and self.bf16.enabled and is_checked:
-            found.append((key, '"apply" with bf16.check_grad_overflow true, which is "skip" or "raise"; remove one'))
+            yield key, '"apply" with bf16.check_grad_overflow true, which is "skip" or "raise"; remove one'
         if self.scales_loss and not self.fp16.enabled:
-            found += [(f"fp16.{name}", said) for name, said in self.fp16.unusable_scale()]
+            yield from ((f"fp16.{name}", said) for name, said in self.fp16.unusable_scale())
         if (own.on_nonfinite == "apply" or self._applies_anything) and self.scales_loss and self.fp16.is_dynamic:
             asks = key if own.on_nonfinite == "apply" else "bf16.check_grad_overflow"
-            found.append(
-                (asks, "asks to apply every step, but a dynamic loss scale has to skip some; set fp16.loss_scale")
-            )
-        return found
+            yield asks, "asks to apply every step, but a dynamic loss scale has to skip some; set fp16.loss_scale"
 
-    def _reduction_conflicts(self) -> list[tuple[str, str]]:
-        """Two dtypes for one reduction, or two divisors, both written down."""
-        found = []
-        if self.fp32_allreduce and self.communication_data_type not in (None, "fp32"):
-            said = f"true, but communication_data_type is {self.communication_data_type}; remove fp32_allreduce"
-            found.append(("fp32_allreduce", said))
+    def _reduction_conflicts(self) -> Problems:
+        """Two dtypes for one reduction or gather, or two divisors, both written down."""
+        given, autocast = self.communication_data_type, self.torch_autocast
+        if self.fp32_allreduce and given not in (None, "fp32"):
+            yield "fp32_allreduce", f"true, but communication_data_type is {given}; remove fp32_allreduce"
         if self.prescale_gradients and self.gradient_predivide_factor != 1.0:
             said = f"{self.gradient_predivide_factor} with prescale_gradients, which divides by the ranks; remove one"
-            found.append(("gradient_predivide_factor", said))
-        return found + self._autocast_conflicts()
-
-    def _autocast_conflicts(self) -> list[tuple[str, str]]:
-        autocast, given = self.torch_autocast, self.reduced_in
-        if not autocast.enabled or not autocast.lower_precision_safe_modules or given in (None, autocast.dtype):
-            return []
-        return [
-            (
+            yield "gradient_predivide_factor", said
+        if autocast.enabled and self.zero_optimization.zero_quantized_weights:
+            said = "true with torch_autocast, which decides what weights are sent as; remove one"
+            yield "zero_optimization.zero_quantized_weights", said
+        if autocast.enabled and autocast.lower_precision_safe_modules and self.reduced_in not in (None, autocast.dtype):
+            yield (
                 "torch_autocast.lower_precision_safe_modules",
                 f"gradients of these modules are reduced in {autocast.dtype or 'the autocast dtype'}, but "
-                f"communication_data_type is {given}; remove one of the two, or set torch_autocast.dtype to {given}",
+                f"communication_data_type is {self.reduced_in}; remove one of the two, or set torch_autocast.dtype to "
+                f"{self.reduced_in}",
             )
-        ]
 
-    def _step_in_backward_conflicts(self) -> list[tuple[str, str]]:
-        found = []
+    def _step_in_backward_conflicts(self) -> Problems:
         key = "tiermem.step_in_backward"
         if self.gradient_clipping > 0:
             whose = "" if self.is_set("gradient_clipping") else " (the default)"
-            found.append(
-                (
-                    key,
-                    f"true with gradient_clipping {self.gradient_clipping}{whose}, but the norm of all gradients is "
-                    "not known before the first is used; set gradient_clipping to 0",
-                )
+            yield (
+                key,
+                f"true with gradient_clipping {self.gradient_clipping}{whose}, but the norm of all gradients is not known "
+                "before the first is used; set gradient_clipping to 0",
             )
         if (self.gradient_accumulation_steps or 1) > 1:
-            found.append((key, _NO_ACCUMULATION.format(self.gradient_accumulation_steps)))
+            yield key, _NO_ACCUMULATION.format(self.gradient_accumulation_steps)
         if self.tiermem.is_set("on_nonfinite") and self.tiermem.on_nonfinite == "skip":
-            found.append(
-                (key, 'true with on_nonfinite "skip", but a unit already stepped cannot be skipped; use "raise"')
-            )
+            yield key, 'true with on_nonfinite "skip", but a unit already stepped cannot be skipped; use "raise"'
         if self.fp16.enabled and self.fp16.is_dynamic:
-            found.append(
-                (key, "true with a dynamic loss scale, which has to skip steps; set fp16.loss_scale or use bf16")
-            )
-        return found
+            yield key, "true with a dynamic loss scale, which has to skip steps; set fp16.loss_scale or use bf16"
 
 
 _NO_ACCUMULATION = "true with gradient_accumulation_steps {}, but no gradient is held to add to; set it to 1"

@@ -1,7 +1,8 @@
 """Translates the keys of a config to the policy, and reports the outcome of every key.
 
-A key that is set becomes its policy field. For a key that is not set, the field stays at None (planned) or at the policy's
-default. Where DeepSpeed counts differently, this file converts the count:
+A key that is set becomes the field of the policy that `Sets` names beside it; the keys of "tiermem" have their fields'
+names. For a key that is not set, the field stays at None (planned) or at the policy's default. Where DeepSpeed counts
+differently, or two keys meet, `TiermemConfig.policy` and this file convert:
 
     offload_optimizer.buffer_count   buffers of single states; 4 are one tile of Adam      tile_buffers = count // 4
     pipeline_read, pipeline_write    the reference's default is off                        not set: on
@@ -13,12 +14,14 @@ default. Where DeepSpeed counts differently, this file converts the count:
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from tiermem.config.base import ConfigModel, canonical_key
+from tiermem.config.base import ConfigModel, Sets, canonical_key
 from tiermem.config.io import (
     STATES_PER_TILE,
     AioConfig,
@@ -30,54 +33,13 @@ from tiermem.config.io import (
     united,
 )
 from tiermem.config.keys import COMPUTED, PLANNED
-from tiermem.config.zero import OwnConfig, ZeroConfig, rank_fields
-from tiermem.policy import IoSettings, LeafRules, NvmePath, OffloadPolicy, Tier
+from tiermem.config.zero import OwnConfig, ZeroConfig
+from tiermem.policy import IoSettings, NvmePath, OffloadPolicy, Tier
 
-__all__ = ["ReportRow", "io_of", "path_problems", "paths_of", "policy_of", "report_of", "shared_by_ranks"]
-
-_ZERO_FIELDS = {
-    "sub_group_size": "tile_numel",
-    "prefetch_bucket_size": "prefetch_numel",
-    "max_live_parameters": "max_live_numel",
-    "max_reuse_distance": "max_reuse_numel",
-    "param_persistence_threshold": "persistence_numel",
-    "model_persistence_threshold": "model_persistence_numel",
-    "reduce_bucket_size": "reduce_bucket_numel",
-    "contiguous_gradients": "contiguous_gradients",
-    "reduce_scatter": "reduce_scatter",
-    "use_multi_rank_bucket_allreduce": "multi_rank_buckets",
-    "round_robin_gradients": "round_robin_gradients",
-    "allgather_partitions": "allgather_partitions",
-    "allgather_bucket_size": "allgather_bucket_numel",
-    "ignore_unused_parameters": "ignore_unused",
-    "load_from_fp32_weights": "loads_masters",
-}
-_PARAM_FIELDS = {"buffer_count": "unit_buffers", "buffer_size": "unit_numel", "max_in_cpu": "host_param_numel"}
-_OWN_FIELDS = (
-    "host_bytes",
-    "disk_bytes",
-    "resident_bytes",
-    "step_in_backward",
-    "on_nonfinite",
-    "master_from",
-    "durability",
-    "keep",
-    "verify",
-    "timeout_s",
-    "join_timeout_s",
-)
-_PLANNED_IF_0 = ("sub_group_size", "buffer_count", "buffer_size")
+_POLICY_FIELDS = {field.name for field in dataclasses.fields(OffloadPolicy)}
 _ONLY_ON_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
-_OF_A_RANK = (
-    "nvme_path",
-    "pin_memory",
-    "paths",
-    "disk_bytes",
-    "measured",
-    "timeout_s",
-    "join_timeout_s",
-    "engine",
-)  # may differ between ranks
+# keys that may differ between ranks: in sections, and at the top
+_OF_A_RANK = ("nvme_path", "pin_memory", "paths", "disk_bytes", "measured", "timeout_s", "join_timeout_s", "engine")
 _OF_A_RANK_AT_TOP = ("aio", "steps_per_print", "wall_clock_breakdown", "dump_state")
 _SWITCHED = ("bf16", "torch_autocast")  # sections of which nothing acts while they are off
 _NO_PATH = (
@@ -103,49 +65,39 @@ class ReportRow(NamedTuple):
         return f"{self.key} = {self.value!r} ({self.how}{': ' if self.note else ''}{self.note})"
 
 
-def policy_of(zero: ZeroConfig, aio: AioConfig, own: OwnConfig, overrides: Mapping[str, Any]) -> OffloadPolicy:
-    """Builds the policy; raises ValueError when `overrides` contradict the config."""
-    fields: dict[str, Any] = {
-        "stage": int(zero.stage),
-        "params": Tier(zero.param_device.value),
-        "optim": Tier(zero.optimizer_device.value),
-        "paths": paths_of(zero, own),
-        "io": io_of(aio, own),
-    }
-    fields |= {ours: getattr(zero, theirs) for theirs, ours in _ZERO_FIELDS.items() if _is_given(zero, theirs)}
-    leaf = zero.leaf_module
-    fields["leaves"] = LeafRules(
-        tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes), zero.module_granularity_threshold
-    )
-    fields |= rank_fields(zero)
-    fields["overlap_reduce"] = zero.overlap_comm
-    if zero.allgather_sequential:
-        fields["gather_way"] = "single"
-    fields |= _offload_fields(zero)
-    fields |= {name: getattr(own, name) for name in _OWN_FIELDS if own.is_set(name)}
-    if own.grads not in (None, OffloadDevice.none):
-        fields["grads"] = Tier(own.grads.value)
-    return OffloadPolicy(**(fields | dict(overrides)))
-
-
-def _is_given(section: ConfigModel, name: str) -> bool:
-    """Whether a key decides something: it is set, and not a size of 0 that leaves it to the plan."""
-    return section.is_set(name) and not (name in _PLANNED_IF_0 and getattr(section, name) == 0)
-
-
-def _offload_fields(zero: ZeroConfig) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    param, optim = zero.offload_param, zero.offload_optimizer
-    if param is not None and param.device is OffloadDevice.nvme:
-        fields |= {ours: getattr(param, theirs) for theirs, ours in _PARAM_FIELDS.items() if _is_given(param, theirs)}
-    if optim is not None:
-        fields |= {name: getattr(optim, name) for name in ("pipeline_read", "pipeline_write") if optim.is_set(name)}
-        if optim.device is OffloadDevice.nvme and _is_given(optim, "buffer_count"):
-            fields["tile_buffers"] = optim.buffer_count // STATES_PER_TILE
-    pins = [section.pin_memory for section in (param, optim) if section is not None and section.is_set("pin_memory")]
-    if pins:
-        fields["pin_memory"] = any(pins)
+def fields_of(config: ConfigModel) -> dict[str, Any]:
+    """The fields of the policy that single keys set."""
+    fields = {}
+    for section, name, _, value in _leaves(config, ""):
+        sets = _set_by(type(section), name)
+        if sets is None or not section.is_set(name):
+            continue
+        value = sets.values.get(value, value)
+        if value is None or (name in _ONLY_ON_NVME and _device_of(section) is not OffloadDevice.nvme):
+            continue
+        if sets.field in ("params", "optim", "grads"):
+            value = Tier(value)
+        fields[sets.field] = value // STATES_PER_TILE if sets.field == "tile_buffers" else value
     return fields
+
+
+def named_by_keys(config: ConfigModel, found: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """What is wrong with fields of the policy, with the keys that set fields instead of their names."""
+    keys = {sets.field: key for section, name, key, _ in _leaves(config, "") if (sets := _set_by(type(section), name))}
+    for field, sentence in found:
+        yield keys[field], re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda name: keys.get(name[0], name[0]), sentence)
+
+
+def _set_by(model: type[ConfigModel], name: str) -> Sets | None:
+    """The field of the policy that a key sets; those of "tiermem" have the names of their fields."""
+    if model is OwnConfig and name in _POLICY_FIELDS and name not in ("grads", "paths"):
+        return Sets(name)
+    return next((each for each in model.model_fields[name].metadata if isinstance(each, Sets)), None)
+
+
+def _device_of(section: ConfigModel) -> OffloadDevice:
+    """The device of an offload section; nvme for other sections, where no key depends on it."""
+    return getattr(section, "device", OffloadDevice.nvme)
 
 
 def paths_of(zero: ZeroConfig, own: OwnConfig) -> tuple[NvmePath, ...]:
@@ -158,20 +110,22 @@ def paths_of(zero: ZeroConfig, own: OwnConfig) -> tuple[NvmePath, ...]:
     return united(own.paths or [path for paths in _section_paths(zero, own).values() for path in paths])
 
 
-def path_problems(zero: ZeroConfig, own: OwnConfig) -> list[tuple[str, str]]:
+def path_problems(zero: ZeroConfig, own: OwnConfig) -> Iterator[tuple[str, str]]:
     """What is wrong with the paths of both offload sections and of `tiermem.paths`, together: (key, sentence) each."""
     given = _section_paths(zero, own)
     named = [path for paths in given.values() for path in paths]
     if own.paths is None:
-        missing = [key for key, section in _sections(zero) if section.device is OffloadDevice.nvme and key not in given]
-        clash = clashes(named)
-        return [*((key, _NO_PATH) for key in missing), *([(next(iter(given)), clash)] if clash else [])]
-    if named and _places(named) != _places(own.paths):
+        for key, section in _sections(zero):
+            if section.device is OffloadDevice.nvme and key not in given:
+                yield key, _NO_PATH
+        if clash := clashes(named):
+            yield next(iter(given)), clash
+    elif named and _places(named) != _places(own.paths):
         verb = "names" if len(given) == 1 else "name"
         said = f"{_folders(own.paths)} given, but {' and '.join(given)} {verb} {_folders(named)}"
-        return [("tiermem.paths", f"{said}; remove one of the two, or name the same folders in both")]
-    clash = clashes([*own.paths, *(each for each in named if not isinstance(each.written, str))])
-    return [("tiermem.paths", clash)] if clash else []
+        yield "tiermem.paths", f"{said}; remove one of the two, or name the same folders in both"
+    elif clash := clashes([*own.paths, *(each for each in named if not isinstance(each.written, str))]):
+        yield "tiermem.paths", clash
 
 
 def _section_paths(zero: ZeroConfig, own: OwnConfig) -> dict[str, tuple[PathConfig, ...]]:
@@ -197,19 +151,8 @@ def _folders(paths: Sequence[PathConfig]) -> str:
 
 def io_of(aio: AioConfig, own: OwnConfig) -> IoSettings:
     """Builds the queue's settings; raises ValueError for a block size or depth that the queue does not take."""
-    fields: dict[str, Any] = {}
-    if aio.is_set("block_size"):
-        fields["block_bytes"] = aio.block_size
-    if aio.depth is not None:
-        fields["depth"] = aio.depth
-    for name in ("single_submit", "overlap_events"):
-        if aio.is_set(name):
-            fields[name] = getattr(aio, name)
-    if aio.threads is not None:
-        fields["threads"] = aio.threads
-    if own.is_set("engine"):
-        fields["engine"] = own.engine
-    return IoSettings(**fields)
+    depth, threads = aio.depth or IoSettings.depth, aio.threads or 0
+    return IoSettings(own.engine, aio.block_size, depth, threads, aio.single_submit, aio.overlap_events)
 
 
 def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -> list[ReportRow]:
@@ -258,7 +201,7 @@ def _written(value: Any) -> Any:
 
 def _matters_elsewhere(model: ConfigModel, name: str, is_set: bool) -> str:
     """Why a key that is set has no effect; empty when it has."""
-    device = getattr(model, "device", OffloadDevice.nvme)
+    device = _device_of(model)
     if is_set and name in _ONLY_ON_NVME and device is not OffloadDevice.nvme:
         return f"matters with device nvme; device is {device.value}"
     if is_set and name == "cpu_offload_use_pin_memory":

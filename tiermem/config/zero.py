@@ -5,18 +5,20 @@ from __future__ import annotations
 import enum
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field
 
-from tiermem.config.base import Bytes, ConfigModel, Count, Number, Whole
+from tiermem.config.base import Bytes, ConfigModel, Count, Number, PositiveCount, Sets, Whole, canonical_key
 from tiermem.config.io import OffloadDevice, OffloadOptimizerConfig, OffloadParamConfig, Paths
 from tiermem.config.precision import PrecisionConfig
+from tiermem.policy import Durability, MasterFrom, OffloadPolicy, OnNonfinite, Verify
 
 # ---- tiermem ---------------------------------------------------------------------------------------------------------
 #
-# The section for settings that DeepSpeed's keys do not cover. Its keys are fields of the policy.
+# The section for settings that DeepSpeed's keys do not cover. Its keys are fields of the policy, with their words and defaults.
 #
 #     "tiermem": {"host_bytes": "2GiB", "paths": ["/mnt/nvme0", "/mnt/nvme1"], "precision": "compact"}
 
@@ -34,25 +36,25 @@ class OwnConfig(ConfigModel):
     """Folders on NVMe file systems, each with an optional cap and weight. Not set: those of nvme_path."""
     resident_bytes: Bytes | None = None
     """Optimizer state kept in host memory although its home is NVMe."""
-    grads: OffloadDevice | None = None
+    grads: Annotated[OffloadDevice | None, Sets("grads", {"none": None})] = None
     """Tier of reduced gradients between backward and step. Not set: cpu when the budget has room, else nvme."""
-    step_in_backward: bool = False
+    step_in_backward: bool = OffloadPolicy.step_in_backward
     """Step each unit as its gradients appear and hold none: no clipping, no accumulation, non-finite raises."""
-    on_nonfinite: Literal["skip", "raise", "apply"] = "skip"
+    on_nonfinite: OnNonfinite = OffloadPolicy.on_nonfinite
     """A step whose gradients hold NaN or infinity: leave every state untouched and count it, raise, or apply it all the same
     (not clipped, since it has no norm). Not set, and bf16.check_grad_overflow false: apply."""
     precision: PrecisionConfig | None = None
     """What masters, moments and gradients are kept in: exact, compact, bf16 or tiny, or an object. Not set: exact, or what
     the switches in bf16 and fp16 say."""
-    master_from: Literal["param", "init"] = "param"
+    master_from: MasterFrom = OffloadPolicy.master_from
     """fp32 masters start from the low-precision copy, or from the fp32 values that zero.Init saw."""
-    durability: Literal["checkpoint", "step", "none"] = "checkpoint"
+    durability: Durability = OffloadPolicy.durability
     """When what rests on NVMe becomes durable there: when a checkpoint is saved, after every step, or never. Each durable state
     takes its bytes on disk once more, and two of them with "step"; none halves the disk. With "step" a run that is closed
     leaves its last step in the store's folder."""
-    keep: Annotated[Count, Field(ge=1)] = 1
+    keep: PositiveCount = OffloadPolicy.keep
     """Tags that stay on the NVMe paths; saving one more drops the oldest, with a warning. Each takes its bytes on disk."""
-    verify: Literal["always", "sample", "resume"] = "always"
+    verify: Verify = OffloadPolicy.verify
     """When checksums of what is read from NVMe are compared: at every read, at one in 16, or only when a run is resumed."""
     engine: Literal["auto", "uring", "aio", "threads"] = "auto"
     """How files are read and written; auto takes the first that works."""
@@ -60,9 +62,9 @@ class OwnConfig(ConfigModel):
     """Refuse sections and switches that do nothing here, such as monitors and profilers; false: drop them with a warning."""
     measured: dict[str, Any] | None = None
     """What `tiermem tune` noted beside its settings: machine, date, rates."""
-    timeout_s: Annotated[Number, Field(gt=0.0)] = 1800.0
+    timeout_s: Annotated[Number, Field(gt=0.0)] = OffloadPolicy.timeout_s
     """Longest wait for another rank before the run stops with an error, in seconds."""
-    join_timeout_s: Annotated[Number, Field(gt=0.0)] = 60.0
+    join_timeout_s: Annotated[Number, Field(gt=0.0)] = OffloadPolicy.join_timeout_s
     """Longest wait for all ranks to start, in seconds, where the process group is made here; no more than timeout_s."""
 
 
@@ -88,82 +90,10 @@ class CheckpointConfig(ConfigModel):
     """How files are written."""
 
 
-# ---- MiCS and ZeRO++ keys of zero_optimization -----------------------------------------------------------------------
-#
-#     key                                    meaning                                        field of the policy
-#     mics_shard_size                        -1: all ranks share one copy of the states     shard_group_size
-#     mics_hierarchical_params_gather        across nodes first, then within                two_stage_gather
-#     zero_hpz_partition_size                0 and 1: no secondary copy                     secondary_group_size
-#     zero_quantized_weights                 gathers (qwZ)                                  quantised_gather
-#     zero_quantized_gradients               reductions (qgZ)                               quantised_reduction
-#     zero_quantized_nontrainable_weights    frozen parameters at rest                      quantised_frozen
-#
-# `zero/topology.py` checks that the sizes divide the number of ranks, once that number is known.
-
-_STAGE_3 = (
-    "mics_shard_size",
-    "mics_hierarchical_params_gather",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-)
-
-
-def rank_fields(zero: ZeroConfig) -> dict[str, Any]:
-    """The fields of OffloadPolicy that these keys set."""
-    fields: dict[str, Any] = {
-        "two_stage_gather": zero.mics_hierarchical_params_gather,
-        "secondary_group_size": max(1, zero.zero_hpz_partition_size),
-        "quantised_gather": zero.zero_quantized_weights,
-        "quantised_reduction": zero.zero_quantized_gradients,
-        "quantised_frozen": zero.zero_quantized_nontrainable_weights,
-    }
-    if zero.mics_shard_size > 0:
-        fields["shard_group_size"] = zero.mics_shard_size
-    return fields
-
-
-def rank_problems(zero: ZeroConfig, has_autocast: bool) -> list[tuple[str, str]]:
-    """What is wrong with these keys, together and beside the others: (key relative to the top, sentence) each."""
-    found: list[tuple[str, str]] = []
-    if zero.stage != 3:
-        for name in _STAGE_3:
-            if getattr(zero, name) != type(zero).model_fields[name].get_default():
-                found.append(
-                    (name, f"{getattr(zero, name)!r} with stage {int(zero.stage)}, but it acts in stage 3 alone")
-                )
-    if zero.zero_quantized_gradients and zero.stage < 2:
-        found.append(
-            ("zero_quantized_gradients", f"true with stage {int(zero.stage)}, but gradients are sharded from 2 on")
-        )
-    if zero.mics_shard_size == 0 or zero.mics_shard_size < -1:
-        found.append(
-            ("mics_shard_size", f"{zero.mics_shard_size} given; allowed are 1 or more ranks, or -1 for all of them")
-        )
-    if zero.mics_hierarchical_params_gather and zero.mics_shard_size <= 0:
-        found.append(("mics_hierarchical_params_gather", "true without mics_shard_size; set that too, or remove it"))
-    if zero.zero_quantized_gradients and not zero.reduce_scatter:
-        found.append(
-            ("zero_quantized_gradients", "true with reduce_scatter false, but it is a reduce-scatter; remove one")
-        )
-    if zero.zero_quantized_gradients and not zero.use_multi_rank_bucket_allreduce:
-        found.append(
-            (
-                "zero_quantized_gradients",
-                "true with use_multi_rank_bucket_allreduce false, but it sends all ranks their parts at once; remove one",
-            )
-        )
-    if zero.zero_quantized_weights and has_autocast:
-        found.append(
-            ("zero_quantized_weights", "true with torch_autocast, which decides what weights are sent as; remove one")
-        )
-    return [(f"zero_optimization.{key}", message) for key, message in found]
-
-
 # ---- zero_optimization -----------------------------------------------------------------------------------------------
 #
 # A deprecated key sets its successor, with a DeprecationWarning. A config with both the deprecated key and its successor is
-# refused.
+# refused. `zero/topology.py` checks that the sizes of MiCS and hpZ divide the number of ranks, once that number is known.
 
 
 def _names(value: Any) -> Any:
@@ -215,24 +145,26 @@ class ZeroConfig(ConfigModel):
 
     section: ClassVar[str] = "zero_optimization"
 
-    stage: Annotated[ZeroStage, BeforeValidator(_stage_of_bool)] = ZeroStage.disabled
+    stage: Annotated[ZeroStage, BeforeValidator(_stage_of_bool), Sets("stage")] = ZeroStage.disabled
     """0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
-    contiguous_gradients: bool = True
+    contiguous_gradients: Annotated[bool, Sets("contiguous_gradients")] = True
     """Pack a unit's gradients into one buffer for each reduction between ranks; false: each parameter by itself."""
-    reduce_scatter: bool = True
+    reduce_scatter: Annotated[bool, Sets("reduce_scatter")] = True
     """Reduce-scatter gradients in stages 1 to 3; false: all-reduce them. Stage 0 always does."""
-    reduce_bucket_size: Count = 500_000_000
+    reduce_bucket_size: Annotated[Count, Sets("reduce_bucket_numel")] = 500_000_000
     """Most elements of gradients handed to one reduction."""
-    use_multi_rank_bucket_allreduce: bool = True
+    use_multi_rank_bucket_allreduce: Annotated[bool, Sets("multi_rank_buckets")] = True
     """Reduce a bucket for all ranks in one call; false: one reduce for each rank, of the part it owns, in half the memory."""
-    allgather_partitions: bool = True
+    allgather_partitions: Annotated[bool, Sets("allgather_partitions")] = True
     """All-gather updated parameters that stay gathered (all of them in stages 1 and 2); false: broadcast them, one rank's
     after the other."""
-    allgather_bucket_size: Count = 500_000_000
+    allgather_bucket_size: Annotated[Count, Sets("allgather_bucket_numel")] = 500_000_000
     """Most elements of updated parameters that come together in one call, or in one broadcast from each rank."""
-    overlap_comm: Annotated[bool, BeforeValidator(_on_if_null)] = Field(default=None, validate_default=True)
+    overlap_comm: Annotated[bool, BeforeValidator(_on_if_null), Sets("overlap_reduce")] = Field(
+        default=None, validate_default=True
+    )
     """Overlap reductions with backward. Not set: on in every stage, unlike the reference; false waits for each."""
-    load_from_fp32_weights: bool = True
+    load_from_fp32_weights: Annotated[bool, Sets("loads_masters")] = True
     """Take fp32 masters from a checkpoint or an optimizer's state dict, without loss; false: make them from the low-precision
     weights, with that loss."""
     elastic_checkpoint: bool = False
@@ -241,7 +173,7 @@ class ZeroConfig(ConfigModel):
     """Where parameters rest; needs stage 3."""
     offload_optimizer: OffloadOptimizerConfig | None = None
     """Where optimizer states rest; needs stage 1, 2 or 3."""
-    sub_group_size: Count = 1_000_000_000
+    sub_group_size: Annotated[Count, Sets("tile_numel", {0: None})] = 1_000_000_000
     """Elements of optimizer state read, stepped and written as one tile. Not set, or 0: planned."""
     cpu_offload_param: bool | None = None
     """Deprecated: offload_param {"device": "cpu"}."""
@@ -249,17 +181,25 @@ class ZeroConfig(ConfigModel):
     """Deprecated: pin_memory of offload_param and offload_optimizer."""
     cpu_offload: bool | None = None
     """Deprecated: offload_optimizer {"device": "cpu"}."""
-    prefetch_bucket_size: Count = Field(default=50_000_000, validation_alias="stage3_prefetch_bucket_size")
+    prefetch_bucket_size: Annotated[Count, Sets("prefetch_numel")] = Field(
+        default=50_000_000, validation_alias="stage3_prefetch_bucket_size"
+    )
     """Most elements fetched ahead of use. Not set: planned."""
-    param_persistence_threshold: Count = Field(default=100_000, validation_alias="stage3_param_persistence_threshold")
+    param_persistence_threshold: Annotated[Count, Sets("persistence_numel")] = Field(
+        default=100_000, validation_alias="stage3_param_persistence_threshold"
+    )
     """Parameters of at most this many elements stay gathered."""
-    model_persistence_threshold: Count = Field(
+    model_persistence_threshold: Annotated[Count, Sets("model_persistence_numel")] = Field(
         default=sys.maxsize, validation_alias="stage3_model_persistence_threshold"
     )
     """Most elements that stay gathered because they are small, in all."""
-    max_live_parameters: Count = Field(default=1_000_000_000, validation_alias="stage3_max_live_parameters")
+    max_live_parameters: Annotated[Count, Sets("max_live_numel")] = Field(
+        default=1_000_000_000, validation_alias="stage3_max_live_parameters"
+    )
     """Most elements of gathered parameters at once. Not set: planned."""
-    max_reuse_distance: Count = Field(default=1_000_000_000, validation_alias="stage3_max_reuse_distance")
+    max_reuse_distance: Annotated[Count, Sets("max_reuse_numel")] = Field(
+        default=1_000_000_000, validation_alias="stage3_max_reuse_distance"
+    )
     """A unit used again within this many elements stays gathered. Not set: planned."""
     gather_16bit_weights_on_model_save: bool = Field(
         default=False, validation_alias="stage3_gather_16bit_weights_on_model_save"
@@ -273,30 +213,30 @@ class ZeroConfig(ConfigModel):
         default=False, validation_alias="stage3_use_all_reduce_for_fetch_params"
     )
     """Gather units by an all-reduce of layouts in which every rank fills its own part."""
-    allgather_sequential: bool = Field(
+    allgather_sequential: Annotated[bool, Sets("gather_way", {True: "single", False: None})] = Field(
         default=False, validation_alias=AliasChoices("stage3_allgather_sequential", "stage3_allgather_single_param")
     )
     """Gather parameter by parameter, in units as small as modules allow, and fetch nothing ahead: the smallest peak."""
-    ignore_unused_parameters: bool = True
+    ignore_unused_parameters: Annotated[bool, Sets("ignore_unused")] = True
     """Go on when parameters got no gradient on any rank; false: a step with such parameters is an error naming them."""
     legacy_stage1: bool = False
     """Old implementation of stage 1; does not exist here."""
-    round_robin_gradients: bool = False
+    round_robin_gradients: Annotated[bool, Sets("round_robin_gradients")] = False
     """Begin every bucket with another rank's part, so that copies home are spread over ranks; acts with
     use_multi_rank_bucket_allreduce false, since one call for all ranks lets them all copy at once."""
-    zero_hpz_partition_size: Count = 1
+    zero_hpz_partition_size: Annotated[Count, Sets("secondary_group_size", {0: None})] = 1
     """Ranks that keep a second copy of gathered parameters among them, from which backward gathers (hpZ). 0 and 1: none."""
-    zero_quantized_weights: bool = False
+    zero_quantized_weights: Annotated[bool, Sets("quantised_gather")] = False
     """Gather weights as 8-bit blocks (qwZ)."""
-    zero_quantized_nontrainable_weights: bool = False
+    zero_quantized_nontrainable_weights: Annotated[bool, Sets("quantised_frozen")] = False
     """Keep frozen weights as 8-bit blocks where they rest, and gather them so."""
-    zero_quantized_gradients: bool = False
+    zero_quantized_gradients: Annotated[bool, Sets("quantised_reduction")] = False
     """Reduce gradients as 8-bit blocks, added up in fp32 (qgZ)."""
     zeropp_loco_param: dict[str, Any] | None = None
     """Error feedback of quantised gradients; does not exist here."""
-    mics_shard_size: Whole = -1
+    mics_shard_size: Annotated[Whole, Sets("shard_group_size", {-1: None})] = -1
     """Ranks that share one copy of the states, the other groups of as many holding copies (MiCS). -1: all of them."""
-    mics_hierarchical_params_gather: bool = False
+    mics_hierarchical_params_gather: Annotated[bool, Sets("two_stage_gather")] = False
     """Gather across nodes first, then within each, where a shard group spreads over nodes."""
     memory_efficient_linear: bool = True
     """Replace linear layers by ones that save less; not needed here."""
@@ -336,49 +276,26 @@ class ZeroConfig(ConfigModel):
         """Where optimizer states rest."""
         return self.offload_optimizer.device if self.offload_optimizer else OffloadDevice.none
 
-    def contradictions(self) -> list[tuple[str, str]]:
-        return [*self._offload_without_shards(), *self._old_beside_new()]
-
-    def _offload_without_shards(self) -> list[tuple[str, str]]:
-        found = []
-        stage = int(self.stage)
-        if self.param_device is not OffloadDevice.none and stage != 3:
-            found.append(
-                (
-                    "offload_param",
-                    f"device {self.param_device.value} with stage {stage}, but parameters rest elsewhere only when "
-                    "they are sharded; set stage to 3 or remove offload_param",
-                )
-            )
-        if self.optimizer_device is not OffloadDevice.none and stage == 0:
-            found.append(
-                (
-                    "offload_optimizer",
-                    f"device {self.optimizer_device.value} with stage 0, but optimizer states are offloaded only in "
-                    "stages 1, 2 and 3; set stage or remove offload_optimizer",
-                )
-            )
-        return found
-
-    def _old_beside_new(self) -> list[tuple[str, str]]:
-        found = []
-        for old, new in (
-            ("cpu_offload", "offload_optimizer"),
-            ("cpu_offload_param", "offload_param"),
-            ("stage3_gather_fp16_weights_on_model_save", "gather_16bit_weights_on_model_save"),
-        ):
+    def contradictions(self) -> Iterator[tuple[str, str]]:
+        if self.mics_shard_size == 0 or self.mics_shard_size < -1:
+            yield "mics_shard_size", f"{self.mics_shard_size} given; allowed are 1 or more ranks, or -1 for all of them"
+        for old, new in _SUCCESSORS.items():
             if getattr(self, old) is not None and self.is_set(new):
-                key = self.path_of(new).rpartition(".")[2]
-                found.append((old, f"deprecated key given together with its successor {key}; remove {old}"))
+                key = canonical_key(type(self), new)
+                yield old, f"deprecated key given together with its successor {key}; remove {old}"
         if self.cpu_offload_use_pin_memory is not None and (self.offload_param or self.offload_optimizer):
-            found.append(
-                (
-                    "cpu_offload_use_pin_memory",
-                    "deprecated key given together with its successors offload_optimizer and offload_param; remove it and "
-                    "set pin_memory there",
-                )
+            yield (
+                "cpu_offload_use_pin_memory",
+                "deprecated key given together with its successors offload_optimizer and offload_param; remove it and "
+                "set pin_memory there",
             )
-        return found
+
+
+_SUCCESSORS = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
+}
 
 
 def _without_deprecated(raw: dict[str, Any]) -> dict[str, Any]:
@@ -386,19 +303,18 @@ def _without_deprecated(raw: dict[str, Any]) -> dict[str, Any]:
     pin = raw.get("cpu_offload_use_pin_memory")
     if pin is not None:
         _warn_deprecated("cpu_offload_use_pin_memory", "pin_memory in offload_optimizer and offload_param")
-    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+    for old, new in _SUCCESSORS.items():
         if raw.get(old) is None:
             continue
-        _warn_deprecated(old, f'{new}: {{"device": "cpu"}}')
-        if raw[old] is True and new not in raw:
-            del raw[old]
-            raw[new] = {"device": "cpu"} if pin is None else {"device": "cpu", "pin_memory": pin}
+        key, is_offload = canonical_key(ZeroConfig, new), old.startswith("cpu_offload")
+        _warn_deprecated(old, f'{key}: {{"device": "cpu"}}' if is_offload else key)
+        if new in raw or key in raw or (is_offload and raw[old] is not True):
+            continue
+        given = raw.pop(old)
+        if is_offload:
+            given = {"device": "cpu"} if pin is None else {"device": "cpu", "pin_memory": pin}
             raw.pop("cpu_offload_use_pin_memory", None)
-    old, new = "stage3_gather_fp16_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save"
-    if raw.get(old) is not None:
-        _warn_deprecated(old, new)
-        if new not in raw and "gather_16bit_weights_on_model_save" not in raw:
-            raw[new] = raw.pop(old)
+        raw[key] = given
     return raw
 
 
