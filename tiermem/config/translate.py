@@ -43,11 +43,6 @@ _ZERO_FIELDS = {
     "param_persistence_threshold": "persistence_numel",
     "model_persistence_threshold": "model_persistence_numel",
     "reduce_bucket_size": "reduce_bucket_numel",
-    "contiguous_gradients": "contiguous_gradients",
-    "reduce_scatter": "reduce_scatter",
-    "use_multi_rank_bucket_allreduce": "multi_rank_buckets",
-    "round_robin_gradients": "round_robin_gradients",
-    "allgather_partitions": "allgather_partitions",
     "allgather_bucket_size": "allgather_bucket_numel",
     "ignore_unused_parameters": "ignore_unused",
     "load_from_fp32_weights": "loads_masters",
@@ -118,7 +113,6 @@ def policy_of(zero: ZeroConfig, aio: AioConfig, own: OwnConfig, overrides: Mappi
         tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes), zero.module_granularity_threshold
     )
     fields |= rank_fields(zero)
-    fields["overlap_reduce"] = zero.overlap_comm
     if zero.allgather_sequential:
         fields["gather_way"] = "single"
     fields |= _offload_fields(zero)
@@ -263,8 +257,6 @@ def _matters_elsewhere(model: ConfigModel, name: str, is_set: bool) -> str:
         return f"matters with device nvme; device is {device.value}"
     if is_set and name == "cpu_offload_use_pin_memory":
         return "matters with cpu_offload or cpu_offload_param, and neither is on"
-    if is_set and name == "round_robin_gradients" and getattr(model, "use_multi_rank_bucket_allreduce", False):
-        return "matters with use_multi_rank_bucket_allreduce false; one reduction for all ranks lets them copy at once"
     if is_set and model.section in _SWITCHED and name != "enabled" and not getattr(model, "enabled", True):
         return f"matters with {model.section}.enabled"
     return ""

@@ -218,20 +218,19 @@ class ZeroConfig(ConfigModel):
     stage: Annotated[ZeroStage, BeforeValidator(_stage_of_bool)] = ZeroStage.disabled
     """0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
     contiguous_gradients: bool = True
-    """Pack a unit's gradients into one buffer for each reduction between ranks; false: each parameter by itself."""
+    """Pack a unit's gradients into one buffer for each reduction between ranks."""
     reduce_scatter: bool = True
-    """Reduce-scatter gradients in stages 1 to 3; false: all-reduce them. Stage 0 always does."""
+    """Reduce-scatter gradients in stages 1 to 3, instead of an all-reduce."""
     reduce_bucket_size: Count = 500_000_000
     """Most elements of gradients handed to one reduction."""
     use_multi_rank_bucket_allreduce: bool = True
-    """Reduce a bucket for all ranks in one call; false: one reduce for each rank, of the part it owns, in half the memory."""
+    """Reduce a bucket for all ranks in one call, instead of one call for each rank."""
     allgather_partitions: bool = True
-    """All-gather updated parameters that stay gathered (all of them in stages 1 and 2); false: broadcast them, one rank's
-    after the other."""
+    """All-gather updated parameters that stay gathered (all of them in stages 1 and 2), instead of broadcasts."""
     allgather_bucket_size: Count = 500_000_000
-    """Most elements of updated parameters that come together in one call, or in one broadcast from each rank."""
+    """Most elements of updated parameters that come together in one call."""
     overlap_comm: Annotated[bool, BeforeValidator(_on_if_null)] = Field(default=None, validate_default=True)
-    """Overlap reductions with backward. Not set: on in every stage, unlike the reference; false waits for each."""
+    """Overlap reductions with backward."""
     load_from_fp32_weights: bool = True
     """Take fp32 masters from a checkpoint or an optimizer's state dict, without loss; false: make them from the low-precision
     weights, with that loss."""
@@ -282,8 +281,7 @@ class ZeroConfig(ConfigModel):
     legacy_stage1: bool = False
     """Old implementation of stage 1; does not exist here."""
     round_robin_gradients: bool = False
-    """Begin every bucket with another rank's part, so that copies home are spread over ranks; acts with
-    use_multi_rank_bucket_allreduce false, since one call for all ranks lets them all copy at once."""
+    """Begin every bucket with another rank's part, so that copies home are spread over ranks."""
     zero_hpz_partition_size: Count = 1
     """Ranks that keep a second copy of gathered parameters among them, from which backward gathers (hpZ). 0 and 1: none."""
     zero_quantized_weights: bool = False

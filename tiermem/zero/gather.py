@@ -11,8 +11,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from tiermem.policy import OffloadPolicy
-from tiermem.swap.arena import Pool
 from tiermem.swap.ranges import round_up
 from tiermem.zero.collectives import (
     GATHER_TAG,
@@ -379,63 +377,17 @@ class NearGather:
 # ---- new weights for resident units ----------------------------------------------------------------------------------
 
 
-class Updating:
-    """Brings new weights of resident units from the ranks that stepped them to all ranks.
+def spread(topology: Topology, unit: Unit, shard: torch.Tensor, full: torch.Tensor, limit_numel: int) -> None:
+    """Fills a resident unit's full layout with new weights from every rank's flat shard layout.
 
-    Works in spans of every rank's shard layout, of at most `allgather_bucket_numel` elements over all ranks:
+    The shard layouts are gathered in spans of at most `limit_numel` elements over all ranks. A span may end inside a parameter
+    and may hold several. The limit bounds the bytes of a call, and so the memory beside weights and shards: the backend's
+    buffer, and on a GPU the span on its way to the device. Streamed units are gathered whole (UnitGather).
 
-        all-gather (allgather_partitions)    every rank's span in one call, straight into the full layout
-        broadcasts                           one rank's span after the other: the owner sends its shard in place, the others
-                                             receive into a buffer of one span and copy each parameter's part to its place
-
-    Both leave the same bits. A span may end inside a parameter and may hold several. The limit bounds the bytes of a call, and
-    so the memory beside weights and shards: the buffer of broadcasts, the backend's buffer, and on a GPU the span on its way to
-    the device. Streamed units are gathered whole (UnitGather).
-
-    Collective: every rank calls it for the same units in the same order.
-
-    Args:
-        pool: a buffer of `span_bytes` of the largest unit, for broadcasts between CPUs; None: torch's own memory.
+    Collective: every rank calls it for the same units in the same order. Blocks, on a GPU in stream order. Raises RankLost.
     """
-
-    def __init__(self, topology: Topology, policy: OffloadPolicy, pool: Pool | None) -> None:
-        self._topology = topology
-        self._is_gathered = policy.allgather_partitions
-        self._limit_numel = policy.allgather_bucket_numel
-        self._pool = pool
-
-    def spread(self, unit: Unit, shard: torch.Tensor, full: torch.Tensor) -> None:
-        """Fills a unit's full layout from every rank's flat shard layout. Blocks, on a GPU in stream order. Raises RankLost."""
-        num_shards = self._topology.num_shards
-        if num_shards == 1:
-            gather_unit(self._topology, unit, shard.to(full.device), full)
-            return
-        for span in spans_of(unit, num_shards, self._limit_numel):
-            mine = shard[span].to(full.device)
-            if self._is_gathered:
-                gather_unit(self._topology, unit, mine, full, span)
-            else:
-                self._broadcast(unit, mine, full, span)
-
-    def _broadcast(self, unit: Unit, mine: torch.Tensor, full: torch.Tensor, span: slice) -> None:
-        slot = self._pool.take() if self._pool is not None else None
-        try:
-            buffer = torch.empty_like(mine) if slot is None else slot.tensor[: mine.nbytes].view(mine.dtype)
-            for owner in range(self._topology.num_shards):
-                sent = mine if owner == self._topology.shard_rank else buffer
-                source = dist.get_global_rank(self._topology.group_of("shard"), owner)
-                call(self._topology, f"gathering {unit.name}", dist.broadcast, sent, source, among="shard")
-                for part in cut_span(unit, span):
-                    place = part.shard_offset - span.start
-                    full[part.place_of(owner)].copy_(sent[place : place + part.numel])
-        finally:
-            if self._pool is not None and slot is not None:
-                self._pool.give_back(slot)
-
-
-def span_bytes(unit: Unit, num_shards: int, policy: OffloadPolicy) -> int:
-    """Bytes of the buffer that receives a unit's broadcasts; 0 when there are no broadcasts."""
-    if policy.allgather_partitions or num_shards == 1:
-        return 0
-    longest = max((s.stop - s.start for s in spans_of(unit, num_shards, policy.allgather_bucket_numel)), default=0)
-    return longest * unit.dtype.itemsize
+    if topology.num_shards == 1:
+        gather_unit(topology, unit, shard.to(full.device), full)
+        return
+    for span in spans_of(unit, topology.num_shards, limit_numel):
+        gather_unit(topology, unit, shard[span].to(full.device), full, span)

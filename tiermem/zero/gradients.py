@@ -127,8 +127,7 @@ class GradientHomes:
     def receive(self, unit: Unit) -> None:
         """Takes the gradients that autograd left on a unit's parameters, and starts to reduce them.
 
-        Collective. Raises OSError, RankLost. Blocks for the copy, for the oldest reduction when two are under way, and without
-        overlap for this unit's own reduction.
+        Collective. Raises OSError, RankLost. Blocks for the copy, and for the oldest reduction when two are under way.
         """
         if self._reducer is None:
             self._take(unit)
@@ -266,10 +265,8 @@ class GradientHomes:
         self._note_given(unit)
         buckets = self._cut.get(unit.index)
         if buckets is None:
-            policy, num_shards = self._policy, self._topology.num_shards
-            buckets = self._cut[unit.index] = cut(
-                unit, num_shards, policy.reduce_bucket_numel, policy.contiguous_gradients
-            )
+            buckets = cut(unit, self._topology.num_shards, self._policy.reduce_bucket_numel)
+            self._cut[unit.index] = buckets
         for number, bucket in enumerate(buckets):
             while self._reducer.is_full:
                 self._arrive()
@@ -280,8 +277,6 @@ class GradientHomes:
             for piece in bucket.pieces:
                 if piece.is_last:
                     piece.shard.param.grad = None
-            if not self._policy.overlap_reduce:
-                self._arrive()
         for shard in unit.shards:
             shard.param.grad = None
 

@@ -39,7 +39,6 @@ from tiermem.swap.stream import Bounce
 from tiermem.zero import registry
 from tiermem.zero.agreement import agree, facts_of, facts_of_plan
 from tiermem.zero.collectives import exchange
-from tiermem.zero.gather import Updating
 from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
 from tiermem.zero.init_params import built_with
@@ -432,8 +431,8 @@ class Shards:
         units, order = division.units, first_order(division)
         bounce = Bounce(self.store, BOUNCE_BYTES // 4) if self.policy.paths else None
         pools = carve(self.store.arena, self.plan)
-        updating = Updating(self.topology, self.policy, pools.updates)
-        self.values = Values(self.store, self.topology, self.device, bounce, updating)
+        spread_numel = self.policy.allgather_bucket_numel
+        self.values = Values(self.store, self.topology, self.device, bounce, spread_numel)
         self.tile_pool = pools.tiles
         self.head_start: HeadStart[Any] | None = HeadStart(pools.tiles) if pools.tiles is not None else None
         self.units = settle(units, self.plan, self.policy, self.values, pools)
