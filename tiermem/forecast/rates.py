@@ -86,12 +86,8 @@ class Rates:
 
 # ---- arithmetic of the ZeRO-Infinity paper ---------------------------------------------------------------------------
 #
-# These functions count bytes as the paper (arXiv 2104.07857) does: 16-bit weights and gradients, fp32 master, gradient,
-# momentum and variance of Adam, 20 bytes per parameter.
-#
-#     section 3   memory       parameters, model states, activations, checkpoints, working memory
-#     section 4   bandwidth    arithmetic intensity; efficiency = intensity x bandwidth / (intensity x bandwidth + peak)
-#
+# Section 3 of the paper (arXiv 2104.07857) counts the bytes of parameters, model states, activations, checkpoints and working
+# memory: 16-bit weights and gradients, fp32 master, gradient, momentum and variance of Adam, 20 bytes per parameter.
 # tiermem's own sizes are in `zero/plan.py`; they are smaller where tiermem keeps fewer bytes.
 
 STATE_BYTES = 20  # per parameter: 2 weight, 2 gradient, 4 master, 4 momentum, 4 variance, 4 gradient in fp32
@@ -137,10 +133,6 @@ class Transformer:
         """Activation working memory: the activations recomputed between two checkpoints."""
         return self._layer_activation_bytes(batch, seq) * self.checkpoint_interval
 
-    def operations(self, batch: int, seq: int) -> int:
-        """Floating-point operations of an iteration: 2 per parameter and token forward, 2 recomputing, 4 backward."""
-        return 8 * batch * seq * self.num_params
-
     def _layer_activation_bytes(self, batch: int, seq: int) -> int:
         """Returns the bytes of 16 x hidden + 2 x heads x seq numbers per token.
 
@@ -160,34 +152,6 @@ PAPER_MODELS = (
     Transformer(315, 160 * 1024, 1024),
 )
 """The models of that table, with 0.1 to 100 trillion parameters."""
-
-
-def weight_intensity(batch: int, seq: int) -> float:
-    """Operations per byte of weights (loaded forward, for recomputation and backward) and of gradients (stored once)."""
-    return float(seq * batch)
-
-
-def optimizer_intensity(batch: int, seq: int) -> float:
-    """Operations per byte of optimizer states: 16 bytes of each parameter are read, and written."""
-    return seq * batch / 4
-
-
-def activation_intensity(hidden: int, checkpoint_interval: int = 1) -> float:
-    """Operations per byte of activation checkpoints, each written once and read once."""
-    return 24.0 * hidden * checkpoint_interval
-
-
-def efficiency(intensity: float, bandwidth_bytes_s: float, peak_flops: float) -> float:
-    """Returns the fraction of the peak that is reached when transfers and maths do not overlap, 0 to 1."""
-    reached = intensity * bandwidth_bytes_s
-    return reached / (reached + peak_flops)
-
-
-def bandwidth_for(intensity: float, wanted_efficiency: float, peak_flops: float) -> float:
-    """Returns the bytes per second that an efficiency needs. Raises ValueError unless it lies between 0 and 1."""
-    if not 0 < wanted_efficiency < 1:
-        raise ValueError(f"the efficiency is {wanted_efficiency}; it must lie between 0 and 1, both excluded")
-    return wanted_efficiency / (1 - wanted_efficiency) * peak_flops / intensity
 
 
 # ---- tasks on lanes --------------------------------------------------------------------------------------------------
