@@ -69,7 +69,7 @@ def test_no_bucket_is_larger_than_the_limit_and_only_the_last_is_smaller(
     assert all(bucket.column_numel == room for bucket in buckets[:-1])
     largest = max((bucket.num_bytes for bucket in buckets), default=0)
     num_sides = 2 if num_shards > 1 else 1  # the columns that are sent, and the received ones
-    assert largest_buffer(unit, num_shards, limit, torch.float32) == num_sides * largest
+    assert largest_buffer(unit, num_shards, limit) == num_sides * largest
 
 
 def test_a_missing_gradient_is_zeros() -> None:
@@ -83,7 +83,7 @@ def test_a_missing_gradient_is_zeros() -> None:
 
 def test_a_gradient_is_packed_in_the_dtype_it_is_added_up_in() -> None:
     unit = unit_of([5, 3, 4], 2)
-    unit.shards[1].reduce_dtype = torch.bfloat16
+    unit.shards[1].reduce_in(torch.bfloat16)
     buckets = cut(unit, 2, 100)
     assert [(b.dtype, [p.shard.index for p in b.pieces]) for b in buckets] == [
         (torch.float32, [0, 2]),

@@ -23,7 +23,6 @@ from tiermem.forecast.loads import (
     TileLoad,
     Use,
     gathers,
-    keeps_second,
     reductions,
     tile_loads,
     updates,
@@ -31,7 +30,7 @@ from tiermem.forecast.loads import (
 from tiermem.forecast.rates import Rates, Task
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.zero.packed import gathers_packed
-from tiermem.zero.plan import Plan
+from tiermem.zero.plan import Plan, keeps_secondary
 from tiermem.zero.prefetcher import Order, Prefetcher, limits_of
 from tiermem.zero.reduce import MOST_UNDER_WAY, Bucket, cut
 from tiermem.zero.state_layout import keeps_sums
@@ -196,7 +195,7 @@ class _Builder:
                 self._arrive()
             packed = self._last if course.is_gpu else self._put(f"pack {unit.name}", 2 * bucket.num_bytes, [self._last])
             self._goes_on(packed)
-            sent = self._send(f"reduce {unit.name}", reductions(bucket, course.policy, course.topology), packed)
+            sent = self._send(f"reduce {unit.name}", reductions(bucket, course.topology), packed)
             self._under_way.append(_Reducing(bucket, sent, is_first, number == len(buckets) - 1))
 
     def _arrive(self) -> None:
@@ -369,7 +368,7 @@ class _PlayedUnit:
         self.is_staged = self.is_gathered or course.is_gpu
         self._builder = builder
         self._is_on_nvme = course.plan.unit_homes.get(unit.index) is Tier.NVME
-        self._keeps_second = keeps_second(course.policy, course.topology)
+        self._keeps_second = keeps_secondary(course.policy, course.topology.num_shards)
         self._has_second = False  # whether there is a secondary copy in the node (hpZ)
         self._read: int | None = None  # the task of the read in flight
 

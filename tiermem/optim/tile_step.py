@@ -115,7 +115,7 @@ class TilePass:
         self._act = act
         self.is_step = is_step
         self._grads = grads
-        self._reads_gradients = is_step and grads is None and shards.homes.home is Tier.NVME
+        self._reads_gradients = is_step and grads is None and shards.homes.store.home is Tier.NVME
         self._reads_weights = reads_weights
         self._is_blank = is_blank
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (data, its copy), by the data's address
@@ -242,13 +242,13 @@ class TilePass:
         """The gradients, if they are read from NVMe."""
         if not self._reads_gradients:
             return []
-        entry, offset = self._shards.homes.entry(tile.live.unit), tile.start * tile.grad_dtype.itemsize
+        entry, offset = self._shards.homes.store.entry(tile.live.unit), tile.start * tile.grad_dtype.itemsize
         return [(entry, offset, tile.room_bytes + tile.slice_bytes, tile.grad_bytes)]
 
     def _gradients(self, tile: Tile, slot: Slot | None) -> torch.Tensor | None:
         if not self.is_step:
             return None
-        at_home = self._grads if self._grads is not None else self._shards.homes.flat(tile.live.unit)
+        at_home = self._grads if self._grads is not None else self._shards.homes.store.view(tile.live.unit)
         if at_home is not None:
             return at_home[tile.elements].to(self._device(tile))
         assert slot is not None
@@ -304,7 +304,11 @@ def stepping(workers: Workers, rule_of: RuleOf) -> Act:
             return
         moments, precision, dither = places.views.moments, tile.layout.precision, None
         if len(places.names) > len(moments):
-            raise ValueError(too_many_moments(places.names, tile.layout.num_moments))
+            num, room = len(places.names), tile.layout.num_moments
+            raise ValueError(
+                f"this optimizer keeps {num} moments of a parameter ({', '.join(places.names)}) and the plan made room for "
+                f"num_moments={room}: {num} > {room}. Shard the model with OffloadPolicy(num_moments={num})"
+            )
         if precision.is_stochastic:
             dither = Dither(precision.key(shard.name), shard.num_steps, places.first)
         assert places.grad is not None
@@ -313,15 +317,6 @@ def stepping(workers: Workers, rule_of: RuleOf) -> Act:
         step_parts(workers, rule, parts, dither, start_moments=starts)
 
     return step
-
-
-def too_many_moments(names: Sequence[str], num_moments: int) -> str:
-    """The error's text when an optimizer keeps more moments than the plan has room for."""
-    return (
-        f"this optimizer keeps {len(names)} moments of a parameter ({', '.join(names)}) and the plan made room for "
-        f"num_moments={num_moments}: {len(names)} > {num_moments}. Shard the model with "
-        f"OffloadPolicy(num_moments={len(names)})"
-    )
 
 
 def visiting(workers: Workers, chosen: Collection[Shard], visitor: Visitor) -> Act:
@@ -343,7 +338,7 @@ def visiting(workers: Workers, chosen: Collection[Shard], visitor: Visitor) -> A
         visitor(values, shard, slice(places.first, places.first + places.numel))
         for name, moment in moments.items():
             narrow_part(workers, values[name], moment, is_positive=is_positive(name))
-            shard.has_moments |= shard.num_steps == 0 and bool(values[name].any())
+            shard.note_loaded(moments=not shard.num_steps and bool(values[name].any()))
         if is_split:
             assert stored is not None
             narrow_part(workers, values[FP32_PARAM], stored, weight)

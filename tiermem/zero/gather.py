@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,24 +44,27 @@ from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Shard, Unit
 _Call = Callable[[], Sequence[Any]]  # starts transfers and returns the handles to wait for
 
 
-class Gather(Protocol):
+class Gather:
     """The gather of one unit, in two steps: `put` takes this rank's shard, `start` begins the exchange."""
 
     @property
     def needs_shard(self) -> bool:
         """Whether the next gather needs this rank's shard; else the shard need not be read."""
+        return True
 
     def put(self, shard: torch.Tensor | None) -> None:
         """Takes this rank's flat shard layout; None when the gather does not need it."""
+        raise NotImplementedError
 
     def start(self) -> Pending:
         """Starts the exchange. Collective; does not block."""
+        raise NotImplementedError
 
     def outdate(self) -> None:
         """Notes that the weights are about to change where they rest; a second copy is not used again."""
 
 
-class UnitGather:
+class UnitGather(Gather):
     """The gather of one unit; may be repeated. Collective: every rank starts the same gathers in the same order.
 
     Args:
@@ -86,14 +89,6 @@ class UnitGather:
         self._exchanges: list[_Exchange] = []  # between these places, in the order in which they are started
         self._shard: torch.Tensor | None = None
         self._mine: list[torch.Tensor] = []  # views of the shard, one per parameter
-
-    @property
-    def needs_shard(self) -> bool:
-        """Always True."""
-        return True
-
-    def outdate(self) -> None:
-        """Does nothing: no copy is kept between gathers."""
 
     def put(self, shard: torch.Tensor | None) -> None:
         """Copies this rank's flat shard layout, or the span of it, into its place in the full layout.
@@ -307,7 +302,7 @@ def secondary_numel(unit: Unit, num_across: int) -> int:
     return round_up(sum(round_up(s.shard_numel * num_across, ALIGN) for s in unit.shards), UNIT_ALIGN)
 
 
-class NearGather:
+class NearGather(Gather):
     """The gather of one unit with a second copy (hpZ): from all ranks at first, then from near ranks until weights change.
 
         forward    gathers from the shards of all ranks, over all nodes    each rank keeps its part of the result

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.precision import DTYPES
 from tiermem.swap.arena import Arena, Pool
 from tiermem.swap.ranges import round_up
 from tiermem.zero.gather import secondary_numel
@@ -220,7 +219,7 @@ class _Planner:
         wires = sheet.buffers("wire", units.num, wire_sizes, "8-bit blocks on their way between ranks")
         gradients = self._add_gradients(sheet, grads)
         num_sums = MOST_UNDER_WAY * (self._world > 1 and not self._is_gpu)
-        sum_sizes = map(self._reduce_bytes, self._trainable)
+        sum_sizes = (largest_buffer(u, self._num_shards, policy.reduce_bucket_numel) for u in self._trainable)
         sums = sheet.buffers("reduce", num_sums, sum_sizes, "gradients on their way between ranks")
         resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         frozen = self._add_frozen(sheet, at_home[Tier.NVME])
@@ -279,12 +278,6 @@ class _Planner:
             sheet.add("gradients", home, _pages(sizes), f"rest on {home.name} until the step")
         passes = home in (None, Tier.NVME)
         return sheet.buffers("gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home")
-
-    def _reduce_bytes(self, unit: Unit) -> int:
-        """Bytes of the buffer in which a unit's gradients are added up over ranks between CPUs."""
-        policy = self._policy
-        dtype = unit.dtype if policy.reduce_dtype is None else DTYPES[policy.reduce_dtype]
-        return largest_buffer(unit, self._num_shards, policy.reduce_bucket_numel, dtype)
 
     def _add_states(self, sheet: _Sheet, resident_bytes: int, tile_numel: int) -> int:
         """Adds the rows of optimizer states; returns the bytes of states kept on HOST although they rest on NVMe."""

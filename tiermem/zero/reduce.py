@@ -42,11 +42,6 @@ class Piece(NamedTuple):
     place: int
 
     @property
-    def is_whole(self) -> bool:
-        """Whether this bucket holds all of the parameter."""
-        return self.start == 0 and self.stop == self.shard.shard_numel
-
-    @property
     def is_last(self) -> bool:
         """Whether the parameter ends in this bucket."""
         return self.stop == self.shard.shard_numel
@@ -81,18 +76,18 @@ def cut(unit: Unit, num_shards: int, limit_numel: int) -> list[Bucket]:
     kinds: dict[torch.dtype, list[Shard]] = {}
     for shard in unit.shards:
         if shard.shard_numel:
-            kinds.setdefault(shard.reduce_dtype or unit.dtype, []).append(shard)
+            kinds.setdefault(shard.reduce_dtype, []).append(shard)
     room = max(1, limit_numel // num_shards)
     return [bucket for dtype, alike in kinds.items() for bucket in _fill(unit, dtype, alike, num_shards, room)]
 
 
-def largest_buffer(unit: Unit, num_shards: int, limit_numel: int, dtype: torch.dtype) -> int:
-    """Most bytes of memory that a bucket of a unit needs between CPUs, when no gradient is reduced in a wider dtype.
+def largest_buffer(unit: Unit, num_shards: int, limit_numel: int) -> int:
+    """Most bytes of memory that a bucket of a unit needs between CPUs, when all its gradients are reduced in one dtype.
 
     With several shards it is the bucket, and as much again for the columns from other ranks. An all-reduce is done in place.
     """
     shares = sum(shard.shard_numel for shard in unit.shards)
-    bucket = min(shares, max(1, limit_numel // num_shards)) * num_shards * dtype.itemsize
+    bucket = min(shares, max(1, limit_numel // num_shards)) * num_shards * unit.shards[0].reduce_dtype.itemsize
     return bucket * (2 if num_shards > 1 else 1)
 
 

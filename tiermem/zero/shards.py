@@ -192,10 +192,12 @@ class Shards:
             return None
         if shard.gradient.is_zero:
             return torch.zeros(self.values.num_mine(shard))
-        self.homes.settle()
+        self.homes.store.settle()
         part = slice(shard.shard_offset, shard.shard_offset + self.values.num_mine(shard))
-        flat, dtype = self.homes.flat(live.unit), self.homes.dtype(live.unit)
-        local = self.values.read_part(self.homes.entry(live.unit), dtype, part) if flat is None else flat[part].cpu()
+        flat, dtype = self.homes.store.view(live.unit), self.homes.dtype(live.unit)
+        local = (
+            self.values.read_part(self.homes.store.entry(live.unit), dtype, part) if flat is None else flat[part].cpu()
+        )
         return local.float() * (shard.gradient.factor / self.homes.divisor)
 
     def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
@@ -396,7 +398,7 @@ class Shards:
                 self.head_start.drop()
             self.residency.empty()
             weights = [(s.param, self.weight(s.param)) for _, s in self.parameters()] if materialize else []
-            self.homes.settle()
+            self.homes.store.settle()
             for each in self._attached:
                 each.close()
         finally:
