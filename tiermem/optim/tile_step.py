@@ -153,9 +153,10 @@ class TilePass:
         """Starts writing states and parameters back to NVMe."""
         ranges = []
         if tile.home is Tier.NVME:
-            ranges.append((tile.entry, 0, slot.tensor[: tile.state_bytes]))
+            ranges.append((tile.entry, 0, _bytes_in(slot, 0, tile.state_bytes)))
         if tile.live.entry is not None:
-            ranges.append((tile.live.entry, tile.start * tile.dtype.itemsize, self._params_in(tile, slot)))
+            weights = _bytes_in(slot, tile.room_bytes, tile.slice_bytes)
+            ranges.append((tile.live.entry, tile.start * tile.dtype.itemsize, weights))
         return self._store.write(ranges, f"tile {tile.entry}")
 
     # ---- the work on a tile ------------------------------------------------------------------------------------------------
@@ -204,9 +205,8 @@ class TilePass:
             return None
         if self._store.home_of(initial) is Tier.HOST:
             return self._store.view(initial)[tile.elements]
-        assert slot is not None
         place = tile.layout.initial_offset_bytes(tile.numel)
-        return slot.tensor[place : place + tile.numel * FP32_BYTES].view(torch.float32)
+        return _bytes_in(slot, place, tile.numel * FP32_BYTES).view(torch.float32)
 
     # ---- places of data ----------------------------------------------------------------------------------------------------
 
@@ -251,9 +251,8 @@ class TilePass:
         at_home = self._grads if self._grads is not None else self._shards.homes.store.view(tile.live.unit)
         if at_home is not None:
             return at_home[tile.elements].to(self._device(tile))
-        assert slot is not None
-        place = tile.room_bytes + tile.slice_bytes
-        return slot.tensor[place : place + tile.grad_bytes].view(tile.grad_dtype).to(self._device(tile))
+        data = _bytes_in(slot, tile.room_bytes + tile.slice_bytes, tile.grad_bytes)
+        return data.view(tile.grad_dtype).to(self._device(tile))
 
     def _states(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         """The bytes of a tile's states, where they rest or in its buffer."""
@@ -261,19 +260,19 @@ class TilePass:
             return torch.empty(0, dtype=torch.uint8)
         if tile.home is not Tier.NVME:
             return self._near(tile, self._store.view(tile.entry))
-        assert slot is not None
-        return slot.tensor[: tile.state_bytes]
+        return _bytes_in(slot, 0, tile.state_bytes)
 
     def _params(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         if tile.live.shard is not None:
             tile.live.await_home()
             return self._near(tile, tile.live.shard[tile.elements])
-        assert slot is not None
-        return self._near(tile, self._params_in(tile, slot).view(tile.dtype))
+        return self._near(tile, _bytes_in(slot, tile.room_bytes, tile.slice_bytes).view(tile.dtype))
 
-    def _params_in(self, tile: Tile, slot: Slot) -> torch.Tensor:
-        """The bytes of a tile's buffer that hold its slice of the parameters."""
-        return slot.tensor[tile.room_bytes : tile.room_bytes + tile.slice_bytes]
+
+def _bytes_in(slot: Slot | None, place: int, num_bytes: int) -> torch.Tensor:
+    """The bytes of a tile's buffer from a place on; only data that does not rest in memory needs the buffer."""
+    assert slot is not None
+    return slot.tensor[place : place + num_bytes]
 
 
 _Part = tuple[str, int, int, int]
@@ -282,7 +281,7 @@ _Part = tuple[str, int, int, int]
 
 def _into(slot: Slot, parts: Sequence[_Part]) -> list[tuple[str, int, torch.Tensor]]:
     """The ranges for `store.read`: (entry, offset, view of the buffer)."""
-    return [(entry, offset, slot.tensor[place : place + num_bytes]) for entry, offset, place, num_bytes in parts]
+    return [(entry, offset, _bytes_in(slot, place, num_bytes)) for entry, offset, place, num_bytes in parts]
 
 
 # ---- the work --------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from tiermem.optim.tile_step import Act, RuleOf, TilePass, Visitor, stepping, vi
 from tiermem.policy import Tier
 from tiermem.swap.native import narrow_part, widen_part
 from tiermem.swap.pipeline import run_pipeline
+from tiermem.zero.collectives import total
 from tiermem.zero.plan import keeps_initial_master
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import (
@@ -137,11 +138,13 @@ class StateTiles:
         due = [tile for tile in self.tiles if any(segment.shard in chosen for segment in tile.segments)]
         visit = visiting(self._shards.workers, chosen, visitor)
         self._run(due, TilePass(self._shards, self.names, visit, reads_weights=True))
-        shown = {shard.index: shard for shard in chosen}
-        for live in {self._shards.find(shard.param)[0]: None for _, shard in sorted(shown.items())}:
+        order, topology = sorted(chosen, key=lambda shard: shard.index), self._shards.topology
+        for live in dict.fromkeys(self._shards.find(shard.param)[0] for shard in order):
             self._shards.refresh(live.unit.shards[0].param)
-        for shard in chosen:
-            shard.note_loaded(master=self.keeps_master(shard))
+        has_moments = torch.tensor([float(s.has_moments) for s in order], dtype=torch.float64)
+        has_moments = total(topology, has_moments.to(topology.control_device))  # a rank may hold zeros, or nothing
+        for shard, num_ranks in zip(order, has_moments.tolist(), strict=True):
+            shard.note_loaded(num_ranks > 0, self.keeps_master(shard))
 
     def fill(self, filler: Act, keeps: bool = False) -> None:
         """Calls a function that writes states and weights in their stored formats, once for each parameter in each tile.
