@@ -143,20 +143,23 @@ class OffloadPolicy:
     reduce_bucket_numel: Count = 500_000_000
     """Most elements of gradients handed to one reduction, those of all ranks' parts together (zero/reduce.py)."""
     contiguous_gradients: bool = True
-    """Pack a unit's gradients into one buffer for each reduction. False: each parameter by itself, from where autograd put
-    it, without the buffers: less memory, more calls."""
+    """Accepted, and changes nothing: gradients are always packed into buckets, whose memory `reduce_bucket_numel` bounds."""
     reduce_scatter: bool = True
-    """Each rank gets the sum of its own part alone (stages 1 to 3). False: of everything, of which it keeps its part."""
+    """Accepted, and changes nothing: in stages 1 to 3 each rank always gets the sum of its own part alone, because an
+    all-reduce moves twice the bytes. False is refused with `quantised_reduction`."""
     multi_rank_buckets: bool = True
-    """One reduction of a bucket serves all ranks. False: one for each rank, of what it owns (stages 1 to 3)."""
+    """Accepted, and changes nothing: one reduction of a bucket always serves all ranks, because one call is faster than one
+    for each rank. False is refused with `quantised_reduction`."""
     round_robin_gradients: bool = False
-    """With one reduction for each rank: every bucket begins with another rank's, so that copies home are spread over ranks."""
+    """Accepted, and changes nothing: one reduction serves all ranks, so that they all copy their parts home at once."""
     allgather_partitions: bool = True
-    """Weights that stay present come from the ranks that stepped them by all-gathers. False: by broadcasts from each."""
+    """Accepted, and changes nothing: weights that stay present always come from the ranks that stepped them by all-gathers,
+    which leave the same bits as broadcasts in fewer calls."""
     allgather_bucket_numel: Count = 500_000_000
     """Most elements of such weights that come at once, those of all ranks' parts together (zero/gather.py)."""
     overlap_reduce: bool = True
-    """Backward goes on while two reductions are under way. False: each is waited for at once; one buffer instead of two."""
+    """Accepted, and changes nothing: backward always continues while up to two reductions are under way. `reduce_bucket_numel`
+    bounds the memory of their buffers."""
     reduce_op: Literal["mean", "sum"] = "mean"
     """What gradients are over the ranks."""
     predivide_factor: Divisor | Literal["ranks"] = 1.0

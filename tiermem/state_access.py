@@ -50,10 +50,10 @@ def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tenso
     step's norm. On this rank, a parameter without gradient has one afterwards.
     """
     homes, workers = shards.homes, shards.workers
-    homes.settle()
+    homes.store.settle()
     values = mine.detach().to("cpu", homes.dtype(live.unit)).contiguous()
-    flat, first = homes.flat(live.unit), shard.shard_numel * shards.topology.shard_rank
-    if homes.home is Tier.DEVICE:
+    flat, first = homes.store.view(live.unit), shard.shard_numel * shards.topology.shard_rank
+    if homes.store.home is Tier.DEVICE:
         assert flat is not None
         flat[shard.shard_offset : shard.shard_offset + values.numel()].copy_(values)
         sums = store_gradient(workers, None, values, first)
@@ -63,7 +63,7 @@ def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tenso
     else:
         sums = store_gradient(workers, None, values, first)
         offset = shard.shard_offset * values.element_size()
-        shards.values.write_part(homes.entry(live.unit), offset, values.view(torch.uint8))
+        shards.values.write_part(homes.store.entry(live.unit), offset, values.view(torch.uint8))
     shard.gradient.arrive(sums, homes.divisor)
     shard.gradient.confirm()
     homes.show(live.unit)
@@ -311,7 +311,7 @@ def _check_phase(place: _Place) -> None:
     shards, shard = place.shards, place.shard
     if not place.live.unit.is_trainable:
         raise ValueError(f"{shard.name} is frozen, or its model is for inference: it has no gradient")
-    if shards.homes.home is None:
+    if shards.homes.store.home is None:
         raise RuntimeError(
             f"the gradient of {shard.name} is not kept: step_in_backward uses it up as it comes. Turn that off to see it"
         )

@@ -86,33 +86,9 @@ CLAIMS: dict[str, Claim] = {
         False, "tests/engine/test_accumulation.py::test_not_managed_every_step_is_the_boundary"
     ),
     # zero_optimization
-    ZERO + "contiguous_gradients": Claim(
-        False, GRADS + "test_not_contiguous_is_a_call_for_each_parameter_and_no_buffer",
-        {"contiguous_gradients": False}, STAGE_3,
-    ),
-    ZERO + "reduce_scatter": Claim(
-        False, GRADS + "test_all_reduce_hands_over_as_much_and_gets_everything", {"reduce_scatter": False}, STAGE_3
-    ),
-    ZERO + "use_multi_rank_bucket_allreduce": Claim(
-        False, GRADS + "test_without_multi_rank_buckets_every_owner_has_a_reduce_of_its_part",
-        {"multi_rank_buckets": False}, STAGE_2,
-    ),
-    ZERO + "round_robin_gradients": Claim(
-        True, GRADS + "test_round_robin_gradients_let_every_bucket_begin_with_another_owner",
-        {"round_robin_gradients": True},
-        {"zero_optimization": {"stage": 2, "use_multi_rank_bucket_allreduce": False}},
-    ),
-    ZERO + "allgather_partitions": Claim(
-        False, GRADS + "test_without_allgather_partitions_weights_are_broadcast_by_their_owners",
-        {"allgather_partitions": False}, STAGE_2,
-    ),
     ZERO + "allgather_bucket_size": Claim(
         1000, GRADS + "test_allgather_bucket_size_bounds_what_comes_in_one_call",
         {"allgather_bucket_numel": 1000}, STAGE_2,
-    ),
-    ZERO + "overlap_comm": Claim(
-        False, GRADS + "test_without_overlap_each_reduction_ends_before_the_next_begins",
-        {"overlap_reduce": False}, STAGE_3,
     ),
     ZERO + "ignore_unused_parameters": Claim(
         False, GRADS + "test_unused_parameters_end_training_on_all_ranks_with_their_names",

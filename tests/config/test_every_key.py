@@ -32,6 +32,7 @@ COMPUTED_VALUES: dict[str, Any] = {
     "checkpoint.writer": {"type": "FAST"},
     "optimizer.params.ns_method": "standard",
     "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization.overlap_comm": False,
 }  # of keys that are not switches
 
 

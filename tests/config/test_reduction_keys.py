@@ -16,16 +16,6 @@ from tiermem.policy import OffloadPolicy
 @pytest.mark.parametrize(
     ("zero", "field", "value"),
     [
-        ({}, "overlap_reduce", True),
-        ({"overlap_comm": None}, "overlap_reduce", True),
-        ({"overlap_comm": "auto"}, "overlap_reduce", True),
-        ({"overlap_comm": True}, "overlap_reduce", True),
-        ({"overlap_comm": False}, "overlap_reduce", False),
-        ({"contiguous_gradients": False}, "contiguous_gradients", False),
-        ({"reduce_scatter": False}, "reduce_scatter", False),
-        ({"use_multi_rank_bucket_allreduce": False}, "multi_rank_buckets", False),
-        ({"round_robin_gradients": True}, "round_robin_gradients", True),
-        ({"allgather_partitions": False}, "allgather_partitions", False),
         ({"allgather_bucket_size": 77}, "allgather_bucket_numel", 77),
         ({"reduce_bucket_size": 77}, "reduce_bucket_numel", 77),
         ({"ignore_unused_parameters": False}, "ignore_unused", False),
@@ -65,16 +55,6 @@ def test_top_of_the_config(top: dict[str, Any], field: str, value: Any) -> None:
 def test_contradictions_and_values_out_of_range(top: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(top)
-
-
-def test_round_robin_says_beside_what_it_acts() -> None:
-    def note(**zero: Any) -> str:
-        rows = load_config({"zero_optimization": {"stage": 2, "round_robin_gradients": True, **zero}}).report()
-        (row,) = (row for row in rows if row.key == "zero_optimization.round_robin_gradients")
-        return row.note
-
-    assert "matters with use_multi_rank_bucket_allreduce false" in note()
-    assert note(use_multi_rank_bucket_allreduce=False) == ""
 
 
 def test_quantised_gradients_go_to_all_ranks_at_once() -> None:

@@ -34,6 +34,7 @@ def main(out: Path, nvme: Path) -> None:
     dist.init_process_group("gloo")
     found: dict[str, Any] = {name: save_and_resume(name, nvme) for name in CASES}
     found["muon"] = refusal_of_muon()
+    found["visited"] = visited_before_the_first_step()
     torch.save(found, out / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
@@ -67,6 +68,20 @@ def refusal_of_muon() -> str:
         except ValueError as error:
             return str(error)
     return "none"
+
+
+def visited_before_the_first_step() -> dict[str, Any]:
+    """The state dict after a visit that sets only the first element of each parameter, which rank 0 holds."""
+    model = seeded(Tower)
+
+    def set_first(values: dict[str, torch.Tensor], param: nn.Parameter, elements: slice) -> None:
+        if elements.start == 0:
+            values["exp_avg"][0] = 1.0
+
+    with tiermem.shard(model, OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, timeout_s=20)):
+        optim = tiermem.AdamW(model.parameters())
+        tiermem.utils.safe_update_local_states_vectorized(model.parameters(), set_first)
+        return copy.deepcopy(optim.state_dict())
 
 
 def train(model: nn.Module, optim: torch.optim.Optimizer, first: int, last: int) -> list[float]:

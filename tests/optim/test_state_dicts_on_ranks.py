@@ -52,5 +52,17 @@ def test_matrices_cut_over_ranks_are_refused(launched: tuple[Found, Found]) -> N
         assert "cut into 2 shards, one per rank: no rank has a whole one" in launched[1][rank]["muon"]
 
 
+def test_ranks_agree_on_moments_that_one_of_them_got_before_the_first_step(
+    launched: tuple[Found, Found],
+) -> None:
+    for found in [*launched[0], *launched[1]]:
+        entries = found["visited"]["state"].values()
+        assert len(entries) == len(found["visited"]["param_groups"][0]["params"])
+        for entry in entries:
+            assert entry["exp_avg"].flatten()[0] == 1.0
+            assert entry["exp_avg"].sum() == 1.0
+            assert not entry["exp_avg_sq"].any()
+
+
 def flat(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {f"{number}.{name}": value for number, entry in state_dict["state"].items() for name, value in entry.items()}

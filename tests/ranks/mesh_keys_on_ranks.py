@@ -22,7 +22,6 @@ from twins import seeded
 import tiermem
 
 NUM_STEPS = 3
-OWNERS = {"stage": 2, "use_multi_rank_bucket_allreduce": False, "round_robin_gradients": True}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "plain, frozen": {},
@@ -33,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qgz": {"zero_quantized_gradients": True},
     "quantised, frozen": {"zero_quantized_nontrainable_weights": True},
     "stage 2": {"stage": 2},
-    "stage 2, owners": OWNERS | {"allgather_partitions": False, "allgather_bucket_size": 2000},
+    "stage 2, updates of 2000": {"stage": 2, "allgather_bucket_size": 2000},
 }
 
 

@@ -9,7 +9,14 @@ from tiermem import Tier
 NUM_STEPS = 3
 NUM_MICRO = 3
 BUCKET_NUMEL = 1 << 20
-BY_OWNER = {"multi_rank_buckets": False}
+WITHOUT_EFFECT = {
+    "contiguous_gradients": False,
+    "reduce_scatter": False,
+    "multi_rank_buckets": False,
+    "round_robin_gradients": True,
+    "allgather_partitions": False,
+    "overlap_reduce": False,
+}
 NVME = {"params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.NVME}
 
 SAME_BITS: dict[str, dict[str, Any]] = {
@@ -18,17 +25,12 @@ SAME_BITS: dict[str, dict[str, Any]] = {
     "stage 2": {"stage": 2},
     "stage 2, nvme": {"stage": 2, "optim": Tier.NVME, "grads": Tier.NVME},
     "stage 3, nvme": NVME,
-    "no overlap": {"overlap_reduce": False},
-    "not contiguous": {"contiguous_gradients": False},
-    "not contiguous, no overlap": {"contiguous_gradients": False, "overlap_reduce": False},
+    **{f"fields without effect, stage {stage}": {"stage": stage, **WITHOUT_EFFECT} for stage in (1, 2, 3)},
     "buckets of 1000": {"reduce_bucket_numel": 1000},
     "buckets of 1000, nvme": {**NVME, "reduce_bucket_numel": 1000},
     "buckets of 64, stage 2": {"stage": 2, "reduce_bucket_numel": 64},
-    "buckets of 1000, not contiguous": {"reduce_bucket_numel": 1000, "contiguous_gradients": False},
-    **{f"broadcasts, stage {stage}": {"stage": stage, "allgather_partitions": False} for stage in (1, 2, 3)},
     "updates of 1000, stage 1": {"stage": 1, "allgather_bucket_numel": 1000},
     "updates of 70, stage 2": {"stage": 2, "allgather_bucket_numel": 70},
-    "broadcasts of 1000, stage 1": {"stage": 1, "allgather_bucket_numel": 1000, "allgather_partitions": False},
     "step in backward": {**NVME, "grads": None, "step_in_backward": True},
     "step in backward, stage 2": {"stage": 2, "optim": Tier.NVME, "step_in_backward": True},
 }
@@ -38,13 +40,6 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {"fields": fields} for name, fields in SAME_BITS.items()},
     "stage 0": {"fields": {"stage": 0}},
     "stage 0, buckets of 1000": {"fields": {"stage": 0, "reduce_bucket_numel": 1000}},
-    "all-reduce": {"fields": {"reduce_scatter": False}},
-    "all-reduce, not contiguous": {"fields": {"reduce_scatter": False, "contiguous_gradients": False}},
-    **{f"owner by owner, stage {stage}": {"fields": {"stage": stage, **BY_OWNER}} for stage in (1, 2, 3)},
-    "owner by owner, not contiguous": {"fields": {"stage": 2, "contiguous_gradients": False, **BY_OWNER}},
-    "owner by owner, buckets of 1000": {"fields": {"stage": 2, "reduce_bucket_numel": 1000, **BY_OWNER}},
-    "owner by owner, round robin": {"fields": {"stage": 2, "round_robin_gradients": True, **BY_OWNER}},
-    "broken, owner by owner": {"fields": {"stage": 2, **BY_OWNER}, "breaks": True},
     "predivide by 4": {"fields": {"predivide_factor": 4.0}},
     "predivide by ranks": {"fields": {"predivide_factor": "ranks", "stage": 1}},
     "sum": {"fields": {"reduce_op": "sum"}},

@@ -121,7 +121,7 @@ def test_gradients_on_nvme_are_written_behind_backward(tmp_path: Path) -> None:
     model = seeded(Tower)
     with tiermem.shard(model, policy(tmp_path, grads=Tier.NVME)) as shards:
         loss_of(model, 0).backward()
-        shards.homes.settle()
+        shards.homes.store.settle()
         written = events(shards, "write")
         assert [n for n in written if n.startswith("grad")] == [
             f"grad {name}" for name in [*FORWARD[:0:-1], "embed", "persistent"]

@@ -202,7 +202,7 @@ def a_subclass_says_which_part_is_whose(nvme: Path) -> None:
 WAYS: dict[str, dict[str, Any]] = {
     "device": {},
     "nvme": {},
-    "cpu": {"gather_way": "all_reduce", "multi_rank_buckets": False, "allgather_partitions": False},
+    "cpu": {"gather_way": "all_reduce"},
 }
 
 

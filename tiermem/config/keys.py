@@ -92,6 +92,12 @@ COMPUTED: Mapping[str, str] = MappingProxyType(
     {
         f"{_ZERO}.log_trace_cache_warnings": "there is no trace cache; an order that changes costs fetches, not correctness",
         f"{_ZERO}.enable_sanity_checks": "ranks that differ, gradients that are not finite and damaged reads are always found",
+        f"{_ZERO}.contiguous_gradients": "gradients are always packed; reduce_bucket_size bounds the buffers",
+        f"{_ZERO}.reduce_scatter": "stages 1 to 3 always reduce-scatter: half the bytes of an all-reduce; stage 0 all-reduces",
+        f"{_ZERO}.use_multi_rank_bucket_allreduce": "one reduction of a bucket always serves all ranks, in one call",
+        f"{_ZERO}.round_robin_gradients": "one reduction serves all ranks, so that they all copy at once",
+        f"{_ZERO}.allgather_partitions": "updated parameters are always all-gathered: the same bits as broadcasts, in one call",
+        f"{_ZERO}.overlap_comm": "reductions always overlap backward, two at once; reduce_bucket_size bounds their buffers",
         f"{_ZERO}.stage3_use_all_reduce_for_fetch_params": "units are gathered by all-gathers: the same bits, half the bytes",
         "optimizer.params.ns_method": "the standard iteration; gram is the same with fewer operations, but for rounding",
         f"{_ZERO}.elastic_checkpoint": "what is saved opens on any number of ranks, with it or without",
@@ -114,7 +120,6 @@ COMPUTED: Mapping[str, str] = MappingProxyType(
 
 PLANNED: Mapping[str, str] = MappingProxyType(
     {
-        f"{_ZERO}.overlap_comm": "on in every stage, and read as true; set false to wait for each reduction",
         f"{_ZERO}.sub_group_size": "the plan sizes tiles from the budget",
         f"{_ZERO}.stage3_prefetch_bucket_size": "what the unit buffers hold",
         f"{_ZERO}.stage3_max_live_parameters": "what the unit buffers hold",

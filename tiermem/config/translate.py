@@ -206,8 +206,6 @@ def _matters_elsewhere(model: ConfigModel, name: str, is_set: bool) -> str:
         return f"matters with device nvme; device is {device.value}"
     if is_set and name == "cpu_offload_use_pin_memory":
         return "matters with cpu_offload or cpu_offload_param, and neither is on"
-    if is_set and name == "round_robin_gradients" and getattr(model, "use_multi_rank_bucket_allreduce", False):
-        return "matters with use_multi_rank_bucket_allreduce false; one reduction for all ranks lets them copy at once"
     if is_set and model.section in _SWITCHED and name != "enabled" and not getattr(model, "enabled", True):
         return f"matters with {model.section}.enabled"
     return ""

@@ -147,23 +147,20 @@ class ZeroConfig(ConfigModel):
 
     stage: Annotated[ZeroStage, BeforeValidator(_stage_of_bool), Sets("stage")] = ZeroStage.disabled
     """0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
-    contiguous_gradients: Annotated[bool, Sets("contiguous_gradients")] = True
-    """Pack a unit's gradients into one buffer for each reduction between ranks; false: each parameter by itself."""
-    reduce_scatter: Annotated[bool, Sets("reduce_scatter")] = True
-    """Reduce-scatter gradients in stages 1 to 3; false: all-reduce them. Stage 0 always does."""
+    contiguous_gradients: bool = True
+    """Pack a unit's gradients into one buffer for each reduction between ranks."""
+    reduce_scatter: bool = True
+    """Reduce-scatter gradients in stages 1 to 3, instead of an all-reduce."""
     reduce_bucket_size: Annotated[Count, Sets("reduce_bucket_numel")] = 500_000_000
     """Most elements of gradients handed to one reduction."""
-    use_multi_rank_bucket_allreduce: Annotated[bool, Sets("multi_rank_buckets")] = True
-    """Reduce a bucket for all ranks in one call; false: one reduce for each rank, of the part it owns, in half the memory."""
-    allgather_partitions: Annotated[bool, Sets("allgather_partitions")] = True
-    """All-gather updated parameters that stay gathered (all of them in stages 1 and 2); false: broadcast them, one rank's
-    after the other."""
+    use_multi_rank_bucket_allreduce: bool = True
+    """Reduce a bucket for all ranks in one call, instead of one call for each rank."""
+    allgather_partitions: bool = True
+    """All-gather updated parameters that stay gathered (all of them in stages 1 and 2), instead of broadcasts."""
     allgather_bucket_size: Annotated[Count, Sets("allgather_bucket_numel")] = 500_000_000
-    """Most elements of updated parameters that come together in one call, or in one broadcast from each rank."""
-    overlap_comm: Annotated[bool, BeforeValidator(_on_if_null), Sets("overlap_reduce")] = Field(
-        default=None, validate_default=True
-    )
-    """Overlap reductions with backward. Not set: on in every stage, unlike the reference; false waits for each."""
+    """Most elements of updated parameters that come together in one call."""
+    overlap_comm: Annotated[bool, BeforeValidator(_on_if_null)] = Field(default=None, validate_default=True)
+    """Overlap reductions with backward."""
     load_from_fp32_weights: Annotated[bool, Sets("loads_masters")] = True
     """Take fp32 masters from a checkpoint or an optimizer's state dict, without loss; false: make them from the low-precision
     weights, with that loss."""
@@ -221,9 +218,8 @@ class ZeroConfig(ConfigModel):
     """Go on when parameters got no gradient on any rank; false: a step with such parameters is an error naming them."""
     legacy_stage1: bool = False
     """Old implementation of stage 1; does not exist here."""
-    round_robin_gradients: Annotated[bool, Sets("round_robin_gradients")] = False
-    """Begin every bucket with another rank's part, so that copies home are spread over ranks; acts with
-    use_multi_rank_bucket_allreduce false, since one call for all ranks lets them all copy at once."""
+    round_robin_gradients: bool = False
+    """Begin every bucket with another rank's part, so that copies home are spread over ranks."""
     zero_hpz_partition_size: Annotated[Count, Sets("secondary_group_size", {0: None})] = 1
     """Ranks that keep a second copy of gathered parameters among them, from which backward gathers (hpZ). 0 and 1: none."""
     zero_quantized_weights: Annotated[bool, Sets("quantised_gather")] = False

@@ -96,7 +96,7 @@ class Autocast(NamedTuple):
         by_param = {state.param: state for _, state in shards.parameters()}
         for module in model.modules():
             for param in module.parameters(recurse=False) if type(module) in self.classes else ():
-                by_param[param].reduce_dtype = self.dtype
+                by_param[param].reduce_in(self.dtype)
 
     def block(self) -> AbstractContextManager[Any]:
         """Returns the context of a forward. It turns torch's weight cache off, which would keep a copy of every weight."""
@@ -221,7 +221,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
             if choice:
                 choice.warn_of_stalling(policy.precision)
             if self.optimizer is not None:
-                self.optimizer.loss_scaler = self._scaler
+                self.optimizer.scale_losses_with(self._scaler)
             self.lr_scheduler = self._build_scheduler(scheduler)
         except BaseException:
             self.shards.close()

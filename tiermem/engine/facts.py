@@ -461,8 +461,8 @@ class EngineFacts:
         return self.optimizer
 
     def zero_overlap_comm(self) -> bool:
-        """Whether reductions go on while backward does."""
-        return self.shards.policy.overlap_reduce
+        """The config's overlap_comm, true when not set. Reductions overlap backward with either value."""
+        return self.config.zero_optimization.overlap_comm
 
     @property
     def device(self) -> torch.device:

@@ -243,7 +243,7 @@ class _Search:
 
     def run(self) -> Choice:
         rule = best = self._play({})
-        self._tried[repr({})] = rule
+        self._tried[repr([])] = rule
         for _ in range(_ROUNDS if self._policy.host_bytes is not None else 0):
             before = best
             for changes in (self._homes(best), self._residency(best), self._units(), self._tiles()):
@@ -295,7 +295,7 @@ class _Search:
         key = repr(sorted(fields.items()))
         if key not in self._tried:
             try:
-                self._tried[key] = self._play(fields) if fields else None
+                self._tried[key] = self._play(fields)
             except ValueError:
                 self._tried[key] = None
         return self._tried[key]

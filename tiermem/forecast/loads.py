@@ -11,13 +11,12 @@ from torch import nn
 from tiermem.forecast.rates import Compute
 from tiermem.optim.tile import rests_on_host, stepped_ranges
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.precision import DTYPES
 from tiermem.zero.gather import cut_span, spans_of
 from tiermem.zero.packed import gathers_packed
-from tiermem.zero.plan import Plan, keeps_secondary, planned_layout
+from tiermem.zero.plan import Plan, planned_layout
 from tiermem.zero.prefetcher import reads_weights_again
 from tiermem.zero.quantised import packed_bytes
-from tiermem.zero.reduce import Bucket, cut, scatters
+from tiermem.zero.reduce import Bucket
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Division, Unit
 
@@ -200,40 +199,21 @@ def updates(unit: Unit, policy: OffloadPolicy, topology: Topology) -> list[Send]
         return []
     sends: list[Send] = []
     for span in spans_of(unit, num_shards, policy.allgather_bucket_numel):
-        if policy.allgather_partitions:
-            numel = sum(part.numel for part in cut_span(unit, span))
-            sends += _plain(numel * num_shards * unit.full_dtype.itemsize, topology)
-        else:
-            span_bytes = (span.stop - span.start) * unit.dtype.itemsize
-            sends.append(_to_all("shard", span_bytes * num_shards, topology))
+        numel = sum(part.numel for part in cut_span(unit, span))
+        sends += _plain(numel * num_shards * unit.full_dtype.itemsize, topology)
     return sends
 
 
-def buckets_of(unit: Unit, policy: OffloadPolicy, topology: Topology) -> list[Bucket]:
-    """Returns the buckets in which a unit's gradients are reduced."""
-    return cut(unit, topology.num_shards, policy.reduce_bucket_numel, policy.contiguous_gradients)
-
-
-def reductions(bucket: Bucket, policy: OffloadPolicy, topology: Topology) -> list[Send]:
+def reductions(bucket: Bucket, topology: Topology) -> list[Send]:
     """Returns the calls that reduce one bucket."""
     if topology.world == 1:
         return []
-    itemsize = bucket.dtype.itemsize if policy.reduce_dtype is None else DTYPES[policy.reduce_dtype].itemsize
-    column_bytes = bucket.column_numel * itemsize
-    if not scatters(topology.num_shards, policy):
-        return [_added_up("world", column_bytes * bucket.num_columns, topology)]
-    if topology.packs_reductions:
-        sends = _packed(bucket, topology)
-    else:
-        sends = [_to_all("shard", column_bytes * bucket.num_columns, topology)]
+    if topology.num_shards == 1:
+        return [_added_up("world", bucket.num_bytes, topology)]
+    sends = _packed(bucket, topology) if topology.packs_reductions else [_to_all("shard", bucket.num_bytes, topology)]
     if topology.num_replicas > 1:
-        sends.append(_added_up("replica", column_bytes, topology))
+        sends.append(_added_up("replica", bucket.num_bytes // bucket.num_columns, topology))
     return sends
-
-
-def keeps_second(policy: OffloadPolicy, topology: Topology) -> bool:
-    """Whether all gathers but the first after a step use the secondary copy within the node (hpZ)."""
-    return keeps_secondary(policy, topology.num_shards) and topology.within is not None
 
 
 def _plain(whole_bytes: int, topology: Topology) -> list[Send]:

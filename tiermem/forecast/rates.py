@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import graphlib
 import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -86,12 +87,8 @@ class Rates:
 
 # ---- arithmetic of the ZeRO-Infinity paper ---------------------------------------------------------------------------
 #
-# These functions count bytes as the paper (arXiv 2104.07857) does: 16-bit weights and gradients, fp32 master, gradient,
-# momentum and variance of Adam, 20 bytes per parameter.
-#
-#     section 3   memory       parameters, model states, activations, checkpoints, working memory
-#     section 4   bandwidth    arithmetic intensity; efficiency = intensity x bandwidth / (intensity x bandwidth + peak)
-#
+# Section 3 of the paper (arXiv 2104.07857) counts the bytes of parameters, model states, activations, checkpoints and working
+# memory: 16-bit weights and gradients, fp32 master, gradient, momentum and variance of Adam, 20 bytes per parameter.
 # tiermem's own sizes are in `zero/plan.py`; they are smaller where tiermem keeps fewer bytes.
 
 STATE_BYTES = 20  # per parameter: 2 weight, 2 gradient, 4 master, 4 momentum, 4 variance, 4 gradient in fp32
@@ -137,10 +134,6 @@ class Transformer:
         """Activation working memory: the activations recomputed between two checkpoints."""
         return self._layer_activation_bytes(batch, seq) * self.checkpoint_interval
 
-    def operations(self, batch: int, seq: int) -> int:
-        """Floating-point operations of an iteration: 2 per parameter and token forward, 2 recomputing, 4 backward."""
-        return 8 * batch * seq * self.num_params
-
     def _layer_activation_bytes(self, batch: int, seq: int) -> int:
         """Returns the bytes of 16 x hidden + 2 x heads x seq numbers per token.
 
@@ -160,34 +153,6 @@ PAPER_MODELS = (
     Transformer(315, 160 * 1024, 1024),
 )
 """The models of that table, with 0.1 to 100 trillion parameters."""
-
-
-def weight_intensity(batch: int, seq: int) -> float:
-    """Operations per byte of weights (loaded forward, for recomputation and backward) and of gradients (stored once)."""
-    return float(seq * batch)
-
-
-def optimizer_intensity(batch: int, seq: int) -> float:
-    """Operations per byte of optimizer states: 16 bytes of each parameter are read, and written."""
-    return seq * batch / 4
-
-
-def activation_intensity(hidden: int, checkpoint_interval: int = 1) -> float:
-    """Operations per byte of activation checkpoints, each written once and read once."""
-    return 24.0 * hidden * checkpoint_interval
-
-
-def efficiency(intensity: float, bandwidth_bytes_s: float, peak_flops: float) -> float:
-    """Returns the fraction of the peak that is reached when transfers and maths do not overlap, 0 to 1."""
-    reached = intensity * bandwidth_bytes_s
-    return reached / (reached + peak_flops)
-
-
-def bandwidth_for(intensity: float, wanted_efficiency: float, peak_flops: float) -> float:
-    """Returns the bytes per second that an efficiency needs. Raises ValueError unless it lies between 0 and 1."""
-    if not 0 < wanted_efficiency < 1:
-        raise ValueError(f"the efficiency is {wanted_efficiency}; it must lie between 0 and 1, both excluded")
-    return wanted_efficiency / (1 - wanted_efficiency) * peak_flops / intensity
 
 
 # ---- tasks on lanes --------------------------------------------------------------------------------------------------
@@ -240,57 +205,27 @@ class Timeline:
 
 def play(tasks: Sequence[Task]) -> Timeline:
     """Simulates the tasks. Raises ValueError for a task that comes after itself or after a later task."""
-    return _Play(tasks).run()
-
-
-class _Play:
-    """One simulation: the number of tasks that each task waits for, the ready tasks of each lane, the running tasks."""
-
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self._tasks = tasks
-        self._num_awaited = [0] * len(tasks)
-        self._followers: list[list[int]] = [[] for _ in tasks]
-        self._ready: dict[str, list[tuple[int, float, int]]] = {task.lane: [] for task in tasks}
-        self._is_free = dict.fromkeys(self._ready, True)
-        self._running: list[tuple[float, int]] = []  # (end, number)
-        self._begin_s, self._end_s = [0.0] * len(tasks), [0.0] * len(tasks)
-        for number, task in enumerate(tasks):
-            if any(not 0 <= each < number for each in task.after):
-                raise ValueError(f"task {number} ({task.name}) comes after {task.after}; allowed are earlier tasks")
-            earlier = set(task.after)
-            self._num_awaited[number] = len(earlier)
-            for each in earlier:
-                self._followers[each].append(number)
-
-    def run(self) -> Timeline:
-        """Simulates all tasks."""
-        for number, awaited in enumerate(self._num_awaited):
-            if not awaited:
-                self._add_ready(number, 0.0)
-        self._start_all(0.0)
-        while self._running:
-            now = self._running[0][0]
-            while self._running and self._running[0][0] == now:
-                self._finish(heapq.heappop(self._running)[1], now)
-            self._start_all(now)
-        return Timeline(self._tasks, self._begin_s, self._end_s)
-
-    def _add_ready(self, number: int, now: float) -> None:
-        task = self._tasks[number]
-        heapq.heappush(self._ready[task.lane], (task.priority, now, number))
-
-    def _start_all(self, now: float) -> None:
-        for lane, ready in self._ready.items():
-            if ready and self._is_free[lane]:
-                number = heapq.heappop(ready)[2]
-                self._is_free[lane] = False
-                self._begin_s[number] = now
-                heapq.heappush(self._running, (now + self._tasks[number].seconds, number))
-
-    def _finish(self, number: int, now: float) -> None:
-        self._end_s[number] = now
-        self._is_free[self._tasks[number].lane] = True
-        for follower in self._followers[number]:
-            self._num_awaited[follower] -= 1
-            if not self._num_awaited[follower]:
-                self._add_ready(follower, now)
+    for number, task in enumerate(tasks):
+        if any(not 0 <= each < number for each in task.after):
+            raise ValueError(f"task {number} ({task.name}) comes after {task.after}; allowed are earlier tasks")
+    order = graphlib.TopologicalSorter({number: task.after for number, task in enumerate(tasks)})
+    order.prepare()
+    ready: dict[str, list[tuple[int, float, int]]] = {task.lane: [] for task in tasks}  # (priority, since, number)
+    busy: set[str] = set()  # lanes
+    running: list[tuple[float, int]] = []  # (end, number)
+    begin_s, end_s, now = [0.0] * len(tasks), [0.0] * len(tasks), 0.0
+    while order.is_active():
+        for number in order.get_ready():
+            heapq.heappush(ready[tasks[number].lane], (tasks[number].priority, now, number))
+        for lane, waiting in ready.items():
+            if waiting and lane not in busy:
+                number = heapq.heappop(waiting)[2]
+                busy.add(lane)
+                begin_s[number], end_s[number] = now, now + tasks[number].seconds
+                heapq.heappush(running, (end_s[number], number))
+        now = running[0][0]
+        while running and running[0][0] == now:
+            number = heapq.heappop(running)[1]
+            busy.remove(tasks[number].lane)
+            order.done(number)
+    return Timeline(tasks, begin_s, end_s)

@@ -22,9 +22,7 @@ from tiermem.forecast.loads import (
     Send,
     TileLoad,
     Use,
-    buckets_of,
     gathers,
-    keeps_second,
     reductions,
     tile_loads,
     updates,
@@ -32,9 +30,9 @@ from tiermem.forecast.loads import (
 from tiermem.forecast.rates import Rates, Task
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.zero.packed import gathers_packed
-from tiermem.zero.plan import Plan
+from tiermem.zero.plan import Plan, keeps_secondary
 from tiermem.zero.prefetcher import Order, Prefetcher, limits_of
-from tiermem.zero.reduce import Bucket, num_under_way
+from tiermem.zero.reduce import MOST_UNDER_WAY, Bucket, cut
 from tiermem.zero.state_layout import keeps_sums
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Unit
@@ -190,16 +188,14 @@ class _Builder:
         if course.topology.world == 1:
             self._bring_home(unit, is_first, self._last)
             return
-        buckets = buckets_of(unit, course.policy, course.topology)
+        buckets = cut(unit, course.topology.num_shards, course.policy.reduce_bucket_numel)
         for number, bucket in enumerate(buckets):
-            while len(self._under_way) >= num_under_way(course.policy):
+            while len(self._under_way) >= MOST_UNDER_WAY:
                 self._arrive()
             packed = self._last if course.is_gpu else self._put(f"pack {unit.name}", 2 * bucket.num_bytes, [self._last])
             self._goes_on(packed)
-            sent = self._send(f"reduce {unit.name}", reductions(bucket, course.policy, course.topology), packed)
+            sent = self._send(f"reduce {unit.name}", reductions(bucket, course.topology), packed)
             self._under_way.append(_Reducing(bucket, sent, is_first, number == len(buckets) - 1))
-            if not course.policy.overlap_reduce:
-                self._arrive()
 
     def _arrive(self) -> None:
         """Ends the oldest reduction. After a unit's last bucket, its gradients are accumulated at home."""
@@ -371,7 +367,7 @@ class _PlayedUnit:
         self.is_staged = self.is_gathered or course.is_gpu
         self._builder = builder
         self._is_on_nvme = course.plan.unit_homes.get(unit.index) is Tier.NVME
-        self._keeps_second = keeps_second(course.policy, course.topology)
+        self._keeps_second = keeps_secondary(course.policy, course.topology.num_shards)
         self._has_second = False  # whether there is a secondary copy in the node (hpZ)
         self._read: int | None = None  # the task of the read in flight
 

@@ -6,27 +6,20 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from tiermem.optim import ordinary
-from tiermem.optim.ordinary import STEP, State, num_steps_of, value_of
-from tiermem.optim.rules import IMPLEMENTATION, Group, Rule, check_implementation
+from tiermem.optim.rules import IMPLEMENTATION, Group, LossScaler, Rule, check_implementation
 from tiermem.optim.sharded import NonFiniteGradients, ShardedModel, check_room, clip_factor
 from tiermem.optim.tiles import StateTiles
 from tiermem.precision import Precision
 from tiermem.swap.native import Workers, store_gradient
 from tiermem.zero import registry
 from tiermem.zero.shards import Shards
-from tiermem.zero.state_layout import MASTER
 from tiermem.zero.topology import fair_cores, fair_threads
-from tiermem.zero.unit import Shard
-
-if TYPE_CHECKING:
-    from tiermem.optim.rules import LossScaler
-
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------
 #
@@ -50,40 +43,6 @@ class Sealed:
 def seal(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The same dict, with each entry wrapped in Sealed."""
     return {**state_dict, "state": {number: Sealed(entry) for number, entry in state_dict["state"].items()}}
-
-
-def export_sharded(shards: Shards, tiles: StateTiles, shard: Shard, rule: Rule) -> State:
-    """The entry of a sharded parameter: its step, moments and master, whole, fp32. Collective; blocks; raises OSError."""
-    found: State = {STEP: torch.tensor(float(shard.num_steps))}
-    moments = rule.moments if shard.num_steps or shard.has_moments else ()
-    for name in (*moments, *_masters(shards, shard)):
-        found[name] = shards.values.assemble(shard, tiles.state(shard, name)).view(shard.shape)
-    return found
-
-
-def restore_sharded(
-    shards: Shards, tiles: StateTiles, shard: Shard, given: Mapping[str, Any] | None, rule: Rule
-) -> None:
-    """Puts an entry where a sharded parameter's states rest; None: the parameter has no steps. Collective; blocks.
-
-    Raises ValueError for a state that is missing or has another shape, OSError when a transfer fails.
-    """
-    given = given or {}
-    shard.num_steps = num_steps_of(given, rule)
-    has_moments = shard.num_steps > 0 or any(given.get(name) is not None for name in rule.moments)
-    for name in rule.moments if has_moments else ():
-        tiles.load(shard, name, shards.values.mine(shard, value_of(given, name, shard.shape, shard.name)))
-    for name in _masters(shards, shard):
-        if name in given and shards.policy.loads_masters:
-            values = shards.values.mine(shard, value_of(given, name, shard.shape, shard.name))
-        else:
-            values = shards.local_weight(shard.param).float()[: shards.values.num_mine(shard)]
-        tiles.load(shard, name, values)
-    shard.has_moments, shard.has_master = has_moments, MASTER in given
-
-
-def _masters(shards: Shards, shard: Shard) -> tuple[str, ...]:
-    return () if shards.policy.precision.master_of(shard.param.dtype) is None else (MASTER,)
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
@@ -120,7 +79,7 @@ class NativeOptimizer(torch.optim.Optimizer):
     def _begin(self, precision: Precision | None) -> None:
         self.was_skipped = False  # whether the last step found gradients that are not finite
         self.grad_norm = 0.0  # of the last step, before clipping: of a sharded model, else of ordinary parameters
-        self.loss_scaler: LossScaler | None = None  # set by the engine that steps this optimizer
+        self.loss_scaler: LossScaler | None = None
         self._precision = precision  # of ordinary parameters; None: default
         self._is_built = False  # whether __init__ has added all its groups
         self._groups: dict[int, dict[str, Any]] = {}  # by id(parameter)
@@ -165,6 +124,10 @@ class NativeOptimizer(torch.optim.Optimizer):
         return self.loss_scaler.scale if self.loss_scaler is not None else 1.0
 
     cur_scale = loss_scale
+
+    def scale_losses_with(self, scaler: LossScaler) -> None:
+        """Sets the loss scale of the engine that steps this optimizer, which `loss_scale` then returns."""
+        self.loss_scaler = scaler
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of every parameter group."""
@@ -269,7 +232,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                 if isinstance(shards, Shards):
                     shard = shards.find(param)[1]
                     if shard.num_steps or shard.has_moments or shard.has_master:
-                        found[number] = export_sharded(shards, self._sharded[shards].tiles, shard, rule)
+                        found[number] = self._sharded[shards].export(shard, rule)
                 elif self.state.get(param):
                     found[number] = ordinary.export_state(self._threads(), param, self.state[param], rule)
         state_dict["state"] = found
@@ -289,7 +252,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                 self._restore_one(name, param, given)
             elif (found := shards.find(param))[0].unit.is_trainable:
                 rule = self.rule_of(self._groups[id(param)], param)
-                restore_sharded(shards, self._sharded[shards].tiles, found[1], given, rule)
+                self._sharded[shards].restore(found[1], given or {}, rule)
 
     def _restore_one(self, name: str, param: nn.Parameter, given: Mapping[str, Any] | None) -> None:
         """Restores the state of an ordinary parameter."""
@@ -329,18 +292,19 @@ class NativeOptimizer(torch.optim.Optimizer):
     def _attach_all(self) -> None:
         """Makes the states of sharded models whose parameters are here. Raises ValueError when the plan lacks room."""
         self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        for _, param in self.named():
-            owner = registry.owner_of(param)
+        owners = {param: registry.owner_of(param) for _, param in self.named()}
+        for param, owner in owners.items():
             if isinstance(owner, Shards):
                 check_room(owner, self.rule_of(self._groups[id(param)], param), type(self).__name__)
-                if owner in self._sharded:
-                    continue
-                if self._precision is not None and self._precision != owner.policy.precision:
-                    raise ValueError(
-                        f"precision is {self._precision} and the sharded model's policy says {owner.policy.precision}; its "
-                        "states are planned when it is sharded: set OffloadPolicy(precision=...) and leave this one out"
-                    )
-                self._sharded[owner] = ShardedModel(owner, self._find_rule)
+        for owner in owners.values():
+            if not isinstance(owner, Shards) or owner in self._sharded:
+                continue
+            if self._precision is not None and self._precision != owner.policy.precision:
+                raise ValueError(
+                    f"precision is {self._precision} and the sharded model's policy says {owner.policy.precision}; its "
+                    "states are planned when it is sharded: set OffloadPolicy(precision=...) and leave this one out"
+                )
+            self._sharded[owner] = ShardedModel(owner, self._find_rule)
 
     def _find_rule(self, param: nn.Parameter) -> tuple[Group, Rule] | None:
         group = self._groups.get(id(param))

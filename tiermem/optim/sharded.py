@@ -10,19 +10,18 @@ step. The optimizer gives the rule of each parameter (base.py). tiles.py does th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import nn
 
-from tiermem.optim.rules import AnyStep, Group, Rule
-from tiermem.optim.tiles import StateTiles
+from tiermem.optim.ordinary import STEP, State, num_steps_of, value_of
+from tiermem.optim.rules import AnyStep, Rule
+from tiermem.optim.tiles import FindRule, StateTiles
 from tiermem.zero.shards import Shards
+from tiermem.zero.state_layout import MASTER
 from tiermem.zero.unit import Shard
 from tiermem.zero.unit_state import LiveUnit
-
-FindRule = Callable[[nn.Parameter], tuple[Group, Rule] | None]
-"""Returns a parameter's group and rule, or None if the optimizer does not hold the parameter."""
 
 
 class NonFiniteGradients(RuntimeError):
@@ -35,10 +34,10 @@ class ShardedModel:
     def __init__(self, shards: Shards, find_rule: FindRule) -> None:
         self._shards = shards
         self._find_rule = find_rule
-        self.tiles = StateTiles(shards, self._moments_of, self._is_whole)
+        self.tiles = StateTiles(shards, find_rule)
         shards.attach_states(self.tiles, None if shards.policy.step_in_backward else self.tiles.begin)
         if shards.policy.step_in_backward:
-            shards.homes.step_with(lambda unit, grads: self._step_unit(shards.units[unit.index], grads))
+            shards.homes.store.step_with(lambda unit, grads: self._step_unit(shards.units[unit.index], grads))
 
     def step(self, scale: float, max_norm: float) -> float | None:
         """Steps every parameter that has a gradient, unless `is_refused(norm)`. Collective; blocks; raises OSError.
@@ -61,7 +60,7 @@ class ShardedModel:
                 return None
             shards.residency.empty()
             shards.homes.write_zeros()
-            shards.homes.settle()
+            shards.homes.store.settle()
             norm = shards.homes.norm() / scale
             if self.is_refused(norm):
                 return norm
@@ -72,6 +71,30 @@ class ShardedModel:
             self._regather(trainable)
             shards.residency.end_pass()
         return norm
+
+    def export(self, shard: Shard, rule: Rule) -> State:
+        """The entry of a parameter: its step, moments and master, whole, fp32. Collective; blocks; raises OSError."""
+        found: State = {STEP: torch.tensor(float(shard.num_steps))}
+        moments = rule.moments if shard.num_steps or shard.has_moments else ()
+        for name in (*moments, MASTER) if self.tiles.keeps_master(shard) else moments:
+            found[name] = self._shards.values.assemble(shard, self.tiles.state(shard, name)).view(shard.shape)
+        return found
+
+    def restore(self, shard: Shard, given: Mapping[str, Any], rule: Rule) -> None:
+        """Puts an entry where a parameter's states rest; an empty one: the parameter has no steps. Collective; blocks.
+
+        Raises ValueError for a state that is missing or has another shape, OSError when a transfer fails.
+        """
+        values, num_steps = self._shards.values, num_steps_of(given, rule)
+        has_moments = num_steps > 0 or any(given.get(name) is not None for name in rule.moments)
+        takes_master = MASTER in given and self._shards.policy.loads_masters
+        for name in (*(rule.moments if has_moments else ()), *([MASTER] if self.tiles.keeps_master(shard) else [])):
+            if name != MASTER or takes_master:
+                mine = values.mine(shard, value_of(given, name, shard.shape, shard.name))
+            else:
+                mine = self._shards.local_weight(shard.param).float()[: values.num_mine(shard)]
+            self.tiles.load(shard, name, mine)
+        shard.set_steps(num_steps, has_moments, MASTER in given)
 
     def is_refused(self, norm: float) -> bool:
         """Whether this norm is not finite and the policy does not apply such gradients."""
@@ -91,7 +114,8 @@ class ShardedModel:
     def _count_steps(self, live: LiveUnit) -> None:
         """Counts this step for every parameter that has a gradient and a rule."""
         for shard in live.unit.shards:
-            shard.num_steps += int(shard.gradient.is_there and self._find_rule(shard.param) is not None)
+            if shard.gradient.is_there and self._find_rule(shard.param) is not None:
+                shard.count_step()
 
     def _step_of(self, shard: Shard, factor: float) -> AnyStep | None:
         found = self._find_rule(shard.param)
@@ -99,14 +123,6 @@ class ShardedModel:
             return None
         group, rule = found
         return rule.scalars(group, shard.num_steps, factor * shard.gradient.factor, shard.shape)
-
-    def _moments_of(self, shard: Shard) -> Sequence[str]:
-        found = self._find_rule(shard.param)
-        return () if found is None else found[1].moments
-
-    def _is_whole(self, shard: Shard) -> bool:
-        found = self._find_rule(shard.param)
-        return found is not None and found[1].is_matrix
 
     def _regather(self, trainable: list[LiveUnit]) -> None:
         for live in trainable:

@@ -18,7 +18,7 @@ import torch
 from tiermem.policy import Tier
 from tiermem.swap.parts import Q8_BLOCK, num_scales
 from tiermem.swap.ranges import round_up
-from tiermem.zero.state_layout import MASTER, SCALES, Run, StateLayout
+from tiermem.zero.state_layout import MASTER, SCALES, Run, StateLayout, own_numel
 from tiermem.zero.unit import UNIT_ALIGN, Shard, Unit
 from tiermem.zero.unit_state import LiveUnit
 
@@ -47,6 +47,10 @@ class Tile:
     home: Tier
     segments: Sequence[Segment]
     is_started: bool = False  # whether its states have been written
+
+    def mark_started(self) -> None:
+        """Notes that its states have been written."""
+        self.is_started = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,9 +137,8 @@ def _cut_by(end: int, whole: Sequence[Shard]) -> Shard | None:
 
 def _overlap(part: Shard, start: int, numel: int, shard_rank: int) -> Segment:
     """The elements of a parameter inside [start, start + numel) of its unit's shard layout, without padding."""
-    before = part.shard_numel * shard_rank
-    valid = min(part.shard_numel, max(0, part.numel - before))
-    first, last = max(start, part.shard_offset), min(start + numel, part.shard_offset + valid)
+    first = max(start, part.shard_offset)
+    last = min(start + numel, part.shard_offset + own_numel(part, shard_rank))
     return Segment(part, first - start, last - first)
 
 

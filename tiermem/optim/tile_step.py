@@ -115,7 +115,7 @@ class TilePass:
         self._act = act
         self.is_step = is_step
         self._grads = grads
-        self._reads_gradients = is_step and grads is None and shards.homes.home is Tier.NVME
+        self._reads_gradients = is_step and grads is None and shards.homes.store.home is Tier.NVME
         self._reads_weights = reads_weights
         self._is_blank = is_blank
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (data, its copy), by the data's address
@@ -153,9 +153,10 @@ class TilePass:
         """Starts writing states and parameters back to NVMe."""
         ranges = []
         if tile.home is Tier.NVME:
-            ranges.append((tile.entry, 0, slot.tensor[: tile.state_bytes]))
+            ranges.append((tile.entry, 0, _bytes_in(slot, 0, tile.state_bytes)))
         if tile.live.entry is not None:
-            ranges.append((tile.live.entry, tile.start * tile.dtype.itemsize, self._params_in(tile, slot)))
+            weights = _bytes_in(slot, tile.room_bytes, tile.slice_bytes)
+            ranges.append((tile.live.entry, tile.start * tile.dtype.itemsize, weights))
         return self._store.write(ranges, f"tile {tile.entry}")
 
     # ---- the work on a tile ------------------------------------------------------------------------------------------------
@@ -204,9 +205,8 @@ class TilePass:
             return None
         if self._store.home_of(initial) is Tier.HOST:
             return self._store.view(initial)[tile.elements]
-        assert slot is not None
         place = tile.layout.initial_offset_bytes(tile.numel)
-        return slot.tensor[place : place + tile.numel * FP32_BYTES].view(torch.float32)
+        return _bytes_in(slot, place, tile.numel * FP32_BYTES).view(torch.float32)
 
     # ---- places of data ----------------------------------------------------------------------------------------------------
 
@@ -242,18 +242,17 @@ class TilePass:
         """The gradients, if they are read from NVMe."""
         if not self._reads_gradients:
             return []
-        entry, offset = self._shards.homes.entry(tile.live.unit), tile.start * tile.grad_dtype.itemsize
+        entry, offset = self._shards.homes.store.entry(tile.live.unit), tile.start * tile.grad_dtype.itemsize
         return [(entry, offset, tile.room_bytes + tile.slice_bytes, tile.grad_bytes)]
 
     def _gradients(self, tile: Tile, slot: Slot | None) -> torch.Tensor | None:
         if not self.is_step:
             return None
-        at_home = self._grads if self._grads is not None else self._shards.homes.flat(tile.live.unit)
+        at_home = self._grads if self._grads is not None else self._shards.homes.store.view(tile.live.unit)
         if at_home is not None:
             return at_home[tile.elements].to(self._device(tile))
-        assert slot is not None
-        place = tile.room_bytes + tile.slice_bytes
-        return slot.tensor[place : place + tile.grad_bytes].view(tile.grad_dtype).to(self._device(tile))
+        data = _bytes_in(slot, tile.room_bytes + tile.slice_bytes, tile.grad_bytes)
+        return data.view(tile.grad_dtype).to(self._device(tile))
 
     def _states(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         """The bytes of a tile's states, where they rest or in its buffer."""
@@ -261,19 +260,19 @@ class TilePass:
             return torch.empty(0, dtype=torch.uint8)
         if tile.home is not Tier.NVME:
             return self._near(tile, self._store.view(tile.entry))
-        assert slot is not None
-        return slot.tensor[: tile.state_bytes]
+        return _bytes_in(slot, 0, tile.state_bytes)
 
     def _params(self, tile: Tile, slot: Slot | None) -> torch.Tensor:
         if tile.live.shard is not None:
             tile.live.await_home()
             return self._near(tile, tile.live.shard[tile.elements])
-        assert slot is not None
-        return self._near(tile, self._params_in(tile, slot).view(tile.dtype))
+        return self._near(tile, _bytes_in(slot, tile.room_bytes, tile.slice_bytes).view(tile.dtype))
 
-    def _params_in(self, tile: Tile, slot: Slot) -> torch.Tensor:
-        """The bytes of a tile's buffer that hold its slice of the parameters."""
-        return slot.tensor[tile.room_bytes : tile.room_bytes + tile.slice_bytes]
+
+def _bytes_in(slot: Slot | None, place: int, num_bytes: int) -> torch.Tensor:
+    """The bytes of a tile's buffer from a place on; only data that does not rest in memory needs the buffer."""
+    assert slot is not None
+    return slot.tensor[place : place + num_bytes]
 
 
 _Part = tuple[str, int, int, int]
@@ -282,7 +281,7 @@ _Part = tuple[str, int, int, int]
 
 def _into(slot: Slot, parts: Sequence[_Part]) -> list[tuple[str, int, torch.Tensor]]:
     """The ranges for `store.read`: (entry, offset, view of the buffer)."""
-    return [(entry, offset, slot.tensor[place : place + num_bytes]) for entry, offset, place, num_bytes in parts]
+    return [(entry, offset, _bytes_in(slot, place, num_bytes)) for entry, offset, place, num_bytes in parts]
 
 
 # ---- the work --------------------------------------------------------------------------------------------------------
@@ -304,7 +303,11 @@ def stepping(workers: Workers, rule_of: RuleOf) -> Act:
             return
         moments, precision, dither = places.views.moments, tile.layout.precision, None
         if len(places.names) > len(moments):
-            raise ValueError(too_many_moments(places.names, tile.layout.num_moments))
+            num, room = len(places.names), tile.layout.num_moments
+            raise ValueError(
+                f"this optimizer keeps {num} moments of a parameter ({', '.join(places.names)}) and the plan made room for "
+                f"num_moments={room}: {num} > {room}. Shard the model with OffloadPolicy(num_moments={num})"
+            )
         if precision.is_stochastic:
             dither = Dither(precision.key(shard.name), shard.num_steps, places.first)
         assert places.grad is not None
@@ -313,15 +316,6 @@ def stepping(workers: Workers, rule_of: RuleOf) -> Act:
         step_parts(workers, rule, parts, dither, start_moments=starts)
 
     return step
-
-
-def too_many_moments(names: Sequence[str], num_moments: int) -> str:
-    """The error's text when an optimizer keeps more moments than the plan has room for."""
-    return (
-        f"this optimizer keeps {len(names)} moments of a parameter ({', '.join(names)}) and the plan made room for "
-        f"num_moments={num_moments}: {len(names)} > {num_moments}. Shard the model with "
-        f"OffloadPolicy(num_moments={len(names)})"
-    )
 
 
 def visiting(workers: Workers, chosen: Collection[Shard], visitor: Visitor) -> Act:
@@ -343,7 +337,7 @@ def visiting(workers: Workers, chosen: Collection[Shard], visitor: Visitor) -> A
         visitor(values, shard, slice(places.first, places.first + places.numel))
         for name, moment in moments.items():
             narrow_part(workers, values[name], moment, is_positive=is_positive(name))
-            shard.has_moments |= shard.num_steps == 0 and bool(values[name].any())
+            shard.note_loaded(moments=not shard.num_steps and bool(values[name].any()))
         if is_split:
             assert stored is not None
             narrow_part(workers, values[FP32_PARAM], stored, weight)

@@ -13,15 +13,19 @@ precision: fp32 values that came from a smaller format convert back to the same 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
+from torch import nn
 
+from tiermem.optim.rules import Group, Rule
 from tiermem.optim.tile import MomentsOf, Segment, Tile, rests_on_host, stepped_ranges, tile_runs
-from tiermem.optim.tile_step import Act, RuleOf, TilePass, Visitor, stepping, too_many_moments, visiting
+from tiermem.optim.tile_step import Act, RuleOf, TilePass, Visitor, stepping, visiting
 from tiermem.policy import Tier
 from tiermem.swap.native import narrow_part, widen_part
 from tiermem.swap.pipeline import run_pipeline
+from tiermem.zero.collectives import total
 from tiermem.zero.plan import keeps_initial_master
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import (
@@ -39,39 +43,31 @@ from tiermem.zero.unit import Shard
 from tiermem.zero.unit_state import LiveUnit
 from tiermem.zero.values import initial_master
 
+FindRule = Callable[[nn.Parameter], tuple[Group, Rule] | None]
+"""Returns a parameter's group and rule, or None if the optimizer does not hold the parameter."""
+
 
 class StateTiles:
     """The tiles of a sharded model. Reserves room for its states and steps them.
 
     Args:
         shards: the model; its plan gives the size of tiles and the number of buffers.
-        moments_of: the moments of each parameter; none for a parameter that the optimizer does not hold.
-        is_whole: whether a parameter is stepped as a whole matrix. No tile may cut such a parameter.
+        find_rule: the group and the rule of each parameter. No tile may cut a parameter that is stepped as a whole matrix.
 
-    Raises ValueError when the plan lacks room for the moments, or when the model already has an optimizer.
+    Raises ValueError when the model already has an optimizer.
     """
 
-    def __init__(
-        self,
-        shards: Shards,
-        moments_of: MomentsOf = lambda _: (EXP_AVG, EXP_AVG_SQ),
-        is_whole: Callable[[Shard], bool] = lambda _: False,
-    ) -> None:
+    def __init__(self, shards: Shards, find_rule: FindRule) -> None:
         self._shards = shards
         self._store = shards.store
-        self._moments_of = moments_of
+        self._find_rule = find_rule
         trainable = [live for live in shards.units if live.unit.is_trainable]
-        names = max((moments_of(s) for live in trainable for s in live.unit.shards), key=len, default=())
-        if len(names) > shards.policy.num_moments:
-            raise ValueError(too_many_moments(names, shards.policy.num_moments))
-        self.tiles = [tile for live in trainable for tile in self._cut(live, len(names), is_whole)]
+        num_moments = max((len(self.names(s)) for live in trainable for s in live.unit.shards), default=0)
+        self.tiles = self._at_home([tile for live in trainable for tile in self._cut(live, num_moments)])
         self._pieces: dict[Shard, list[tuple[Tile, Segment]]] = {}  # of each parameter, in the order of elements
         for tile in self.tiles:
             for segment in tile.segments:
                 self._pieces.setdefault(segment.shard, []).append((tile, segment))
-        self.num_started = 0
-        """Tiles whose states have been written."""
-        self._choose_homes()
         if any(tile.entry in self._store for tile in self.tiles):
             raise ValueError("this model has an optimizer already: make one optimizer with several parameter groups")
         for tile in self.tiles:
@@ -88,7 +84,7 @@ class StateTiles:
         start = self._shards.head_start
         if start is None or not self._shards.policy.pipeline_read:
             return
-        work = TilePass(self._shards, self._moments_of)
+        work = TilePass(self._shards, self.names)
         start.begin((tile for tile in self.tiles if work.has_lasting(tile)), work.read_lasting)
 
     def step(self, rule_of: RuleOf) -> None:
@@ -110,8 +106,8 @@ class StateTiles:
     def load(self, shard: Shard, name: str, values: torch.Tensor) -> None:
         """Restores a state from fp32 values of the form that `state` returns, exactly. Blocks.
 
-        MASTER also sets the parameter, as a step does. After loading moments the caller sets `shard.num_steps` to the number
-        of steps that they have seen. With several ranks, MASTER is collective. Raises ValueError for another number of values,
+        MASTER also sets the parameter, as a step does. After loading moments the caller sets the number of steps that they
+        have seen (`Shard.set_steps`). With several ranks, MASTER is collective. Raises ValueError for another number of values,
         OSError when a transfer fails.
         """
         pieces = self._pieces.get(shard, [])
@@ -123,16 +119,14 @@ class StateTiles:
         self._shards.drop_head_start()
         unstarted = [tile for tile, _ in pieces if not tile.is_started]
         if unstarted:
-            self._run(unstarted, TilePass(self._shards, self._moments_of))
+            self._run(unstarted, TilePass(self._shards, self.names))
         done = 0
         for tile, segment in pieces:
             self._write_piece(tile, segment, name, values[done : done + segment.numel].to(torch.float32))
             done += segment.numel
         if name == MASTER:
             self._shards.refresh(shard.param)
-            shard.has_master = shard.num_steps == 0 and self._has_master(shard)
-        else:
-            shard.has_moments = shard.num_steps == 0
+        shard.note_loaded(name != MASTER, name == MASTER and self.keeps_master(shard))
 
     def visit(self, chosen: Collection[Shard], visitor: Visitor) -> None:
         """Calls a function that changes the states of chosen parameters in place, for each tile that holds any of them.
@@ -143,22 +137,24 @@ class StateTiles:
         self._shards.drop_head_start()
         due = [tile for tile in self.tiles if any(segment.shard in chosen for segment in tile.segments)]
         visit = visiting(self._shards.workers, chosen, visitor)
-        self._run(due, TilePass(self._shards, self._moments_of, visit, reads_weights=True))
-        shown = {shard.index: shard for shard in chosen}
-        for live in {self._shards.find(shard.param)[0]: None for _, shard in sorted(shown.items())}:
+        self._run(due, TilePass(self._shards, self.names, visit, reads_weights=True))
+        order, topology = sorted(chosen, key=lambda shard: shard.index), self._shards.topology
+        for live in dict.fromkeys(self._shards.find(shard.param)[0] for shard in order):
             self._shards.refresh(live.unit.shards[0].param)
-        for shard in chosen:
-            shard.has_master |= shard.num_steps == 0 and self._has_master(shard)
+        has_moments = torch.tensor([float(s.has_moments) for s in order], dtype=torch.float64)
+        has_moments = total(topology, has_moments.to(topology.control_device))  # a rank may hold zeros, or nothing
+        for shard, num_ranks in zip(order, has_moments.tolist(), strict=True):
+            shard.note_loaded(num_ranks > 0, self.keeps_master(shard))
 
     def fill(self, filler: Act, keeps: bool = False) -> None:
         """Calls a function that writes states and weights in their stored formats, once for each parameter in each tile.
 
         keeps: whether states and weights that the function does not write keep their values; else they become zero. Not
-        collective. Afterwards every rank calls `Shards.refresh` for every unit, and sets `num_steps`, `has_moments` and
-        `has_master` of every parameter. Blocks. Raises OSError, and the filler's error; then tiles hold old and new values.
+        collective. Afterwards every rank calls `Shards.refresh` for every unit, and `Shard.set_steps` of every parameter.
+        Blocks. Raises OSError, and the filler's error; then tiles hold old and new values.
         """
         self._shards.drop_head_start()
-        work = TilePass(self._shards, self._moments_of, filler, reads_weights=True, is_blank=not keeps)
+        work = TilePass(self._shards, self.names, filler, reads_weights=True, is_blank=not keeps)
         self._run(self.tiles, work)
 
     def pieces(self, shard: Shard) -> list[tuple[Tile, Segment]]:
@@ -178,8 +174,13 @@ class StateTiles:
         return widen_part(self._shards.workers, part.view(data, segment.numel), weight, is_positive(name))
 
     def names(self, shard: Shard) -> tuple[str, ...]:
-        """The names of a parameter's moments, as in torch."""
-        return tuple(self._moments_of(shard))
+        """The names of a parameter's moments, as in torch; none for a parameter that the optimizer does not hold."""
+        found = self._find_rule(shard.param)
+        return () if found is None else found[1].moments
+
+    def keeps_master(self, shard: Shard) -> bool:
+        """Whether a parameter has a master beside it."""
+        return self._shards.policy.precision.master_of(shard.param.dtype) is not None
 
     # ---- stepping --------------------------------------------------------------------------------------------------------
 
@@ -188,8 +189,8 @@ class StateTiles:
         with self._shards.changing_all():
             unstarted = [tile for tile in tiles if tile.home is Tier.DEVICE and not tile.is_started]
             if unstarted:
-                self._run(unstarted, TilePass(self._shards, self._moments_of))
-            self._run(tiles, TilePass(self._shards, self._moments_of, act, is_step=True, grads=grads))
+                self._run(unstarted, TilePass(self._shards, self.names))
+            self._run(tiles, TilePass(self._shards, self.names, act, is_step=True, grads=grads))
 
     def _run(self, tiles: Sequence[Tile], work: TilePass) -> None:
         policy, pool = self._shards.policy, self._shards.tile_pool
@@ -200,18 +201,18 @@ class StateTiles:
             for tile in tiles:
                 work.compute(tile, None)
         for tile in tiles:
-            self.num_started += not tile.is_started
-            tile.is_started = True
+            tile.mark_started()
         for live in {tile.live for tile in tiles}:
             initial = initial_master(live.unit)
             if initial in self._store and all(t.is_started for t in self.tiles if t.live is live):
                 self._store.drop(initial)
 
-    def _cut(self, live: LiveUnit, num_moments: int, is_whole: Callable[[Shard], bool]) -> Iterator[Tile]:
+    def _cut(self, live: LiveUnit, num_moments: int) -> Iterator[Tile]:
         """The tiles of a unit. Raises ValueError for a whole matrix that does not fit into one tile."""
         policy, plan, unit = self._shards.policy, self._shards.plan, live.unit
         layout = StateLayout(unit.dtype, policy.precision, num_moments)
-        whole, step = [shard for shard in unit.shards if is_whole(shard)], plan.tile_numel
+        rules = ((shard, self._find_rule(shard.param)) for shard in unit.shards)
+        whole, step = [shard for shard, found in rules if found is not None and found[1].is_matrix], plan.tile_numel
         if not plan.tiles.num and whole:
             step = unit.shard_numel  # stepped where it rests, without a buffer that limits the size
         for start, numel, segments in stepped_ranges(unit, step, self._shards.topology.shard_rank, whole):
@@ -219,13 +220,16 @@ class StateTiles:
             entry = f"state/{unit.index}/{unit.name}/{start}"
             yield Tile(live, start, numel, layout, in_buffer, entry, plan.states, segments)
 
-    def _choose_homes(self) -> None:
-        """Keeps a share of the tiles in host memory, if states rest on NVMe."""
+    def _at_home(self, tiles: list[Tile]) -> list[Tile]:
+        """The same tiles; if states rest on NVMe, a share of them in host memory."""
         plan = self._shards.plan
-        stays = rests_on_host([tile.state_bytes for tile in self.tiles], plan.resident_bytes)
-        for tile, is_resident in zip(self.tiles, stays, strict=True):
-            if is_resident and plan.states is Tier.NVME:
-                tile.home = Tier.HOST
+        if plan.states is not Tier.NVME:
+            return tiles
+        stays = rests_on_host([tile.state_bytes for tile in tiles], plan.resident_bytes)
+        return [
+            dataclasses.replace(tile, home=Tier.HOST) if is_resident else tile
+            for tile, is_resident in zip(tiles, stays, strict=True)
+        ]
 
     def _protect(self) -> None:
         """Sets up checksums for bytes on NVMe: for states, and anew for weights, because tiles write parts of them."""
@@ -234,13 +238,10 @@ class StateTiles:
         for tile in self.tiles:
             cuts.setdefault(tile.live, []).append(tile.start)
             if tile.state_bytes and tile.home is Tier.NVME:
-                self._store.sums.protect(tile.entry, StatePieces(tile_runs(tile, rank, self._moments_of)).pieces)
+                self._store.sums.protect(tile.entry, StatePieces(tile_runs(tile, rank, self.names)).pieces)
         for live, starts in cuts.items():
             if live.entry is not None:
                 self._store.sums.protect(live.entry, StatePieces(weight_runs(live.unit, rank, starts)).pieces)
-
-    def _has_master(self, shard: Shard) -> bool:
-        return self._shards.policy.precision.master_of(shard.param.dtype) is not None
 
     # ---- reading and writing pieces ----------------------------------------------------------------------------------------
 
@@ -263,7 +264,7 @@ class StateTiles:
         """The part of a tile that holds a state; None: the parameter itself. Raises ValueError for an unknown state."""
         if name == MASTER:
             return tile.layout.master
-        names = list(self._moments_of(shard))
+        names = self.names(shard)
         if name not in names:
             raise ValueError(f"{shard.name} has no state {name!r}; it has {', '.join([MASTER, *names])}")
         return tile.layout.moment(names.index(name))

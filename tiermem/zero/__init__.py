@@ -12,8 +12,8 @@ imports only files above it):
     leaf            modules whose parameters form one unit
     unit            how the parameters of a unit lie in memory
     state_layout    where the parts of a tile's states lie
-    packed          gathers and reductions of 8-bit blocks
     gather          brings the shards of all ranks together
+    packed          gathers and reductions of 8-bit blocks
     reduce          adds up buckets of gradients over ranks
     plan            bytes on every tier, computed before allocation
     estimate        memory needs of a model that does not exist yet

@@ -6,13 +6,11 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from tiermem.policy import OffloadPolicy
-from tiermem.swap.arena import Pool
 from tiermem.swap.ranges import round_up
 from tiermem.zero.collectives import (
     GATHER_TAG,
@@ -46,24 +44,27 @@ from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Shard, Unit
 _Call = Callable[[], Sequence[Any]]  # starts transfers and returns the handles to wait for
 
 
-class Gather(Protocol):
+class Gather:
     """The gather of one unit, in two steps: `put` takes this rank's shard, `start` begins the exchange."""
 
     @property
     def needs_shard(self) -> bool:
         """Whether the next gather needs this rank's shard; else the shard need not be read."""
+        return True
 
     def put(self, shard: torch.Tensor | None) -> None:
         """Takes this rank's flat shard layout; None when the gather does not need it."""
+        raise NotImplementedError
 
     def start(self) -> Pending:
         """Starts the exchange. Collective; does not block."""
+        raise NotImplementedError
 
     def outdate(self) -> None:
         """Notes that the weights are about to change where they rest; a second copy is not used again."""
 
 
-class UnitGather:
+class UnitGather(Gather):
     """The gather of one unit; may be repeated. Collective: every rank starts the same gathers in the same order.
 
     Args:
@@ -88,14 +89,6 @@ class UnitGather:
         self._exchanges: list[_Exchange] = []  # between these places, in the order in which they are started
         self._shard: torch.Tensor | None = None
         self._mine: list[torch.Tensor] = []  # views of the shard, one per parameter
-
-    @property
-    def needs_shard(self) -> bool:
-        """Always True."""
-        return True
-
-    def outdate(self) -> None:
-        """Does nothing: no copy is kept between gathers."""
 
     def put(self, shard: torch.Tensor | None) -> None:
         """Copies this rank's flat shard layout, or the span of it, into its place in the full layout.
@@ -309,7 +302,7 @@ def secondary_numel(unit: Unit, num_across: int) -> int:
     return round_up(sum(round_up(s.shard_numel * num_across, ALIGN) for s in unit.shards), UNIT_ALIGN)
 
 
-class NearGather:
+class NearGather(Gather):
     """The gather of one unit with a second copy (hpZ): from all ranks at first, then from near ranks until weights change.
 
         forward    gathers from the shards of all ranks, over all nodes    each rank keeps its part of the result
@@ -379,63 +372,17 @@ class NearGather:
 # ---- new weights for resident units ----------------------------------------------------------------------------------
 
 
-class Updating:
-    """Brings new weights of resident units from the ranks that stepped them to all ranks.
+def spread(topology: Topology, unit: Unit, shard: torch.Tensor, full: torch.Tensor, limit_numel: int) -> None:
+    """Fills a resident unit's full layout with new weights from every rank's flat shard layout.
 
-    Works in spans of every rank's shard layout, of at most `allgather_bucket_numel` elements over all ranks:
+    The shard layouts are gathered in spans of at most `limit_numel` elements over all ranks. A span may end inside a parameter
+    and may hold several. The limit bounds the bytes of a call, and so the memory beside weights and shards: the backend's
+    buffer, and on a GPU the span on its way to the device. Streamed units are gathered whole (UnitGather).
 
-        all-gather (allgather_partitions)    every rank's span in one call, straight into the full layout
-        broadcasts                           one rank's span after the other: the owner sends its shard in place, the others
-                                             receive into a buffer of one span and copy each parameter's part to its place
-
-    Both leave the same bits. A span may end inside a parameter and may hold several. The limit bounds the bytes of a call, and
-    so the memory beside weights and shards: the buffer of broadcasts, the backend's buffer, and on a GPU the span on its way to
-    the device. Streamed units are gathered whole (UnitGather).
-
-    Collective: every rank calls it for the same units in the same order.
-
-    Args:
-        pool: a buffer of `span_bytes` of the largest unit, for broadcasts between CPUs; None: torch's own memory.
+    Collective: every rank calls it for the same units in the same order. Blocks, on a GPU in stream order. Raises RankLost.
     """
-
-    def __init__(self, topology: Topology, policy: OffloadPolicy, pool: Pool | None) -> None:
-        self._topology = topology
-        self._is_gathered = policy.allgather_partitions
-        self._limit_numel = policy.allgather_bucket_numel
-        self._pool = pool
-
-    def spread(self, unit: Unit, shard: torch.Tensor, full: torch.Tensor) -> None:
-        """Fills a unit's full layout from every rank's flat shard layout. Blocks, on a GPU in stream order. Raises RankLost."""
-        num_shards = self._topology.num_shards
-        if num_shards == 1:
-            gather_unit(self._topology, unit, shard.to(full.device), full)
-            return
-        for span in spans_of(unit, num_shards, self._limit_numel):
-            mine = shard[span].to(full.device)
-            if self._is_gathered:
-                gather_unit(self._topology, unit, mine, full, span)
-            else:
-                self._broadcast(unit, mine, full, span)
-
-    def _broadcast(self, unit: Unit, mine: torch.Tensor, full: torch.Tensor, span: slice) -> None:
-        slot = self._pool.take() if self._pool is not None else None
-        try:
-            buffer = torch.empty_like(mine) if slot is None else slot.tensor[: mine.nbytes].view(mine.dtype)
-            for owner in range(self._topology.num_shards):
-                sent = mine if owner == self._topology.shard_rank else buffer
-                source = dist.get_global_rank(self._topology.group_of("shard"), owner)
-                call(self._topology, f"gathering {unit.name}", dist.broadcast, sent, source, among="shard")
-                for part in cut_span(unit, span):
-                    place = part.shard_offset - span.start
-                    full[part.place_of(owner)].copy_(sent[place : place + part.numel])
-        finally:
-            if self._pool is not None and slot is not None:
-                self._pool.give_back(slot)
-
-
-def span_bytes(unit: Unit, num_shards: int, policy: OffloadPolicy) -> int:
-    """Bytes of the buffer that receives a unit's broadcasts; 0 when there are no broadcasts."""
-    if policy.allgather_partitions or num_shards == 1:
-        return 0
-    longest = max((s.stop - s.start for s in spans_of(unit, num_shards, policy.allgather_bucket_numel)), default=0)
-    return longest * unit.dtype.itemsize
+    if topology.num_shards == 1:
+        gather_unit(topology, unit, shard.to(full.device), full)
+        return
+    for span in spans_of(unit, topology.num_shards, limit_numel):
+        gather_unit(topology, unit, shard[span].to(full.device), full, span)

@@ -232,22 +232,17 @@ class GradientStore:
         share = opened.flat[shard.shard_offset : shard.shard_offset + num_valid]
         if start == 0 and adds and shard.gradient.factor != 1.0:
             share.mul_(shard.gradient.factor)  # the user scaled the stored gradient, not the new part
-        source = part[: max(0, num_valid - start)]
-        is_last = stop >= num_valid
-        if is_accelerator(share.device):
-            target = share[start : start + source.numel()]
-            target.add_(source) if adds else target.copy_(source)
-            if is_last:
-                shard.gradient.arrive(block_sums_in_torch(share, first))
-            return
-        source = source.cpu()
-        if start == 0 and is_last:
+        source = part[: max(0, num_valid - start)].to(share.device)
+        is_last, is_away = stop >= num_valid, is_accelerator(share.device)
+        if start == 0 and is_last and not is_away:
             shard.gradient.arrive(store_gradient(self._workers, share, source, first, accumulate=adds))
-        elif source.numel():
+            return
+        if source.numel():
             target = share[start : start + source.numel()]
             target.add_(source) if adds else target.copy_(source)
-            if is_last:
-                shard.gradient.arrive(store_gradient(self._workers, None, share, first))
+        if is_last and (source.numel() or start == 0):
+            sums = block_sums_in_torch(share, first) if is_away else store_gradient(self._workers, None, share, first)
+            shard.gradient.arrive(sums)
 
     def clear(self, opened: OpenHome, shard: Shard) -> None:
         """Writes zeros in place of a parameter's gradient."""

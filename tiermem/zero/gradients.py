@@ -31,12 +31,11 @@ import torch
 import torch.distributed as dist
 
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.precision import DTYPES
 from tiermem.swap.arena import Pool
 from tiermem.swap.native import Workers
 from tiermem.swap.store import TensorStore
 from tiermem.zero.collectives import start, total
-from tiermem.zero.gradient_store import Consume, GradientStore, OpenHome, ShardedGrad
+from tiermem.zero.gradient_store import GradientStore, OpenHome, ShardedGrad
 from tiermem.zero.reduce import Bucket, Reducer, cut, predivided
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Shard, Unit
@@ -66,11 +65,10 @@ class GradientHomes:
         buckets: Pool | None,
         policy: OffloadPolicy,
     ) -> None:
-        self.home = home
         self._units = units
         self._topology = topology
         self._policy = policy
-        self._homes = GradientStore(home, store, topology.shard_rank, workers, pool)
+        self.store = GradientStore(home, store, topology.shard_rank, workers, pool)
         self._reducer = Reducer(topology, policy, buckets) if topology.group is not None else None
         self._cut: dict[int, list[Bucket]] = {}  # each unit's buckets
         self._shards = [shard for unit in units for shard in unit.shards]
@@ -82,26 +80,11 @@ class GradientHomes:
         self._given: set[Shard] = set()  # shards of which this rank had a gradient in this backward
         self._stepped: dict[Unit, list[Shard]] = {}  # units stepped in backward; their shards with a gradient
         for unit in units:
-            for shard in unit.shards:
-                shard.reduce_dtype = DTYPES[policy.reduce_dtype] if policy.reduce_dtype is not None else None
-            self._homes.reserve(unit, self.dtype(unit))
-
-    @staticmethod
-    def entry(unit: Unit) -> str:
-        """The name of a unit's gradients in the store."""
-        return GradientStore.entry(unit)
+            self.store.reserve(unit, self.dtype(unit))
 
     def dtype(self, unit: Unit) -> torch.dtype:
         """The dtype in which a unit's gradients accumulate and rest."""
         return self._policy.precision.grad_dtype(unit.dtype)
-
-    def flat(self, unit: Unit) -> torch.Tensor | None:
-        """A unit's gradients in the shard layout; None when they do not rest in memory."""
-        return self._homes.view(unit)
-
-    def step_with(self, consume: Consume) -> None:
-        """Sets the function that steps units in backward, when gradients are not kept."""
-        self._homes.step_with(consume)
 
     @property
     def divisor(self) -> float:
@@ -127,8 +110,7 @@ class GradientHomes:
     def receive(self, unit: Unit) -> None:
         """Takes the gradients that autograd left on a unit's parameters, and starts to reduce them.
 
-        Collective. Raises OSError, RankLost. Blocks for the copy, for the oldest reduction when two are under way, and without
-        overlap for this unit's own reduction.
+        Collective. Raises OSError, RankLost. Blocks for the copy, and for the oldest reduction when two are under way.
         """
         if self._reducer is None:
             self._take(unit)
@@ -166,7 +148,7 @@ class GradientHomes:
             self._reduce(unit)
         self._drain()
         for shard, is_given in zip(self._shards, flags[len(self._units) :], strict=True):
-            if self.home is not None and is_given:
+            if self.store.home is not None and is_given:
                 shard.gradient.confirm()
             elif not shard.gradient.is_there:
                 shard.gradient.forget()
@@ -178,7 +160,7 @@ class GradientHomes:
         while self._reducer is not None and not self._reducer.is_idle:
             self._reducer.release(self._reducer.finish()[0])
         if self._open is not None:
-            self._homes.drop(self._open)
+            self.store.drop(self._open)
             self._open = None
         self.begin()
         self.begin_step()
@@ -212,10 +194,10 @@ class GradientHomes:
         for unit in self._units:
             zeroed = [shard for shard in unit.shards if shard.gradient.is_zero]
             if zeroed:
-                opened = self._homes.open(unit, self.dtype(unit), adds=len(zeroed) < len(unit.shards))
+                opened = self.store.open(unit, self.dtype(unit), adds=len(zeroed) < len(unit.shards))
                 for shard in zeroed:
-                    self._homes.clear(opened, shard)
-                self._homes.close(opened)
+                    self.store.clear(opened, shard)
+                self.store.close(opened)
 
     def check_all_used(self) -> None:
         """Before a step: raises RuntimeError on every rank, with the names of parameters without a gradient.
@@ -238,13 +220,9 @@ class GradientHomes:
         """With step_in_backward: allows units that were stepped in the last backward to be stepped again."""
         self._stepped.clear()
 
-    def settle(self) -> None:
-        """Blocks until every gradient is at home. Raises OSError."""
-        self._homes.settle()
-
     def sums_of_squares(self, shards: Sequence[Shard]) -> list[float]:
         """The sum of squares of each parameter's gradient over all ranks, in float64, with the user's scaling. Collective."""
-        self._homes.join()
+        self.store.join()
         sums = block_sums_of(shards)
         local = [math.fsum(sums[s]) * s.gradient.factor**2 if s.gradient.is_there else 0.0 for s in shards]
         values: list[float] = total(self._topology, self._on_wire(local, torch.float64)).tolist()
@@ -266,10 +244,8 @@ class GradientHomes:
         self._note_given(unit)
         buckets = self._cut.get(unit.index)
         if buckets is None:
-            policy, num_shards = self._policy, self._topology.num_shards
-            buckets = self._cut[unit.index] = cut(
-                unit, num_shards, policy.reduce_bucket_numel, policy.contiguous_gradients
-            )
+            buckets = cut(unit, self._topology.num_shards, self._policy.reduce_bucket_numel)
+            self._cut[unit.index] = buckets
         for number, bucket in enumerate(buckets):
             while self._reducer.is_full:
                 self._arrive()
@@ -280,8 +256,6 @@ class GradientHomes:
             for piece in bucket.pieces:
                 if piece.is_last:
                     piece.shard.param.grad = None
-            if not self._policy.overlap_reduce:
-                self._arrive()
         for shard in unit.shards:
             shard.param.grad = None
 
@@ -295,13 +269,13 @@ class GradientHomes:
                 self._open = self._open_home(unit)
             for piece in done.bucket.pieces:
                 part = column[piece.place : piece.place + piece.stop - piece.start]
-                self._homes.put(self._open, piece.shard, part, piece.start)
+                self.store.put(self._open, piece.shard, part, piece.start)
         finally:
             self._reducer.release(done)
-        self._homes.recorder.add("reduce", done.what, done.start_ns, time.monotonic_ns(), done.bucket.num_bytes)
+        self.store.recorder.add("reduce", done.what, done.start_ns, time.monotonic_ns(), done.bucket.num_bytes)
         if done.bucket is self._cut[unit.index][-1]:
             opened, self._open = self._open, None
-            if self.home is None:
+            if self.store.home is None:
                 self._tell_given(unit)
             self._close_home(opened)
 
@@ -325,7 +299,7 @@ class GradientHomes:
         pending = start(
             self._topology, "comparing which gradients there are", dist.all_reduce, found, dist.ReduceOp.MAX
         )
-        if self.home is not None:
+        if self.store.home is not None:
             self._drain()
         pending.wait()
         return [bool(flag) for flag in found.tolist()]
@@ -347,23 +321,23 @@ class GradientHomes:
         try:
             for shard in fresh:
                 assert shard.param.grad is not None
-                self._homes.put(opened, shard, shard.param.grad.reshape(-1), 0)
+                self.store.put(opened, shard, shard.param.grad.reshape(-1), 0)
                 shard.gradient.confirm()
         except BaseException:
-            self._homes.drop(opened)
+            self.store.drop(opened)
             raise
         self._close_home(opened)
-        self._homes.recorder.add("reduce", unit.name, start_ns, time.monotonic_ns(), unit.shard_bytes)
+        self.store.recorder.add("reduce", unit.name, start_ns, time.monotonic_ns(), unit.shard_bytes)
         for shard in fresh:
             shard.param.grad = None
 
     def _open_home(self, unit: Unit) -> OpenHome:
-        return self._homes.open(unit, self.dtype(unit), any(shard.gradient.takes_more for shard in unit.shards))
+        return self.store.open(unit, self.dtype(unit), any(shard.gradient.takes_more for shard in unit.shards))
 
     def _close_home(self, opened: OpenHome) -> None:
-        if self.home is None:
+        if self.store.home is None:
             self._stepped[opened.unit] = [shard for shard in opened.unit.shards if shard.gradient.is_there]
-        self._homes.close(opened)
+        self.store.close(opened)
 
 
 def block_sums_of(shards: Sequence[Shard]) -> dict[Shard, Sequence[float]]:

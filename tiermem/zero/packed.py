@@ -21,12 +21,13 @@ import torch.distributed as dist
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.arena import Pool
 from tiermem.zero.collectives import GATHER_TAG, Pending, explained, send_to_all, sends_directly, start, swap_rows
+from tiermem.zero.gather import Gather
 from tiermem.zero.quantised import pack_into, packed_bytes, unpack
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Unit
 
 
-class PackedGather:
+class PackedGather(Gather):
     """The gather of one unit as 8-bit blocks; may be repeated. Collective: every rank starts the same ones in the same order.
 
     Args:
@@ -42,14 +43,6 @@ class PackedGather:
         self._full = full
         self._pool = pool
         self._wire: _Wire | None = None  # between `put` and `start`
-
-    @property
-    def needs_shard(self) -> bool:
-        """Always True."""
-        return True
-
-    def outdate(self) -> None:
-        """Does nothing: no copy is kept between gathers."""
 
     def put(self, shard: torch.Tensor | None) -> None:
         """Packs this rank's flat shard layout, or copies it where the unit rests packed. The shard may be reused afterwards."""

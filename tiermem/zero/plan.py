@@ -8,12 +8,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.precision import DTYPES
 from tiermem.swap.arena import Arena, Pool
 from tiermem.swap.ranges import round_up
-from tiermem.zero.gather import secondary_numel, span_bytes
+from tiermem.zero.gather import secondary_numel
 from tiermem.zero.packed import gathers_packed, wire_bytes
-from tiermem.zero.reduce import buffer_bytes, largest_bucket, num_under_way
+from tiermem.zero.reduce import MOST_UNDER_WAY, largest_buffer
 from tiermem.zero.state_layout import FP32_BYTES, StateLayout
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import UNIT_ALIGN, Division, Unit
@@ -76,7 +75,6 @@ class Plan:
     wires: Buffers  # blocks that packed gathers send and receive
     gradients: Buffers  # gradients of a unit on their way to their tier
     sums: Buffers  # buckets of gradients during reductions
-    updates: Buffers  # broadcast weights on their way to their places
     tiles: Buffers  # tiles of optimizer states
     tile_numel: int
     resident_bytes: int  # most bytes of states that are kept on HOST although they rest on NVMe
@@ -220,11 +218,9 @@ class _Planner:
         wire_sizes = (wire_bytes(u, self._num_shards) for u in streamed if gathers_packed(u, policy))
         wires = sheet.buffers("wire", units.num, wire_sizes, "8-bit blocks on their way between ranks")
         gradients = self._add_gradients(sheet, grads)
-        num_sums = num_under_way(policy) * (self._world > 1 and not self._is_gpu and policy.contiguous_gradients)
-        sum_sizes = map(self._reduce_bytes, self._trainable)
+        num_sums = MOST_UNDER_WAY * (self._world > 1 and not self._is_gpu)
+        sum_sizes = (largest_buffer(u, self._num_shards, policy.reduce_bucket_numel) for u in self._trainable)
         sums = sheet.buffers("reduce", num_sums, sum_sizes, "gradients on their way between ranks")
-        spans = (span_bytes(u, self._num_shards, policy) for u in self._units if u.is_resident)
-        updates = sheet.buffers("update", int(not self._is_gpu), spans, "new weights on their way from their owner")
         resident_bytes = self._add_states(sheet, resident_bytes, tile_numel)
         frozen = self._add_frozen(sheet, at_home[Tier.NVME])
         streams = Tier.NVME in (policy.optim, grads, *self._homes.values())
@@ -249,7 +245,6 @@ class _Planner:
             wires=wires,
             gradients=gradients,
             sums=sums,
-            updates=updates,
             tiles=tiles,
             tile_numel=tile_numel,
             resident_bytes=resident_bytes,
@@ -283,13 +278,6 @@ class _Planner:
             sheet.add("gradients", home, _pages(sizes), f"rest on {home.name} until the step")
         passes = home in (None, Tier.NVME)
         return sheet.buffers("gradient", _USUAL_GRAD_BUFFERS * passes, sizes, "on their way home")
-
-    def _reduce_bytes(self, unit: Unit) -> int:
-        """Bytes of the buffer in which a unit's gradients are added up over ranks between CPUs."""
-        policy, num_shards = self._policy, self._num_shards
-        dtype = unit.dtype if policy.reduce_dtype is None else DTYPES[policy.reduce_dtype]
-        bucket = largest_bucket(unit, num_shards, policy.reduce_bucket_numel, dtype)
-        return buffer_bytes(bucket, num_shards, policy)
 
     def _add_states(self, sheet: _Sheet, resident_bytes: int, tile_numel: int) -> int:
         """Adds the rows of optimizer states; returns the bytes of states kept on HOST although they rest on NVMe."""
@@ -380,7 +368,6 @@ class Pools(NamedTuple):
     sums: Pool | None
     tiles: Pool | None
     wires: Pool | None
-    updates: Pool | None
 
 
 def carve(arena: Arena, plan: Plan) -> Pools:

@@ -42,11 +42,6 @@ class Piece(NamedTuple):
     place: int
 
     @property
-    def is_whole(self) -> bool:
-        """Whether this bucket holds all of the parameter."""
-        return self.start == 0 and self.stop == self.shard.shard_numel
-
-    @property
     def is_last(self) -> bool:
         """Whether the parameter ends in this bucket."""
         return self.stop == self.shard.shard_numel
@@ -73,25 +68,27 @@ class Bucket:
         return self.column_numel * self.num_columns * self.dtype.itemsize
 
 
-def cut(unit: Unit, num_shards: int, limit_numel: int, is_packed: bool = True) -> list[Bucket]:
+def cut(unit: Unit, num_shards: int, limit_numel: int) -> list[Bucket]:
     """Cuts a unit's gradients into buckets by the dtype of the reduction, in the order of parameters.
 
-    Args:
-        limit_numel: most elements of a bucket over all columns; a column holds at least one element.
-        is_packed: False: every parameter has its own buckets.
+    limit_numel: most elements of a bucket over all columns; a column holds at least one element.
     """
+    kinds: dict[torch.dtype, list[Shard]] = {}
+    for shard in unit.shards:
+        if shard.shard_numel:
+            kinds.setdefault(shard.reduce_dtype, []).append(shard)
     room = max(1, limit_numel // num_shards)
-    buckets: list[Bucket] = []
-    for dtype, alike in _by_dtype(unit.shards).items():
-        for group in [alike] if is_packed else [[shard] for shard in alike]:
-            buckets += _fill(unit, dtype or unit.dtype, group, num_shards, room)
-    return buckets
+    return [bucket for dtype, alike in kinds.items() for bucket in _fill(unit, dtype, alike, num_shards, room)]
 
 
-def largest_bucket(unit: Unit, num_shards: int, limit_numel: int, dtype: torch.dtype) -> int:
-    """Most bytes of a bucket of a unit, when no gradient is reduced in a wider dtype than `dtype`."""
+def largest_buffer(unit: Unit, num_shards: int, limit_numel: int) -> int:
+    """Most bytes of memory that a bucket of a unit needs between CPUs, when all its gradients are reduced in one dtype.
+
+    With several shards it is the bucket, and as much again for the columns from other ranks. An all-reduce is done in place.
+    """
     shares = sum(shard.shard_numel for shard in unit.shards)
-    return min(shares, max(1, limit_numel // num_shards)) * num_shards * dtype.itemsize
+    bucket = min(shares, max(1, limit_numel // num_shards)) * num_shards * unit.shards[0].reduce_dtype.itemsize
+    return bucket * (2 if num_shards > 1 else 1)
 
 
 def put_in(bucket: Bucket, piece: Piece, grad: torch.Tensor | None, flat: torch.Tensor) -> None:
@@ -110,14 +107,6 @@ def put_in(bucket: Bucket, piece: Piece, grad: torch.Tensor | None, flat: torch.
         columns[num_full, :rest].copy_(source[begin : begin + rest])
         columns[num_full, rest:].zero_()
         columns[num_full + 1 :].zero_()
-
-
-def _by_dtype(shards: Sequence[Shard]) -> dict[torch.dtype | None, list[Shard]]:
-    kinds: dict[torch.dtype | None, list[Shard]] = {}
-    for shard in shards:
-        if shard.shard_numel:
-            kinds.setdefault(shard.reduce_dtype, []).append(shard)
-    return kinds
 
 
 def _fill(unit: Unit, dtype: torch.dtype, shards: Sequence[Shard], num_shards: int, room: int) -> Iterator[Bucket]:
@@ -139,6 +128,9 @@ def _fill(unit: Unit, dtype: torch.dtype, shards: Sequence[Shard], num_shards: i
 
 # ---- reductions ------------------------------------------------------------------------------------------------------
 
+MOST_UNDER_WAY = 2
+"""Most reductions under way at once; each owns a buffer."""
+
 
 @dataclasses.dataclass(eq=False)
 class Reduction:
@@ -150,7 +142,6 @@ class Reduction:
     start_ns: int
     pending: Pending
     column: Callable[[], torch.Tensor]  # this rank's column of the sums; call it when `pending` has ended
-    others: Sequence[Pending] = ()  # reduces of columns to other ranks
 
 
 class Reducer:
@@ -162,18 +153,15 @@ class Reducer:
         stages 1 to 3            reduce-scatter: every rank gets the sum of its own column
         stage 0                  all-reduce: every rank gets the sum of the one column
         copies of parts (MiCS)   the column is then all-reduced among the ranks that hold copies of it
-        reduce_scatter=False     all-reduce of all columns, of which a rank keeps its own: twice the bytes between ranks
-        multi_rank_buckets=False a reduce of each column to its owner, one call per rank. With round_robin_gradients every
-                                 bucket begins with another owner, so that each rank in turn stores its part first
 
     Between CPUs a reduce-scatter is an all-to-all, after which every rank adds up the received columns in the order of ranks.
     (gloo would all-reduce the whole bucket, in an order that depends on an element's place in it.) So on CPUs the bits of a sum
-    depend only on the gradients and the number of ranks, not on bucket sizes, tiers or overlap. All-reduces, reduces and NCCL
-    add in their own order; with two ranks the bits are the same anyway.
+    depend only on the gradients and the number of ranks, not on bucket sizes or tiers. All-reduces and NCCL add in their own
+    order; with two ranks the bits are the same anyway.
 
-    At most two reductions are under way (one without overlap): the first is finished before a third is started. Each owns its
-    buffers. Between CPUs they come from the arena, and gradients are packed into them. A parameter that is reduced alone is
-    sent from the place where autograd put it, if its size, dtype and layout allow this and there are neither pool nor factor.
+    At most two reductions are under way: the first is finished before a third is started. Each owns its buffers. Between CPUs
+    they come from the arena, and gradients are packed into them. A parameter that fills a bucket alone is sent from the place
+    where autograd put it, if its size, dtype and layout allow this and there are neither pool nor factor.
 
     Args:
         pool: buffers of `buffer_bytes` of the largest bucket; None: torch's own memory, allocated for each bucket.
@@ -182,18 +170,13 @@ class Reducer:
     def __init__(self, topology: Topology, policy: OffloadPolicy, pool: Pool | None) -> None:
         self._topology = topology
         self._pool = pool
-        self._scatters = scatters(topology.num_shards, policy)
-        self._is_together = policy.multi_rank_buckets
-        self._is_round_robin = policy.round_robin_gradients
-        self._num_started = 0
-        self._most = num_under_way(policy)
         self._under_way: collections.deque[Reduction] = collections.deque()
         self._factor = 1.0 / predivided(topology.world, policy)
 
     @property
     def is_full(self) -> bool:
         """Whether one reduction must be finished before the next is started."""
-        return len(self._under_way) >= self._most
+        return len(self._under_way) >= MOST_UNDER_WAY
 
     @property
     def is_idle(self) -> bool:
@@ -224,25 +207,15 @@ class Reducer:
         try:
             done.pending.wait()
             column = done.column()
-            if self._scatters and self._topology.num_replicas > 1:
+            if self._topology.num_shards > 1 and self._topology.num_replicas > 1:
                 call(self._topology, f"reducing {done.what}", dist.all_reduce, column, among="replica")
             return done, column
         except BaseException:
-            for pending in done.others:
-                pending.end()
-            self._give_back(done)
+            self.release(done)
             raise
 
     def release(self, done: Reduction) -> None:
-        """Takes a reduction's buffers back. Blocks until all owners have their columns; raises RankLost."""
-        others, done.others = done.others, ()
-        try:
-            for pending in others:
-                pending.wait()
-        finally:
-            self._give_back(done)
-
-    def _give_back(self, done: Reduction) -> None:
+        """Takes a reduction's buffers back."""
         if done.slot is not None:
             assert self._pool is not None
             self._pool.give_back(done.slot)
@@ -258,36 +231,20 @@ class Reducer:
 
     def _begin(
         self, what: str, slot: Slot | None, bucket: Bucket, filled: torch.Tensor
-    ) -> tuple[Pending, Callable[[], torch.Tensor], Sequence[Pending]]:
-        """Starts the calls for a filled bucket; returns the fields of a Reduction."""
+    ) -> tuple[Pending, Callable[[], torch.Tensor]]:
+        """Starts the call for a filled bucket; returns `pending` and `column` of a Reduction."""
         topology, columns = self._topology, filled.view(bucket.num_columns, bucket.column_numel)
-        if not self._scatters:
-            return start(topology, what, dist.all_reduce, filled), lambda: columns[topology.shard_rank], ()
+        if topology.num_shards == 1:
+            return start(topology, what, dist.all_reduce, filled), lambda: filled
         if topology.packs_reductions:
             packed = PackedReduction(topology, filled, what, bucket.number)
-            return packed.pending, lambda: packed.finish().to(bucket.dtype), ()
-        if not self._is_together:
-            mine, others = self._reduce_to_owners(what, columns)
-            return mine, lambda: columns[topology.shard_rank], others
+            return packed.pending, lambda: packed.finish().to(bucket.dtype)
         if filled.device.type == "cpu":
             received = self._memory(slot, filled.nbytes, bucket, filled.device)
             pending = swap_rows(topology, what, received, filled, "shard", bucket.number)
-            return pending, lambda: _added_up(received.view_as(columns)), ()
+            return pending, lambda: _added_up(received.view_as(columns))
         column = torch.empty(bucket.column_numel, dtype=bucket.dtype, device=filled.device)
-        return start(topology, what, dist.reduce_scatter_tensor, column, filled, among="shard"), lambda: column, ()
-
-    def _reduce_to_owners(self, what: str, columns: torch.Tensor) -> tuple[Pending, list[Pending]]:
-        """Starts a reduce of every column to its owner; returns the one to this rank, and the others."""
-        num, group = len(columns), self._topology.group_of("shard")
-        first = self._num_started if self._is_round_robin else 0
-        self._num_started += 1
-        begun = {}
-        for owner in ((first + i) % num for i in range(num)):
-            target = dist.get_global_rank(group, owner)
-            begun[owner] = start(
-                self._topology, f"{what} to {owner}", dist.reduce, columns[owner], target, among="shard"
-            )
-        return begun.pop(self._topology.shard_rank), list(begun.values())
+        return start(topology, what, dist.reduce_scatter_tensor, column, filled, among="shard"), lambda: column
 
     def _memory(self, slot: Slot | None, offset: int, bucket: Bucket, device: torch.device) -> torch.Tensor:
         if slot is None:
@@ -302,26 +259,8 @@ def _added_up(parts: torch.Tensor) -> torch.Tensor:
     return parts[0]
 
 
-def scatters(num_shards: int, policy: OffloadPolicy) -> bool:
-    """Whether each rank gets only its own column."""
-    return num_shards > 1 and policy.reduce_scatter
-
-
 def predivided(world: int, policy: OffloadPolicy) -> float:
     """The number by which gradients are divided before they are added up."""
     if world == 1:
         return 1.0
     return float(world if policy.predivide_factor == "ranks" else policy.predivide_factor)
-
-
-def num_under_way(policy: OffloadPolicy) -> int:
-    """Most reductions under way at once."""
-    return 2 if policy.overlap_reduce else 1
-
-
-def buffer_bytes(bucket_bytes: int, num_shards: int, policy: OffloadPolicy) -> int:
-    """Bytes of memory that a bucket needs between CPUs: itself, and as much again for columns from other ranks.
-
-    A bucket that the backend adds up in place needs no second buffer.
-    """
-    return bucket_bytes * (2 if scatters(num_shards, policy) and policy.multi_rank_buckets else 1)

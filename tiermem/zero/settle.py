@@ -213,14 +213,12 @@ class _Settler:
             home = Tier.NVME if self._policy.optim is Tier.NVME else Tier.HOST
             self._store.reserve(initial_master(unit), (unit.shard_numel,), torch.float32, home, is_durable=False)
         for part in unit.shards:
+            piece = shard[part.shard_offset : part.shard_offset + part.shard_numel]
             if unit.is_packed:
                 plain = torch.zeros(part.shard_numel, dtype=unit.dtype)
                 self._fill_part(part, plain)
                 pack_into(shard, unit.packed_numel, plain, part.shard_offset)
-                _forget_values(part, self._device)
-                continue
-            piece = shard[part.shard_offset : part.shard_offset + part.shard_numel]
-            if initial_master(unit) in self._store:
+            elif initial_master(unit) in self._store:
                 values = torch.zeros(part.shard_numel)
                 self._fill_part(part, values)
                 self._values.put_initial_master(unit, part, values)

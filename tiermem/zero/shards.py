@@ -39,7 +39,6 @@ from tiermem.swap.stream import Bounce
 from tiermem.zero import registry
 from tiermem.zero.agreement import agree, facts_of, facts_of_plan
 from tiermem.zero.collectives import exchange
-from tiermem.zero.gather import Updating
 from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
 from tiermem.zero.init_params import built_with
@@ -193,10 +192,12 @@ class Shards:
             return None
         if shard.gradient.is_zero:
             return torch.zeros(self.values.num_mine(shard))
-        self.homes.settle()
+        self.homes.store.settle()
         part = slice(shard.shard_offset, shard.shard_offset + self.values.num_mine(shard))
-        flat, dtype = self.homes.flat(live.unit), self.homes.dtype(live.unit)
-        local = self.values.read_part(self.homes.entry(live.unit), dtype, part) if flat is None else flat[part].cpu()
+        flat, dtype = self.homes.store.view(live.unit), self.homes.dtype(live.unit)
+        local = (
+            self.values.read_part(self.homes.store.entry(live.unit), dtype, part) if flat is None else flat[part].cpu()
+        )
         return local.float() * (shard.gradient.factor / self.homes.divisor)
 
     def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
@@ -397,7 +398,7 @@ class Shards:
                 self.head_start.drop()
             self.residency.empty()
             weights = [(s.param, self.weight(s.param)) for _, s in self.parameters()] if materialize else []
-            self.homes.settle()
+            self.homes.store.settle()
             for each in self._attached:
                 each.close()
         finally:
@@ -432,8 +433,8 @@ class Shards:
         units, order = division.units, first_order(division)
         bounce = Bounce(self.store, BOUNCE_BYTES // 4) if self.policy.paths else None
         pools = carve(self.store.arena, self.plan)
-        updating = Updating(self.topology, self.policy, pools.updates)
-        self.values = Values(self.store, self.topology, self.device, bounce, updating)
+        spread_numel = self.policy.allgather_bucket_numel
+        self.values = Values(self.store, self.topology, self.device, bounce, spread_numel)
         self.tile_pool = pools.tiles
         self.head_start: HeadStart[Any] | None = HeadStart(pools.tiles) if pools.tiles is not None else None
         self.units = settle(units, self.plan, self.policy, self.values, pools)

@@ -232,11 +232,31 @@ class Shard:
     shard_numel: int  # ceil(numel / shards)
     full_offset: int
     shard_offset: int
+    reduce_dtype: torch.dtype  # the dtype of its gradient's reduction
     gradient: Gradient = dataclasses.field(default_factory=Gradient)
     num_steps: int = 0  # optimizer steps taken
     has_moments: bool = False  # moments were loaded before the first step, which then reads them
     has_master: bool = False  # a master was loaded before the first step
-    reduce_dtype: torch.dtype | None = None  # the dtype of its gradient's reduction; None: the gradient's own
+
+    def reduce_in(self, dtype: torch.dtype) -> None:
+        """Makes its gradient be reduced in another dtype. To be called before the first backward."""
+        self.reduce_dtype = dtype
+
+    def count_step(self) -> None:
+        """Counts one more optimizer step."""
+        self.num_steps += 1
+
+    def set_steps(self, num_steps: int, has_moments: bool, has_master: bool) -> None:
+        """Sets the number of steps that its restored states have seen.
+
+        has_moments, has_master: whether moments and a master were restored; they matter before the first step.
+        """
+        self.num_steps = num_steps
+        self.has_moments, self.has_master = has_moments and not num_steps, has_master and not num_steps
+
+    def note_loaded(self, moments: bool = False, master: bool = False) -> None:
+        """Notes that moments or a master were set; this matters before the first step."""
+        self.set_steps(self.num_steps, self.has_moments or moments, self.has_master or master)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -326,7 +346,7 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
         fresh = [p for p in params if p not in owners and p not in persistent]
         for kind, alike in _by_kind(fresh, is_trained, lowered).items():
             is_packed = policy.quantised_frozen and not kind.is_trainable and kind.dtype.is_floating_point
-            unit = _lay_out(name, len(units), alike, names, kind, policy.stage != 3, num_shards)
+            unit = _lay_out(name, len(units), alike, names, kind, policy, num_shards)
             unit = dataclasses.replace(unit, is_leaf=is_leaf, is_packed=is_packed)
             _check_size(unit, policy)
             units.append(unit)
@@ -338,7 +358,8 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
         if needed:
             triggers.setdefault(module, []).extend(needed.values())
     for kind, alike in _by_kind(list(small), is_trained, {}).items():
-        units.append(_lay_out("persistent", len(units), alike, names, kind, True, num_shards))
+        unit = _lay_out("persistent", len(units), alike, names, kind, policy, num_shards)
+        units.append(dataclasses.replace(unit, is_resident=True))
     return Division(units, triggers, _most_at_once(model, triggers))
 
 
@@ -445,15 +466,16 @@ def _lay_out(
     params: list[nn.Parameter],
     names: dict[nn.Parameter, tuple[int, str]],
     kind: _Kind,
-    is_resident: bool,
+    policy: OffloadPolicy,
     num_shards: int,
 ) -> Unit:
+    reduce_dtype = DTYPES[policy.reduce_dtype] if policy.reduce_dtype is not None else kind.dtype
     shards: list[Shard] = []
     full = part = 0
     for param in params:
         position, full_name = names[param]
         share = -(-param.numel() // num_shards)
-        shards.append(Shard(full_name, position, param, param.shape, param.numel(), share, full, part))
+        shards.append(Shard(full_name, position, param, param.shape, param.numel(), share, full, part, reduce_dtype))
         full += round_up(share * num_shards, ALIGN)
         part += round_up(share, ALIGN)
     return Unit(
@@ -462,7 +484,7 @@ def _lay_out(
         shards,
         kind.dtype,
         kind.is_trainable,
-        is_resident,
+        policy.stage != 3,
         round_up(max(full, 1), UNIT_ALIGN),
         round_up(max(part, 1), UNIT_ALIGN),
         kind.full_dtype,

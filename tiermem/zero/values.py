@@ -14,7 +14,7 @@ from tiermem.policy import Tier
 from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import Bounce
 from tiermem.zero import registry
-from tiermem.zero.gather import Updating, gather, gather_unit
+from tiermem.zero.gather import gather, gather_unit, spread
 from tiermem.zero.quantised import byte_ranges, pack, pack_into, unpack
 from tiermem.zero.state_layout import own_numel
 from tiermem.zero.topology import Topology
@@ -39,7 +39,7 @@ class Values:
     does not follow writes made here; `Shards.refresh` makes it show them.
 
     bounce: moves pieces of entries on NVMe; None: no entry is on NVMe.
-    updating: brings the weights of resident units to all ranks.
+    spread_numel: most elements of resident units' new weights that one call brings to all ranks.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class Values:
         topology: Topology,
         device: torch.device,
         bounce: Bounce | None,
-        updating: Updating,
+        spread_numel: int,
     ) -> None:
         self.store = store
         self.topology = topology
         self.device = device
         self._bounce = bounce
-        self._updating = updating
+        self._spread_numel = spread_numel
 
     # ---- by element -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class Values:
     def regather(self, unit: Unit, shard: torch.Tensor, memory: UnitMemory) -> None:
         """Fills a present unit's full layout from every rank's shard. Collective; blocks (on a GPU in stream order)."""
         if unit.is_resident:
-            self._updating.spread(unit, shard, memory.full)
+            spread(self.topology, unit, shard, memory.full, self._spread_numel)
         else:
             gather_unit(self.topology, unit, shard.to(self.device), memory.full)
 

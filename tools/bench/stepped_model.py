@@ -188,7 +188,7 @@ class SteppedModel:
                 part.param.grad = torch.full(part.shape, 1e-3, dtype=live.unit.dtype)
             self._shards.homes.receive(live.unit)
             self._shards.homes.show(live.unit)
-        self._shards.homes.settle()
+        self._shards.homes.store.settle()
 
     def _counts(self) -> list[IoCounts]:
         return [IoCounts(p.read_bytes, p.written_bytes) for p in self._shards.store.stats().paths]

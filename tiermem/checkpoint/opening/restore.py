@@ -352,11 +352,11 @@ def _show(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling:
             name = fitted.params.get(shard)
             if name is None:
                 continue
+            num_steps, has_moments = shard.num_steps, shard.has_moments
             if wants.states:
-                shard.num_steps = source.parameters[name].num_steps
-                shard.has_moments = shard.num_steps == 0 and shard in filling.has_moments
+                num_steps, has_moments = source.parameters[name].num_steps, shard in filling.has_moments
             keeps_master = shards.policy.precision.master_of(live.unit.dtype) is not None
             is_wider = (
                 source.kind(name, MASTER) is not None or source.kind(name, WEIGHT) == "fp32"
             )  # than the weight in this model
-            shard.has_master = wants.masters and shard.num_steps == 0 and keeps_master and is_wider
+            shard.set_steps(num_steps, has_moments, wants.masters and keeps_master and is_wider)
