@@ -146,10 +146,10 @@ class OffloadPolicy:
     """Accepted, and changes nothing: gradients are always packed into buckets, whose memory `reduce_bucket_numel` bounds."""
     reduce_scatter: bool = True
     """Accepted, and changes nothing: in stages 1 to 3 each rank always gets the sum of its own part alone, because an
-    all-reduce moves twice the bytes. False is refused with `quantised_reduction`."""
+    all-reduce moves twice the bytes."""
     multi_rank_buckets: bool = True
     """Accepted, and changes nothing: one reduction of a bucket always serves all ranks, because one call is faster than one
-    for each rank. False is refused with `quantised_reduction`."""
+    for each rank."""
     round_robin_gradients: bool = False
     """Accepted, and changes nothing: one reduction serves all ranks, so that they all copy their parts home at once."""
     allgather_partitions: bool = True
@@ -254,17 +254,6 @@ class OffloadPolicy:
                 "durability",
                 '"step" makes durable what rests on NVME, and nothing does: set optim=Tier.NVME, or leave it at '
                 '"checkpoint" and save',
-            )
-        if self.quantised_reduction and not self.reduce_scatter:
-            yield (
-                "quantised_reduction",
-                "True with reduce_scatter false, but it sends every rank its own part. Set reduce_scatter=True",
-            )
-        if self.quantised_reduction and not self.multi_rank_buckets:
-            yield (
-                "quantised_reduction",
-                "True with multi_rank_buckets false, but it sends all ranks their parts in one exchange. Set "
-                "multi_rank_buckets=True",
             )
         if self.two_stage_gather and self.shard_group_size is None:
             yield (

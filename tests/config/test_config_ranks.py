@@ -52,11 +52,6 @@ def test_the_documents_mics_example_is_taken_as_it_stands() -> None:
             "in stages 2 and 3",
         ),
         (
-            config_of(zero_quantized_gradients=True, reduce_scatter=False),
-            "zero_optimization.zero_quantized_gradients",
-            "reduce_scatter false",
-        ),
-        (
             config_of(zero_quantized_weights=True) | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
             "zero_optimization.zero_quantized_weights",
             "true with torch_autocast",
