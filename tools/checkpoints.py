@@ -17,7 +17,7 @@ from rich.text import Text
 
 from tiermem.tools.options import ExportOptions, FsckOptions, ImportOptions, InspectOptions
 from tiermem.tools.reports import table
-from tiermem.tools.train_options import CLIENT_KEY, options_of_model
+from tiermem.tools.train_job import CLIENT_KEY, options_of_model
 from tiermem.tools.words import format_bytes, plain
 
 if TYPE_CHECKING:

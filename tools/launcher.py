@@ -46,9 +46,7 @@ class Job:
     resume: str | None = None  # the saved step to go on from
     save_dir: str | None = None  # where checkpoints go; None: none is saved
     save_every: int | None = None  # steps between two of them; None: at the end alone
-    to_save: dict[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # what is saved of the job itself (train_options.py)
+    to_save: dict[str, Any] = dataclasses.field(default_factory=dict)  # what is saved of the job itself (train_job.py)
 
     def save(self, file: Path) -> None:
         """Writes it."""

@@ -27,8 +27,7 @@ from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.reports import Progress, peers_table, plan_table, predicted_table, result_table
 from tiermem.tools.run_record import RunRecord, read_spans, stamp, write_trace
-from tiermem.tools.train_job import make_job
-from tiermem.tools.train_options import Resumed, find_resumed, with_saved
+from tiermem.tools.train_job import Resumed, find_resumed, make_job, with_saved
 from tiermem.tools.words import save_json
 
 EXIT_FAILED, EXIT_USER, EXIT_COUNTS, EXIT_INTERRUPTED, EXIT_KILLED = 1, 2, 3, 130, 137

@@ -121,6 +121,20 @@ def stopped_by_sigterm() -> contextlib.AbstractContextManager[None]:
     return handling({signal.SIGTERM: stop})
 
 
+class Stop:
+    """Whether Ctrl-C was pressed since training began, by SIGINT's handler."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self.may_unwind = True  # nothing has been trained yet: an interrupt may end it anywhere
+
+    def on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Handles SIGINT."""
+        self.is_asked = True
+        if self.may_unwind:
+            raise KeyboardInterrupt
+
+
 def message_of(error: Exception) -> str:
     """What an error says, with the file that it is about."""
     if isinstance(error, OSError) and error.filename is not None:

@@ -17,7 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from tiermem.tools.cli import app
-from tiermem.tools.train_options import find_resumed
+from tiermem.tools.train_job import find_resumed
 
 
 def tiermem(*words: str | Path) -> tuple[int, str, str]:

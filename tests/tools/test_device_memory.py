@@ -22,7 +22,8 @@ from on_simulated import environment
 from tiermem.tools.launcher import Job, Outcome
 from tiermem.tools.memory_limit import Charge
 from tiermem.tools.reports import peers_table, plan_table, predicted_table, result_table
-from tiermem.tools.run_record import RunRecord, device_fields, explain_out_of_memory, out_of_memory_in
+from tiermem.tools.run_record import RunRecord
+from tiermem.tools.training import device_fields, explain_out_of_memory, out_of_memory_in
 
 PLAN = [
     ["resident parameters", "DEVICE", 30 * MIB, "present all the time"],

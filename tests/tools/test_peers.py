@@ -16,7 +16,7 @@ from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.presets import preset
 from tiermem.tools.run_record import RunRecord
-from tiermem.tools.train_options import make_config
+from tiermem.tools.train_job import make_config
 
 TINY = {
     "hidden_size": 64,

@@ -24,11 +24,13 @@ from tiermem.tools.bench.files import check_room
 from tiermem.tools.cli import main
 from tiermem.tools.options import TuneOptions
 from tiermem.tools.reports import open_console
-from tiermem.tools.step_mix import Refused, StepMix, Turn
 from tiermem.tools.tune import (
     BLOCKS,
     DEPTHS,
     MADE_BY,
+    Refused,
+    StepMix,
+    Turn,
     Verdict,
     candidates_of,
     check_out,
@@ -192,7 +194,7 @@ def test_settings_that_the_queue_refuses_are_told_apart_from_a_broken_disk(
         def refuse(*_: object) -> None:
             raise OSError(errno.EAGAIN, "too many requests")
 
-        monkeypatch.setattr("tiermem.tools.step_mix.Passes", refuse)
+        monkeypatch.setattr("tiermem.tools.tune.Passes", refuse)
         with pytest.raises(Refused, match="too many requests"):
             mix.turn(io, 0.01)
 
