@@ -9,20 +9,22 @@ import resource
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
+from tiermem.config import ConfigError, Problem, ReportRow, load_config
+from tiermem.swap.accelerator import facts_of, find_device, free_and_total, is_accelerator
+from tiermem.swap.direct import open_unnamed, preallocate, probe_path
+from tiermem.swap.native import choose_isa
+from tiermem.tools.bench.files import BLOCK_BYTES, DEPTH, measure_disk
 from tiermem.tools.machine import cpu_model, memory_bytes, num_cores, read_word, try_engines
 from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.options import CheckOptions
 from tiermem.tools.reports import table
 from tiermem.tools.words import format_bytes
-
-if TYPE_CHECKING:
-    from tiermem.config import Problem, ReportRow
-
 
 # ---- tiermem check --config ds.json ----------------------------------------------------------------------------------
 #
@@ -42,8 +44,6 @@ def check(options: CheckOptions, console: Console) -> int:
 
 def check_config(file: Path, console: Console, shows_all: bool = False) -> int:
     """Prints the report and returns 0, or the problems and returns 2. Raises OSError when the file cannot be read."""
-    from tiermem.config import ConfigError, load_config
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DeprecationWarning)
         try:
@@ -112,8 +112,6 @@ def check_machine(paths: Sequence[Path], seconds: float, console: Console) -> in
 
 def find_path(path: Path) -> Iterator[Finding]:
     """The folder's file system, room, direct I/O and alignment. Raises OSError for a folder that is not usable."""
-    from tiermem.swap.direct import probe_path
-
     facts = probe_path(path)
     yield Finding("path", f"{path.resolve()} ({facts.file_system}), {format_bytes(facts.free_bytes)} free")
     if not facts.is_direct:
@@ -156,19 +154,11 @@ def find_engines() -> Iterator[Finding]:
 
 def find_kernels() -> Iterator[Finding]:
     """The instruction set of the optimizer's kernels, and the threads it may use."""
-    import torch
-
-    from tiermem.swap.native import choose_isa
-
     yield Finding("kernels", f"{choose_isa()}, {torch.get_num_threads()} threads")
 
 
 def find_gpu() -> Iterator[Finding]:
     """GPUs and whether memory can be pinned for them."""
-    import torch
-
-    from tiermem.swap.accelerator import facts_of, find_device, free_and_total, is_accelerator
-
     device = find_device()
     if not is_accelerator(device):
         yield Finding(
@@ -189,8 +179,6 @@ def find_gpu() -> Iterator[Finding]:
 
 def find_rate(path: Path, seconds: float) -> list[Finding]:
     """The disk's rates through the queue."""
-    from tiermem.tools.bench.files import BLOCK_BYTES, DEPTH, measure_disk
-
     rate = measure_disk(path, seconds, file_bytes=1 << 30)
     how = f"blocks of {format_bytes(BLOCK_BYTES)}, {DEPTH} in flight, {rate.engine}, file of 1 GiB"
     how += "" if rate.is_direct else ", through the page cache"
@@ -200,8 +188,6 @@ def find_rate(path: Path, seconds: float) -> list[Finding]:
 
 def direct_alignment(path: Path) -> int:
     """The smallest of 512, 1024, 2048 and 4096 that direct reads at odd multiples of it accept; 0 if none."""
-    from tiermem.swap.direct import open_unnamed, preallocate
-
     fd, is_direct = open_unnamed(path)
     try:
         preallocate(fd, 0, 1 << 16)

@@ -9,23 +9,23 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
-from tiermem.tools.options import ExportOptions, FsckOptions, ImportOptions, InspectOptions
+from tiermem.checkpoint.format.manifest import Parameter
+from tiermem.checkpoint.interchange.foreign import Foreign
+from tiermem.checkpoint.interchange.write import read_foreign, write_checkpoint
+from tiermem.checkpoint.opening.source import Source
+from tiermem.checkpoint.survey import PathReport, RunReport, StepReport, Survey, repair, survey
+from tiermem.checkpoint.zero_to_fp32 import dtype_of
+from tiermem.swap.run_folder import RunFolder
+from tiermem.tools.options import ExportOptions, FsckOptions, ImportOptions, InspectOptions, TrainOptions
 from tiermem.tools.reports import table
-from tiermem.tools.train_job import CLIENT_KEY, options_of_model
+from tiermem.tools.train_job import CLIENT_KEY, options_to_save
 from tiermem.tools.words import format_bytes, plain
-
-if TYPE_CHECKING:
-    from tiermem.checkpoint.format.manifest import Parameter
-    from tiermem.checkpoint.interchange.foreign import Foreign
-    from tiermem.checkpoint.opening.source import Source
-    from tiermem.checkpoint.survey import PathReport, RunReport, StepReport, Survey
-
 
 # ---- tiermem fsck DIR ------------------------------------------------------------------------------------------------
 #
@@ -60,8 +60,6 @@ _STYLES |= {"removed": "yellow", "unread": "yellow"}
 
 def fsck(options: FsckOptions, console: Console) -> int:
     """Prints what there is and returns the exit status. Blocks. Raises OSError when the folder cannot be looked at."""
-    from tiermem.checkpoint.survey import repair, survey
-
     repaired = repair(survey(options.where)) if options.repairs else []
     if options.verifies and console.is_terminal and not options.shows_json:
         with console.status("verifying checksums") as status:
@@ -100,8 +98,6 @@ def removable(found: Survey) -> list[RunReport]:
 
 def _remove(run: RunReport, console: Console, is_silent: bool) -> bool:
     """Removes what a killed run left; whether the folder is gone."""
-    from tiermem.swap.run_folder import RunFolder
-
     if not is_silent:
         console.print(f"removing {run.folder}, left by {run.owner}", style="yellow")
     RunFolder.claim(run.folder).close(keep=False)
@@ -217,8 +213,6 @@ class Row(NamedTuple):
 
 def inspect_checkpoint(options: InspectOptions, console: Console) -> int:
     """Prints the step and returns 0. Blocks; raises ValueError and OSError for what cannot be opened or matches nothing."""
-    from tiermem.checkpoint.opening.source import Source
-
     patterns = options.patterns or ("*",)
     with Source.open(options.where, options.tag) as source:
         rows = [row for row in _rows(source) if any(fnmatch.fnmatchcase(row.name, each) for each in patterns)]
@@ -305,12 +299,10 @@ CONFIG_NAME = "config.json"
 
 def import_checkpoint(options: ImportOptions, console: Console) -> int:
     """Writes OUT/<tag>/ and OUT/latest, and returns 0. Blocks; raises ValueError and OSError, and then nothing is left."""
-    from tiermem.checkpoint.interchange.write import read_foreign, write_checkpoint
-
     foreign = read_foreign(options.source, options.tag, options.optimizer)
     shape = _model_config(options)
     if shape is not None:
-        run = {CLIENT_KEY: options_of_model(options.source.resolve().name, shape)}
+        run = {CLIENT_KEY: options_to_save(TrainOptions(), options.source.resolve().name, shape, None)}
         foreign = dataclasses.replace(foreign, client_state={**foreign.client_state, **run})
     with transfer_bar(console, "writing", total_bytes(foreign), is_shown=not options.shows_json) as bar:
         done = write_checkpoint(
@@ -372,9 +364,6 @@ _EXPORT = "tiermem export"
 
 def export_checkpoint(options: ExportOptions, console: Console) -> int:
     """Writes OUT and returns 0. Blocks; raises ValueError and OSError, and then nothing of ours is left there."""
-    from tiermem.checkpoint.opening.source import Source
-    from tiermem.checkpoint.zero_to_fp32 import dtype_of
-
     given = "fp32" if options.is_fp32 else options.dtype
     dtype = None if given is None else dtype_of(given)
     with Source.open(options.where, options.tag) as source:
@@ -390,7 +379,7 @@ def export_checkpoint(options: ExportOptions, console: Console) -> int:
 
 
 def _export_weights(options: ExportOptions, source: Source, dtype: Any, console: Console) -> tuple[list[str], int]:
-    from tiermem.checkpoint.interchange.export import export_weights, weights_of
+    from tiermem.checkpoint.interchange.export import export_weights, weights_of  # takes a second: torch's checkpoints
 
     weights = weights_of(source, dtype, options.exclude_frozen)
     total = sum(weight.parameter.numel * weight.dtype.itemsize for weight in weights)

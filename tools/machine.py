@@ -83,7 +83,7 @@ def try_engines() -> dict[str, tuple[bool, str]]:
 
 def cpu_model() -> str:
     """The processor's name."""
-    return _table("/proc/cpuinfo").get("model name") or platform.processor() or platform.machine() or _UNKNOWN
+    return read_table("/proc/cpuinfo").get("model name") or platform.processor() or platform.machine() or _UNKNOWN
 
 
 def num_cores() -> int:
@@ -93,17 +93,17 @@ def num_cores() -> int:
 
 def memory_bytes() -> int:
     """Memory of the machine."""
-    return _kib("MemTotal")
+    return bytes_in(read_table("/proc/meminfo"), "MemTotal")
 
 
 def available_bytes() -> int:
     """Memory that could be had now without swapping."""
-    return _kib("MemAvailable")
+    return bytes_in(read_table("/proc/meminfo"), "MemAvailable")
 
 
 def virtualisation() -> str:
     """The hypervisor's name, "yes" when it does not tell, or "none"."""
-    if re.search(r"\bhypervisor\b", _table("/proc/cpuinfo").get("flags", "")) is None:
+    if re.search(r"\bhypervisor\b", read_table("/proc/cpuinfo").get("flags", "")) is None:
         return "none"
     return read_word("/sys/hypervisor/type") or read_word("/sys/class/dmi/id/sys_vendor") or "yes"
 
@@ -133,9 +133,24 @@ def place_of(path: Path) -> Place:
 def read_word(file: str) -> str:
     """What a file of /proc or /sys says; empty when it is not there."""
     try:
-        return Path(file).read_text().strip()
+        return Path(file).read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+def read_table(file: str) -> dict[str, str]:
+    """The `name : value` lines of a file of /proc; of several with one name the first. Empty when the file is not there."""
+    found: dict[str, str] = {}
+    for line in read_word(file).split("\n"):
+        name, colon, value = line.partition(":")
+        if colon:
+            found.setdefault(name.strip(), value.strip())
+    return found
+
+
+def bytes_in(table: Mapping[str, str], name: str) -> int:
+    """Bytes of an entry that the kernel writes as "123 kB"; 0 when it is not there."""
+    return int(table.get(name, "0").split()[0]) * 1024
 
 
 def _model_of(device: Path) -> str:
@@ -146,21 +161,6 @@ def _model_of(device: Path) -> str:
         return _UNKNOWN
     disk = resolved.parent if (resolved / "partition").exists() else resolved
     return read_word(str(disk / "device/model")) or _UNKNOWN
-
-
-def _table(file: str) -> dict[str, str]:
-    """`name : value` lines; of several with one name the first."""
-    found: dict[str, str] = {}
-    for line in read_word(file).splitlines():
-        name, colon, value = line.partition(":")
-        if colon:
-            found.setdefault(name.strip(), value.strip())
-    return found
-
-
-def _kib(name: str) -> int:
-    words = _table("/proc/meminfo").get(name, "0").split()
-    return int(words[0]) * 1024
 
 
 def _unescaped(text: str) -> str:

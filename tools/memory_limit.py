@@ -68,17 +68,13 @@ class MemoryLimit:
     def attach(self, pid: int) -> None:
         """Tells which process was started, for kinds that find their cgroup by it."""
 
-    def charge(self) -> Charge:
-        """The kernel's counts now. Cheap enough for every sample, except anonymous_bytes: see `charge_in_full`."""
+    def charge(self, in_full: bool) -> Charge:
+        """The kernel's counts now: every field that the kernel can fill if `in_full`, else usage and peak, which cost less."""
         return Charge()
 
-    def charge_in_full(self) -> Charge:
-        """As `charge`, with every field the kernel can fill."""
-        return self.charge()
-
     def is_over(self, resident_bytes: int) -> bool:
-        """Whether the launcher itself must stop the run: only a watch ever answers yes."""
-        return False
+        """Whether the launcher must stop the run: only where a watch of the process tree is the cap."""
+        return self.kind == "watch" and self.limit_bytes is not None and resident_bytes > self.limit_bytes
 
     def close(self) -> None:
         """Removes what was made for the cap. Calling it twice does nothing."""
@@ -144,17 +140,15 @@ class CgroupV1Limit(CgroupLimit):
         ("memory.swappiness", "0", False),
     )
 
-    def charge(self) -> Charge:
-        return Charge(
-            usage_bytes=_number(self.folder / "memory.usage_in_bytes"),
-            peak_bytes=_number(self.folder / "memory.max_usage_in_bytes"),
+    def charge(self, in_full: bool) -> Charge:
+        charge = Charge(
+            _number(self.folder / "memory.usage_in_bytes"), _number(self.folder / "memory.max_usage_in_bytes")
         )
-
-    def charge_in_full(self) -> Charge:
-        stat = _table(self.folder / "memory.stat")
-        anonymous = stat.get("total_rss")
+        if not in_full:
+            return charge
         kernel = _number(self.folder / "memory.kmem.usage_in_bytes") or 0
-        return self.charge()._replace(
+        anonymous = _table(self.folder / "memory.stat").get("total_rss")
+        return charge._replace(
             anonymous_bytes=None if anonymous is None else anonymous + kernel,
             num_kills=_table(self.folder / "memory.oom_control").get("oom_kill"),
             num_hits=sum(_number(self.folder / f"memory.{name}failcnt") or 0 for name in ("", "memsw.")),
@@ -171,11 +165,8 @@ class CgroupV2Limit(CgroupLimit):
         ("memory.oom.group", "1", False),
     )
 
-    def charge(self) -> Charge:
-        return _charge_v2(self.folder)
-
-    def charge_in_full(self) -> Charge:
-        return _charge_v2_in_full(self.folder)
+    def charge(self, in_full: bool) -> Charge:
+        return _charge_v2(self.folder, in_full)
 
 
 class SystemdScopeLimit(MemoryLimit):
@@ -211,29 +202,32 @@ class SystemdScopeLimit(MemoryLimit):
                 return
             time.sleep(0.01)
 
-    def charge(self) -> Charge:
-        self._last = self._keep(_charge_v2(self._folder)) if self._folder else self._last
-        return self._last
-
-    def charge_in_full(self) -> Charge:
+    def charge(self, in_full: bool) -> Charge:
         """The scope's folder goes with its last process: systemd remembers whether that was killed for memory."""
         if self._folder:
-            self._last = self._keep(_charge_v2_in_full(self._folder))
-        if not self._last.num_kills and self._result() == "oom-kill":
+            now = _charge_v2(self._folder, in_full)
+            self._last = Charge(*(new if new is not None else old for new, old in zip(now, self._last, strict=True)))
+        if (
+            in_full
+            and not self._last.num_kills
+            and self._systemctl("show", "--property=Result", "--value") == "oom-kill"
+        ):
             self._last = self._last._replace(num_kills=1)
         return self._last
 
     def close(self) -> None:
         if self._unit:
             for verb in ("stop", "reset-failed"):
-                _quietly(["systemctl", "--user", verb, self._unit])
+                self._systemctl(verb)
             self._unit = ""
 
-    def _keep(self, charge: Charge) -> Charge:
-        return Charge(*(new if new is not None else old for new, old in zip(charge, self._last, strict=True)))
-
-    def _result(self) -> str:
-        return _quietly(["systemctl", "--user", "show", "--property=Result", "--value", self._unit])
+    def _systemctl(self, *words: str) -> str:
+        """What systemctl prints about the scope; empty where it fails."""
+        command = ["systemctl", "--user", *words, self._unit]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return ""
 
     def _try_out(self) -> str:
         if shutil.which("systemd-run") is None:
@@ -255,9 +249,6 @@ class WatchLimit(MemoryLimit):
     """The launcher's own eyes: it kills the run when a sample of the process tree is over the cap."""
 
     kind = "watch"
-
-    def is_over(self, resident_bytes: int) -> bool:
-        return self.limit_bytes is not None and resident_bytes > self.limit_bytes
 
 
 def open_limit(limit_bytes: int | None, kind: str = "auto") -> MemoryLimit:
@@ -345,18 +336,13 @@ def _own_folder(mount: tuple[Path, str], controller: str, pid: int | str) -> Pat
     return None
 
 
-def _charge_v2(folder: Path) -> Charge:
-    return Charge(usage_bytes=_number(folder / "memory.current"), peak_bytes=_number(folder / "memory.peak"))
-
-
-def _charge_v2_in_full(folder: Path) -> Charge:
+def _charge_v2(folder: Path, in_full: bool) -> Charge:
+    charge = Charge(_number(folder / "memory.current"), _number(folder / "memory.peak"))
+    if not in_full:
+        return charge
     stat, events = _table(folder / "memory.stat"), _table(folder / "memory.events")
-    anonymous = stat.get("anon")
-    return _charge_v2(folder)._replace(
-        anonymous_bytes=None if anonymous is None else anonymous + stat.get("kernel", 0),
-        num_kills=events.get("oom_kill"),
-        num_hits=events.get("max"),
-    )
+    anonymous = None if "anon" not in stat else stat["anon"] + stat.get("kernel", 0)
+    return charge._replace(anonymous_bytes=anonymous, num_kills=events.get("oom_kill"), num_hits=events.get("max"))
 
 
 def _remove_dead(parent: Path) -> None:
@@ -388,10 +374,3 @@ def _words(file: Path) -> list[str]:
         return file.read_text().split()
     except OSError:
         return []
-
-
-def _quietly(command: Sequence[str]) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""

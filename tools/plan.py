@@ -31,7 +31,7 @@ from tiermem.tools.planned import PLACES, Cluster, Planned, Scenario, Speed, pla
 from tiermem.tools.prediction import Maths, copy_bytes, measure_kernels, measure_maths, measure_sums
 from tiermem.tools.presets import ModelShape, shape_of
 from tiermem.tools.reports import table
-from tiermem.tools.train_job import nvme_folders, precision_of, read_config, with_key
+from tiermem.tools.train_job import micro_batch_of, nvme_folders, precision_of, read_config, with_key
 from tiermem.tools.words import format_bytes
 
 EXIT_FITS, EXIT_TOO_SMALL = 0, 1
@@ -133,7 +133,6 @@ def _speed(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -
 
 def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths:
     """The maths of a micro-batch here. Raises ValueError when a small copy does not fit this machine's free memory."""
-    batch = config.get("train_micro_batch_size_per_gpu", 1)
     precision, num_bytes, folders = precision_of(config), available_bytes(), _folders_here(config)
     copy = copy_bytes(shape, precision, bool(folders))
     if copy > num_bytes:
@@ -141,7 +140,7 @@ def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]
             f"a small copy of the model, to measure how fast this machine computes, takes {copy} bytes and {num_bytes} are "
             "free: give --flops, the operations a second that a rank reaches"
         )
-    micro = batch if isinstance(batch, int) else 1
+    micro = micro_batch_of(config, 1)
     return measure_maths(shape, precision, micro, options.seq, options.is_checkpointing, folders)
 
 

@@ -100,6 +100,12 @@ def with_host_bytes(config: Config, host_bytes: int) -> Config:
     return {**config, "tiermem": own}
 
 
+def micro_batch_of(config: Mapping[str, Any], default: int) -> int:
+    """The sequences of a micro-batch; `default` where the config names none, or "auto"."""
+    found = config.get("train_micro_batch_size_per_gpu", default)
+    return found if isinstance(found, int) else default
+
+
 def with_key(config: Mapping[str, Any], path: Sequence[str], value: Any) -> Config:
     """The config with one key set, or taken out where the value is None; `path` names its sections and then the key."""
     changed: Any = copy.deepcopy(dict(config))
@@ -163,11 +169,6 @@ def options_to_save(
     kept = {field: getattr(options, field) for field in _CARRIED}
     kept |= {field: [str(path.absolute()) for path in kept[field]] for field in _PATHS}
     return {"name": name, "shape": shape, "config": config, "is_checkpointing": options.is_checkpointing, **kept}
-
-
-def options_of_model(name: str, shape: dict[str, Any]) -> dict[str, Any]:
-    """What makes another program's checkpoint one to go on from: its model. All else is said when it is resumed, or default."""
-    return {"name": name, "shape": shape, "config": None, "is_checkpointing": False, **dict.fromkeys(_CARRIED)}
 
 
 def find_resumed(where: Path) -> Resumed:
@@ -271,7 +272,7 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         data=[str(path) for path in options.data],
         steps=options.steps or DEFAULT_STEPS,
         seq=seq,
-        batch=int(config.get("train_micro_batch_size_per_gpu", batch)) if _is_number(config, batch) else batch,
+        batch=micro_batch_of(config, batch),
         seed=seed,
         lr=_lr_of(config),
         precision=precision_of(config),
@@ -291,22 +292,21 @@ def _config(
     options: TrainOptions, resumed: Resumed | None, folder: Path, batch: int
 ) -> tuple[dict[str, Any], list[Path], dict[str, Any] | None]:
     """The config, the folders that states rest in, and the config again if it was given and not made here."""
-    tuned = _with_tuned({}, options.tuned)
+    tuned, decided = _with_tuned({}, options.tuned), decided_by_config(options)
     if options.deepspeed_config is not None:
-        given = read_config(options.deepspeed_config, decided_by_config(options), batch)
+        given = read_config(options.deepspeed_config, decided, batch)
     elif resumed is not None and resumed.config is not None:
-        decided = decided_by_config(options)
         if decided:
             raise ValueError(f"{', '.join(decided)}: {resumed.place} was saved with a config, which decides this")
         given = resumed.config
     else:
-        made, nvme = _made_config(options, tuned, folder)
-        return _with_tuned(made, tuned), nvme, None
+        nvme = _nvme_of(options, tuned, folder)
+        return _with_tuned(make_config(options, nvme), tuned), nvme, None
     config = _with_tuned(given, tuned)
     return config, [Path(path) for path in nvme_folders(config)], config
 
 
-def _with_tuned(config: dict[str, Any], tuned: Path | Mapping[str, Any] | None) -> dict[str, Any]:
+def _with_tuned(config: Config, tuned: Path | Mapping[str, Any] | None) -> Config:
     if not tuned:
         return config
     from tiermem.config.load import with_tuned  # imports torch, which the launcher does without
@@ -314,14 +314,21 @@ def _with_tuned(config: dict[str, Any], tuned: Path | Mapping[str, Any] | None) 
     return with_tuned(config, tuned)
 
 
-def _made_config(options: TrainOptions, tuned: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[Path]]:
-    is_on_nvme = (options.offload or "nvme") == "nvme"
-    if options.nvme and not is_on_nvme:
+def _nvme_of(options: TrainOptions, tuned: Config, folder: Path) -> list[Path]:
+    """The folders that states rest in: those of --nvme, or those that were tuned; both when they are the same."""
+    if options.offload not in (None, "nvme"):
+        if options.nvme:
+            raise ValueError(
+                f"--nvme names folders, but with --offload {options.offload} nothing rests there: use --offload nvme"
+            )
+        return []
+    found = [Path(folder) for folder in own_folders(tuned)]
+    if options.nvme and found and {path.resolve() for path in options.nvme} != {path.resolve() for path in found}:
         raise ValueError(
-            f"--nvme names folders, but with --offload {options.offload} nothing rests there: use --offload nvme"
+            f"--nvme is {', '.join(map(str, options.nvme))}, but {options.tuned} was made for "
+            f"{', '.join(map(str, found))}: leave --nvme out, or tune these folders"
         )
-    nvme = (_nvme_beside(options, tuned) or [folder]) if is_on_nvme else []
-    return make_config(options, nvme), nvme
+    return found or list(options.nvme) or [folder]
 
 
 def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, Path | None]:
@@ -364,21 +371,6 @@ def _existing(path: Path) -> Path:
     return next(each for each in (path, *path.parents) if each.is_dir())
 
 
-def _nvme_beside(options: TrainOptions, tuned: dict[str, Any]) -> list[Path]:
-    """The folders of --nvme, or those that were tuned; both when they are the same."""
-    found = [Path(folder) for folder in own_folders(tuned)]
-    if options.nvme and found and {path.resolve() for path in options.nvme} != {path.resolve() for path in found}:
-        raise ValueError(
-            f"--nvme is {', '.join(map(str, options.nvme))}, but {options.tuned} was made for "
-            f"{', '.join(map(str, found))}: leave --nvme out, or tune these folders"
-        )
-    return found or list(options.nvme)
-
-
 def _lr_of(config: dict[str, Any]) -> float:
     lr = (config.get("optimizer") or {}).get("params", {}).get("lr", DEFAULT_LR)
     return float(lr) if isinstance(lr, (int, float)) else DEFAULT_LR
-
-
-def _is_number(config: dict[str, Any], default: int) -> bool:
-    return isinstance(config.get("train_micro_batch_size_per_gpu", default), int)

@@ -31,7 +31,7 @@ from tiermem.swap.direct import probe_path
 from tiermem.swap.store import TensorStore
 from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.corpus import Corpus, TokenDataset
-from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, own_resident
+from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, resident_of
 from tiermem.tools.planned import Budget, meta_model, plan_budget, state_bytes, transformers
 from tiermem.tools.prediction import build_model, choose_config, measure, predict
 from tiermem.tools.run_record import Figures, IoCounts, OutOfDeviceMemory, kernel_counts, planned_bytes
@@ -58,7 +58,7 @@ class Trainer:
         """Trains and reports. Raises what goes wrong, the store closed; what an accelerator refuses as OutOfDeviceMemory."""
         job = self._job
         _load_model_classes(job)
-        resident_bytes = own_resident().now_bytes
+        resident_bytes = resident_of().now_bytes
         config = self._config_within_cap(resident_bytes)
         ceiling = self._measure_ceiling()
         self._channel.phase("measuring the maths")
@@ -253,7 +253,7 @@ class Trainer:
             paths=[[path, total - written.get(path, 0), total] for path, total in since_made.items()],
             host_peak_bytes=host_peak_bytes,
             is_every_step_durable=engine.shards.policy.durability == "step",
-            peak_rss_bytes=own_resident().peak_bytes,
+            peak_rss_bytes=resident_of().peak_bytes,
             is_interrupted=self._stop.is_asked,
             **on_device,
         )

@@ -230,7 +230,7 @@ class Option(NamedTuple):
     """How the command line says a field."""
 
     name: str
-    """Such as "--size"; empty for an argument, which has a place and no name."""
+    """Such as "--size"; empty for an argument, which has a place and no name; "--": as the field's."""
     help: str
     given: Any
     """The default as a person would write it; ... where the option is required."""
@@ -243,26 +243,25 @@ class Option(NamedTuple):
 def option(
     given: Any,
     help: str,
-    name: str | None = None,
+    name: str = "--",
     parse: Callable[[Any], Any] | None = None,
     check: Check | None = None,
     metavar: str | None = None,
     shows_default: bool = True,
 ) -> Any:
     """A field of a command's dataclass. `name` defaults to the field's own; `check` raises for a value that is not None."""
-    told = {"option": (name, help, given, parse, check, metavar, shows_default)}
+    metadata = {"option": Option(name, help, given, parse, check, metavar, shows_default)}
     if given is ...:
-        return dataclasses.field(metadata=told)
-    return dataclasses.field(default=parse(given) if parse and given is not None else given, metadata=told)
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=parse(given) if parse and given is not None else given, metadata=metadata)
 
 
 def options_of(kind: Any) -> dict[str, Option]:
     """The options of a dataclass, by the name of the field."""
-    told = ((field.name, field.metadata.get("option")) for field in dataclasses.fields(kind))
+    said = {field.name: field.metadata["option"] for field in dataclasses.fields(kind)}
     return {
-        field: Option(f"--{field.replace('_', '-')}" if said[0] is None else said[0], *said[1:])
-        for field, said in told
-        if said is not None
+        field: each._replace(name=f"--{field.replace('_', '-')}") if each.name == "--" else each
+        for field, each in said.items()
     }
 
 

@@ -31,7 +31,9 @@ class Heard(Observer):
 
 def run(code: str, observer: Observer | None = None, **options: float) -> Outcome:
     head = "import json, os, signal, sys, time\ndef tell(**f): os.write(int(sys.argv[1]), json.dumps(f).encode() + b'\\n')\n"
-    return launch([sys.executable, "-S", "-c", head + code, CHANNEL_FD], MemoryLimit(), observer, None, **options)
+    return launch(
+        [sys.executable, "-S", "-c", head + code, CHANNEL_FD], MemoryLimit(), [observer] if observer else (), **options
+    )
 
 
 def test_messages_and_output_arrive_in_order_and_whole() -> None:

@@ -117,12 +117,12 @@ def test_a_v2_cgroup_is_read_by_its_own_names(tmp_path: Path) -> None:
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    charge = memory_limit._charge_v2_in_full(tmp_path)
+    charge = memory_limit._charge_v2(tmp_path, in_full=True)
     assert charge == memory_limit.Charge(1000, 5000, 700, 1, 7)
 
 
 def test_counts_that_a_kernel_does_not_give_are_none(tmp_path: Path) -> None:
-    assert memory_limit._charge_v2_in_full(tmp_path) == memory_limit.Charge()
+    assert memory_limit._charge_v2(tmp_path, in_full=True) == memory_limit.Charge()
 
 
 def test_without_a_cap_nothing_is_limited() -> None:

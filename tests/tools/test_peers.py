@@ -57,7 +57,7 @@ def run_plain(given: Job, folder: Path, cap_bytes: int | None = None) -> RunReco
     record = RunRecord()
     setting = list_peers(given, None)[0].settings[0]
     with open_limit(cap_bytes) as limit:
-        record.outcome = launch(peer.command(given, setting, folder / "place"), limit, record)
+        record.outcome = launch(peer.command(given, setting, folder / "place"), limit, [record])
     return record
 
 
