@@ -95,15 +95,13 @@ class Finding(NamedTuple):
 
 def check_machine(paths: Sequence[Path], seconds: float, console: Console) -> int:
     """Prints the report and returns 0. Blocks for the measurements; raises OSError when a folder is not usable."""
-    if seconds <= 0:
-        raise ValueError(f"--seconds is {seconds}; it must be more than 0")
     shown = table("tiermem check", "", "found", "to mend")
     shown.columns[0].style, shown.columns[2].style = "bold", "yellow"
     findings = [finding for path in paths for finding in find_path(path)]
-    findings += [*find_system(), *find_engines(), *find_kernels(), *find_gpu()]
+    findings += [*find_system(), *find_gpu()]
     for path in paths:
         with console.status(f"measuring the disk of {path} for {seconds:.0f} s"):
-            findings += find_rate(path, seconds)
+            findings.append(find_rate(path, seconds))
     for finding in findings:
         shown.add_row(*finding)
     console.print(shown)
@@ -124,7 +122,7 @@ def find_path(path: Path) -> Iterator[Finding]:
 
 
 def find_system() -> Iterator[Finding]:
-    """Limits and settings of the kernel."""
+    """Limits and settings of the kernel, the engines that can run, the instruction set and threads of the optimizer."""
     size = format_bytes(memory_bytes())
     yield Finding("machine", f"{cpu_model()}, {num_cores()} cores, {size}, Linux {platform.release()}")
     with open_limit(_TRIED_CAP_BYTES) as limit:
@@ -144,16 +142,8 @@ def find_system() -> Iterator[Finding]:
     is_off = "[never]" in chosen
     advice = f"echo madvise > {pages}: big buffers then read 10 to 20 % faster" if is_off else ""
     yield Finding("huge pages", f"transparent_hugepage: {chosen}", advice)
-
-
-def find_engines() -> Iterator[Finding]:
-    """Which engines of the queue can run, by opening each."""
     for name, (can_run, line) in try_engines().items():
         yield Finding(f"engine {name}", line if can_run else f"cannot run: {line}")
-
-
-def find_kernels() -> Iterator[Finding]:
-    """The instruction set of the optimizer's kernels, and the threads it may use."""
     yield Finding("kernels", f"{choose_isa()}, {torch.get_num_threads()} threads")
 
 
@@ -177,13 +167,13 @@ def find_gpu() -> Iterator[Finding]:
         yield Finding("pinning", "works")
 
 
-def find_rate(path: Path, seconds: float) -> list[Finding]:
+def find_rate(path: Path, seconds: float) -> Finding:
     """The disk's rates through the queue."""
     rate = measure_disk(path, seconds, file_bytes=1 << 30)
     how = f"blocks of {format_bytes(BLOCK_BYTES)}, {DEPTH} in flight, {rate.engine}, file of 1 GiB"
     how += "" if rate.is_direct else ", through the page cache"
     figures = f"read {rate.read_bytes_s / 1e9:.2f} GB/s, write {rate.write_bytes_s / 1e9:.2f} GB/s"
-    return [Finding("disk", f"{path.resolve()}: {figures} ({how})")]
+    return Finding("disk", f"{path.resolve()}: {figures} ({how})")
 
 
 def direct_alignment(path: Path) -> int:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
-from tiermem.checkpoint.format.manifest import Parameter
+from tiermem.checkpoint.format.manifest import Manifest, Parameter
 from tiermem.checkpoint.interchange.foreign import Foreign
 from tiermem.checkpoint.interchange.write import read_foreign, write_checkpoint
 from tiermem.checkpoint.opening.source import Source
@@ -191,16 +191,13 @@ def _name(path: Path, where: Path) -> str:
 _INSPECT = "tiermem inspect"
 
 
-class Row(NamedTuple):
-    """One tensor of the model or the optimizer."""
+_OF_PARAMETER = ("name", "aliases", "role", "shape", "dtype", "is_trainable", "num_steps")
 
-    name: str
-    aliases: tuple[str, ...]
-    role: str
-    shape: tuple[int, ...]
-    dtype: str
-    is_trainable: bool
-    num_steps: int
+
+class Row(NamedTuple):
+    """One tensor of the model or the optimizer, as the manifest has it, with its states."""
+
+    parameter: Parameter
     states: dict[str, str]  # state -> kind
     state_bytes: dict[str, int]
     files: tuple[str, ...]
@@ -210,24 +207,28 @@ class Row(NamedTuple):
         """Of all states."""
         return sum(self.state_bytes.values())
 
+    def figures(self) -> dict[str, Any]:
+        """As --json has it."""
+        facts = {name: getattr(self.parameter, name) for name in _OF_PARAMETER}
+        states = {"states": self.states, "state_bytes": self.state_bytes, "files": self.files}
+        return {**facts, **states, "num_bytes": self.num_bytes}
+
 
 def inspect_checkpoint(options: InspectOptions, console: Console) -> int:
     """Prints the step and returns 0. Blocks; raises ValueError and OSError for what cannot be opened or matches nothing."""
     patterns = options.patterns or ("*",)
     with Source.open(options.where, options.tag) as source:
-        rows = [row for row in _rows(source) if any(fnmatch.fnmatchcase(row.name, each) for each in patterns)]
-        if options.patterns and not rows:
-            raise ValueError(f"--match: no tensor of {source.place} is named {' or '.join(patterns)}")
-        head = {
-            name: getattr(source.manifest, name) for name in ("step", "tag", "run_id", "commit", "world", "num_shards")
-        }
-        head["place"] = str(source.place)
-        excluded = source.manifest.excluded
+        manifest, place = source.manifest, str(source.place)
+        named = [p for p in manifest.parameters if any(fnmatch.fnmatchcase(p.name, each) for each in patterns)]
+        if options.patterns and not named:
+            raise ValueError(f"--match: no tensor of {place} is named {' or '.join(patterns)}")
+        rows = [_row(source, each) for each in named]
     if options.shows_json:
-        tensors = [{**row._asdict(), "num_bytes": row.num_bytes} for row in rows]
-        print_json({"made_by": _INSPECT, **head, "excluded": excluded, "tensors": tensors, "totals": totals(rows)})
+        head = {name: getattr(manifest, name) for name in ("step", "tag", "run_id", "commit", "world", "num_shards")}
+        tensors = {"tensors": [row.figures() for row in rows], "totals": totals(rows)}
+        print_json({"made_by": _INSPECT, **head, "place": place, "excluded": manifest.excluded, **tensors})
         return 0
-    _print_tensors(rows, head, excluded, console)
+    _print_tensors(rows, manifest, place, console)
     return 0
 
 
@@ -239,52 +240,42 @@ def totals(rows: Sequence[Row]) -> dict[str, int]:
     return dict(found)
 
 
-def _rows(source: Source) -> list[Row]:
-    return [_row(source, each) for each in source.manifest.parameters]
-
-
 def _row(source: Source, each: Parameter) -> Row:
     states = source.states(each.name)
-    files = dict.fromkeys(str(file) for state in states for file in source.files(each.name, state))
     return Row(
-        each.name,
-        each.aliases,
-        each.role,
-        each.shape,
-        each.dtype,
-        each.is_trainable,
-        each.num_steps,
+        each,
         {state: source.kind(each.name, state) or "" for state in states},
         {state: source.bytes_of(each.name, state) for state in states},
-        tuple(files),
+        tuple(dict.fromkeys(str(file) for state in states for file in source.files(each.name, state))),
     )
 
 
-def _print_tensors(rows: Sequence[Row], head: dict[str, Any], excluded: Sequence[str], console: Console) -> None:
-    tag = f", tag {head['tag']}" if head["tag"] else ""
-    ranks = f"{head['world']} rank{'s' if head['world'] > 1 else ''}"
-    console.print(f"{head['place']}: step {head['step']}{tag}, saved by {ranks}, run {head['run_id']}")
+def _print_tensors(rows: Sequence[Row], manifest: Manifest, place: str, console: Console) -> None:
+    tag = f", tag {manifest.tag}" if manifest.tag else ""
+    ranks = f"{manifest.world} rank{'s' if manifest.world > 1 else ''}"
+    console.print(f"{place}: step {manifest.step}{tag}, saved by {ranks}, run {manifest.run_id}")
     roots = {file: f"[{number}]" for number, file in enumerate(dict.fromkeys(f for row in rows for f in row.files))}
     shown = table("", "", "shape", "dtype", "states", ">bytes", ">steps", "file", "name")
     for row in rows:
-        shape = " x ".join(map(str, row.shape)) or "scalar"
+        tensor = row.parameter
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
         states = " ".join(f"{state}:{kind}" for state, kind in row.states.items())
-        name = row.name + (f" = {', '.join(row.aliases)}" if row.aliases else "")
-        sizes = (f"{row.num_bytes:,}", str(row.num_steps), " ".join(roots[f] for f in row.files))
-        shown.add_row(_mode(row), shape, row.dtype, states, *sizes, name)
+        name = tensor.name + (f" = {', '.join(tensor.aliases)}" if tensor.aliases else "")
+        sizes = (f"{row.num_bytes:,}", str(tensor.num_steps), " ".join(roots[f] for f in row.files))
+        shown.add_row(_mode(tensor), shape, tensor.dtype, states, *sizes, name)
     console.print(shown)
     for file, mark in roots.items():
         console.print(f"{mark} {file}", style="dim")
     found = totals(rows)
     parts = ", ".join(f"{state} {format_bytes(num_bytes)}" for state, num_bytes in found.items())
     console.print(f"{len(rows)} tensors, {format_bytes(sum(found.values()))}: {parts or 'nothing'}")
-    if excluded:
-        console.print(f"left out when it was saved, frozen: {', '.join(excluded)}", style="dim")
+    if manifest.excluded:
+        console.print(f"left out when it was saved, frozen: {', '.join(manifest.excluded)}", style="dim")
 
 
-def _mode(row: Row) -> str:
+def _mode(tensor: Parameter) -> str:
     """What it is, in three letters: p parameter, b buffer, o ordinary; t trainable; s stepped."""
-    return row.role[0] + ("t" if row.is_trainable else "-") + ("s" if row.num_steps else "-")
+    return tensor.role[0] + ("t" if tensor.is_trainable else "-") + ("s" if tensor.num_steps else "-")
 
 
 # ---- tiermem import SOURCE OUT ---------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class CgroupLimit(MemoryLimit):
 
     _limit_files: tuple[tuple[str, str, bool], ...] = ()  # name, value ("{}": the cap), whether it must be there
 
-    def __init__(self, parent: Path, limit_bytes: int, why: str = "") -> None:
+    def __init__(self, parent: Path, limit_bytes: int, why: str) -> None:
         super().__init__(limit_bytes, why)
         _remove_dead(parent)
         self.folder = parent / f"{_PREFIX}{os.getpid()}-{next(_serial)}"
@@ -178,7 +178,7 @@ class SystemdScopeLimit(MemoryLimit):
 
     kind = "systemd-scope"
 
-    def __init__(self, limit_bytes: int, why: str = "") -> None:
+    def __init__(self, limit_bytes: int, why: str) -> None:
         super().__init__(limit_bytes, why)
         self._folder: Path | None = None
         self._last = Charge()
@@ -251,39 +251,31 @@ class WatchLimit(MemoryLimit):
     kind = "watch"
 
 
-def open_limit(limit_bytes: int | None, kind: str = "auto") -> MemoryLimit:
-    """The strongest cap this machine grants, or the named kind.
-
-    Raises ValueError for a kind that does not exist, OSError when the named kind cannot be had here.
-    """
+def open_limit(limit_bytes: int | None) -> MemoryLimit:
+    """The strongest cap that this machine grants; None: no limit."""
     if limit_bytes is None:
         return MemoryLimit()
-    if kind not in ("auto", *KINDS):
-        raise ValueError(f"the kind of memory limit is {kind!r}; allowed are auto, {', '.join(KINDS)}")
-    refusals = []
-    for name in KINDS if kind == "auto" else (kind,):
-        try:
-            limit = _open(name, limit_bytes)
-        except OSError as error:
-            refusals.append(f"{name}: {error}")
-            continue
+    refusals: list[str] = []
+    for kind in KINDS:
         against = f" ({'; '.join(refusals)})" if refusals else ""
-        limit.why = f"{limit.kind} holds {format_bytes(limit_bytes)}{against}"
-        return limit
-    raise OSError(f"no memory limit of this kind here: {'; '.join(refusals)}")
+        try:
+            return _open(kind, limit_bytes, f"{kind} holds {format_bytes(limit_bytes)}{against}")
+        except OSError as error:
+            refusals.append(f"{kind}: {error}")
+    raise AssertionError("a watch is always possible")
 
 
-def _open(kind: str, limit_bytes: int) -> MemoryLimit:
+def _open(kind: str, limit_bytes: int, why: str) -> MemoryLimit:
     if kind == "watch":
-        return WatchLimit(limit_bytes)
+        return WatchLimit(limit_bytes, why)
     if kind == "systemd-scope":
-        return SystemdScopeLimit(limit_bytes)
+        return SystemdScopeLimit(limit_bytes, why)
     if kind == "cgroup-v1":
-        return CgroupV1Limit(_parent_v1(), limit_bytes)
+        return CgroupV1Limit(_parent_v1(), limit_bytes, why)
     refusals = []
     for parent in _parents_v2():
         try:
-            return CgroupV2Limit(parent, limit_bytes)
+            return CgroupV2Limit(parent, limit_bytes, why)
         except OSError as error:
             refusals.append(str(error))
     raise OSError("; ".join(refusals) or "no cgroup whose memory controller is delegated to this process")

@@ -28,7 +28,7 @@ from tiermem.swap.queue import Event
 from tiermem.tools.launcher import Job
 from tiermem.tools.planned import activation_rows, hf_config, meta_model, passing_rows, transformers
 from tiermem.tools.presets import ModelShape, ModelSizes, with_layers
-from tiermem.tools.run_record import covered
+from tiermem.tools.run_record import Span, covered, within
 from tiermem.tools.train_job import Config, with_key
 
 # ---- the trained model -----------------------------------------------------------------------------------------------
@@ -152,7 +152,9 @@ MOST_KERNEL_NUMEL = 1 << 24
 _SUMMED_BYTES = 32 << 20
 _GPU_USE_S = 150e-6
 
-Span = tuple[float, float]
+
+Phase = tuple[int, int]
+"""When a forward or a backward began and ended, in nanoseconds."""
 
 
 class Maths(NamedTuple):
@@ -187,7 +189,7 @@ def measure_maths(
     few = with_layers(shape, _num_layers(shape))
     model = build_model(few, 0, is_checkpointing, policy=policy, dtype=DTYPES[precision])
     tokens = _tokens(shape, batch, seq)
-    passes: list[tuple[Span, Span]] = []
+    passes: list[tuple[Phase, Phase]] = []
     with tiermem.shard(model, policy) as shards:
         for _ in range(_NUM_WARM_UP + _NUM_TIMED):
             start = time.monotonic_ns()
@@ -198,7 +200,7 @@ def measure_maths(
             model.zero_grad()
         shards.store.settle()
         events = list(shards.store.recorder.events)
-    return maths_of(events, passes[_NUM_WARM_UP:], _in_lists(model), _block_numel(model))
+    return maths_of(events, passes[_NUM_WARM_UP:], *_lists_of_blocks(model))
 
 
 def copy_bytes(shape: ModelShape, precision: str, is_on_disk: bool) -> int:
@@ -243,7 +245,7 @@ def _median_s(work: Callable[[], object]) -> float:
 
 
 def maths_of(
-    events: Iterable[Event], passes: Sequence[tuple[Span, Span]], prefixes: tuple[str, ...], num_numel: int
+    events: Iterable[Event], passes: Sequence[tuple[Phase, Phase]], prefixes: tuple[str, ...], num_numel: int
 ) -> Maths:
     """Reads the figures off the events of some passes.
 
@@ -252,7 +254,7 @@ def maths_of(
         prefixes: what the names of units inside lists of blocks begin with.
         num_numel: elements of the matrices in those blocks, all together.
     """
-    spans = list(events)
+    spans = [Span(*event) for event in events]
     forward = [_Parts.of(spans, each[0], prefixes) for each in passes]
     backward = [_Parts.of(spans, each[1], prefixes) for each in passes]
     use_s = statistics.median(part.use_ns for part in (*forward, *backward)) * 1e-9
@@ -280,27 +282,24 @@ class _Parts:
     reduced_bytes: int  # of those, read and written
 
     @staticmethod
-    def of(events: Sequence[Event], phase: Span, prefixes: tuple[str, ...]) -> _Parts:
-        inside = [event for event in events if phase[0] <= event.start_ns < phase[1]]
-        units = [event for event in inside if event.lane == "unit"]
-        blocks = [event for event in units if event.name.partition(" ")[2].startswith(prefixes)]
-        aside = [_span(event) for event in inside if event.lane in ("wait", "reduce", "gather")]
-        waits = [_span(event) for event in inside if event.lane == "wait"]
-        reduced = [event for event in inside if event.lane == "reduce" and event.name.startswith(prefixes)]
+    def of(spans: Sequence[Span], phase: Phase, prefixes: tuple[str, ...]) -> _Parts:
+        inside = [span for span in spans if phase[0] <= span.start_ns < phase[1]]
+        units = [span for span in inside if span.lane == "unit"]
+        blocks = [span for span in units if span.name.partition(" ")[2].startswith(prefixes)]
+        waits = [span for span in inside if span.lane == "wait"]
+        aside = [span for span in inside if span.lane in ("wait", "reduce", "gather")]
+        reduced = [span for span in inside if span.lane == "reduce" and span.name.startswith(prefixes)]
         if not blocks:
             raise ValueError("the model runs no list of blocks that could be timed: it is not predicted")
-        block_spans = [_span(event) for event in blocks]
-        block_ns = covered([*block_spans, *aside]) - covered(aside)
-        window = min(s for s, _ in block_spans), max(e for _, e in block_spans)
-        in_window = [_span(event) for event in units] + aside
-        gaps_ns = (window[1] - window[0]) - covered(_clipped(in_window, window))
+        window = min(span.start_ns for span in blocks), max(span.end_ns for span in blocks)
+        gaps_ns = (window[1] - window[0]) - covered(within([*units, *aside], *window))
         return _Parts(
-            block_ns=block_ns,
-            rest_ns=phase[1] - phase[0] - covered(_clipped([*aside, *block_spans], phase)),
+            block_ns=covered([*blocks, *aside]) - covered(aside),
+            rest_ns=phase[1] - phase[0] - covered(within([*aside, *blocks], *phase)),
             use_ns=gaps_ns / max(1, len(blocks) - 1),
             num_uses=len(units),
-            reduce_ns=covered([*map(_span, reduced), *waits]) - covered(waits),
-            reduced_bytes=2 * sum(event.num_bytes for event in reduced),
+            reduce_ns=covered([*reduced, *waits]) - covered(waits),
+            reduced_bytes=2 * sum(span.num_bytes for span in reduced),
         )
 
 
@@ -329,23 +328,11 @@ def _policy(precision: str, folders: Sequence[Path]) -> OffloadPolicy:
     )
 
 
-def _in_lists(model: nn.Module) -> tuple[str, ...]:
-    return tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
-
-
-def _block_numel(model: nn.Module) -> int:
-    """Elements of the matrices in lists of blocks."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    params: set[torch.Tensor] = {param for each in lists for param in each.parameters() if param.dim() > 1}
-    return sum(param.numel() for param in params)
-
-
-def _span(event: Event) -> Span:
-    return event.start_ns, event.end_ns
-
-
-def _clipped(spans: Iterable[Span], bounds: Span) -> list[Span]:
-    return [(max(s, bounds[0]), min(e, bounds[1])) for s, e in spans if s < bounds[1] and e > bounds[0]]
+def _lists_of_blocks(model: nn.Module) -> tuple[tuple[str, ...], int]:
+    """What the names in lists of blocks begin with, and the elements of the matrices there."""
+    lists = {f"{name}.": module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    params = {param for each in lists.values() for param in each.parameters() if param.dim() > 1}
+    return tuple(lists), sum(param.numel() for param in params)
 
 
 # ---- the choice of open settings -------------------------------------------------------------------------------------

@@ -114,10 +114,10 @@ def within(spans: Iterable[Span], start_ns: int, end_ns: int) -> list[Span]:
     ]
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How much of time some spans (start, end) cover together."""
+def covered(spans: Iterable[Span]) -> float:
+    """How many nanoseconds some spans cover together."""
     total, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
+    for start, end in sorted((span.start_ns, span.end_ns) for span in spans):
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
@@ -125,8 +125,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 def busy_fraction(spans: Iterable[Span], start_ns: int, end_ns: int) -> float:
     """The part of a stretch of time in which at least one of the spans goes on."""
-    inside = within(spans, start_ns, end_ns)
-    return covered((span.start_ns, span.end_ns) for span in inside) / max(1, end_ns - start_ns)
+    return covered(within(spans, start_ns, end_ns)) / max(1, end_ns - start_ns)
 
 
 # ---- trace.json: opens in Perfetto (ui.perfetto.dev) or chrome://tracing ---------------------------------------------

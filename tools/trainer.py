@@ -11,6 +11,7 @@ import argparse
 import signal
 import sys
 import traceback
+import warnings
 from pathlib import Path
 
 from tiermem.tools.launcher import Channel, Job
@@ -30,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with handling({signal.SIGINT: stop.on_interrupt}):
             channel.phase("the imports")
+            warnings.filterwarnings("ignore", module="torch.*")
             from tiermem.tools.training import Trainer
 
             Trainer(Job.load(given.job), channel, stop).run()

@@ -15,7 +15,6 @@ import json
 import platform
 import re
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator
 from tiermem.swap.direct import probe_path
 from tiermem.swap.store import TensorStore
 from tiermem.tools.bench.files import measure_disks
-from tiermem.tools.corpus import Corpus, TokenDataset
+from tiermem.tools.corpus import Corpus
 from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, resident_of
 from tiermem.tools.planned import Budget, meta_model, plan_budget, state_bytes, transformers
 from tiermem.tools.prediction import build_model, choose_config, measure, predict
@@ -76,7 +75,8 @@ class Trainer:
         try:
             with self._explaining_out_of_memory(engine):
                 if job.checkpoint is not None:
-                    self._load(model, Path(job.checkpoint))
+                    self._channel.phase("loading the checkpoint")
+                    tiermem.load_safetensors(model, Path(job.checkpoint))
                 if job.resume is not None:
                     self._resume(engine, job.resume)
                 engine.step_client_state = {CLIENT_KEY: job.to_save}
@@ -137,10 +137,6 @@ class Trainer:
                 raise
             raise ValueError(f"{error} (the budget under the cap: {self._budget.explain()})") from error
 
-    def _load(self, model: nn.Module, checkpoint: Path) -> None:
-        self._channel.phase("loading the checkpoint")
-        tiermem.load_safetensors(model, checkpoint)
-
     def _resume(self, engine: Engine, place: str) -> None:
         self._channel.phase("opening the saved step")
         started = time.monotonic()
@@ -172,7 +168,7 @@ class Trainer:
 
     def _train(self, engine: Engine) -> None:
         job = self._job
-        dataset = TokenDataset(Corpus([Path(path) for path in job.data], job.seq, job.seed))
+        dataset = Corpus([Path(path) for path in job.data], job.seq, job.seed)
         size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
         for step in range(engine.global_steps + 1, job.steps + 1):
             started = time.monotonic_ns()
@@ -213,7 +209,8 @@ class Trainer:
         self._channel.phase(f"{name} of step {step}", **held)
         started = time.monotonic()
         yield
-        _synchronize(engine.device)
+        if is_accelerator(engine.device):  # a phase's time is its own; a tool may wait for the device
+            torch.accelerator.synchronize(engine.device)
         seconds[name] += time.monotonic() - started
 
     def _report_step(
@@ -265,7 +262,6 @@ class Trainer:
 
 def _load_model_classes(job: Job) -> None:
     """Imports the model's own modules, so that what is resident after it is the interpreter's part; sets the threads."""
-    warnings.filterwarnings("ignore", module="torch.*")
     transformers().logging.set_verbosity_error()
     if job.threads is not None:
         torch.set_num_threads(job.threads)
@@ -274,12 +270,6 @@ def _load_model_classes(job: Job) -> None:
 
 def _rows_of(engine: Engine) -> list[tuple[str, str, int, str]]:
     return [(row.what, row.tier.name, row.num_bytes, row.why) for row in engine.shards.plan.rows]
-
-
-def _synchronize(device: torch.device) -> None:
-    """Lets a phase's time be its own on an accelerator; a tool may."""
-    if is_accelerator(device):
-        torch.accelerator.synchronize(device)
 
 
 def _waits_since(engine: Engine, start_ns: int) -> dict[str, float]:

@@ -10,7 +10,7 @@ import pytest
 
 from tiermem.tools import memory_limit
 from tiermem.tools.launcher import CHANNEL_FD, Outcome, launch
-from tiermem.tools.memory_limit import CgroupV1Limit, CgroupV2Limit, MemoryLimit, open_limit
+from tiermem.tools.memory_limit import CgroupV1Limit, CgroupV2Limit, MemoryLimit, WatchLimit, open_limit
 
 CAP = 128 << 20
 HOARD = """
@@ -78,7 +78,7 @@ def test_what_a_child_starts_is_under_the_cap_too() -> None:
 
 
 def test_a_watch_stops_a_child_over_the_cap() -> None:
-    with open_limit(CAP, "watch") as limit:
+    with WatchLimit(CAP) as limit:
         outcome = hoard(limit, 64 * CAP)
     assert outcome.is_killed_at_cap
     assert outcome.limit_kind == "watch"
@@ -132,16 +132,11 @@ def test_without_a_cap_nothing_is_limited() -> None:
         assert not limit.is_over(1 << 60)
 
 
-def test_an_unknown_kind_names_those_there_are() -> None:
-    with pytest.raises(ValueError, match="cgroup-v1, cgroup-v2, systemd-scope, watch"):
-        open_limit(CAP, "ulimit")
-
-
 def test_auto_says_why_stronger_kinds_are_not_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(kind: str, limit_bytes: int) -> MemoryLimit:
+    def refuse(kind: str, limit_bytes: int, why: str) -> MemoryLimit:
         if kind != "watch":
             raise OSError(f"no {kind} today")
-        return memory_limit.WatchLimit(limit_bytes)
+        return WatchLimit(limit_bytes, why)
 
     monkeypatch.setattr(memory_limit, "_open", refuse)
     limit = open_limit(CAP)

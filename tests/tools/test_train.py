@@ -202,8 +202,8 @@ def test_a_checkpoint_is_trained_on(folder: Path) -> None:
     start = [sys.executable, "-m", "tiermem.tools.cli", "train", "--model", "checkpoint", *arguments]
     done = subprocess.run(start, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    from tiermem.tools.corpus import Corpus, TokenDataset
+    from tiermem.tools.corpus import Corpus
 
-    batch = TokenDataset(Corpus([], 32, 0)).batch(0, 1, torch.device("cpu"))
+    batch = Corpus([], 32, 0).batch(0, 1, torch.device("cpu"))
     expected = float(model(**batch).loss.detach())
     assert json.loads((folder / "out.json").read_text())["losses"][0] == pytest.approx(expected, rel=1e-5)
