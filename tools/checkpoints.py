@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from tiermem.swap.run_folder import RunFolder
 from tiermem.tools.options import ExportOptions, FsckOptions, ImportOptions, InspectOptions, TrainOptions
 from tiermem.tools.reports import table
 from tiermem.tools.train_job import CLIENT_KEY, options_to_save
-from tiermem.tools.words import format_bytes, plain
+from tiermem.tools.words import format_bytes
 
 # ---- tiermem fsck DIR ------------------------------------------------------------------------------------------------
 #
@@ -88,7 +89,7 @@ def fsck(options: FsckOptions, console: Console) -> int:
 
 def print_json(content: Mapping[str, Any]) -> None:
     """What a command prints with --json."""
-    print(json.dumps(plain(content), indent=2))
+    print(json.dumps(content, indent=2, default=os.fspath))
 
 
 def removable(found: Survey) -> list[RunReport]:

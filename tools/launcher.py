@@ -343,7 +343,8 @@ def launch(
             )
         finally:
             os.close(write_fd)
-        stack.enter_context(_ending(child))
+        stack.enter_context(child)  # closes the pipe and waits
+        stack.callback(_kill, child)
         limit.attach(child.pid)
         watch = _Watch(child, limit, observers, LineReader(read_fd), patience_s)
         with handling({signal.SIGINT: watch.on_signal, signal.SIGTERM: watch.on_signal}):
@@ -477,16 +478,7 @@ class _Watch:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def _ending(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Within: a child that may be alive. After: it is gone, its output closed."""
-    with child:  # closes the pipe and waits
-        try:
-            yield
-        finally:
-            if child.returncode is None:
-                _kill(child)
+    """Kills the child and what it started, unless its end was noted: its pid may be another process's by then."""
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)

@@ -184,18 +184,15 @@ _MANY_DAYS = 1000
 
 
 class Written(NamedTuple):
-    """The bytes that were written to a folder."""
+    """The bytes that were written to a folder in a run, and since the store was made, where that is known."""
 
-    path: Path
+    path: Path | str
     written_bytes: int
+    since_made_bytes: int | None = None
 
 
 def endurance_lines(
-    paths: Sequence[Written],
-    num_steps: int,
-    seconds: float,
-    tbw_bytes: int | None = None,
-    since_made: Mapping[Path, int] | None = None,
+    paths: Sequence[Written], num_steps: int, seconds: float, tbw_bytes: int | None = None
 ) -> list[str]:
     """One sentence per path, and one for their sum when there are several. Empty when no path was in use.
 
@@ -204,24 +201,18 @@ def endurance_lines(
         num_steps: optimizer steps in which that happened; 0 leaves figures per step out.
         seconds: how long it took; 0 leaves the days out.
         tbw_bytes: what the drive may be written in its life; None: 100 TB are spoken of.
-        since_made: bytes written since the store was made, by path, where that is more than this run's.
     """
-    older = since_made or {}
-    lines = [
-        _sentence(f"written to {each.path}", each.written_bytes, num_steps, seconds, tbw_bytes, older.get(each.path))
-        for each in paths
-    ]
+    whats = {f"written to {each.path}": each for each in paths}
     if sum(each.written_bytes > 0 for each in paths) > 1:
-        total = sum(each.written_bytes for each in paths)
-        lines.append(_sentence("all of it, if the paths share one drive", total, num_steps, seconds, tbw_bytes, None))
-    return lines
+        total = Written("", sum(each.written_bytes for each in paths))
+        whats["all of it, if the paths share one drive"] = total
+    return [_sentence(what, each, num_steps, seconds, tbw_bytes) for what, each in whats.items()]
 
 
 def lines_of_run(run: Mapping[str, Any], tbw_bytes: int | None = None) -> list[str]:
     """The same for a run of `tiermem train` as saved: its training alone, and beside it the building of the model."""
-    paths = [Written(Path(each["path"]), each["written_bytes"]) for each in run.get("paths", [])]
-    since_made = {Path(each["path"]): each["since_made_bytes"] for each in run.get("paths", [])}
-    return endurance_lines(paths, len(run["losses"]), run.get("training_s", 0.0), tbw_bytes, since_made)
+    paths = [Written(**each) for each in run.get("paths", [])]
+    return endurance_lines(paths, len(run["losses"]), run.get("training_s", 0.0), tbw_bytes)
 
 
 def parse_tbw(text: str) -> int:
@@ -236,9 +227,8 @@ def parse_tbw(text: str) -> int:
     return num_bytes
 
 
-def _sentence(
-    what: str, written: int, num_steps: int, seconds: float, tbw_bytes: int | None, since_made: int | None
-) -> str:
+def _sentence(what: str, each: Written, num_steps: int, seconds: float, tbw_bytes: int | None) -> str:
+    written, since_made = each.written_bytes, each.since_made_bytes
     said = f"{what}: {_gigabytes(written)} in this run"
     if num_steps and written:
         said += f", {_gigabytes(written / num_steps)} per step"

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tiermem.forecast.forecast import PHASES
-from tiermem.forecast.rates import PAPER_BATCH, PAPER_GPUS, PAPER_MODELS, PAPER_SEQ, Rates
+from tiermem.forecast.rates import PAPER_BATCH, PAPER_GPUS, PAPER_MODELS, PAPER_SEQ, Compute, Rates
 from tiermem.policy import Tier
 from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.machine import available_bytes
@@ -99,7 +99,8 @@ def tuned_speed(file: Path) -> DiskSpeed:
 
 def _speed(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> tuple[Speed, list[str]]:
     """Every rate, and a line for each on where it is from."""
-    disk, compute = _disk_speed(options, config), None
+    disk = _disk_speed(options, config)
+    compute: Compute | float
     rates = Rates(
         disk_read_bytes_s=disk.read_bytes_s,
         disk_write_bytes_s=disk.write_bytes_s,
@@ -111,6 +112,7 @@ def _speed(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -
     )
     sources = [disk.source]
     if options.flops is not None:
+        compute = options.flops
         sources.append(f"computing: {options.flops:.3g} operations a second a rank, given by --flops")
         sources.append(f"CPU kernels: {_ASSUMED_KERNELS / 1e9:.0f} GB/s of memory traffic, assumed")
     else:
@@ -128,7 +130,7 @@ def _speed(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -
         sources.append(f"between ranks of a node: {options.near_bytes_s / 1e9:g} GB/s a rank, by --near-network")
     if options.gpu_bytes is not None:
         sources.append(f"between memory and GPU: {options.link_bytes_s / 1e9:g} GB/s each way, by --link")
-    return Speed(rates, options.flops, compute), sources
+    return Speed(rates, compute), sources
 
 
 def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths:
@@ -181,7 +183,7 @@ def print_plan(planned: Planned, advice: Sequence[Advice], sources: Sequence[str
     where = "GPUs" if cluster.gpu_bytes is not None else "CPUs"
     console.print(
         f"{planned.num_params:,} parameters on {ranks}: {cluster.num_nodes} x {cluster.ranks_per_node}, maths on {where}; "
-        f"{planned.batch} x {planned.scenario.seq} tokens, {planned.num_micro} micro-batches a step"
+        f"{planned.batch.micro} x {planned.scenario.seq} tokens, {planned.batch.accumulation} micro-batches a step"
     )
     console.print(_tier_table(planned))
     console.print(_edge_table(planned))
@@ -417,10 +419,11 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
         yield Candidate(
             "activation checkpointing (--checkpointing)", lambda s: dataclasses.replace(s, is_checkpointing=True)
         )
-    if planned.batch > 1:
+    micro, accumulation = planned.batch.micro, planned.batch.accumulation
+    if micro > 1:
         yield Candidate(
-            f"half the micro-batch ({planned.batch // 2}), twice the accumulation",
-            lambda s: _half_batch(s, planned.batch // 2, 2 * planned.num_micro),
+            f"half the micro-batch ({micro // 2}), twice the accumulation",
+            lambda s: _half_batch(s, micro // 2, 2 * accumulation),
         )
     if policy.uses_nvme:
         yield Candidate("twice the NVMe paths", _twice_the_disks)

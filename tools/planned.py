@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from tiermem.config import load_config, resolve_auto
+from tiermem.config.optimizer import BatchSizes
 from tiermem.forecast import Choice, Forecast, Rates, choose, forecast_step, uses_of
 from tiermem.forecast.rates import Compute
 from tiermem.policy import OffloadPolicy, Tier
@@ -190,18 +191,11 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """How fast it is; `compute` is of one sequence-batch of the scenario's size on one rank."""
+    """How fast a cluster is."""
 
     rates: Rates
-    flops: float | None = None  # operations a second that a rank reaches; None: `compute` was measured
-    compute: Compute | None = None
-
-    def compute_of(self, num_tokens: int, is_checkpointing: bool) -> Compute:
-        """What a micro-batch takes; a measured one is of its own size."""
-        if self.flops is not None:
-            return Compute.of_peak(self.flops, num_tokens, is_checkpointing)
-        assert self.compute is not None
-        return self.compute
+    compute: Compute | float
+    """Measured, for one micro-batch of the scenario's size on one rank; or the operations a second that a rank reaches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,15 +228,14 @@ class Planned:
     plan: Plan
     lines: tuple[Row, ...]
     forecast: Forecast
-    num_micro: int
-    batch: int
+    batch: BatchSizes
     choice: Choice | None = None
     """How what a budget leaves open was settled; None: by rule."""
 
     @property
     def tokens_per_s(self) -> float:
         """Of the whole cluster."""
-        tokens = self.batch * self.scenario.seq * self.num_micro * self.scenario.cluster.num_ranks
+        tokens = self.batch.micro * self.scenario.seq * self.batch.accumulation * self.scenario.cluster.num_ranks
         return tokens / self.forecast.total_s if self.forecast.total_s else 0.0
 
     def tier_bytes(self, tier: Tier) -> int:
@@ -284,7 +277,9 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
     ]
     policy = _within(loaded.policy(), cluster, sum(row.num_bytes for row in extra if row.tier is Tier.HOST))
     topology = plan_topology(cluster.num_ranks, policy, cluster.ranks_per_node)
-    compute = scenario.speed.compute_of(num_tokens, scenario.is_checkpointing)
+    compute = scenario.speed.compute
+    if not isinstance(compute, Compute):
+        compute = Compute.of_peak(compute, num_tokens, scenario.is_checkpointing)
     choice = None
     if chooses and policy.host_bytes is not None:
         rates, per_node = scenario.speed.rates, cluster.ranks_per_node
@@ -304,8 +299,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
         plan=plan,
         lines=(*lines, *extra),
         forecast=forecast,
-        num_micro=batch.accumulation,
-        batch=batch.micro,
+        batch=batch,
         choice=choice,
     )
 

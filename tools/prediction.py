@@ -84,9 +84,6 @@ def _time_copy(
 ) -> tuple[int, float, float]:
     """(elements of matrices in blocks and elsewhere, seconds of a forward, seconds of a backward) of a copy."""
     device = find_device()
-    wait: Callable[[], object] = (
-        torch.accelerator.synchronize if is_accelerator(device) else lambda: None
-    )  # a CPU's maths is over by then
     model = _noise_model(shape, precision, is_checkpointing, device)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(_drop)
@@ -95,10 +92,10 @@ def _time_copy(
     for _ in range(_NUM_TIMED_COPIES + 1):
         start = time.monotonic()
         loss = model(input_ids=tokens, labels=tokens).loss
-        wait()
+        torch.accelerator.synchronize()
         middle = time.monotonic()
         loss.backward()
-        wait()
+        torch.accelerator.synchronize()
         forward.append(middle - start)
         backward.append(time.monotonic() - middle)
     numel = sum(p.numel() for p in model.parameters() if p.dim() > 1)

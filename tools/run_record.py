@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiermem.tools.launcher import Message, Observer, Outcome, Sample
-from tiermem.tools.machine import cpu_model, memory_bytes, num_cores
+from tiermem.tools.machine import Written, cpu_model, memory_bytes, num_cores
 from tiermem.tools.words import format_bytes
 
 # ---- counts of bytes: the store's compared with the kernel's (/proc/self/io) -----------------------------------------
@@ -206,8 +206,10 @@ def planned_bytes(plan: Sequence[Sequence[Any]]) -> int:
 
 _MAX_SAMPLES = 4096
 _MAX_PHASES = 20_000
-_PATH_KEYS = ("path", "written_bytes", "since_made_bytes")
 NUM_WARM_UP = 1
+_OF_OUTCOME = (
+    "peak_rss_bytes", "limit_kind", "is_killed_at_cap", "exit_code", "phase", "is_interrupted", "wall_s",
+)  # fmt: skip
 
 
 class Series:
@@ -297,7 +299,7 @@ class RunRecord(Observer):
             "nvme_read_bytes": self._moved("read"),
             "nvme_written_bytes": self._moved("written"),
             **{key: done.get(key) for key in ("kernel_read_bytes", "kernel_written_bytes", "host_peak_bytes")},
-            "paths": [dict(zip(_PATH_KEYS, each, strict=True)) for each in done.get("paths", [])],
+            "paths": [Written(*each)._asdict() for each in done.get("paths", [])],
             "device_memory": self._device_memory(),
             **{key: last.get(key) for key in ("engine", "engine_why")},
             "versions": ready.get("versions", {}),
@@ -309,19 +311,13 @@ class RunRecord(Observer):
             "error": self.error,
         }
         if outcome is not None:
+            figures |= {key: getattr(outcome, key) for key in _OF_OUTCOME}
             figures |= {
-                "peak_rss_bytes": outcome.peak_rss_bytes,
                 "memory_limit_bytes": outcome.limit_bytes,
-                "limit_kind": outcome.limit_kind,
                 "cgroup_peak_bytes": outcome.charge.peak_bytes,
                 "cgroup_anonymous_peak_bytes": outcome.anonymous_peak_bytes,
                 "cap_hits": outcome.charge.num_hits,
-                "is_killed_at_cap": outcome.is_killed_at_cap,
-                "exit_code": outcome.exit_code,
-                "phase": outcome.phase,
-                "is_interrupted": outcome.is_interrupted,
                 "outcome": outcome.describe(),
-                "wall_s": outcome.wall_s,
             }
         return figures
 

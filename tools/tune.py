@@ -10,7 +10,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -154,40 +154,37 @@ class Refused(OSError):
     """These settings cannot run here, as the queue says: too many requests for Linux AIO, an engine that is forbidden."""
 
 
-class StepMix:
-    """Unnamed files on some paths, and turns on them. A context manager; for one thread.
+@contextlib.contextmanager
+def step_mix(paths: Sequence[Path], file_bytes: int, io: IoSettings, seconds: float) -> Iterator[StepMix]:
+    """Makes an unnamed file on each path; they are gone afterwards. Raises OSError: a path is not writable or has no room.
 
     Args:
         paths: existing folders.
         file_bytes: of each file.
         io: settings to write the files with and to have the first turn.
         seconds: that writing them may take, about: on a slow path a part of the file is used.
-
-    Raises OSError: a path cannot be written or has too little room.
     """
+    check_room(paths, [("a file to measure on (--size)", file_bytes)])
+    with BenchFiles(paths, 1, file_bytes) as files, concurrent.futures.ThreadPoolExecutor(len(paths)) as pool:
+        mix = StepMix([files.descriptor(place) for place in range(len(paths))], pool)
+        mix.prepare(file_bytes, io, seconds)
+        yield mix
 
-    def __init__(self, paths: Sequence[Path], file_bytes: int, io: IoSettings, seconds: float) -> None:
-        check_room(paths, [("a file to measure on (--size)", file_bytes)])
-        self._closing = contextlib.ExitStack()
+
+class StepMix:
+    """Turns on files, which others open and close; for one thread."""
+
+    def __init__(self, fds: Sequence[int], pool: concurrent.futures.Executor) -> None:
+        self._fds = fds
+        self._pool = pool
         self._file_bytes: list[int] = []
-        self._first = Turn((0.0,) * len(paths), (0.0,) * len(paths))
+        self._first = Turn((0.0,) * len(fds), (0.0,) * len(fds))
         self._latest: dict[IoSettings, Turn] = {}  # says how many bytes settings move in the time of a turn
-        try:
-            files = self._closing.enter_context(BenchFiles(paths, 1, file_bytes))
-            self._fds = [files.descriptor(place) for place in range(len(paths))]
-            self.is_direct = [files.is_direct([place]) for place in range(len(paths))]
-            self._pool = self._closing.enter_context(concurrent.futures.ThreadPoolExecutor(len(paths)))
-            self._file_bytes = self._on_all(lambda i: _write_once(self._fds[i], file_bytes, io, seconds))
-            self._first = self.turn(io, 0.0)
-        except BaseException:
-            self.close()
-            raise
 
-    def __enter__(self) -> StepMix:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def prepare(self, file_bytes: int, io: IoSettings, seconds: float) -> None:
+        """Writes the files, and gives `io` the first turn. Blocks; raises OSError."""
+        self._file_bytes = self._on_all(lambda i: _write_once(self._fds[i], file_bytes, io, seconds))
+        self._first = self.turn(io, 0.0)
 
     @property
     def file_bytes(self) -> int:
@@ -217,10 +214,6 @@ class StepMix:
         window = io.block_bytes * io.depth
         rates = zip(self._first.mixed_gbps, self._first.read_gbps, strict=True)
         return max(max(seconds * _MIXED_PART, 2e-9 * window / m) + 1e-9 * window / r for m, r in rates)
-
-    def close(self) -> None:
-        """Ends what is under way; the files are gone with their descriptors."""
-        self._closing.close()
 
     def _on_all(self, work: Callable[[int], R]) -> list[R]:
         """On every path at once; waits for all before the first error is raised."""
@@ -460,10 +453,10 @@ def _find(options: TuneOptions, console: Console) -> Found:
     default = default_of(engines)
     with (
         console.status("writing the files to measure on") as status,
-        StepMix(options.paths, options.size_bytes, default, options.seconds * _PREPARE_PART) as mix,
+        step_mix(options.paths, options.size_bytes, default, options.seconds * _PREPARE_PART) as mix,
     ):
-        for path, is_direct in zip(options.paths, mix.is_direct, strict=True):
-            if not is_direct:
+        for path in options.paths:
+            if not probe_path(path).is_direct:
                 console.print(f"{path} takes no direct I/O: the page cache is measured as well")
         grid = candidates_of(engines, mix.file_bytes, default)
         standings = _search(mix, grid, options.seconds * _SEARCH_PART, status.update)

@@ -173,21 +173,15 @@ def check_outputs(paths: Iterable[Path | None], made_by: str) -> None:
 
 
 def save_json(file: Path, content: Any, allows_nan: bool = True) -> None:
-    """Writes JSON under a temporary name first, so that a reader never sees a part. Raises OSError, ValueError for a NaN."""
-    text = json.dumps(plain(content), indent=1, allow_nan=allows_nan)
+    """Writes JSON under a temporary name first, so that a reader never sees a part; paths become texts.
+
+    Raises OSError, and ValueError for a NaN.
+    """
+    text = json.dumps(content, indent=1, allow_nan=allows_nan, default=os.fspath)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     with durable.named(file):
         temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(file)
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON has it: paths become texts, inside lists and tables too."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 def csv_mark(made_by: str) -> str:
@@ -289,7 +283,7 @@ class Options:
 
     def report(self, machine: Mapping[str, Any], since_s: float, **figures: Any) -> dict[str, Any]:
         """Figures with what was asked for, on which machine, and how long it took since a moment of time.monotonic()."""
-        given = {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         return {"machine": machine, "options": given, "seconds": time.monotonic() - since_s, **figures}
 
     def save_json(self, figures: Mapping[str, Any], allows_nan: bool = True) -> None:

@@ -33,7 +33,7 @@ TINY = preset("151m") | {
     "num_key_value_heads": 4,
     "vocab_size": 301,
 }
-SPEED = Speed(Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=0.5e9), flops=1e12)
+SPEED = Speed(Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=0.5e9), 1e12)
 GIB = 1 << 30
 
 
@@ -97,7 +97,7 @@ def test_a_node_is_shared_and_every_rank_holds_its_part() -> None:
     one, many = planned(config_of(), Cluster(1, 1)), planned(config_of(), Cluster(num_nodes=3, ranks_per_node=2))
     assert many.tier_bytes(Tier.NVME) == pytest.approx(one.tier_bytes(Tier.NVME) / 6, rel=0.15)  # shards are padded
     assert many.forecast.edge_bytes(RANK_TO_RANK) > 0 == one.forecast.edge_bytes(RANK_TO_RANK)
-    slower = Speed(Rates(disk_read_bytes_s=5e8, disk_write_bytes_s=2.5e8), flops=1e12)
+    slower = Speed(Rates(disk_read_bytes_s=5e8, disk_write_bytes_s=2.5e8), 1e12)
     halved = planned(config_of(), Cluster(3, 1), slower)
     two = planned(config_of(), Cluster(3, 2))
     assert two.forecast.busy_s["disk"]["step"] == pytest.approx(halved.forecast.busy_s["disk"]["step"] / 2, rel=0.1)
@@ -177,7 +177,7 @@ def test_changes_are_taken_together_when_none_suffices() -> None:
 
 
 def test_a_disk_that_is_the_bound_suggests_more_disks() -> None:
-    slow = Speed(Rates(disk_read_bytes_s=1e7, disk_write_bytes_s=1e7), flops=1e13)
+    slow = Speed(Rates(disk_read_bytes_s=1e7, disk_write_bytes_s=1e7), 1e13)
     said = planned(config_of(resident_bytes=0), Cluster(1, 1), slow)
     assert said.forecast.bound_of("step") == "disk"
     words = {each.words: each.planned.tokens_per_s / said.tokens_per_s for each in advise(said, most=20)}
@@ -213,7 +213,7 @@ def test_a_disk_too_small_for_two_slots_is_told_what_one_needs() -> None:
 
 def test_a_second_copy_near_by_pays_where_the_near_network_is_faster() -> None:
     rates = dataclasses.replace(SPEED.rates, network_bytes_s=1e8, near_bytes_s=1e10)
-    cluster, speed = Cluster(num_nodes=2, ranks_per_node=2), Speed(rates, flops=1e15)
+    cluster, speed = Cluster(num_nodes=2, ranks_per_node=2), Speed(rates, 1e15)
     plain, second = config_of("cpu"), config_of("cpu")
     second["zero_optimization"]["zero_hpz_partition_size"] = 2
     far, near = planned(plain, cluster, speed), planned(second, cluster, speed)
