@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from tiermem.tools.machine import bytes_in, read_table
 from tiermem.tools.memory_limit import Charge, MemoryLimit
-from tiermem.tools.words import format_bytes, handling, save_json
+from tiermem.tools.words import format_bytes, handling, read_json, save_json
 
 # ---- the job: one JSON file for a trainer process; peers' processes get the same file --------------------------------
 
@@ -56,7 +56,7 @@ class Job:
     @staticmethod
     def load(file: Path) -> Job:
         """Reads what `save` wrote."""
-        return Job(**json.loads(file.read_text(encoding="utf-8")))
+        return Job(**read_json(file))
 
 
 # ---- the channel: one JSON object a line, over an inherited pipe -----------------------------------------------------
@@ -284,7 +284,6 @@ class Outcome:
     charge: Charge  # the kernel's counts at the end
     anonymous_peak_bytes: int | None  # largest sample of the cgroup's memory that is not page cache
     wall_s: float
-    last_output: tuple[str, ...]
     pid: int = 0  # it was, and the session of its children
 
     def describe(self) -> str:
@@ -378,7 +377,6 @@ class _Watch:
         self._num_samples = 0
         self._num_interrupts = 0
         self._anonymous_peak: int | None = None
-        self._last_output: list[str] = []
         self._started = time.monotonic()
 
     def run(self) -> None:
@@ -434,7 +432,6 @@ class _Watch:
             charge=charge,
             anonymous_peak_bytes=self._anonymous_peak,
             wall_s=time.monotonic() - self._started,
-            last_output=tuple(self._last_output),
             pid=self._child.pid,
         )
 
@@ -454,7 +451,6 @@ class _Watch:
             for observer in self._observers:
                 observer.on_message(message)
         for line in self._output.lines() if self._output.is_open else ():
-            self._last_output = [*self._last_output[-19:], line]
             for observer in self._observers:
                 observer.on_output(line)
         if selector is not None:

@@ -118,16 +118,11 @@ class CgroupLimit(MemoryLimit):
                 time.sleep(0.01)
 
     def _set(self, name: str, value: str, is_needed: bool) -> None:
-        file = self.folder / name
-        if not file.exists():
-            if is_needed:
+        with contextlib.nullcontext() if is_needed else contextlib.suppress(OSError):
+            file = self.folder / name
+            if not file.exists():
                 raise OSError(f"{file} does not exist")
-            return
-        try:
             file.write_text(value)
-        except OSError:
-            if is_needed:
-                raise
 
 
 class CgroupV1Limit(CgroupLimit):
@@ -196,7 +191,7 @@ class SystemdScopeLimit(MemoryLimit):
         """Finds the scope's cgroup, which systemd-run enters before it execs the command."""
         deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline:
-            own = own_cgroup_v2(pid)
+            own = own_cgroup("", pid)
             if own is not None and own.name == self._unit:
                 self._folder = own
                 return
@@ -271,7 +266,10 @@ def _open(kind: str, limit_bytes: int, why: str) -> MemoryLimit:
     if kind == "systemd-scope":
         return SystemdScopeLimit(limit_bytes, why)
     if kind == "cgroup-v1":
-        return CgroupV1Limit(_parent_v1(), limit_bytes, why)
+        own = own_cgroup("memory")
+        if own is None:
+            raise OSError("the version 1 memory hierarchy is not mounted")
+        return CgroupV1Limit(own, limit_bytes, why)
     refusals = []
     for parent in _parents_v2():
         try:
@@ -281,51 +279,34 @@ def _open(kind: str, limit_bytes: int, why: str) -> MemoryLimit:
     raise OSError("; ".join(refusals) or "no cgroup whose memory controller is delegated to this process")
 
 
-def own_cgroup_v2(pid: int | str = "self") -> Path | None:
-    """The folder of a process's cgroup in the unified hierarchy."""
-    mount = _mount("cgroup2", "")
-    return _own_folder(mount, "", pid) if mount else None
-
-
-def _parent_v1() -> Path:
-    mount = _mount("cgroup", "memory")
-    if mount is None:
-        raise OSError("the version 1 memory hierarchy is not mounted")
-    return _own_folder(mount, "memory", "self") or mount[0]
-
-
 def _parents_v2() -> list[Path]:
     """Cgroups whose children have the memory controller: the own one (only if it may hold no process), or its parent."""
-    own = own_cgroup_v2()
+    own = own_cgroup("")
     if own is None:
         return []
     return [p for p in (own, own.parent) if "memory" in _words(p / "cgroup.subtree_control")]
 
 
-def _mount(fs_type: str, controller: str) -> tuple[Path, str] | None:
-    """Mount point of a hierarchy, and which of its folders is mounted there."""
-    with open("/proc/self/mountinfo", encoding="utf-8") as mounts:
-        for line in mounts:
-            left, right = line.split(" - ", 1)
-            kind, _, options = right.split()[:3]
-            if kind == fs_type and (not controller or controller in options.split(",")):
-                root, point = left.split()[3:5]
-                return Path(point), root
-    return None
+def own_cgroup(controller: str, pid: int | str = "self") -> Path | None:
+    """The folder of a process's cgroup in the hierarchy of a version 1 controller, or for "" in the unified hierarchy.
 
-
-def _own_folder(mount: tuple[Path, str], controller: str, pid: int | str) -> Path | None:
-    point, root = mount
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    except OSError:
+    None where that is not mounted. A process without a cgroup counts to the whole version 1 hierarchy.
+    """
+    fs_type = "cgroup" if controller else "cgroup2"
+    for line in _lines(Path("/proc/self/mountinfo")):
+        left, right = line.split(" - ", 1)
+        kind, _, options = right.split()[:3]
+        if kind == fs_type and (not controller or controller in options.split(",")):
+            root, point = left.split()[3:5]
+            break
+    else:
         return None
-    for line in lines:
+    for line in _lines(Path(f"/proc/{pid}/cgroup")):
         _, controllers, path = line.split(":", 2)
         if (controller in controllers.split(",")) if controller else not controllers:
-            folder = point / os.path.relpath(path, root) if path.startswith(root) else point
-            return folder.resolve() if folder.is_dir() else point
-    return None
+            folder = Path(point, os.path.relpath(path, root)) if path.startswith(root) else Path(point)
+            return folder.resolve() if folder.is_dir() else Path(point)
+    return Path(point) if controller else None
 
 
 def _charge_v2(folder: Path, in_full: bool) -> Charge:
@@ -362,7 +343,12 @@ def _table(file: Path) -> dict[str, int]:
 
 
 def _words(file: Path) -> list[str]:
+    return " ".join(_lines(file)).split()
+
+
+def _lines(file: Path) -> list[str]:
+    """The lines of a file; none where it is not there."""
     try:
-        return file.read_text().split()
+        return file.read_text().splitlines()
     except OSError:
         return []

@@ -32,8 +32,6 @@ from tiermem.zero.state_layout import StateLayout
 from tiermem.zero.topology import Topology, plan_topology
 from tiermem.zero.unit import Division, Unit, divide
 
-Config = Mapping[str, Any]
-
 INTERPRETER_BYTES = 360 << 20
 """With torch and transformers imported, before any model, as measured on Linux with Python 3.11."""
 
@@ -203,7 +201,7 @@ class Scenario:
     """What is to be planned."""
 
     shape: Mapping[str, Any]  # a Hugging Face config.json
-    config: Config  # DeepSpeed-style
+    config: Mapping[str, Any]  # DeepSpeed-style
     cluster: Cluster
     speed: Speed
     seq: int

@@ -28,7 +28,7 @@ from tiermem.swap.queue import Event
 from tiermem.tools.launcher import Job
 from tiermem.tools.planned import activation_rows, hf_config, meta_model, passing_rows, transformers
 from tiermem.tools.presets import ModelShape, ModelSizes, with_layers
-from tiermem.tools.run_record import Span, covered, within
+from tiermem.tools.run_record import Figures, Span, covered, within
 from tiermem.tools.train_job import Config, with_key
 
 # ---- the trained model -----------------------------------------------------------------------------------------------
@@ -391,8 +391,6 @@ def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
 _KERNEL_ROOM_BYTES = 16  # per parameter that is stepped to measure
 _LEAST_KERNEL_NUMEL = 1 << 20
 _NO_DISK = 1e12  # bytes a second: nothing is read or written
-
-Figures = dict[str, Any]
 
 
 class Measured(NamedTuple):

@@ -8,10 +8,11 @@ They are plain dictionaries, so that reading them does not import transformers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tiermem.tools.words import read_json
 
 ModelShape = dict[str, Any]
 
@@ -57,10 +58,7 @@ def preset(name: str) -> ModelShape:
 
 def read_shape(file: Path) -> ModelShape:
     """A Hugging Face config.json, without the key/value cache. Raises OSError, or ValueError that says what is wrong."""
-    try:
-        shape = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
+    shape = read_json(file)
     if not isinstance(shape, dict) or "model_type" not in shape:
         raise ValueError(f'{file} is no Hugging Face config: it must be an object with a "model_type"')
     return {**shape, "use_cache": False}

@@ -65,10 +65,10 @@ def train(options: TrainOptions, console: Console) -> int:
         runs += _run_peer(peer, job, folder, options, console)
     if peers:
         console.print(peers_table(runs))
-        save_json(folder / "peers.json", {"runs": [_without_pictures(r) for r in runs]})
+        save_json(folder / "peers.json", {"runs": runs})
     if options.json_file is not None:
-        extra = {"peers": [_without_pictures(r) for r in runs[1:]]} if peers else {}
-        save_json(options.json_file, {**_without_pictures(run), **extra})
+        extra = {"peers": runs[1:]} if peers else {}
+        save_json(options.json_file, {**run, **extra})
     return _status(run, console)
 
 
@@ -101,7 +101,7 @@ def _run_one(
     console: Console,
     patience_s: float | None = None,
 ) -> dict[str, Any]:
-    """One capped process from job to run.json; returns the run as saved."""
+    """One capped process from job to run.json; returns the run as saved, without what only pictures need."""
     job.save(folder / "job.json")
     record = RunRecord()
     with open_limit(job.memory_limit_bytes) as limit:
@@ -115,8 +115,8 @@ def _run_one(
     if record.error and record.outcome.exit_code == EXIT_USER and not record.steps:
         _forget(folder)
         raise ValueError(record.error["trace"] if options.is_debug else record.error["message"])
-    run = {"name": title, **stamp(), **record.summary(), "pictures": record.pictures()}
-    save_json(folder / "run.json", run)
+    run = {"name": title, **stamp(), **record.summary()}
+    save_json(folder / "run.json", {**run, "pictures": record.pictures()})
     return run
 
 
@@ -226,7 +226,3 @@ def _forget(folder: Path) -> None:
     for name in ("job.json", "output.log"):
         (folder / name).unlink(missing_ok=True)
     folder.rmdir()
-
-
-def _without_pictures(run: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in run.items() if key != "pictures"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from tiermem.tools.launcher import Job
 from tiermem.tools.machine import memory_bytes
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.presets import ModelShape, ModelSizes, check_shape, read_shape, shape_of, with_layers
-from tiermem.tools.words import format_bytes, options_of
+from tiermem.tools.words import format_bytes, options_of, read_json
 
 # ---- the config ------------------------------------------------------------------------------------------------------
 #
@@ -66,10 +65,7 @@ def read_config(file: Path, given_options: Sequence[str], batch: int) -> Config:
     """
     if given_options:
         raise ValueError(f"{', '.join(given_options)}: --deepspeed-config decides this; change {file} instead")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
+    config = read_json(file)
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds no JSON object")
     if not any(key in config for key in _BATCH_KEYS):

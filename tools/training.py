@@ -26,7 +26,6 @@ import tiermem
 import tiermem.zero.init
 from tiermem.engine import Engine
 from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator, reset_peak, usage
-from tiermem.swap.direct import probe_path
 from tiermem.swap.store import TensorStore
 from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.corpus import Corpus
@@ -125,8 +124,6 @@ class Trainer:
             return None
         self._channel.phase("measuring the disk")
         folders = [Path(path) for path in self._job.nvme_paths]
-        for folder in folders:
-            probe_path(folder)
         return measure_disks(folders, _CEILING_S)._asdict()
 
     def _initialize(self, model: nn.Module, config: Config) -> Engine:

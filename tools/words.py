@@ -184,6 +184,14 @@ def save_json(file: Path, content: Any, allows_nan: bool = True) -> None:
         temporary.replace(file)
 
 
+def read_json(file: Path) -> Any:
+    """What a JSON file holds. Raises OSError, and ValueError that names the file."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+
+
 def csv_mark(made_by: str) -> str:
     """The first line of a CSV file, without its end."""
     return f"# made by {made_by}"
@@ -296,10 +304,10 @@ class Options:
 # ---- checks of a field's value ---------------------------------------------------------------------------------------
 
 
-def at_least(least: float) -> Check:
+def at_least(least: float, shown: Callable[[float], str] = str) -> Check:
     def check(name: str, value: Any) -> None:
         if value < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
+            raise ValueError(f"{name} is {shown(value)}; it must be at least {shown(least)}")
 
     return check
 

@@ -51,7 +51,7 @@ def summary_of(fields: dict[str, Any]) -> dict[str, Any]:
     predicted |= dict.fromkeys(("nvme_read_bytes", "nvme_written_bytes", "disk_bytes", "host_bytes", "peak_bytes"), 0)
     record.on_message({"kind": "ready", "plan": PLAN, "predicted": {**predicted, "device_bytes": 100 * MIB}, **fields})
     record.on_message({**STEP, **fields})
-    record.outcome = Outcome(0, "close", "none", None, False, False, False, 7, Charge(), None, 1.0, ())
+    record.outcome = Outcome(0, "close", "none", None, False, False, False, 7, Charge(), None, 1.0)
     return {"name": "tiermem tiny", **json.loads(json.dumps(record.summary()))}
 
 
