@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
+import functools
 import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,11 +69,8 @@ def fsck(options: FsckOptions, console: Console) -> int:
             found = survey(options.where, True, _counter(status))
     else:
         found = survey(options.where, options.verifies)
-    removed = (
-        [str(run.folder) for run in removable(found) if _remove(run, console, options.shows_json)]
-        if options.removes
-        else []
-    )
+    going = removable(found) if options.removes else []
+    removed = [str(run.folder) for run in going if _remove(run, console, options.shows_json)]
     if options.shows_json:
         print_json({"made_by": _FSCK, **dataclasses.asdict(found), "removed": removed, "repaired": repaired})
     else:
@@ -296,10 +295,8 @@ def import_checkpoint(options: ImportOptions, console: Console) -> int:
     if shape is not None:
         run = {CLIENT_KEY: options_to_save(TrainOptions(), options.source.resolve().name, shape, None)}
         foreign = dataclasses.replace(foreign, client_state={**foreign.client_state, **run})
-    with transfer_bar(console, "writing", total_bytes(foreign), is_shown=not options.shows_json) as bar:
-        done = write_checkpoint(
-            foreign, options.out, options.new_tag, lambda num_bytes: bar.advance(bar.task_ids[0], num_bytes)
-        )
+    with transfer_bar(console, total_bytes(foreign), is_shown=not options.shows_json) as advance:
+        done = write_checkpoint(foreign, options.out, options.new_tag, advance)
     if options.shows_json:
         print_json({"made_by": _IMPORT, "kind": foreign.kind, **done._asdict()})
         return 0
@@ -319,12 +316,12 @@ def total_bytes(foreign: Foreign) -> int:
     return sum(math.prod(p.shape) * state.dtype.itemsize for p in foreign.parameters for state in p.states.values())
 
 
-def transfer_bar(console: Console, what: str, num_bytes: int, is_shown: bool = True) -> Progress:
-    """A bar over so many bytes on a terminal, nothing elsewhere; its one task is progress.task_ids[0]."""
+@contextlib.contextmanager
+def transfer_bar(console: Console, num_bytes: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar over so many bytes on a terminal, nothing elsewhere; gives the function that is told of bytes written."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    progress = Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal))
-    progress.add_task(what, total=num_bytes)
-    return progress
+    with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
+        yield functools.partial(bar.advance, bar.add_task("writing", total=num_bytes))
 
 
 def _model_config(options: ImportOptions) -> dict[str, Any] | None:
@@ -376,23 +373,16 @@ def _export_weights(options: ExportOptions, source: Source, dtype: Any, console:
     weights = weights_of(source, dtype, options.exclude_frozen)
     total = sum(weight.parameter.numel * weight.dtype.itemsize for weight in weights)
     config = _config_text(options.config, source)
-    with transfer_bar(console, "writing", total, is_shown=not options.shows_json) as bar:
-        shards = export_weights(
-            weights,
-            options.out,
-            options.max_shard_bytes,
-            not options.is_pytorch,
-            config,
-            lambda num_bytes: bar.advance(bar.task_ids[0], num_bytes),
-        )
+    with transfer_bar(console, total, is_shown=not options.shows_json) as advance:
+        shards = export_weights(weights, options.out, options.max_shard_bytes, not options.is_pytorch, config, advance)
     return [shard.name for shard in shards], sum(shard.num_bytes for shard in shards)
 
 
 def _export_dcp(options: ExportOptions, source: Source, dtype: Any, console: Console) -> tuple[list[str], int]:
     from tiermem.checkpoint.interchange.export import export_dcp
 
-    with transfer_bar(console, "writing", source.num_bytes, is_shown=not options.shows_json) as bar:
-        num_bytes = export_dcp(source, options.out, dtype, lambda done: bar.advance(bar.task_ids[0], done))
+    with transfer_bar(console, source.num_bytes, is_shown=not options.shows_json) as advance:
+        num_bytes = export_dcp(source, options.out, dtype, advance)
     return sorted(file.name for file in options.out.iterdir()), num_bytes
 
 

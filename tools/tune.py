@@ -166,24 +166,23 @@ def step_mix(paths: Sequence[Path], file_bytes: int, io: IoSettings, seconds: fl
     """
     check_room(paths, [("a file to measure on (--size)", file_bytes)])
     with BenchFiles(paths, 1, file_bytes) as files, concurrent.futures.ThreadPoolExecutor(len(paths)) as pool:
-        mix = StepMix([files.descriptor(place) for place in range(len(paths))], pool)
-        mix.prepare(file_bytes, io, seconds)
-        yield mix
+        yield StepMix([files.descriptor(place) for place in range(len(paths))], pool, file_bytes, io, seconds)
 
 
 class StepMix:
-    """Turns on files, which others open and close; for one thread."""
+    """Turns on files of `file_bytes` each, which others open and close; for one thread.
 
-    def __init__(self, fds: Sequence[int], pool: concurrent.futures.Executor) -> None:
+    Making it writes the files, about so many seconds long, and gives `io` the first turn. Blocks; raises OSError.
+    """
+
+    def __init__(
+        self, fds: Sequence[int], pool: concurrent.futures.Executor, file_bytes: int, io: IoSettings, seconds: float
+    ) -> None:
         self._fds = fds
         self._pool = pool
-        self._file_bytes: list[int] = []
-        self._first = Turn((0.0,) * len(fds), (0.0,) * len(fds))
         self._latest: dict[IoSettings, Turn] = {}  # says how many bytes settings move in the time of a turn
-
-    def prepare(self, file_bytes: int, io: IoSettings, seconds: float) -> None:
-        """Writes the files, and gives `io` the first turn. Blocks; raises OSError."""
         self._file_bytes = self._on_all(lambda i: _write_once(self._fds[i], file_bytes, io, seconds))
+        self._first = Turn((0.0,) * len(fds), (0.0,) * len(fds))
         self._first = self.turn(io, 0.0)
 
     @property
