@@ -2,19 +2,21 @@
 
     options, cli   a dataclass of options for every command; the command line that cli makes from them
     train          `tiermem train`, from options to pictures
-      train_options, train_job       the config and the saved step that options select; the job
+      train_job                      the config and the saved step that options select; the job
       launcher, memory_limit         one process under a memory cap, its job and its channel
-      trainer                        the training loop, inside the capped process
-      corpus, presets                text as tokens; shapes of models
+      trainer, training              the program of the capped process; its training loop
+      corpus, presets                text as tokens; shapes and sizes of models
       prediction                     the predicted seconds and bytes of a training
       run_record, reports, plots     the record of a run: runs/<id>/run.json, tables, pictures
-    plan           `tiermem plan`; planned: the library's own plan of a scenario; plan_report: tables and advice
+    plan           `tiermem plan`: rates, tables and advice
+      planned                        the budget under a cap; the library's own plan of a scenario
     check, machine `tiermem check`: facts and measurements of this machine
-    tune, step_mix `tiermem tune`: the best settings of the queue for some disks
+    tune           `tiermem tune`: the best settings of the queue for some disks
     checkpoints    `tiermem fsck`, `inspect`, `import`, `export`
     words          shared by all commands: byte sizes, parsing and checks of options, output files
     bench/         `tiermem bench`: io, adam, step, ranks, curves, gpu
       peers/       other systems that do the same job
 
-Modules import torch as late as possible: the launcher stays small, and measurements of memory cover the trainer only.
+cli imports the module of a command when the command is given. What `train` imports does not import torch: the launcher stays
+small, and measurements of memory cover the trainer only.
 """

@@ -9,20 +9,22 @@ import resource
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
+from tiermem.config import ConfigError, Problem, ReportRow, load_config
+from tiermem.swap.accelerator import facts_of, find_device, free_and_total, is_accelerator
+from tiermem.swap.direct import open_unnamed, preallocate, probe_path
+from tiermem.swap.native import choose_isa
+from tiermem.tools.bench.files import BLOCK_BYTES, DEPTH, measure_disk
 from tiermem.tools.machine import cpu_model, memory_bytes, num_cores, read_word, try_engines
 from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.options import CheckOptions
 from tiermem.tools.reports import table
 from tiermem.tools.words import format_bytes
-
-if TYPE_CHECKING:
-    from tiermem.config import Problem, ReportRow
-
 
 # ---- tiermem check --config ds.json ----------------------------------------------------------------------------------
 #
@@ -42,8 +44,6 @@ def check(options: CheckOptions, console: Console) -> int:
 
 def check_config(file: Path, console: Console, shows_all: bool = False) -> int:
     """Prints the report and returns 0, or the problems and returns 2. Raises OSError when the file cannot be read."""
-    from tiermem.config import ConfigError, load_config
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DeprecationWarning)
         try:
@@ -95,15 +95,13 @@ class Finding(NamedTuple):
 
 def check_machine(paths: Sequence[Path], seconds: float, console: Console) -> int:
     """Prints the report and returns 0. Blocks for the measurements; raises OSError when a folder is not usable."""
-    if seconds <= 0:
-        raise ValueError(f"--seconds is {seconds}; it must be more than 0")
     shown = table("tiermem check", "", "found", "to mend")
     shown.columns[0].style, shown.columns[2].style = "bold", "yellow"
     findings = [finding for path in paths for finding in find_path(path)]
-    findings += [*find_system(), *find_engines(), *find_kernels(), *find_gpu()]
+    findings += [*find_system(), *find_gpu()]
     for path in paths:
         with console.status(f"measuring the disk of {path} for {seconds:.0f} s"):
-            findings += find_rate(path, seconds)
+            findings.append(find_rate(path, seconds))
     for finding in findings:
         shown.add_row(*finding)
     console.print(shown)
@@ -112,8 +110,6 @@ def check_machine(paths: Sequence[Path], seconds: float, console: Console) -> in
 
 def find_path(path: Path) -> Iterator[Finding]:
     """The folder's file system, room, direct I/O and alignment. Raises OSError for a folder that is not usable."""
-    from tiermem.swap.direct import probe_path
-
     facts = probe_path(path)
     yield Finding("path", f"{path.resolve()} ({facts.file_system}), {format_bytes(facts.free_bytes)} free")
     if not facts.is_direct:
@@ -126,7 +122,7 @@ def find_path(path: Path) -> Iterator[Finding]:
 
 
 def find_system() -> Iterator[Finding]:
-    """Limits and settings of the kernel."""
+    """Limits and settings of the kernel, the engines that can run, the instruction set and threads of the optimizer."""
     size = format_bytes(memory_bytes())
     yield Finding("machine", f"{cpu_model()}, {num_cores()} cores, {size}, Linux {platform.release()}")
     with open_limit(_TRIED_CAP_BYTES) as limit:
@@ -146,29 +142,13 @@ def find_system() -> Iterator[Finding]:
     is_off = "[never]" in chosen
     advice = f"echo madvise > {pages}: big buffers then read 10 to 20 % faster" if is_off else ""
     yield Finding("huge pages", f"transparent_hugepage: {chosen}", advice)
-
-
-def find_engines() -> Iterator[Finding]:
-    """Which engines of the queue can run, by opening each."""
     for name, (can_run, line) in try_engines().items():
         yield Finding(f"engine {name}", line if can_run else f"cannot run: {line}")
-
-
-def find_kernels() -> Iterator[Finding]:
-    """The instruction set of the optimizer's kernels, and the threads it may use."""
-    import torch
-
-    from tiermem.swap.native import choose_isa
-
     yield Finding("kernels", f"{choose_isa()}, {torch.get_num_threads()} threads")
 
 
 def find_gpu() -> Iterator[Finding]:
     """GPUs and whether memory can be pinned for them."""
-    import torch
-
-    from tiermem.swap.accelerator import facts_of, find_device, free_and_total, is_accelerator
-
     device = find_device()
     if not is_accelerator(device):
         yield Finding(
@@ -187,21 +167,17 @@ def find_gpu() -> Iterator[Finding]:
         yield Finding("pinning", "works")
 
 
-def find_rate(path: Path, seconds: float) -> list[Finding]:
+def find_rate(path: Path, seconds: float) -> Finding:
     """The disk's rates through the queue."""
-    from tiermem.tools.bench.files import BLOCK_BYTES, DEPTH, measure_disk
-
     rate = measure_disk(path, seconds, file_bytes=1 << 30)
     how = f"blocks of {format_bytes(BLOCK_BYTES)}, {DEPTH} in flight, {rate.engine}, file of 1 GiB"
     how += "" if rate.is_direct else ", through the page cache"
     figures = f"read {rate.read_bytes_s / 1e9:.2f} GB/s, write {rate.write_bytes_s / 1e9:.2f} GB/s"
-    return [Finding("disk", f"{path.resolve()}: {figures} ({how})")]
+    return Finding("disk", f"{path.resolve()}: {figures} ({how})")
 
 
 def direct_alignment(path: Path) -> int:
     """The smallest of 512, 1024, 2048 and 4096 that direct reads at odd multiples of it accept; 0 if none."""
-    from tiermem.swap.direct import open_unnamed, preallocate
-
     fd, is_direct = open_unnamed(path)
     try:
         preallocate(fd, 0, 1 << 16)

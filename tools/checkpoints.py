@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
+import functools
 import json
 import math
+import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
-from tiermem.tools.options import ExportOptions, FsckOptions, ImportOptions, InspectOptions
+from tiermem.checkpoint.format.manifest import Manifest, Parameter
+from tiermem.checkpoint.interchange.foreign import Foreign
+from tiermem.checkpoint.interchange.write import read_foreign, write_checkpoint
+from tiermem.checkpoint.opening.source import Source
+from tiermem.checkpoint.survey import PathReport, RunReport, StepReport, Survey, repair, survey
+from tiermem.checkpoint.zero_to_fp32 import dtype_of
+from tiermem.swap.run_folder import RunFolder
+from tiermem.tools.options import ExportOptions, FsckOptions, ImportOptions, InspectOptions, TrainOptions
 from tiermem.tools.reports import table
-from tiermem.tools.train_options import CLIENT_KEY, options_of_model
-from tiermem.tools.words import format_bytes, plain
-
-if TYPE_CHECKING:
-    from tiermem.checkpoint.format.manifest import Parameter
-    from tiermem.checkpoint.interchange.foreign import Foreign
-    from tiermem.checkpoint.opening.source import Source
-    from tiermem.checkpoint.survey import PathReport, RunReport, StepReport, Survey
-
+from tiermem.tools.train_job import CLIENT_KEY, options_to_save
+from tiermem.tools.words import format_bytes
 
 # ---- tiermem fsck DIR ------------------------------------------------------------------------------------------------
 #
@@ -60,19 +63,14 @@ _STYLES |= {"removed": "yellow", "unread": "yellow"}
 
 def fsck(options: FsckOptions, console: Console) -> int:
     """Prints what there is and returns the exit status. Blocks. Raises OSError when the folder cannot be looked at."""
-    from tiermem.checkpoint.survey import repair, survey
-
     repaired = repair(survey(options.where)) if options.repairs else []
     if options.verifies and console.is_terminal and not options.shows_json:
         with console.status("verifying checksums") as status:
             found = survey(options.where, True, _counter(status))
     else:
         found = survey(options.where, options.verifies)
-    removed = (
-        [str(run.folder) for run in removable(found) if _remove(run, console, options.shows_json)]
-        if options.removes
-        else []
-    )
+    going = removable(found) if options.removes else []
+    removed = [str(run.folder) for run in going if _remove(run, console, options.shows_json)]
     if options.shows_json:
         print_json({"made_by": _FSCK, **dataclasses.asdict(found), "removed": removed, "repaired": repaired})
     else:
@@ -90,7 +88,7 @@ def fsck(options: FsckOptions, console: Console) -> int:
 
 def print_json(content: Mapping[str, Any]) -> None:
     """What a command prints with --json."""
-    print(json.dumps(plain(content), indent=2))
+    print(json.dumps(content, indent=2, default=os.fspath))
 
 
 def removable(found: Survey) -> list[RunReport]:
@@ -100,8 +98,6 @@ def removable(found: Survey) -> list[RunReport]:
 
 def _remove(run: RunReport, console: Console, is_silent: bool) -> bool:
     """Removes what a killed run left; whether the folder is gone."""
-    from tiermem.swap.run_folder import RunFolder
-
     if not is_silent:
         console.print(f"removing {run.folder}, left by {run.owner}", style="yellow")
     RunFolder.claim(run.folder).close(keep=False)
@@ -195,16 +191,13 @@ def _name(path: Path, where: Path) -> str:
 _INSPECT = "tiermem inspect"
 
 
-class Row(NamedTuple):
-    """One tensor of the model or the optimizer."""
+_OF_PARAMETER = ("name", "aliases", "role", "shape", "dtype", "is_trainable", "num_steps")
 
-    name: str
-    aliases: tuple[str, ...]
-    role: str
-    shape: tuple[int, ...]
-    dtype: str
-    is_trainable: bool
-    num_steps: int
+
+class Row(NamedTuple):
+    """One tensor of the model or the optimizer, as the manifest has it, with its states."""
+
+    parameter: Parameter
     states: dict[str, str]  # state -> kind
     state_bytes: dict[str, int]
     files: tuple[str, ...]
@@ -214,26 +207,28 @@ class Row(NamedTuple):
         """Of all states."""
         return sum(self.state_bytes.values())
 
+    def figures(self) -> dict[str, Any]:
+        """As --json has it."""
+        facts = {name: getattr(self.parameter, name) for name in _OF_PARAMETER}
+        states = {"states": self.states, "state_bytes": self.state_bytes, "files": self.files}
+        return {**facts, **states, "num_bytes": self.num_bytes}
+
 
 def inspect_checkpoint(options: InspectOptions, console: Console) -> int:
     """Prints the step and returns 0. Blocks; raises ValueError and OSError for what cannot be opened or matches nothing."""
-    from tiermem.checkpoint.opening.source import Source
-
     patterns = options.patterns or ("*",)
     with Source.open(options.where, options.tag) as source:
-        rows = [row for row in _rows(source) if any(fnmatch.fnmatchcase(row.name, each) for each in patterns)]
-        if options.patterns and not rows:
-            raise ValueError(f"--match: no tensor of {source.place} is named {' or '.join(patterns)}")
-        head = {
-            name: getattr(source.manifest, name) for name in ("step", "tag", "run_id", "commit", "world", "num_shards")
-        }
-        head["place"] = str(source.place)
-        excluded = source.manifest.excluded
+        manifest, place = source.manifest, str(source.place)
+        named = [p for p in manifest.parameters if any(fnmatch.fnmatchcase(p.name, each) for each in patterns)]
+        if options.patterns and not named:
+            raise ValueError(f"--match: no tensor of {place} is named {' or '.join(patterns)}")
+        rows = [_row(source, each) for each in named]
     if options.shows_json:
-        tensors = [{**row._asdict(), "num_bytes": row.num_bytes} for row in rows]
-        print_json({"made_by": _INSPECT, **head, "excluded": excluded, "tensors": tensors, "totals": totals(rows)})
+        head = {name: getattr(manifest, name) for name in ("step", "tag", "run_id", "commit", "world", "num_shards")}
+        tensors = {"tensors": [row.figures() for row in rows], "totals": totals(rows)}
+        print_json({"made_by": _INSPECT, **head, "place": place, "excluded": manifest.excluded, **tensors})
         return 0
-    _print_tensors(rows, head, excluded, console)
+    _print_tensors(rows, manifest, place, console)
     return 0
 
 
@@ -245,52 +240,42 @@ def totals(rows: Sequence[Row]) -> dict[str, int]:
     return dict(found)
 
 
-def _rows(source: Source) -> list[Row]:
-    return [_row(source, each) for each in source.manifest.parameters]
-
-
 def _row(source: Source, each: Parameter) -> Row:
     states = source.states(each.name)
-    files = dict.fromkeys(str(file) for state in states for file in source.files(each.name, state))
     return Row(
-        each.name,
-        each.aliases,
-        each.role,
-        each.shape,
-        each.dtype,
-        each.is_trainable,
-        each.num_steps,
+        each,
         {state: source.kind(each.name, state) or "" for state in states},
         {state: source.bytes_of(each.name, state) for state in states},
-        tuple(files),
+        tuple(dict.fromkeys(str(file) for state in states for file in source.files(each.name, state))),
     )
 
 
-def _print_tensors(rows: Sequence[Row], head: dict[str, Any], excluded: Sequence[str], console: Console) -> None:
-    tag = f", tag {head['tag']}" if head["tag"] else ""
-    ranks = f"{head['world']} rank{'s' if head['world'] > 1 else ''}"
-    console.print(f"{head['place']}: step {head['step']}{tag}, saved by {ranks}, run {head['run_id']}")
+def _print_tensors(rows: Sequence[Row], manifest: Manifest, place: str, console: Console) -> None:
+    tag = f", tag {manifest.tag}" if manifest.tag else ""
+    ranks = f"{manifest.world} rank{'s' if manifest.world > 1 else ''}"
+    console.print(f"{place}: step {manifest.step}{tag}, saved by {ranks}, run {manifest.run_id}")
     roots = {file: f"[{number}]" for number, file in enumerate(dict.fromkeys(f for row in rows for f in row.files))}
     shown = table("", "", "shape", "dtype", "states", ">bytes", ">steps", "file", "name")
     for row in rows:
-        shape = " x ".join(map(str, row.shape)) or "scalar"
+        tensor = row.parameter
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
         states = " ".join(f"{state}:{kind}" for state, kind in row.states.items())
-        name = row.name + (f" = {', '.join(row.aliases)}" if row.aliases else "")
-        sizes = (f"{row.num_bytes:,}", str(row.num_steps), " ".join(roots[f] for f in row.files))
-        shown.add_row(_mode(row), shape, row.dtype, states, *sizes, name)
+        name = tensor.name + (f" = {', '.join(tensor.aliases)}" if tensor.aliases else "")
+        sizes = (f"{row.num_bytes:,}", str(tensor.num_steps), " ".join(roots[f] for f in row.files))
+        shown.add_row(_mode(tensor), shape, tensor.dtype, states, *sizes, name)
     console.print(shown)
     for file, mark in roots.items():
         console.print(f"{mark} {file}", style="dim")
     found = totals(rows)
     parts = ", ".join(f"{state} {format_bytes(num_bytes)}" for state, num_bytes in found.items())
     console.print(f"{len(rows)} tensors, {format_bytes(sum(found.values()))}: {parts or 'nothing'}")
-    if excluded:
-        console.print(f"left out when it was saved, frozen: {', '.join(excluded)}", style="dim")
+    if manifest.excluded:
+        console.print(f"left out when it was saved, frozen: {', '.join(manifest.excluded)}", style="dim")
 
 
-def _mode(row: Row) -> str:
+def _mode(tensor: Parameter) -> str:
     """What it is, in three letters: p parameter, b buffer, o ordinary; t trainable; s stepped."""
-    return row.role[0] + ("t" if row.is_trainable else "-") + ("s" if row.num_steps else "-")
+    return tensor.role[0] + ("t" if tensor.is_trainable else "-") + ("s" if tensor.num_steps else "-")
 
 
 # ---- tiermem import SOURCE OUT ---------------------------------------------------------------------------------------
@@ -305,17 +290,13 @@ CONFIG_NAME = "config.json"
 
 def import_checkpoint(options: ImportOptions, console: Console) -> int:
     """Writes OUT/<tag>/ and OUT/latest, and returns 0. Blocks; raises ValueError and OSError, and then nothing is left."""
-    from tiermem.checkpoint.interchange.write import read_foreign, write_checkpoint
-
     foreign = read_foreign(options.source, options.tag, options.optimizer)
     shape = _model_config(options)
     if shape is not None:
-        run = {CLIENT_KEY: options_of_model(options.source.resolve().name, shape)}
+        run = {CLIENT_KEY: options_to_save(TrainOptions(), options.source.resolve().name, shape, None)}
         foreign = dataclasses.replace(foreign, client_state={**foreign.client_state, **run})
-    with transfer_bar(console, "writing", total_bytes(foreign), is_shown=not options.shows_json) as bar:
-        done = write_checkpoint(
-            foreign, options.out, options.new_tag, lambda num_bytes: bar.advance(bar.task_ids[0], num_bytes)
-        )
+    with transfer_bar(console, total_bytes(foreign), is_shown=not options.shows_json) as advance:
+        done = write_checkpoint(foreign, options.out, options.new_tag, advance)
     if options.shows_json:
         print_json({"made_by": _IMPORT, "kind": foreign.kind, **done._asdict()})
         return 0
@@ -335,12 +316,12 @@ def total_bytes(foreign: Foreign) -> int:
     return sum(math.prod(p.shape) * state.dtype.itemsize for p in foreign.parameters for state in p.states.values())
 
 
-def transfer_bar(console: Console, what: str, num_bytes: int, is_shown: bool = True) -> Progress:
-    """A bar over so many bytes on a terminal, nothing elsewhere; its one task is progress.task_ids[0]."""
+@contextlib.contextmanager
+def transfer_bar(console: Console, num_bytes: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar over so many bytes on a terminal, nothing elsewhere; gives the function that is told of bytes written."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    progress = Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal))
-    progress.add_task(what, total=num_bytes)
-    return progress
+    with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
+        yield functools.partial(bar.advance, bar.add_task("writing", total=num_bytes))
 
 
 def _model_config(options: ImportOptions) -> dict[str, Any] | None:
@@ -372,9 +353,6 @@ _EXPORT = "tiermem export"
 
 def export_checkpoint(options: ExportOptions, console: Console) -> int:
     """Writes OUT and returns 0. Blocks; raises ValueError and OSError, and then nothing of ours is left there."""
-    from tiermem.checkpoint.opening.source import Source
-    from tiermem.checkpoint.zero_to_fp32 import dtype_of
-
     given = "fp32" if options.is_fp32 else options.dtype
     dtype = None if given is None else dtype_of(given)
     with Source.open(options.where, options.tag) as source:
@@ -390,28 +368,21 @@ def export_checkpoint(options: ExportOptions, console: Console) -> int:
 
 
 def _export_weights(options: ExportOptions, source: Source, dtype: Any, console: Console) -> tuple[list[str], int]:
-    from tiermem.checkpoint.interchange.export import export_weights, weights_of
+    from tiermem.checkpoint.interchange.export import export_weights, weights_of  # takes a second: torch's checkpoints
 
     weights = weights_of(source, dtype, options.exclude_frozen)
     total = sum(weight.parameter.numel * weight.dtype.itemsize for weight in weights)
     config = _config_text(options.config, source)
-    with transfer_bar(console, "writing", total, is_shown=not options.shows_json) as bar:
-        shards = export_weights(
-            weights,
-            options.out,
-            options.max_shard_bytes,
-            not options.is_pytorch,
-            config,
-            lambda num_bytes: bar.advance(bar.task_ids[0], num_bytes),
-        )
+    with transfer_bar(console, total, is_shown=not options.shows_json) as advance:
+        shards = export_weights(weights, options.out, options.max_shard_bytes, not options.is_pytorch, config, advance)
     return [shard.name for shard in shards], sum(shard.num_bytes for shard in shards)
 
 
 def _export_dcp(options: ExportOptions, source: Source, dtype: Any, console: Console) -> tuple[list[str], int]:
     from tiermem.checkpoint.interchange.export import export_dcp
 
-    with transfer_bar(console, "writing", source.num_bytes, is_shown=not options.shows_json) as bar:
-        num_bytes = export_dcp(source, options.out, dtype, lambda done: bar.advance(bar.task_ids[0], done))
+    with transfer_bar(console, source.num_bytes, is_shown=not options.shows_json) as advance:
+        num_bytes = export_dcp(source, options.out, dtype, advance)
     return sorted(file.name for file in options.out.iterdir()), num_bytes
 
 

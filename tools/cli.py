@@ -84,9 +84,8 @@ def _register(words: str, kind: Any, work: str, stopped: str | None) -> None:
         is_debug = given["is_debug"] if has_debug else given.pop("is_debug")
         module, _, name = work.rpartition(".")
         try:
-            status = getattr(importlib.import_module(f"tiermem.tools.{module}"), name)(
-                _made(kind, given), open_console()
-            )
+            options = _made(kind, given)
+            status = getattr(importlib.import_module(f"tiermem.tools.{module}"), name)(options, open_console())
         except (ValueError, OSError) as error:
             status = refuse(words, error, is_debug)
         except KeyboardInterrupt:

@@ -20,8 +20,14 @@ DEFAULT_BYTES = 4 << 20
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 
 
+Example = dict[str, "torch.Tensor"]
+
+
 class Corpus:
     """Windows of `seq` tokens over text files.
+
+    Any loader of map-style datasets takes it: an item is {"input_ids", "labels"} of one window, int64. A Hugging Face model
+    shifts the labels itself.
 
     Args:
         paths: files and folders; empty: Python's documentation topics and standard library on this machine.
@@ -51,6 +57,19 @@ class Corpus:
         """The tokens of the index-th window in the shuffled order, which repeats at its end."""
         start = self._order[index % len(self._order)] * self.seq
         return self._text[start : start + self.seq]
+
+    def __getitem__(self, index: int) -> Example:
+        import torch  # the launcher, which looks at the data first, does without
+
+        tokens = torch.frombuffer(bytearray(self.window(index)), dtype=torch.uint8).long()
+        return {"input_ids": tokens, "labels": tokens}
+
+    def batch(self, index: int, size: int, device: torch.device) -> Example:
+        """The index-th batch of `size` windows, stacked, on `device`."""
+        import torch
+
+        tokens = torch.stack([self[index * size + i]["input_ids"] for i in range(size)]).to(device)
+        return {"input_ids": tokens, "labels": tokens}
 
 
 def _read(files: Iterable[Path], max_bytes: int) -> bytes:
@@ -86,32 +105,3 @@ def _python_files() -> Iterator[Path]:
 def _is_text(file: Path) -> bool:
     with open(file, "rb") as stream:
         return b"\0" not in stream.read(1024)
-
-
-Example = dict[str, "torch.Tensor"]
-
-
-class TokenDataset:
-    """A corpus as any loader of map-style datasets takes it: {"input_ids", "labels"} of one window each, int64.
-
-    A Hugging Face model shifts the labels itself.
-    """
-
-    def __init__(self, corpus: Corpus) -> None:
-        self._corpus = corpus
-
-    def __len__(self) -> int:
-        return len(self._corpus)
-
-    def __getitem__(self, index: int) -> Example:
-        import torch  # the launcher, which looks at the data first, does without
-
-        tokens = torch.frombuffer(bytearray(self._corpus.window(index)), dtype=torch.uint8).long()
-        return {"input_ids": tokens, "labels": tokens}
-
-    def batch(self, index: int, size: int, device: torch.device) -> Example:
-        """The index-th batch of `size` windows, stacked, on `device`."""
-        import torch
-
-        tokens = torch.stack([self[index * size + i]["input_ids"] for i in range(size)]).to(device)
-        return {"input_ids": tokens, "labels": tokens}

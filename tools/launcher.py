@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import json
 import os
 import selectors
@@ -17,8 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from tiermem.tools.machine import bytes_in, read_table
 from tiermem.tools.memory_limit import Charge, MemoryLimit
-from tiermem.tools.words import format_bytes, handling, save_json
+from tiermem.tools.words import format_bytes, handling, read_json, save_json
 
 # ---- the job: one JSON file for a trainer process; peers' processes get the same file --------------------------------
 
@@ -46,9 +46,8 @@ class Job:
     resume: str | None = None  # the saved step to go on from
     save_dir: str | None = None  # where checkpoints go; None: none is saved
     save_every: int | None = None  # steps between two of them; None: at the end alone
-    to_save: dict[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # what is saved of the job itself (train_options.py)
+    to_save: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What is saved of the job itself (train_job.py)."""
 
     def save(self, file: Path) -> None:
         """Writes it."""
@@ -57,7 +56,7 @@ class Job:
     @staticmethod
     def load(file: Path) -> Job:
         """Reads what `save` wrote."""
-        return Job(**json.loads(file.read_text(encoding="utf-8")))
+        return Job(**read_json(file))
 
 
 # ---- the channel: one JSON object a line, over an inherited pipe -----------------------------------------------------
@@ -172,10 +171,16 @@ _SAMPLES_PER_WALK = 10
 
 
 class Resident(NamedTuple):
-    """Bytes held now, and the most ever held as far as is known."""
+    """Bytes that a process holds now, and the most that it ever held (VmRSS and VmHWM)."""
 
     now_bytes: int
     peak_bytes: int
+
+
+def resident_of(pid: int | str = "self") -> Resident:
+    """Reads the resident memory of a process, by default this one; zeros for a process that has ended."""
+    table = read_table(f"/proc/{pid}/status")
+    return Resident(bytes_in(table, "VmRSS"), bytes_in(table, "VmHWM"))
 
 
 class ProcessTree:
@@ -185,49 +190,22 @@ class ProcessTree:
         self._root = pid
         self._pids = [pid]
         self._num_samples = 0
-        self._peak_bytes = 0
+        self.peak_bytes = 0
+        """The larger of the largest sum seen and the largest VmHWM of one process."""
 
-    def sample(self) -> Resident:
-        """Sums VmRSS over the tree. A process that has ended counts nothing."""
+    def sample(self) -> int:
+        """Sums VmRSS over the tree, in bytes. A process that has ended counts nothing."""
         if self._num_samples % _SAMPLES_PER_WALK == 0:
             self._pids = _descendants(self._root)
         self._num_samples += 1
-        now = 0
-        for pid in self._pids:
-            rss, high = _resident(pid)
-            now += rss
-            self._peak_bytes = max(self._peak_bytes, high)
-        self._peak_bytes = max(self._peak_bytes, now)
-        return Resident(now, self._peak_bytes)
+        found = [resident_of(pid) for pid in self._pids]
+        now_bytes = sum(each.now_bytes for each in found)
+        self.raise_peak(max(now_bytes, *(each.peak_bytes for each in found)))
+        return now_bytes
 
     def raise_peak(self, num_bytes: int) -> None:
-        """Takes note of a VmHWM that a process read of itself, later than the last sample."""
-        self._peak_bytes = max(self._peak_bytes, num_bytes)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The larger of the largest sum seen and the largest VmHWM of one process."""
-        return self._peak_bytes
-
-
-def own_resident() -> Resident:
-    """VmRSS and VmHWM of this process."""
-    return Resident(*_resident("self"))
-
-
-def _resident(pid: int | str) -> tuple[int, int]:
-    rss = high = 0
-    try:
-        with open(f"/proc/{pid}/status", "rb") as status:
-            for line in status:
-                if line.startswith(b"VmHWM:"):
-                    high = int(line.split()[1]) * 1024
-                elif line.startswith(b"VmRSS:"):
-                    rss = int(line.split()[1]) * 1024
-                    break
-    except (OSError, ValueError, IndexError):
-        return 0, 0
-    return rss, high
+        """Takes note of a peak, such as a VmHWM that a process read of itself later than the last sample."""
+        self.peak_bytes = max(self.peak_bytes, num_bytes)
 
 
 def _descendants(root: int) -> list[int]:
@@ -306,7 +284,6 @@ class Outcome:
     charge: Charge  # the kernel's counts at the end
     anonymous_peak_bytes: int | None  # largest sample of the cgroup's memory that is not page cache
     wall_s: float
-    last_output: tuple[str, ...]
     pid: int = 0  # it was, and the session of its children
 
     def describe(self) -> str:
@@ -337,7 +314,7 @@ class Outcome:
 def launch(
     command: Sequence[str],
     limit: MemoryLimit,
-    observer: Observer | None = None,
+    observers: Sequence[Observer] = (),
     environment: Mapping[str, str] | None = None,
     patience_s: float | None = None,
 ) -> Outcome:
@@ -365,14 +342,13 @@ def launch(
             )
         finally:
             os.close(write_fd)
-        stack.enter_context(_ending(child))
+        stack.enter_context(child)  # closes the pipe and waits
+        stack.callback(_kill, child)
         limit.attach(child.pid)
-        watch = _Watch(child, limit, observer or Observer(), LineReader(read_fd), patience_s)
-        interrupts: list[int] = []
-        forward = functools.partial(_forward, child, interrupts)
-        with handling({signal.SIGINT: forward, signal.SIGTERM: forward}):
+        watch = _Watch(child, limit, observers, LineReader(read_fd), patience_s)
+        with handling({signal.SIGINT: watch.on_signal, signal.SIGTERM: watch.on_signal}):
             watch.run()
-        return watch.outcome(is_interrupted=bool(interrupts))
+        return watch.outcome()
 
 
 class _Watch:
@@ -382,14 +358,14 @@ class _Watch:
         self,
         child: subprocess.Popen[bytes],
         limit: MemoryLimit,
-        observer: Observer,
+        observers: Sequence[Observer],
         channel: LineReader,
         patience_s: float | None,
     ) -> None:
         assert child.stdout is not None
         self._child = child
         self._limit = limit
-        self._observer = observer
+        self._observers = observers
         self._channel = channel
         self._output = LineReader(child.stdout.fileno())
         self._tree = ProcessTree(child.pid)
@@ -399,8 +375,8 @@ class _Watch:
         self._patience_s = patience_s
         self._heard = time.monotonic()
         self._num_samples = 0
+        self._num_interrupts = 0
         self._anonymous_peak: int | None = None
-        self._last_output: list[str] = []
         self._started = time.monotonic()
 
     def run(self) -> None:
@@ -429,11 +405,20 @@ class _Watch:
         """Ends the child's entry with the kernel and learns its peak, which between fork and exec was the launcher's."""
         _, status, usage = os.wait4(self._child.pid, 0)
         self._child.returncode = os.waitstatus_to_exitcode(status)
-        if usage.ru_maxrss * 1024 > own_resident().peak_bytes:
+        if usage.ru_maxrss * 1024 > resident_of().peak_bytes:
             self._tree.raise_peak(usage.ru_maxrss * 1024)
 
-    def outcome(self, is_interrupted: bool) -> Outcome:
-        charge = self._limit.charge_in_full()
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handles SIGINT and SIGTERM: the first goes to the child as SIGINT, the second kills it."""
+        self._num_interrupts += 1
+        if self._num_interrupts > 1:
+            _kill(self._child)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._child.pid, signal.SIGINT)
+
+    def outcome(self) -> Outcome:
+        charge = self._limit.charge(in_full=True)
         code = self._child.returncode
         return Outcome(
             exit_code=128 - code if code < 0 else code,
@@ -442,12 +427,11 @@ class _Watch:
             limit_bytes=self._limit.limit_bytes,
             is_killed_at_cap=self._is_over or (code != 0 and bool(charge.num_kills)),
             is_stalled=self._is_stalled,
-            is_interrupted=is_interrupted,
+            is_interrupted=self._num_interrupts > 0,
             peak_rss_bytes=self._tree.peak_bytes,
             charge=charge,
             anonymous_peak_bytes=self._anonymous_peak,
             wall_s=time.monotonic() - self._started,
-            last_output=tuple(self._last_output),
             pid=self._child.pid,
         )
 
@@ -464,50 +448,33 @@ class _Watch:
                 self._phase = message["name"]
             if peak := message.get("peak_rss_bytes"):
                 self._tree.raise_peak(peak)
-            self._observer.on_message(message)
+            for observer in self._observers:
+                observer.on_message(message)
         for line in self._output.lines() if self._output.is_open else ():
-            self._last_output = [*self._last_output[-19:], line]
-            self._observer.on_output(line)
+            for observer in self._observers:
+                observer.on_output(line)
         if selector is not None:
             for reader in (self._channel, self._output):
                 if not reader.is_open and reader.fd in selector.get_map():
                     selector.unregister(reader.fd)
 
     def _sample(self) -> None:
-        resident = self._tree.sample().now_bytes
-        is_full = self._num_samples % _SAMPLES_PER_FULL_CHARGE == 0
+        resident = self._tree.sample()
+        charge = self._limit.charge(in_full=self._num_samples % _SAMPLES_PER_FULL_CHARGE == 0)
         self._num_samples += 1
-        charge = self._limit.charge_in_full() if is_full else self._limit.charge()
         if charge.anonymous_bytes is not None:
             self._anonymous_peak = max(self._anonymous_peak or 0, charge.anonymous_bytes)
-        self._observer.on_sample(Sample(time.monotonic_ns(), resident, charge.usage_bytes))
+        sample = Sample(time.monotonic_ns(), resident, charge.usage_bytes)
+        for observer in self._observers:
+            observer.on_sample(sample)
         self._is_over = self._is_over or self._limit.is_over(resident)
         self._is_stalled = self._patience_s is not None and time.monotonic() - self._heard > self._patience_s
         if self._is_over or self._is_stalled:
             _kill(self._child)
 
 
-def _forward(child: subprocess.Popen[bytes], seen: list[int], number: int, frame: FrameType | None) -> None:
-    """Handles SIGINT and SIGTERM: the first goes to the child as SIGINT, the second kills it."""
-    seen.append(number)
-    if len(seen) > 1:
-        _kill(child)
-    else:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, signal.SIGINT)
-
-
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def _ending(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Within: a child that may be alive. After: it is gone, its output closed."""
-    with child:  # closes the pipe and waits
-        try:
-            yield
-        finally:
-            if child.returncode is None:
-                _kill(child)
+    """Kills the child and what it started, unless its end was noted: its pid may be another process's by then."""
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)

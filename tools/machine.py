@@ -83,7 +83,7 @@ def try_engines() -> dict[str, tuple[bool, str]]:
 
 def cpu_model() -> str:
     """The processor's name."""
-    return _table("/proc/cpuinfo").get("model name") or platform.processor() or platform.machine() or _UNKNOWN
+    return read_table("/proc/cpuinfo").get("model name") or platform.processor() or platform.machine() or _UNKNOWN
 
 
 def num_cores() -> int:
@@ -93,17 +93,17 @@ def num_cores() -> int:
 
 def memory_bytes() -> int:
     """Memory of the machine."""
-    return _kib("MemTotal")
+    return bytes_in(read_table("/proc/meminfo"), "MemTotal")
 
 
 def available_bytes() -> int:
     """Memory that could be had now without swapping."""
-    return _kib("MemAvailable")
+    return bytes_in(read_table("/proc/meminfo"), "MemAvailable")
 
 
 def virtualisation() -> str:
     """The hypervisor's name, "yes" when it does not tell, or "none"."""
-    if re.search(r"\bhypervisor\b", _table("/proc/cpuinfo").get("flags", "")) is None:
+    if re.search(r"\bhypervisor\b", read_table("/proc/cpuinfo").get("flags", "")) is None:
         return "none"
     return read_word("/sys/hypervisor/type") or read_word("/sys/class/dmi/id/sys_vendor") or "yes"
 
@@ -133,9 +133,24 @@ def place_of(path: Path) -> Place:
 def read_word(file: str) -> str:
     """What a file of /proc or /sys says; empty when it is not there."""
     try:
-        return Path(file).read_text().strip()
+        return Path(file).read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+def read_table(file: str) -> dict[str, str]:
+    """The `name : value` lines of a file of /proc; of several with one name the first. Empty when the file is not there."""
+    found: dict[str, str] = {}
+    for line in read_word(file).split("\n"):
+        name, colon, value = line.partition(":")
+        if colon:
+            found.setdefault(name.strip(), value.strip())
+    return found
+
+
+def bytes_in(table: Mapping[str, str], name: str) -> int:
+    """Bytes of an entry that the kernel writes as "123 kB"; 0 when it is not there."""
+    return int(table.get(name, "0").split()[0]) * 1024
 
 
 def _model_of(device: Path) -> str:
@@ -146,21 +161,6 @@ def _model_of(device: Path) -> str:
         return _UNKNOWN
     disk = resolved.parent if (resolved / "partition").exists() else resolved
     return read_word(str(disk / "device/model")) or _UNKNOWN
-
-
-def _table(file: str) -> dict[str, str]:
-    """`name : value` lines; of several with one name the first."""
-    found: dict[str, str] = {}
-    for line in read_word(file).splitlines():
-        name, colon, value = line.partition(":")
-        if colon:
-            found.setdefault(name.strip(), value.strip())
-    return found
-
-
-def _kib(name: str) -> int:
-    words = _table("/proc/meminfo").get(name, "0").split()
-    return int(words[0]) * 1024
 
 
 def _unescaped(text: str) -> str:
@@ -184,18 +184,15 @@ _MANY_DAYS = 1000
 
 
 class Written(NamedTuple):
-    """The bytes that were written to a folder."""
+    """The bytes that were written to a folder in a run, and since the store was made, where that is known."""
 
-    path: Path
+    path: Path | str
     written_bytes: int
+    since_made_bytes: int | None = None
 
 
 def endurance_lines(
-    paths: Sequence[Written],
-    num_steps: int,
-    seconds: float,
-    tbw_bytes: int | None = None,
-    since_made: Mapping[Path, int] | None = None,
+    paths: Sequence[Written], num_steps: int, seconds: float, tbw_bytes: int | None = None
 ) -> list[str]:
     """One sentence per path, and one for their sum when there are several. Empty when no path was in use.
 
@@ -204,24 +201,18 @@ def endurance_lines(
         num_steps: optimizer steps in which that happened; 0 leaves figures per step out.
         seconds: how long it took; 0 leaves the days out.
         tbw_bytes: what the drive may be written in its life; None: 100 TB are spoken of.
-        since_made: bytes written since the store was made, by path, where that is more than this run's.
     """
-    older = since_made or {}
-    lines = [
-        _sentence(f"written to {each.path}", each.written_bytes, num_steps, seconds, tbw_bytes, older.get(each.path))
-        for each in paths
-    ]
+    whats = {f"written to {each.path}": each for each in paths}
     if sum(each.written_bytes > 0 for each in paths) > 1:
-        total = sum(each.written_bytes for each in paths)
-        lines.append(_sentence("all of it, if the paths share one drive", total, num_steps, seconds, tbw_bytes, None))
-    return lines
+        total = Written("", sum(each.written_bytes for each in paths))
+        whats["all of it, if the paths share one drive"] = total
+    return [_sentence(what, each, num_steps, seconds, tbw_bytes) for what, each in whats.items()]
 
 
 def lines_of_run(run: Mapping[str, Any], tbw_bytes: int | None = None) -> list[str]:
     """The same for a run of `tiermem train` as saved: its training alone, and beside it the building of the model."""
-    paths = [Written(Path(each["path"]), each["written_bytes"]) for each in run.get("paths", [])]
-    since_made = {Path(each["path"]): each["since_made_bytes"] for each in run.get("paths", [])}
-    return endurance_lines(paths, len(run["losses"]), run.get("training_s", 0.0), tbw_bytes, since_made)
+    paths = [Written(**each) for each in run.get("paths", [])]
+    return endurance_lines(paths, len(run["losses"]), run.get("training_s", 0.0), tbw_bytes)
 
 
 def parse_tbw(text: str) -> int:
@@ -236,9 +227,8 @@ def parse_tbw(text: str) -> int:
     return num_bytes
 
 
-def _sentence(
-    what: str, written: int, num_steps: int, seconds: float, tbw_bytes: int | None, since_made: int | None
-) -> str:
+def _sentence(what: str, each: Written, num_steps: int, seconds: float, tbw_bytes: int | None) -> str:
+    written, since_made = each.written_bytes, each.since_made_bytes
     said = f"{what}: {_gigabytes(written)} in this run"
     if num_steps and written:
         said += f", {_gigabytes(written / num_steps)} per step"

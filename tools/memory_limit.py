@@ -68,17 +68,13 @@ class MemoryLimit:
     def attach(self, pid: int) -> None:
         """Tells which process was started, for kinds that find their cgroup by it."""
 
-    def charge(self) -> Charge:
-        """The kernel's counts now. Cheap enough for every sample, except anonymous_bytes: see `charge_in_full`."""
+    def charge(self, in_full: bool) -> Charge:
+        """The kernel's counts now: every field that the kernel can fill if `in_full`, else usage and peak, which cost less."""
         return Charge()
 
-    def charge_in_full(self) -> Charge:
-        """As `charge`, with every field the kernel can fill."""
-        return self.charge()
-
     def is_over(self, resident_bytes: int) -> bool:
-        """Whether the launcher itself must stop the run: only a watch ever answers yes."""
-        return False
+        """Whether the launcher must stop the run: only where a watch of the process tree is the cap."""
+        return self.kind == "watch" and self.limit_bytes is not None and resident_bytes > self.limit_bytes
 
     def close(self) -> None:
         """Removes what was made for the cap. Calling it twice does nothing."""
@@ -93,7 +89,7 @@ class CgroupLimit(MemoryLimit):
 
     _limit_files: tuple[tuple[str, str, bool], ...] = ()  # name, value ("{}": the cap), whether it must be there
 
-    def __init__(self, parent: Path, limit_bytes: int, why: str = "") -> None:
+    def __init__(self, parent: Path, limit_bytes: int, why: str) -> None:
         super().__init__(limit_bytes, why)
         _remove_dead(parent)
         self.folder = parent / f"{_PREFIX}{os.getpid()}-{next(_serial)}"
@@ -122,16 +118,11 @@ class CgroupLimit(MemoryLimit):
                 time.sleep(0.01)
 
     def _set(self, name: str, value: str, is_needed: bool) -> None:
-        file = self.folder / name
-        if not file.exists():
-            if is_needed:
+        with contextlib.nullcontext() if is_needed else contextlib.suppress(OSError):
+            file = self.folder / name
+            if not file.exists():
                 raise OSError(f"{file} does not exist")
-            return
-        try:
             file.write_text(value)
-        except OSError:
-            if is_needed:
-                raise
 
 
 class CgroupV1Limit(CgroupLimit):
@@ -144,17 +135,15 @@ class CgroupV1Limit(CgroupLimit):
         ("memory.swappiness", "0", False),
     )
 
-    def charge(self) -> Charge:
-        return Charge(
-            usage_bytes=_number(self.folder / "memory.usage_in_bytes"),
-            peak_bytes=_number(self.folder / "memory.max_usage_in_bytes"),
+    def charge(self, in_full: bool) -> Charge:
+        charge = Charge(
+            _number(self.folder / "memory.usage_in_bytes"), _number(self.folder / "memory.max_usage_in_bytes")
         )
-
-    def charge_in_full(self) -> Charge:
-        stat = _table(self.folder / "memory.stat")
-        anonymous = stat.get("total_rss")
+        if not in_full:
+            return charge
         kernel = _number(self.folder / "memory.kmem.usage_in_bytes") or 0
-        return self.charge()._replace(
+        anonymous = _table(self.folder / "memory.stat").get("total_rss")
+        return charge._replace(
             anonymous_bytes=None if anonymous is None else anonymous + kernel,
             num_kills=_table(self.folder / "memory.oom_control").get("oom_kill"),
             num_hits=sum(_number(self.folder / f"memory.{name}failcnt") or 0 for name in ("", "memsw.")),
@@ -171,11 +160,8 @@ class CgroupV2Limit(CgroupLimit):
         ("memory.oom.group", "1", False),
     )
 
-    def charge(self) -> Charge:
-        return _charge_v2(self.folder)
-
-    def charge_in_full(self) -> Charge:
-        return _charge_v2_in_full(self.folder)
+    def charge(self, in_full: bool) -> Charge:
+        return _charge_v2(self.folder, in_full)
 
 
 class SystemdScopeLimit(MemoryLimit):
@@ -187,7 +173,7 @@ class SystemdScopeLimit(MemoryLimit):
 
     kind = "systemd-scope"
 
-    def __init__(self, limit_bytes: int, why: str = "") -> None:
+    def __init__(self, limit_bytes: int, why: str) -> None:
         super().__init__(limit_bytes, why)
         self._folder: Path | None = None
         self._last = Charge()
@@ -205,35 +191,38 @@ class SystemdScopeLimit(MemoryLimit):
         """Finds the scope's cgroup, which systemd-run enters before it execs the command."""
         deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline:
-            own = own_cgroup_v2(pid)
+            own = own_cgroup("", pid)
             if own is not None and own.name == self._unit:
                 self._folder = own
                 return
             time.sleep(0.01)
 
-    def charge(self) -> Charge:
-        self._last = self._keep(_charge_v2(self._folder)) if self._folder else self._last
-        return self._last
-
-    def charge_in_full(self) -> Charge:
+    def charge(self, in_full: bool) -> Charge:
         """The scope's folder goes with its last process: systemd remembers whether that was killed for memory."""
         if self._folder:
-            self._last = self._keep(_charge_v2_in_full(self._folder))
-        if not self._last.num_kills and self._result() == "oom-kill":
+            now = _charge_v2(self._folder, in_full)
+            self._last = Charge(*(new if new is not None else old for new, old in zip(now, self._last, strict=True)))
+        if (
+            in_full
+            and not self._last.num_kills
+            and self._systemctl("show", "--property=Result", "--value") == "oom-kill"
+        ):
             self._last = self._last._replace(num_kills=1)
         return self._last
 
     def close(self) -> None:
         if self._unit:
             for verb in ("stop", "reset-failed"):
-                _quietly(["systemctl", "--user", verb, self._unit])
+                self._systemctl(verb)
             self._unit = ""
 
-    def _keep(self, charge: Charge) -> Charge:
-        return Charge(*(new if new is not None else old for new, old in zip(charge, self._last, strict=True)))
-
-    def _result(self) -> str:
-        return _quietly(["systemctl", "--user", "show", "--property=Result", "--value", self._unit])
+    def _systemctl(self, *words: str) -> str:
+        """What systemctl prints about the scope; empty where it fails."""
+        command = ["systemctl", "--user", *words, self._unit]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return ""
 
     def _try_out(self) -> str:
         if shutil.which("systemd-run") is None:
@@ -256,107 +245,77 @@ class WatchLimit(MemoryLimit):
 
     kind = "watch"
 
-    def is_over(self, resident_bytes: int) -> bool:
-        return self.limit_bytes is not None and resident_bytes > self.limit_bytes
 
-
-def open_limit(limit_bytes: int | None, kind: str = "auto") -> MemoryLimit:
-    """The strongest cap this machine grants, or the named kind.
-
-    Raises ValueError for a kind that does not exist, OSError when the named kind cannot be had here.
-    """
+def open_limit(limit_bytes: int | None) -> MemoryLimit:
+    """The strongest cap that this machine grants; None: no limit."""
     if limit_bytes is None:
         return MemoryLimit()
-    if kind not in ("auto", *KINDS):
-        raise ValueError(f"the kind of memory limit is {kind!r}; allowed are auto, {', '.join(KINDS)}")
-    refusals = []
-    for name in KINDS if kind == "auto" else (kind,):
-        try:
-            limit = _open(name, limit_bytes)
-        except OSError as error:
-            refusals.append(f"{name}: {error}")
-            continue
+    refusals: list[str] = []
+    for kind in KINDS:
         against = f" ({'; '.join(refusals)})" if refusals else ""
-        limit.why = f"{limit.kind} holds {format_bytes(limit_bytes)}{against}"
-        return limit
-    raise OSError(f"no memory limit of this kind here: {'; '.join(refusals)}")
+        try:
+            return _open(kind, limit_bytes, f"{kind} holds {format_bytes(limit_bytes)}{against}")
+        except OSError as error:
+            refusals.append(f"{kind}: {error}")
+    raise AssertionError("a watch is always possible")
 
 
-def _open(kind: str, limit_bytes: int) -> MemoryLimit:
+def _open(kind: str, limit_bytes: int, why: str) -> MemoryLimit:
     if kind == "watch":
-        return WatchLimit(limit_bytes)
+        return WatchLimit(limit_bytes, why)
     if kind == "systemd-scope":
-        return SystemdScopeLimit(limit_bytes)
+        return SystemdScopeLimit(limit_bytes, why)
     if kind == "cgroup-v1":
-        return CgroupV1Limit(_parent_v1(), limit_bytes)
+        own = own_cgroup("memory")
+        if own is None:
+            raise OSError("the version 1 memory hierarchy is not mounted")
+        return CgroupV1Limit(own, limit_bytes, why)
     refusals = []
     for parent in _parents_v2():
         try:
-            return CgroupV2Limit(parent, limit_bytes)
+            return CgroupV2Limit(parent, limit_bytes, why)
         except OSError as error:
             refusals.append(str(error))
     raise OSError("; ".join(refusals) or "no cgroup whose memory controller is delegated to this process")
 
 
-def own_cgroup_v2(pid: int | str = "self") -> Path | None:
-    """The folder of a process's cgroup in the unified hierarchy."""
-    mount = _mount("cgroup2", "")
-    return _own_folder(mount, "", pid) if mount else None
-
-
-def _parent_v1() -> Path:
-    mount = _mount("cgroup", "memory")
-    if mount is None:
-        raise OSError("the version 1 memory hierarchy is not mounted")
-    return _own_folder(mount, "memory", "self") or mount[0]
-
-
 def _parents_v2() -> list[Path]:
     """Cgroups whose children have the memory controller: the own one (only if it may hold no process), or its parent."""
-    own = own_cgroup_v2()
+    own = own_cgroup("")
     if own is None:
         return []
     return [p for p in (own, own.parent) if "memory" in _words(p / "cgroup.subtree_control")]
 
 
-def _mount(fs_type: str, controller: str) -> tuple[Path, str] | None:
-    """Mount point of a hierarchy, and which of its folders is mounted there."""
-    with open("/proc/self/mountinfo", encoding="utf-8") as mounts:
-        for line in mounts:
-            left, right = line.split(" - ", 1)
-            kind, _, options = right.split()[:3]
-            if kind == fs_type and (not controller or controller in options.split(",")):
-                root, point = left.split()[3:5]
-                return Path(point), root
-    return None
+def own_cgroup(controller: str, pid: int | str = "self") -> Path | None:
+    """The folder of a process's cgroup in the hierarchy of a version 1 controller, or for "" in the unified hierarchy.
 
-
-def _own_folder(mount: tuple[Path, str], controller: str, pid: int | str) -> Path | None:
-    point, root = mount
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    except OSError:
+    None where that is not mounted. A process without a cgroup counts to the whole version 1 hierarchy.
+    """
+    fs_type = "cgroup" if controller else "cgroup2"
+    for line in _lines(Path("/proc/self/mountinfo")):
+        left, right = line.split(" - ", 1)
+        kind, _, options = right.split()[:3]
+        if kind == fs_type and (not controller or controller in options.split(",")):
+            root, point = left.split()[3:5]
+            break
+    else:
         return None
-    for line in lines:
+    for line in _lines(Path(f"/proc/{pid}/cgroup")):
         _, controllers, path = line.split(":", 2)
         if (controller in controllers.split(",")) if controller else not controllers:
-            folder = point / os.path.relpath(path, root) if path.startswith(root) else point
-            return folder.resolve() if folder.is_dir() else point
-    return None
+            folder = Path(point, os.path.relpath(path, root)) if path.startswith(root) else Path(point)
+            return folder.resolve() if folder.is_dir() else Path(point)
+    return Path(point) if controller else None
 
 
-def _charge_v2(folder: Path) -> Charge:
-    return Charge(usage_bytes=_number(folder / "memory.current"), peak_bytes=_number(folder / "memory.peak"))
-
-
-def _charge_v2_in_full(folder: Path) -> Charge:
+def _charge_v2(folder: Path, in_full: bool) -> Charge:
+    charge = Charge(_number(folder / "memory.current"), _number(folder / "memory.peak"))
+    if not in_full:
+        return charge
     stat, events = _table(folder / "memory.stat"), _table(folder / "memory.events")
-    anonymous = stat.get("anon")
-    return _charge_v2(folder)._replace(
-        anonymous_bytes=None if anonymous is None else anonymous + stat.get("kernel", 0),
-        num_kills=events.get("oom_kill"),
-        num_hits=events.get("max"),
-    )
+    anonymous = None if "anon" not in stat else stat["anon"] + stat.get("kernel", 0)
+    return charge._replace(anonymous_bytes=anonymous, num_kills=events.get("oom_kill"), num_hits=events.get("max"))
 
 
 def _remove_dead(parent: Path) -> None:
@@ -384,14 +343,12 @@ def _table(file: Path) -> dict[str, int]:
 
 
 def _words(file: Path) -> list[str]:
+    return " ".join(_lines(file)).split()
+
+
+def _lines(file: Path) -> list[str]:
+    """The lines of a file; none where it is not there."""
     try:
-        return file.read_text().split()
+        return file.read_text().splitlines()
     except OSError:
         return []
-
-
-def _quietly(command: Sequence[str]) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""

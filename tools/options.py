@@ -44,7 +44,6 @@ SEQUENTIAL = ("read", "write", "mixed")
 MODES = (*SEQUENTIAL, "random", "tensors", "sustained")
 
 _LEAST_MEMORY_BYTES = 32 << 20
-_LEAST_TUNED_BYTES = 8 << 20
 _LEAST_STEPPED, _LEAST_ADAM = 4096, 1024  # parameters
 _PAGE_BYTES = 4096
 
@@ -199,16 +198,12 @@ class TuneOptions(Options):
     paths: Sequence[Path] = option(..., "a folder on each NVMe disk", "--path", check=folders)
     out: Path = option(Path("tiermem.json"), "the config section to write")
     seconds: float = option(50.0, "for all of it, about", check=above_zero)
-    size_bytes: int = option("1GiB", "of the file to measure on, in each folder", "--size", parse_bytes)
+    size_bytes: int = option(
+        "1GiB", "of the file to measure on, in each folder", "--size", parse_bytes, at_least(8 << 20, format_bytes)
+    )
     engines: Sequence[str] = several(
         "auto", "those to try: auto (all that run), or some of uring,aio,threads", "--engine", check=ENGINE
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.size_bytes < _LEAST_TUNED_BYTES:
-            least = format_bytes(_LEAST_TUNED_BYTES)
-            raise ValueError(f"--size is {format_bytes(self.size_bytes)}; it must be at least {least}")
 
 
 @dataclasses.dataclass(frozen=True)

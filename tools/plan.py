@@ -1,7 +1,7 @@
 """`tiermem plan`: the memory and disk space that a training needs and the seconds of its steps, without the machine.
 
-    options -> Scenario (config, model, cluster, speed) -> planned.py -> plan_report.py, --json
-                                  |                              `----> plan_report.py
+    options -> Scenario (config, model, cluster, speed) -> planned.py -> tables, --json, advice about changes
+                                  |
                     given, tuned, measured here, or assumed: the report says which
 
 Exit status 0: the training fits, or no limit was given. 1: it does not fit. Mistakes in options, config and model raise
@@ -11,22 +11,28 @@ ValueError and OSError.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.table import Table
 
+from tiermem.forecast.forecast import PHASES
+from tiermem.forecast.rates import PAPER_BATCH, PAPER_GPUS, PAPER_MODELS, PAPER_SEQ, Compute, Rates
+from tiermem.policy import Tier
 from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.machine import available_bytes
 from tiermem.tools.options import PlanOptions
+from tiermem.tools.planned import PLACES, Cluster, Planned, Scenario, Speed, plan_scenario
+from tiermem.tools.prediction import Maths, copy_bytes, measure_kernels, measure_maths, measure_sums
 from tiermem.tools.presets import ModelShape, shape_of
-from tiermem.tools.train_options import nvme_folders, precision_of, read_config
-
-if TYPE_CHECKING:
-    from tiermem.tools.planned import Speed
-    from tiermem.tools.prediction import Maths
+from tiermem.tools.reports import table
+from tiermem.tools.train_job import micro_batch_of, nvme_folders, precision_of, read_config, with_key
+from tiermem.tools.words import format_bytes
 
 EXIT_FITS, EXIT_TOO_SMALL = 0, 1
 _PROBE_S = 1.0
@@ -45,9 +51,6 @@ class DiskSpeed(NamedTuple):
 
 def plan(options: PlanOptions, console: Console) -> int:
     """Plans, prints, writes `--json`; returns the exit status. Blocks for a few seconds when something is measured."""
-    from tiermem.tools.plan_report import advise, plan_figures, print_paper, print_plan
-    from tiermem.tools.planned import Cluster, Scenario, plan_scenario
-
     if options.shows_paper:
         print_paper(console)
         return EXIT_FITS
@@ -96,80 +99,398 @@ def tuned_speed(file: Path) -> DiskSpeed:
 
 def _speed(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> tuple[Speed, list[str]]:
     """Every rate, and a line for each on where it is from."""
-    from tiermem.forecast.rates import Rates
-    from tiermem.tools.planned import Speed
-    from tiermem.tools.prediction import measure_kernels, measure_sums
-
     disk = _disk_speed(options, config)
-    sources, maths, kernels = [disk.source], None, _ASSUMED_KERNELS
-    if options.flops is not None:
-        sources.append(f"computing: {options.flops:.3g} operations a second a rank, given by --flops")
-        sources.append(f"CPU kernels: {_ASSUMED_KERNELS / 1e9:.0f} GB/s of memory traffic, assumed")
-    else:
-        maths, kernels = _measured(options, shape, config), measure_kernels()
-        if options.ranks > 1:
-            maths = maths.shared_by(options.ranks)
-            kernels /= options.ranks
-        shared = f", shared by {options.ranks} ranks" if options.ranks > 1 else ""
-        sources.append(f"computing: a few of the model's blocks, trained for a moment on this machine{shared}")
-        sources.append(f"CPU kernels: {kernels / 1e9:.0f} GB/s of memory traffic, measured{shared}")
-    if options.ranks * options.nodes > 1:
-        sources.append(f"between ranks: {options.network_bytes_s / 1e9:g} GB/s a rank, by --network")
-    if options.near_bytes_s is not None:
-        sources.append(f"between ranks of a node: {options.near_bytes_s / 1e9:g} GB/s a rank, by --near-network")
-    if options.gpu_bytes is not None:
-        sources.append(f"between memory and GPU: {options.link_bytes_s / 1e9:g} GB/s each way, by --link")
+    compute: Compute | float
     rates = Rates(
         disk_read_bytes_s=disk.read_bytes_s,
         disk_write_bytes_s=disk.write_bytes_s,
         link_bytes_s=options.link_bytes_s,
         network_bytes_s=options.network_bytes_s,
         near_bytes_s=options.near_bytes_s,
-        kernel_bytes_s=kernels,
+        kernel_bytes_s=_ASSUMED_KERNELS,
         is_disk_duplex=disk.is_duplex,
     )
-    if maths is None:
-        return Speed(rates, options.flops), sources
-    sums = measure_sums() / options.ranks
-    rates = dataclasses.replace(rates, gradient_bytes_s=maths.gradient_bytes_s, sum_bytes_s=sums, use_s=maths.use_s)
-    return Speed(rates, None, maths.compute), sources
+    sources = [disk.source]
+    if options.flops is not None:
+        compute = options.flops
+        sources.append(f"computing: {options.flops:.3g} operations a second a rank, given by --flops")
+        sources.append(f"CPU kernels: {_ASSUMED_KERNELS / 1e9:.0f} GB/s of memory traffic, assumed")
+    else:
+        compute, use_s, gradient_bytes_s = _measured(options, shape, config).shared_by(options.ranks)
+        kernels, sums = measure_kernels() / options.ranks, measure_sums() / options.ranks
+        shared = f", shared by {options.ranks} ranks" if options.ranks > 1 else ""
+        sources.append(f"computing: a few of the model's blocks, trained for a moment on this machine{shared}")
+        sources.append(f"CPU kernels: {kernels / 1e9:.0f} GB/s of memory traffic, measured{shared}")
+        rates = dataclasses.replace(
+            rates, kernel_bytes_s=kernels, gradient_bytes_s=gradient_bytes_s, sum_bytes_s=sums, use_s=use_s
+        )
+    if options.ranks * options.nodes > 1:
+        sources.append(f"between ranks: {options.network_bytes_s / 1e9:g} GB/s a rank, by --network")
+    if options.near_bytes_s is not None:
+        sources.append(f"between ranks of a node: {options.near_bytes_s / 1e9:g} GB/s a rank, by --near-network")
+    if options.gpu_bytes is not None:
+        sources.append(f"between memory and GPU: {options.link_bytes_s / 1e9:g} GB/s each way, by --link")
+    return Speed(rates, compute), sources
 
 
 def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths:
     """The maths of a micro-batch here. Raises ValueError when a small copy does not fit this machine's free memory."""
-    from tiermem.tools.prediction import copy_bytes, measure_maths
-
-    batch = config.get("train_micro_batch_size_per_gpu", 1)
-    folders = [Path(folder) for folder in nvme_folders(config)]
-    folders = folders if all(folder.is_dir() for folder in folders) else []
-    precision, num_bytes = precision_of(config), available_bytes()
+    precision, num_bytes, folders = precision_of(config), available_bytes(), _folders_here(config)
     copy = copy_bytes(shape, precision, bool(folders))
     if copy > num_bytes:
         raise ValueError(
             f"a small copy of the model, to measure how fast this machine computes, takes {copy} bytes and {num_bytes} are "
             "free: give --flops, the operations a second that a rank reaches"
         )
-    micro = batch if isinstance(batch, int) else 1
+    micro = micro_batch_of(config, 1)
     return measure_maths(shape, precision, micro, options.seq, options.is_checkpointing, folders)
 
 
 def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> DiskSpeed:
     """Given, tuned, measured in the config's own folders when all are here, else assumed."""
     if options.nvme_rate is not None:
-        read, write = parse_rates(options.nvme_rate)
-        return DiskSpeed(read, write, options.is_duplex, "disk: given by --nvme-rate")
+        return DiskSpeed(*parse_rates(options.nvme_rate), options.is_duplex, "disk: given by --nvme-rate")
     if options.rates is not None:
         return tuned_speed(options.rates)
-    folders = [Path(folder) for folder in nvme_folders(config)]
-    if folders and all(folder.is_dir() for folder in folders):
+    folders = _folders_here(config)
+    if folders:
         measured = measure_disks(folders, _PROBE_S)
         read, write = measured.read_bytes_s, measured.write_bytes_s
-        source = (
-            f"disk: {read / 1e9:.1f} GB/s read, {write / 1e9:.1f} written, measured in {', '.join(map(str, folders))}"
-        )
-        return DiskSpeed(read, write, options.is_duplex, source)
-    read, write = _ASSUMED_DISK
-    source = (
-        f"disk: {read / 1e9:g} GB/s read, {write / 1e9:g} written, assumed: give --nvme-rate, or --rates from `tune`"
+        where = f"measured in {', '.join(map(str, folders))}"
+        source = f"disk: {read / 1e9:.1f} GB/s read, {write / 1e9:.1f} written, {where}"
+    else:
+        read, write = _ASSUMED_DISK
+        how = "assumed: give --nvme-rate, or --rates from `tune`"
+        source = f"disk: {read / 1e9:g} GB/s read, {write / 1e9:g} written, {how}"
+    return DiskSpeed(read, write, options.is_duplex, source if nvme_folders(config) else "disk: not used")
+
+
+def _folders_here(config: Mapping[str, Any]) -> list[Path]:
+    """The folders that states may rest in; empty unless all of them are on this machine."""
+    folders = [Path(folder) for folder in nvme_folders(config)]
+    return folders if all(folder.is_dir() for folder in folders) else []
+
+
+# ---- tables, and the same figures as JSON ----------------------------------------------------------------------------
+
+_LANES = {"maths": "computing", "disk": "disk", "disk read": "disk", "disk write": "disk", "kernels": "CPU kernels"}
+
+
+def print_plan(planned: Planned, advice: Sequence[Advice], sources: Sequence[str], console: Console) -> None:
+    """Tiers, edges, phases, whether it fits, and what to change."""
+    cluster = planned.scenario.cluster
+    ranks = f"{cluster.num_ranks} rank{'s' * (cluster.num_ranks > 1)}"
+    where = "GPUs" if cluster.gpu_bytes is not None else "CPUs"
+    console.print(
+        f"{planned.num_params:,} parameters on {ranks}: {cluster.num_nodes} x {cluster.ranks_per_node}, maths on {where}; "
+        f"{planned.batch.micro} x {planned.scenario.seq} tokens, {planned.batch.accumulation} micro-batches a step"
     )
-    return DiskSpeed(read, write, options.is_duplex, source if folders else "disk: not used")
+    console.print(_tier_table(planned))
+    console.print(_edge_table(planned))
+    console.print(_phase_table(planned))
+    for source in sources:
+        console.print(f"  {source}")
+    frozen_bytes = planned.plan.frozen_disk_bytes
+    if frozen_bytes:
+        why = planned.plan.why_disk(planned.policy)
+        console.print(f"  {format_bytes(frozen_bytes)} of a rank's NVMe are for checkpoints. {why}")
+    if planned.choice is not None:
+        console.print(f"  {planned.choice}")
+    _print_verdict(planned, advice, console)
+
+
+def plan_figures(planned: Planned, advice: Sequence[Advice], sources: Sequence[str]) -> dict[str, Any]:
+    """What `--json` writes."""
+    cluster = planned.scenario.cluster
+    return {
+        "num_params": planned.num_params,
+        "num_nodes": cluster.num_nodes,
+        "ranks_per_node": cluster.ranks_per_node,
+        "lines": [{**row._asdict(), "tier": row.tier.name} for row in planned.lines],
+        "rank_bytes": {tier.name: planned.tier_bytes(tier) for tier in Tier},
+        "node_bytes": {tier.name: planned.tier_bytes(tier) * cluster.ranks_per_node for tier in Tier},
+        "moved_bytes": {edge: dict(by) for edge, by in planned.forecast.moved_bytes.items()},
+        "seconds": dict(planned.forecast.seconds),
+        "busy_s": {lane: dict(by) for lane, by in planned.forecast.busy_s.items()},
+        "tokens_per_s": planned.tokens_per_s,
+        "choice": str(planned.choice) if planned.choice is not None else None,
+        "sources": list(sources),
+        "frozen_disk_bytes": planned.plan.frozen_disk_bytes,
+        "fits": not planned.problems,
+        "problems": [problem._asdict() for problem in planned.problems],
+        "advice": [
+            {"change": each.words, "fits": each.fits, "seconds": dict(each.planned.forecast.seconds)} for each in advice
+        ],
+    }
+
+
+def print_paper(console: Console) -> None:
+    """Prints the table of memory of the ZeRO-Infinity paper, by its own formulas (tiermem.forecast.rates)."""
+    title = (
+        f"memory that large models need, as arXiv 2104.07857 counts it ({PAPER_BATCH} sequences of {PAPER_SEQ} tokens on a "
+        f"node of {PAPER_GPUS} GPUs; TB and GB are powers of 2)"
+    )
+    sizes = (
+        ">states TB",
+        ">activations TB/node",
+        ">checkpoints TB/node",
+        ">state work GB/GPU",
+        ">activation work GB/GPU",
+    )
+    shown = table(title, "parameters", ">layers", ">hidden", ">heads", *sizes)
+    for model in PAPER_MODELS:
+        of_a_node = model.activation_bytes(PAPER_BATCH, PAPER_SEQ), model.checkpoint_bytes(PAPER_BATCH, PAPER_SEQ)
+        of_a_gpu = model.state_working_bytes, model.activation_working_bytes(PAPER_BATCH // PAPER_GPUS, PAPER_SEQ)
+        shown.add_row(
+            f"{model.num_params / 1e12:.2f} T",
+            str(model.num_layers),
+            f"{model.hidden // 1024}K",
+            str(model.num_heads),
+            *(_half_up(num_bytes / (1 << 40)) for num_bytes in (model.state_bytes, *of_a_node)),
+            *(_half_up(num_bytes / (1 << 30)) for num_bytes in of_a_gpu),
+        )
+    console.print(shown)
+
+
+def _half_up(number: float) -> str:
+    """Two digits, 5 rounded up, as the paper has them."""
+    return f"{math.floor(number * 100 + 0.5) / 100:.2f}"
+
+
+def _tier_table(planned: Planned) -> Table:
+    cluster = planned.scenario.cluster
+    shown = table("bytes at rest and passing, per rank", "what", "tier", ">size", "why")
+    for tier, limit in cluster.limits.items():
+        rows = [row for row in planned.lines if row.tier is tier and row.num_bytes]
+        if not rows:
+            continue
+        for row in rows:
+            shown.add_row(row.what, tier.name, format_bytes(row.num_bytes), row.why)
+        total = planned.tier_bytes(tier)
+        per_node = "" if tier is Tier.DEVICE else f"; {format_bytes(total * cluster.ranks_per_node)} per node"
+        given = f", of {format_bytes(limit)} given" if limit is not None else ""
+        shown.add_row(f"= {tier.name}", tier.name, format_bytes(total), f"per rank{per_node}{given}", style="bold")
+        shown.add_section()
+    return shown
+
+
+def _edge_table(planned: Planned) -> Table:
+    shown = table("bytes per step, per rank", "edge", *(f">{phase}" for phase in PHASES), ">together")
+    for edge, by_phase in planned.forecast.moved_bytes.items():
+        sizes = [format_bytes(by_phase.get(phase, 0)) if by_phase.get(phase) else "" for phase in PHASES]
+        shown.add_row(edge, *sizes, format_bytes(planned.forecast.edge_bytes(edge)))
+    return shown
+
+
+def _phase_table(planned: Planned) -> Table:
+    forecast = planned.forecast
+    shown = table("predicted time", "phase", ">seconds", "bound by", ">busy")
+    for phase in PHASES:
+        lane = forecast.bound_of(phase)
+        busy = forecast.busy_s.get(lane, {}).get(phase, 0.0)
+        shown.add_row(phase, f"{forecast.seconds[phase]:.3f}", _LANES.get(lane, lane), f"{busy:.3f} s")
+    shown.add_row("together", f"{forecast.total_s:.3f}", "", f"{planned.tokens_per_s:.1f} tokens/s", style="bold")
+    return shown
+
+
+def _print_verdict(planned: Planned, advice: Sequence[Advice], console: Console) -> None:
+    for problem in planned.problems:
+        console.print(
+            f"does not fit: {problem.where} has {format_bytes(problem.limit_bytes)} and {format_bytes(problem.needed_bytes)} "
+            "are needed",
+            style="bold",
+        )
+    if not planned.problems:
+        has_limit = any(limit is not None for limit in planned.scenario.cluster.limits.values())
+        console.print("it fits" if has_limit else "no limit was given: --gpu-memory, --host-memory, --nvme-size")
+    hint = tiling_hint(planned)
+    if advice or hint:
+        console.print("what to change:" if planned.problems else "what would be faster:")
+    for number, each in enumerate(advice, start=1):
+        says = "fits" if each.fits else f"still too large ({', '.join(p.where for p in each.planned.problems)})"
+        total = each.planned.forecast.total_s
+        console.print(
+            f"  {number}. {each.words}: {says}, {total:.3f} s a step, {each.planned.tokens_per_s:.1f} tokens/s"
+        )
+    if hint:
+        console.print(f"  also: {hint}")
+
+
+# ---- advice ----------------------------------------------------------------------------------------------------------
+#
+# Every candidate is one change of the config or of the command. It is planned and forecast like the scenario itself, which
+# gives its bytes and seconds. Candidates that fit come first, the fastest of them first. If no candidate fits alone, candidates
+# are combined until one combination fits.
+
+_LEAST_GAIN = 1.03  # of a change that is only about time
+_NODES = 2
+
+Change = Callable[[Scenario], Scenario]
+
+
+class Candidate(NamedTuple):
+    """One change: how to make it, in words and on a scenario."""
+
+    words: str
+    change: Change
+
+
+class Advice(NamedTuple):
+    """A change that was planned."""
+
+    words: str
+    planned: Planned
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is too small any more."""
+        return not self.planned.problems
+
+
+def advise(planned: Planned, most: int = 5) -> list[Advice]:
+    """What to change, the best first; empty when it fits and nothing is faster."""
+    tried = [advice for each in _candidates(planned) if (advice := _try(each, planned.scenario))]
+    if not planned.problems:
+        faster = [each for each in tried if each.fits and _gain(planned, each) >= _LEAST_GAIN]
+        return sorted(faster, key=lambda each: -each.planned.tokens_per_s)[:most]
+    fitting = sorted((each for each in tried if each.fits), key=lambda each: -each.planned.tokens_per_s)
+    if fitting:
+        return fitting[:most]
+    together = _together(planned)
+    nearer = sorted(tried, key=lambda each: _excess(each.planned))
+    return [*([together] if together else []), *(each for each in nearer if _excess(each.planned) < _excess(planned))][
+        :most
+    ]
+
+
+def _try(candidate: Candidate, scenario: Scenario) -> Advice | None:
+    try:
+        return Advice(candidate.words, plan_scenario(candidate.change(scenario), chooses=False))
+    except ValueError:
+        return None  # refused where it would be refused for real: no advice
+
+
+def _gain(before: Planned, after: Advice) -> float:
+    return after.planned.tokens_per_s / before.tokens_per_s if before.tokens_per_s else 0.0
+
+
+def _excess(planned: Planned) -> float:
+    """By what factor the tightest tier is too small; 1 when all fit."""
+    return max((problem.needed_bytes / problem.limit_bytes for problem in planned.problems), default=1.0)
+
+
+def _together(planned: Planned) -> Advice | None:
+    """Candidates one after another, each kept when it brings the plan nearer, until it fits."""
+    words: list[str] = []
+    best = planned
+    for candidate in _candidates(planned):
+        advice = _try(candidate, best.scenario)
+        if advice is None or _excess(advice.planned) >= _excess(best):
+            continue
+        words.append(candidate.words)
+        best = advice.planned
+        if not best.problems:
+            return Advice(", and ".join(words), best)
+    return None
+
+
+def _candidates(planned: Planned) -> Iterator[Candidate]:
+    """Every change that says something for this scenario, what costs least first."""
+    scenario, policy = planned.scenario, planned.policy
+    own = scenario.config.get("tiermem", {})
+    if "host_bytes" in own:
+        yield _key("leave tiermem.host_bytes to the plan", None, "tiermem", "host_bytes")
+    if policy.tile_numel is not None:
+        yield _key("leave sub_group_size to the plan (smaller tiles)", None, "zero_optimization", "sub_group_size")
+    for section, home in (("offload_optimizer", policy.optim), ("offload_param", policy.params)):
+        may_move = policy.stage == 3 or (policy.stage and section == "offload_optimizer")
+        for device in ("cpu", "nvme", "none") if may_move else ():
+            if Tier(device) is not home:
+                yield Candidate(f'{section} to "{device}"', functools.partial(_offload, section=section, device=device))
+    if policy.stage in (1, 2):
+        yield _key("stage 3, which partitions parameters too", 3, "zero_optimization", "stage")
+    if "precision" not in own:
+        for preset in ("compact", "tiny"):
+            yield _key(f'tiermem.precision "{preset}" (smaller states)', preset, "tiermem", "precision")
+    if planned.plan.frozen_disk_bytes:
+        words = 'tiermem.durability "none" (one slot on NVMe; a checkpoint is a copy)'
+        yield _key(words, "none", "tiermem", "durability")
+    if not scenario.is_checkpointing:
+        yield Candidate(
+            "activation checkpointing (--checkpointing)", lambda s: dataclasses.replace(s, is_checkpointing=True)
+        )
+    micro, accumulation = planned.batch.micro, planned.batch.accumulation
+    if micro > 1:
+        yield Candidate(
+            f"half the micro-batch ({micro // 2}), twice the accumulation",
+            lambda s: _half_batch(s, micro // 2, 2 * accumulation),
+        )
+    if policy.uses_nvme:
+        yield Candidate("twice the NVMe paths", _twice_the_disks)
+    yield Candidate(f"{_NODES} times the nodes", _more_nodes)
+
+
+def tiling_hint(planned: Planned) -> str | None:
+    """A sentence on the largest unit when its buffers are most of a tier that is too small; no plan is made of it."""
+    units = [unit for unit in planned.plan.division.units if not unit.is_resident]
+    largest = max(units, key=lambda unit: unit.full_bytes, default=None)
+    if largest is None:
+        return None
+    names = {problem.where for problem in planned.problems}
+    for tier in (Tier.DEVICE, Tier.HOST):
+        passing = [
+            row for row in planned.lines if row.tier is tier and "unit" in row.what and "resident" not in row.what
+        ]
+        num_bytes = sum(row.num_bytes for row in passing)
+        if PLACES[tier] in names and num_bytes > planned.tier_bytes(tier) / 3:
+            return (
+                f"units take {format_bytes(num_bytes)} of a rank's {tier.name}; the largest is {largest.name!r} with "
+                f"{format_bytes(largest.full_bytes)}: replace its Linear by tiermem.zero.TiledLinear, whose tiles are units "
+                "of their own"
+            )
+    return None
+
+
+def _key(words: str, value: Any, *path: str) -> Candidate:
+    """A change of one key of the config; None takes it out."""
+    return Candidate(words, lambda scenario: _with(scenario, value, *path))
+
+
+def _with(scenario: Scenario, value: Any, *path: str) -> Scenario:
+    return dataclasses.replace(scenario, config=with_key(scenario.config, path, value))
+
+
+def _offload(scenario: Scenario, section: str, device: str) -> Scenario:
+    zero = scenario.config.get("zero_optimization", {})
+    values = {**(zero.get(section) or {}), "device": device}
+    if device == "nvme":
+        other = zero.get("offload_optimizer" if section == "offload_param" else "offload_param") or {}
+        values.setdefault("nvme_path", other.get("nvme_path", "/mnt/nvme0"))
+    return _with(scenario, values, "zero_optimization", section)
+
+
+def _half_batch(scenario: Scenario, micro: int, accumulation: int) -> Scenario:
+    changed = _with(scenario, micro, "train_micro_batch_size_per_gpu")
+    return _with(_with(changed, None, "train_batch_size"), accumulation, "gradient_accumulation_steps")
+
+
+def _twice_the_disks(scenario: Scenario) -> Scenario:
+    rates = scenario.speed.rates
+    doubled = dataclasses.replace(
+        rates, disk_read_bytes_s=2 * rates.disk_read_bytes_s, disk_write_bytes_s=2 * rates.disk_write_bytes_s
+    )
+    cluster = scenario.cluster
+    nvme = cluster.nvme_bytes and 2 * cluster.nvme_bytes
+    return dataclasses.replace(
+        scenario,
+        speed=dataclasses.replace(scenario.speed, rates=doubled),
+        cluster=dataclasses.replace(cluster, nvme_bytes=nvme),
+    )
+
+
+def _more_nodes(scenario: Scenario) -> Scenario:
+    cluster = dataclasses.replace(scenario.cluster, num_nodes=_NODES * scenario.cluster.num_nodes)
+    config = dict(scenario.config)
+    if "train_batch_size" in config and "train_micro_batch_size_per_gpu" not in config:
+        config["train_batch_size"] = _NODES * int(config["train_batch_size"])
+    return dataclasses.replace(scenario, cluster=cluster, config=config)

@@ -20,21 +20,150 @@ import torch
 from torch import nn
 
 from tiermem.config import load_config, resolve_auto
+from tiermem.config.optimizer import BatchSizes
 from tiermem.forecast import Choice, Forecast, Rates, choose, forecast_step, uses_of
 from tiermem.forecast.rates import Compute
-from tiermem.policy import OffloadPolicy
-from tiermem.precision import DTYPES
-from tiermem.tools.train_job import ModelSizes, activation_terms
-from tiermem.zero.plan import USUAL_ON_DEVICE, Plan, make_plan
+from tiermem.policy import OffloadPolicy, Tier
+from tiermem.precision import DTYPES, Precision
+from tiermem.tools.presets import ModelSizes
+from tiermem.tools.words import format_bytes
+from tiermem.zero.plan import USUAL_ON_DEVICE, Plan, Row, make_plan
+from tiermem.zero.state_layout import StateLayout
 from tiermem.zero.topology import Topology, plan_topology
 from tiermem.zero.unit import Division, Unit, divide
 
-Config = Mapping[str, Any]
+INTERPRETER_BYTES = 360 << 20
+"""With torch and transformers imported, before any model, as measured on Linux with Python 3.11."""
 
-INTERPRETER_BYTES = (
-    360 << 20
-)  # torch and transformers imported, before any model, as measured on Linux with Python 3.11
-_HEAP_TERMS = ("repacked weight", "gradients before", "allocator")  # of the CPU's products and its C library
+
+PLACES = {Tier.DEVICE: "the GPU of a rank", Tier.HOST: "the memory of a node", Tier.NVME: "the disks of a node"}
+"""What a limit of a tier is a limit of."""
+
+
+# ---- the budget: host memory that the store may carve under a cap ----------------------------------------------------
+#
+#     cap  =  interpreter and libraries    measured, after the imports
+#          +  activations                  a formula per token and layer, from what autograd saves for a Llama
+#          +  gradients in autograd        of the largest unit, until the last of them has arrived, and of the block before
+#          +  repacked weight              oneDNN copies a weight into its own layout during a product
+#          +  allocator                    free pieces between live ones: a fraction of the bytes allocated from the heap
+#          +  margin
+#          +  host_bytes                   the rest: units, tiles, staging, resident states
+#
+# The formula was checked against what autograd saves (`saved_tensors_hooks`), to the byte per layer, and against the
+# peak of a run. Other families are treated as a Llama of the same sizes.
+
+MARGIN_BYTES = 32 << 20  # thread stacks, page tables, the queue, Python objects of a step
+MARGIN_PART = 0.03
+HEAP_PART = 0.30  # measured at 24 and 48 layers of 1024: 9.5 MB of heap for 7.35 MB saved, glibc 2.36
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """The arithmetic: the cap, what is taken from it, what is left."""
+
+    cap_bytes: int
+    terms: tuple[Row, ...]
+
+    @property
+    def host_bytes(self) -> int:
+        """What is left for the store; zero or less when nothing is."""
+        return self.cap_bytes - sum(term.num_bytes for term in self.terms)
+
+    def rows(self) -> list[Row]:
+        """The lines to show: every term, then what is left."""
+        return [*self.terms, Row("host memory of the store", Tier.HOST, self.host_bytes, "what the cap leaves")]
+
+    def explain(self) -> str:
+        """The arithmetic on one line."""
+        parts = " - ".join(f"{format_bytes(term.num_bytes)} ({term.what})" for term in self.terms)
+        return f"{format_bytes(self.cap_bytes)} - {parts} = {format_bytes(self.host_bytes)} for the store"
+
+    def check(self, least_bytes: int = 0) -> None:
+        """Raises ValueError with the arithmetic when less than `least_bytes` is left, or nothing."""
+        if self.host_bytes >= max(least_bytes, 1):
+            return
+        enough = self.cap_bytes - self.host_bytes + max(least_bytes, 64 << 20)
+        raise ValueError(
+            f"a cap of {format_bytes(self.cap_bytes)} is too small: {self.explain()}; {format_bytes(least_bytes)} are "
+            f"needed. Give --memory {-(-enough // (1 << 20))}MiB, a shorter --seq, a smaller --batch or --checkpointing"
+        )
+
+
+def plan_budget(
+    cap_bytes: int,
+    resident_bytes: int,
+    shape: Mapping[str, Any],
+    num_tokens: int,
+    precision: str,
+    is_checkpointing: bool,
+) -> Budget:
+    """The budget of a run: `resident_bytes` measured after imports, `num_tokens` of one micro-batch."""
+    margin = max(MARGIN_BYTES, int(MARGIN_PART * cap_bytes))
+    terms = (
+        Row("interpreter and libraries", Tier.HOST, resident_bytes, "resident after the imports, measured"),
+        *activation_rows(ModelSizes.of(shape), num_tokens, precision, is_checkpointing, is_gpu=False),
+        Row("margin", Tier.HOST, margin, "stacks, page tables, Python objects"),
+    )
+    return Budget(cap_bytes, terms)
+
+
+def activation_rows(
+    sizes: ModelSizes, num_tokens: int, precision: str, is_checkpointing: bool, is_gpu: bool
+) -> list[Row]:
+    """Returns the rows of a forward and backward of `num_tokens`, at their peak, on the tier where the maths runs."""
+    element, tier = DTYPES[precision].itemsize, Tier.DEVICE if is_gpu else Tier.HOST
+    saved = saved_bytes_per_token(sizes, precision)
+    block = num_tokens * saved
+    if is_checkpointing:
+        kept = sizes.num_layers * num_tokens * sizes.hidden * element
+        kept_why = f"{sizes.num_layers} block inputs of {num_tokens} x {sizes.hidden} x {element} B"
+    else:
+        kept = sizes.num_layers * block
+        kept_why = f"{sizes.num_layers} layers x {num_tokens} tokens x {saved} B saved by autograd"
+    working = 2 * block if is_checkpointing else block
+    logits = num_tokens * sizes.vocabulary * (2 * element + 12)
+    heap = int(HEAP_PART * (kept + working + logits))
+    loss_why = f"{num_tokens} x {sizes.vocabulary}: in {precision}, float, softmax, gradient"
+    heap_why = f"free pieces between live ones: {HEAP_PART:.0%} of activations, block and logits"
+    terms = [
+        ("activations", kept, kept_why),
+        ("one block at work", working, "recomputed and " * is_checkpointing + "turned into gradients"),
+        ("logits and loss", logits, loss_why),
+        ("gradients in autograd", sizes.unit_numel * element, f"largest unit: {sizes.unit_numel} x {element} B"),
+    ]
+    on_cpu_only = [
+        ("repacked weight", sizes.weight_numel * element, "the largest weight, as the matrix product wants it"),
+        ("gradients before", sizes.block_numel * element, "the last block's: freed, kept by the C library's heap"),
+        ("allocator", heap, heap_why),
+    ]
+    return [Row(what, tier, num_bytes, why) for what, num_bytes, why in (*terms, *([] if is_gpu else on_cpu_only))]
+
+
+def saved_bytes_per_token(sizes: ModelSizes, precision: str) -> int:
+    """What autograd saves per token in one Llama block (attention fused, SwiGLU), in bytes.
+
+    In the compute precision: inputs of the six projections' three distinct places, queries, attention's output, both
+    norms' outputs and inputs (six of hidden); keys and values; four of intermediate. In float: both norms' inputs once
+    more when the precision is lower, attention's log-sum-exp per head, two reciprocal roots. With fp32 the norms'
+    inputs are saved at two more places instead of their casts.
+    """
+    hidden_places, float_places = (8, 0) if precision == "fp32" else (6, 2)
+    element = DTYPES[precision].itemsize
+    in_precision = hidden_places * sizes.hidden + 2 * sizes.key_value + 4 * sizes.intermediate
+    return in_precision * element + (float_places * sizes.hidden + sizes.num_heads + 2) * 4
+
+
+def state_bytes(num_params: int, precision: str, states: Precision | None = None) -> int:
+    """What a model and its AdamW must keep between steps: the weight, the master that lies beside it and two moments.
+
+    precision: of the weights, "bf16", "fp16" or "fp32"; states: of the rest, default fp32.
+    """
+    layout = StateLayout(DTYPES[precision], states or Precision(), num_moments=2)
+    return num_params * DTYPES[precision].itemsize + sum(part.num_bytes(num_params) for part in layout.parts)
+
+
+# ---- a scenario and its plan -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,21 +181,19 @@ class Cluster:
         """Of all nodes."""
         return self.num_nodes * self.ranks_per_node
 
+    @property
+    def limits(self) -> dict[Tier, int | None]:
+        """Bytes of each tier that may be used, of one GPU or of one node; None: no limit."""
+        return {Tier.DEVICE: self.gpu_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}
+
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """How fast it is; `compute` is of one sequence-batch of the scenario's size on one rank."""
+    """How fast a cluster is."""
 
     rates: Rates
-    flops: float | None = None  # operations a second that a rank reaches; None: `compute` was measured
-    compute: Compute | None = None
-
-    def compute_of(self, num_tokens: int, is_checkpointing: bool) -> Compute:
-        """What a micro-batch takes; a measured one is of its own size."""
-        if self.flops is not None:
-            return Compute.of_peak(self.flops, num_tokens, is_checkpointing)
-        assert self.compute is not None
-        return self.compute
+    compute: Compute | float
+    """Measured, for one micro-batch of the scenario's size on one rank; or the operations a second that a rank reaches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,20 +201,11 @@ class Scenario:
     """What is to be planned."""
 
     shape: Mapping[str, Any]  # a Hugging Face config.json
-    config: Config  # DeepSpeed-style
+    config: Mapping[str, Any]  # DeepSpeed-style
     cluster: Cluster
     speed: Speed
     seq: int
     is_checkpointing: bool = False
-
-
-class Line(NamedTuple):
-    """What takes how many bytes of a tier, per rank."""
-
-    what: str
-    tier: str
-    num_bytes: int
-    why: str
 
 
 class Problem(NamedTuple):
@@ -106,33 +224,31 @@ class Planned:
     num_params: int
     policy: OffloadPolicy
     plan: Plan
-    lines: tuple[Line, ...]
+    lines: tuple[Row, ...]
     forecast: Forecast
-    num_micro: int
-    batch: int
+    batch: BatchSizes
     choice: Choice | None = None
     """How what a budget leaves open was settled; None: by rule."""
 
     @property
     def tokens_per_s(self) -> float:
         """Of the whole cluster."""
-        tokens = self.batch * self.scenario.seq * self.num_micro * self.scenario.cluster.num_ranks
+        tokens = self.batch.micro * self.scenario.seq * self.batch.accumulation * self.scenario.cluster.num_ranks
         return tokens / self.forecast.total_s if self.forecast.total_s else 0.0
 
-    def tier_bytes(self, tier: str) -> int:
+    def tier_bytes(self, tier: Tier) -> int:
         """Bytes of a tier that one rank takes."""
-        return sum(line.num_bytes for line in self.lines if line.tier == tier)
+        return sum(line.num_bytes for line in self.lines if line.tier is tier)
 
     @property
     def problems(self) -> list[Problem]:
         """The tiers that are too small; empty when it fits."""
-        cluster = self.scenario.cluster
-        found = [
-            Problem("the GPU of a rank", self.tier_bytes("DEVICE"), cluster.gpu_bytes or 0),
-            Problem("the memory of a node", self.tier_bytes("HOST") * cluster.ranks_per_node, cluster.host_bytes or 0),
-            Problem("the disks of a node", self.tier_bytes("NVME") * cluster.ranks_per_node, cluster.nvme_bytes or 0),
-        ]
-        return [problem for problem in found if problem.limit_bytes and problem.needed_bytes > problem.limit_bytes]
+        cluster, found = self.scenario.cluster, []
+        for tier, limit_bytes in cluster.limits.items():
+            needed_bytes = self.tier_bytes(tier) * (1 if tier is Tier.DEVICE else cluster.ranks_per_node)
+            if limit_bytes and needed_bytes > limit_bytes:
+                found.append(Problem(PLACES[tier], needed_bytes, limit_bytes))
+        return found
 
 
 def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
@@ -147,10 +263,21 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
     model = meta_model(scenario.shape, loaded.precision)
     batch = loaded.batch(cluster.num_ranks)
     is_gpu = cluster.gpu_bytes is not None
-    extra = _extra_lines(scenario, sizes, loaded.precision, batch.micro)
-    policy = _within(loaded.policy(), cluster, sum(line.num_bytes for line in extra if line.tier == "HOST"))
+    num_tokens = batch.micro * scenario.seq
+    extra = [
+        Row(
+            "interpreter and libraries",
+            Tier.HOST,
+            INTERPRETER_BYTES,
+            "measured before any model, transformers included",
+        ),
+        *activation_rows(sizes, num_tokens, loaded.precision, scenario.is_checkpointing, is_gpu),
+    ]
+    policy = _within(loaded.policy(), cluster, sum(row.num_bytes for row in extra if row.tier is Tier.HOST))
     topology = plan_topology(cluster.num_ranks, policy, cluster.ranks_per_node)
-    compute = scenario.speed.compute_of(batch.micro * scenario.seq, scenario.is_checkpointing)
+    compute = scenario.speed.compute
+    if not isinstance(compute, Compute):
+        compute = Compute.of_peak(compute, num_tokens, scenario.is_checkpointing)
     choice = None
     if chooses and policy.host_bytes is not None:
         rates, per_node = scenario.speed.rates, cluster.ranks_per_node
@@ -158,8 +285,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
             choice = choose(model, policy, rates, compute, cluster.num_ranks, per_node, is_gpu, batch.accumulation)
             policy = choice.policy
     division, plan, policy = _plan(model, policy, topology, is_gpu, cluster.ranks_per_node)
-    lines = [Line(row.what, row.tier.name, row.num_bytes, row.why) for row in plan.rows]
-    lines += passing_lines(plan.division.units, policy) if is_gpu else []
+    lines = [*plan.rows, *(passing_rows(plan.division.units, policy) if is_gpu else ())]
     uses = uses_of(model, division, compute)
     forecast = forecast_step(
         division, plan, policy, topology, uses, scenario.speed.rates, is_gpu, cluster.ranks_per_node, batch.accumulation
@@ -171,18 +297,26 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
         plan=plan,
         lines=(*lines, *extra),
         forecast=forecast,
-        num_micro=batch.accumulation,
-        batch=batch.micro,
+        batch=batch,
         choice=choice,
     )
 
 
 def meta_model(shape: Mapping[str, Any], precision: str) -> nn.Module:
     """The model without memory. Raises ValueError for a model type that transformers does not know."""
-    transformers = importlib.import_module("transformers")
     with torch.device("meta"):
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape))
+        model: nn.Module = transformers().AutoModelForCausalLM.from_config(hf_config(shape))
     return model.to(DTYPES[precision])
+
+
+def hf_config(shape: Mapping[str, Any]) -> Any:
+    """The transformers config of a shape. Raises ValueError for a model type that transformers does not know."""
+    return transformers().AutoConfig.for_model(**shape)
+
+
+def transformers() -> Any:
+    """The package, imported; typed as Any, since it is typed in parts only. Raises ImportError where it is not installed."""
+    return importlib.import_module("transformers")
 
 
 def _plan(
@@ -208,30 +342,10 @@ def _within(policy: OffloadPolicy, cluster: Cluster, outside_bytes: int) -> Offl
     return dataclasses.replace(policy, host_bytes=max(1, left))
 
 
-def _extra_lines(scenario: Scenario, sizes: ModelSizes, precision: str, batch: int) -> list[Line]:
-    """What lies outside the store: the interpreter, and activations where the maths runs."""
-    is_gpu = scenario.cluster.gpu_bytes is not None
-    why = "measured before any model, transformers included"
-    return [
-        Line("interpreter and libraries", "HOST", INTERPRETER_BYTES, why),
-        *activation_lines(sizes, batch * scenario.seq, precision, scenario.is_checkpointing, is_gpu),
-    ]
-
-
-def activation_lines(
-    sizes: ModelSizes, num_tokens: int, precision: str, is_checkpointing: bool, is_gpu: bool
-) -> list[Line]:
-    """What a forward and backward of so many tokens takes where the maths runs."""
-    terms = activation_terms(sizes, num_tokens, precision, is_checkpointing)
-    place, on_cpu_only = ("DEVICE", _HEAP_TERMS) if is_gpu else ("HOST", ())
-    return [Line(term.name, place, term.num_bytes, term.why) for term in terms if term.name not in on_cpu_only]
-
-
-def passing_lines(units: Sequence[Unit], policy: OffloadPolicy) -> list[Line]:
-    """Of a GPU: the units present at once beside those that stay."""
+def passing_rows(units: Sequence[Unit], policy: OffloadPolicy) -> list[Row]:
+    """Returns the row of the units that are present on a GPU at once beside those that stay; empty without such units."""
     streamed = [unit.full_bytes for unit in units if not unit.is_resident]
     num = min(policy.unit_buffers or USUAL_ON_DEVICE, len(streamed))
-    lines = [
-        Line(f"{num} units", "DEVICE", num * max(streamed, default=0), "in use and fetched ahead, of the largest size")
-    ]
-    return [line for line in lines if line.num_bytes]
+    num_bytes = num * max(streamed, default=0)
+    why = "in use and fetched ahead, of the largest size"
+    return [Row(f"{num} units", Tier.DEVICE, num_bytes, why)] if num_bytes else []

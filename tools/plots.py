@@ -38,6 +38,7 @@ _COLOURS = {
 _GREY = "#888888"
 _MAX_ROWS = 6
 _BAND_GAP = 0.5
+_PHASES_LABEL = "phase"
 _MAX_READABLE_SPANS = 250
 
 
@@ -77,8 +78,7 @@ def draw_loss(run: dict[str, Any]) -> Figure | None:
     ax = axes[0]
     numbers, losses = [s["step"] for s in steps], [s["loss"] for s in steps]
     ax.plot(numbers, losses, color=_COLOURS["forward"], marker="o" if len(steps) <= 50 else "", markersize=4)
-    ax.set_xlabel("step")
-    ax.set_ylabel("loss (nats per token)")
+    ax.set(xlabel="step", ylabel="loss (nats per token)")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(alpha=0.25)
     ax.annotate(f"{losses[-1]:.4f}", (numbers[-1], losses[-1]), textcoords="offset points", xytext=(0, 8), ha="center")
@@ -119,12 +119,9 @@ def draw_memory(run: dict[str, Any]) -> Figure | None:
         text = f"cap {cap / MIB:.0f} MiB ({run['limit_kind']})"
         top.text(times[-1], cap / MIB, text, color=_COLOURS["wait"], ha="right", va="bottom", fontsize=9)
     highest = max([s[1] for s in samples] + [s[2] or 0 for s in samples] + [cap or 0])
-    top.set_ylim(0, highest / MIB * 1.32)
-    top.set_ylabel("memory (MiB)")
+    top.set(ylim=(0, highest / MIB * 1.32), ylabel="memory (MiB)")
     top.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9, frameon=False)
-    bottom.set_ylabel("NVMe tier\n(GiB in use)")
-    bottom.set_ylim(bottom=0)
-    bottom.set_xlabel("time (s)")
+    bottom.set(ylabel="NVMe tier\n(GiB in use)", ylim=(0, None), xlabel="time (s)")
     for ax in axes:
         ax.grid(alpha=0.25)
         ax.set_xlim(0, times[-1] or 1)
@@ -163,11 +160,13 @@ def draw_timeline(run: dict[str, Any], spans: Sequence[Span]) -> Figure | None:
     if len(tiles) > _MAX_READABLE_SPANS:
         middle = tiles[len(tiles) * 3 // 4].start_ns
         stretches.append((middle, min(end, middle + (end - start) * _MAX_READABLE_SPANS // len(tiles) // 2)))
-    parts = [lanes_of(within(spans, *stretch)) for stretch in stretches]
-    heights = [1.0 + sum(_num_rows(members) for lane, members in part.items() if lane not in PHASES) for part in parts]
+    parts = [_bands_of(within(spans, *stretch), *stretch) for stretch in stretches]
+    heights = [sum(height for _, _, height in bands) - 1.0 for bands in parts]  # the phases' own is 2
     figure, axes = new_figure(13, 1.4 + 0.36 * sum(heights) + 0.8 * len(parts), heights, is_shared=False)
-    for ax, part, stretch in zip(axes, parts, stretches, strict=True):
-        _draw_lanes(ax, part, stretch, start)
+    for ax, bands, stretch in zip(axes, parts, stretches, strict=True):
+        tops = stack_bands(ax, bands, stretch, start)
+        for (label, rows, height), top in zip(bands, tops, strict=True):
+            _draw_band(ax, rows, top, height, start, is_phase=label == _PHASES_LABEL)
     axes[0].set_title("the step", fontsize=9, loc="left")
     if len(axes) > 1:
         axes[1].set_title("a part of it, magnified", fontsize=9, loc="left")
@@ -180,23 +179,22 @@ def draw_timeline(run: dict[str, Any], spans: Sequence[Span]) -> Figure | None:
     return figure
 
 
-def _draw_lanes(ax: Axes, lanes: dict[str, list[Span]], stretch: tuple[int, int], origin: int) -> None:
-    """The lanes of a stretch of time, from top to bottom, each with its label."""
-    phases = [span for phase in PHASES for span in lanes.get(phase, [])]
-    bands = {"phase": [sorted(phases, key=lambda s: s.start_ns)]}
-    bands |= {lane: rows_of(members)[:_MAX_ROWS] for lane, members in lanes.items() if lane not in PHASES}
-    seconds = (stretch[1] - stretch[0]) / 1e9
-    stacked = [
-        (_lane_label(lane, lanes.get(lane, []), seconds), rows, max(2.0, len(rows))) for lane, rows in bands.items()
-    ]
-    tops = stack_bands(ax, stacked, stretch, origin)
-    for lane, (_, rows, height), top in zip(bands, stacked, tops, strict=True):
-        _draw_band(ax, rows, top, height, origin, is_phase=lane == "phase")
+Band = tuple[str, list[list[Span]], float]
+"""Its label, its rows of spans, and its height."""
 
 
-def stack_bands(
-    ax: Axes, bands: Sequence[tuple[str, list[list[Span]], float]], stretch: tuple[int, int], origin: int
-) -> list[float]:
+def _bands_of(spans: Sequence[Span], start_ns: int, end_ns: int) -> list[Band]:
+    """The lanes of a stretch of time, from top to bottom: the phases in one band, then a band for each other lane."""
+    lanes = lanes_of(spans)
+    bands: list[Band] = [(_PHASES_LABEL, [[span for span in spans if span.lane in PHASES]], 2.0)]
+    for lane, members in lanes.items():
+        if lane not in PHASES:
+            rows = rows_of(members)[:_MAX_ROWS]
+            bands.append((_lane_label(lane, members, (end_ns - start_ns) / 1e9), rows, max(2.0, len(rows))))
+    return bands
+
+
+def stack_bands(ax: Axes, bands: Sequence[Band], stretch: tuple[int, int], origin: int) -> list[float]:
     """Room for bands (label, rows of spans, height) below each other over a stretch of time; returns the top of each."""
     heights = [height + _BAND_GAP for _, _, height in bands]
     *tops, end = itertools.accumulate(heights, initial=0.0)
@@ -208,10 +206,6 @@ def stack_bands(
     ax.set_xlim((stretch[0] - origin) / 1e6, (stretch[1] - origin) / 1e6)
     ax.grid(axis="x", alpha=0.25)
     return tops
-
-
-def _num_rows(members: Sequence[Span]) -> int:
-    return max(2, min(_MAX_ROWS, len(rows_of(members))))
 
 
 def _draw_band(ax: Axes, rows: list[list[Span]], top: float, height: float, origin: int, is_phase: bool) -> None:
@@ -232,9 +226,7 @@ def _draw_band(ax: Axes, rows: list[list[Span]], top: float, height: float, orig
 
 def _lane_label(lane: str, spans: Sequence[Span], seconds: float) -> str:
     """A lane's name, how long it was busy, and what it moved."""
-    if lane == "phase":
-        return "phase"
-    busy = covered((span.start_ns, span.end_ns) for span in spans)
+    busy = covered(spans)
     label = f"{lane}\n{busy / 1e9 / seconds:.0%} busy"
     moved = sum(span.num_bytes for span in spans)
     if moved and lane in ("read", "write"):

@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gc
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
+import torch
+from torch import nn
+
+import tiermem
+from tiermem.config import load_config, resolve_auto
+from tiermem.config.io import STATES_PER_TILE
+from tiermem.engine import Engine
+from tiermem.forecast import Rates, choose, forecast_shards
+from tiermem.forecast.rates import Compute
+from tiermem.policy import OffloadPolicy, Precision, Tier
+from tiermem.precision import DTYPES
+from tiermem.swap.accelerator import find_device, is_accelerator
+from tiermem.swap.checksum import crc32c
+from tiermem.swap.native import Workers
+from tiermem.swap.queue import Event
 from tiermem.tools.launcher import Job
-from tiermem.tools.presets import ModelShape, with_layers
-from tiermem.tools.run_record import covered
-from tiermem.tools.train_job import ELEMENT_BYTES, ModelSizes
-from tiermem.tools.train_options import Config
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from tiermem.engine import Engine
-    from tiermem.forecast import Rates
-    from tiermem.forecast.rates import Compute
-    from tiermem.policy import OffloadPolicy
-    from tiermem.swap.queue import Event
-
+from tiermem.tools.planned import activation_rows, hf_config, meta_model, passing_rows, transformers
+from tiermem.tools.presets import ModelShape, ModelSizes, with_layers
+from tiermem.tools.run_record import Figures, Span, covered, within
+from tiermem.tools.train_job import Config, with_key
 
 # ---- the trained model -----------------------------------------------------------------------------------------------
 #
 #     seed -> zero.Init -> AutoModelForCausalLM of a shape -> activation checkpointing, if the job says so
 #
-# transformers is imported when it is first asked for, and typed as Any: it is typed in parts only.
 
 
 def build_model(shape: ModelShape, seed: int, is_checkpointing: bool, **placed: Any) -> nn.Module:
     """A model of a shape with weights from a seed, built under `zero.Init(**placed)`: each module goes to its home at once."""
-    import torch
-
-    import tiermem
-
     torch.manual_seed(seed)
     with tiermem.zero.Init(**placed):
         model = transformers().AutoModelForCausalLM.from_config(hf_config(shape))
@@ -49,21 +46,11 @@ def build_model(shape: ModelShape, seed: int, is_checkpointing: bool, **placed: 
     return cast("nn.Module", model)
 
 
-def hf_config(shape: dict[str, Any]) -> Any:
-    """The transformers config of a shape. Raises ValueError for a model type that transformers does not know."""
-    return transformers().AutoConfig.for_model(**shape)
-
-
 def _set_training(model: Any, is_checkpointing: bool) -> None:
     """Training mode, with activation checkpointing by the name that the model's version of transformers has for it."""
     model.train()
     if is_checkpointing:
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
-
-
-def transformers() -> Any:
-    """The package, imported. Raises ImportError where it is not installed."""
-    return importlib.import_module("transformers")
 
 
 # ---- on a GPU: two small copies of the model in plain PyTorch --------------------------------------------------------
@@ -83,8 +70,6 @@ def time_plain_copies(shape: ModelShape, precision: str, batch: int, seq: int, i
 
     Raises ValueError for a model whose number of layers cannot be changed.
     """
-    from tiermem.forecast.rates import Compute
-
     few = _time_copy(with_layers(shape, _FEW), precision, batch, seq, is_checkpointing)
     more = _time_copy(with_layers(shape, _MORE), precision, batch, seq, is_checkpointing)
     forward_s = max(1e-12, (more[1] - few[1]) / (_MORE - _FEW))
@@ -98,14 +83,7 @@ def _time_copy(
     shape: ModelShape, precision: str, batch: int, seq: int, is_checkpointing: bool
 ) -> tuple[int, float, float]:
     """(elements of matrices in blocks and elsewhere, seconds of a forward, seconds of a backward) of a copy."""
-    import torch
-
-    from tiermem.swap.accelerator import find_device, is_accelerator
-
     device = find_device()
-    wait: Callable[[], object] = (
-        torch.accelerator.synchronize if is_accelerator(device) else lambda: None
-    )  # a CPU's maths is over by then
     model = _noise_model(shape, precision, is_checkpointing, device)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(_drop)
@@ -114,10 +92,10 @@ def _time_copy(
     for _ in range(_NUM_TIMED_COPIES + 1):
         start = time.monotonic()
         loss = model(input_ids=tokens, labels=tokens).loss
-        wait()
+        torch.accelerator.synchronize()
         middle = time.monotonic()
         loss.backward()
-        wait()
+        torch.accelerator.synchronize()
         forward.append(middle - start)
         backward.append(time.monotonic() - middle)
     numel = sum(p.numel() for p in model.parameters() if p.dim() > 1)
@@ -127,15 +105,11 @@ def _time_copy(
 
 
 def _tokens(shape: ModelShape, batch: int, seq: int) -> torch.Tensor:
-    import torch
-
     return torch.randint(0, int(shape["vocab_size"]), (batch, seq), generator=torch.Generator().manual_seed(0))
 
 
 def _noise_model(shape: ModelShape, precision: str, is_checkpointing: bool, device: torch.device) -> Any:
     """A model of the shape with small random weights, in the precision."""
-    from tiermem.tools.planned import meta_model
-
     model = meta_model(shape, precision).to_empty(device=device)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
@@ -175,7 +149,9 @@ MOST_KERNEL_NUMEL = 1 << 24
 _SUMMED_BYTES = 32 << 20
 _GPU_USE_S = 150e-6
 
-Span = tuple[float, float]
+
+Phase = tuple[int, int]
+"""When a forward or a backward began and ended, in nanoseconds."""
 
 
 class Maths(NamedTuple):
@@ -203,19 +179,14 @@ def measure_maths(
 
     Raises ValueError for a model whose number of layers cannot be changed, OSError when a folder is missing or too full.
     """
-    from tiermem.precision import DTYPES
-    from tiermem.swap.accelerator import find_device, is_accelerator
-
     if is_accelerator(find_device()):
         compute = time_plain_copies(shape, precision, batch, seq, is_checkpointing)
         return Maths(compute, _GPU_USE_S, None)
-    import tiermem
-
     policy = _policy(precision, folders)
     few = with_layers(shape, _num_layers(shape))
     model = build_model(few, 0, is_checkpointing, policy=policy, dtype=DTYPES[precision])
     tokens = _tokens(shape, batch, seq)
-    passes: list[tuple[Span, Span]] = []
+    passes: list[tuple[Phase, Phase]] = []
     with tiermem.shard(model, policy) as shards:
         for _ in range(_NUM_WARM_UP + _NUM_TIMED):
             start = time.monotonic_ns()
@@ -226,7 +197,7 @@ def measure_maths(
             model.zero_grad()
         shards.store.settle()
         events = list(shards.store.recorder.events)
-    return maths_of(events, passes[_NUM_WARM_UP:], _in_lists(model), _block_numel(model))
+    return maths_of(events, passes[_NUM_WARM_UP:], *_lists_of_blocks(model))
 
 
 def copy_bytes(shape: ModelShape, precision: str, is_on_disk: bool) -> int:
@@ -236,7 +207,7 @@ def copy_bytes(shape: ModelShape, precision: str, is_on_disk: bool) -> int:
     buffers = 4 * sizes.unit_numel  # two units, and gradients of two
     layers = _num_layers(shape) * sizes.block_numel + 2 * sizes.vocabulary * sizes.hidden
     numel = buffers if is_on_disk else 2 * layers + buffers
-    return numel * ELEMENT_BYTES[precision] + _USUAL_ROOM_BYTES
+    return numel * DTYPES[precision].itemsize + _USUAL_ROOM_BYTES
 
 
 def measure_kernels(num_params: int = MOST_KERNEL_NUMEL) -> float:
@@ -244,10 +215,6 @@ def measure_kernels(num_params: int = MOST_KERNEL_NUMEL) -> float:
 
     Takes 16 bytes of memory for each parameter.
     """
-    import torch
-
-    import tiermem
-
     param = torch.nn.Parameter(torch.zeros(num_params, dtype=torch.bfloat16))
     optim = tiermem.AdamW([param], lr=1e-3)
     param.grad = torch.full_like(param, 1e-3)
@@ -256,11 +223,6 @@ def measure_kernels(num_params: int = MOST_KERNEL_NUMEL) -> float:
 
 def measure_sums() -> float:
     """Bytes a second that are summed for checksums, by all threads of this process. Takes 32 MiB; blocks."""
-    import torch
-
-    from tiermem.swap.checksum import crc32c
-    from tiermem.swap.native import Workers
-
     pieces = list(torch.ones(_SUMMED_BYTES, dtype=torch.uint8).split(1 << 20))
     workers = Workers(torch.get_num_threads())
     try:
@@ -280,7 +242,7 @@ def _median_s(work: Callable[[], object]) -> float:
 
 
 def maths_of(
-    events: Iterable[Event], passes: Sequence[tuple[Span, Span]], prefixes: tuple[str, ...], num_numel: int
+    events: Iterable[Event], passes: Sequence[tuple[Phase, Phase]], prefixes: tuple[str, ...], num_numel: int
 ) -> Maths:
     """Reads the figures off the events of some passes.
 
@@ -289,9 +251,7 @@ def maths_of(
         prefixes: what the names of units inside lists of blocks begin with.
         num_numel: elements of the matrices in those blocks, all together.
     """
-    from tiermem.forecast.rates import Compute
-
-    spans = list(events)
+    spans = [Span(*event) for event in events]
     forward = [_Parts.of(spans, each[0], prefixes) for each in passes]
     backward = [_Parts.of(spans, each[1], prefixes) for each in passes]
     use_s = statistics.median(part.use_ns for part in (*forward, *backward)) * 1e-9
@@ -319,27 +279,24 @@ class _Parts:
     reduced_bytes: int  # of those, read and written
 
     @staticmethod
-    def of(events: Sequence[Event], phase: Span, prefixes: tuple[str, ...]) -> _Parts:
-        inside = [event for event in events if phase[0] <= event.start_ns < phase[1]]
-        units = [event for event in inside if event.lane == "unit"]
-        blocks = [event for event in units if event.name.partition(" ")[2].startswith(prefixes)]
-        aside = [_span(event) for event in inside if event.lane in ("wait", "reduce", "gather")]
-        waits = [_span(event) for event in inside if event.lane == "wait"]
-        reduced = [event for event in inside if event.lane == "reduce" and event.name.startswith(prefixes)]
+    def of(spans: Sequence[Span], phase: Phase, prefixes: tuple[str, ...]) -> _Parts:
+        inside = [span for span in spans if phase[0] <= span.start_ns < phase[1]]
+        units = [span for span in inside if span.lane == "unit"]
+        blocks = [span for span in units if span.name.partition(" ")[2].startswith(prefixes)]
+        waits = [span for span in inside if span.lane == "wait"]
+        aside = [span for span in inside if span.lane in ("wait", "reduce", "gather")]
+        reduced = [span for span in inside if span.lane == "reduce" and span.name.startswith(prefixes)]
         if not blocks:
             raise ValueError("the model runs no list of blocks that could be timed: it is not predicted")
-        block_spans = [_span(event) for event in blocks]
-        block_ns = covered([*block_spans, *aside]) - covered(aside)
-        window = min(s for s, _ in block_spans), max(e for _, e in block_spans)
-        in_window = [_span(event) for event in units] + aside
-        gaps_ns = (window[1] - window[0]) - covered(_clipped(in_window, window))
+        window = min(span.start_ns for span in blocks), max(span.end_ns for span in blocks)
+        gaps_ns = (window[1] - window[0]) - covered(within([*units, *aside], *window))
         return _Parts(
-            block_ns=block_ns,
-            rest_ns=phase[1] - phase[0] - covered(_clipped([*aside, *block_spans], phase)),
+            block_ns=covered([*blocks, *aside]) - covered(aside),
+            rest_ns=phase[1] - phase[0] - covered(within([*aside, *blocks], *phase)),
             use_ns=gaps_ns / max(1, len(blocks) - 1),
             num_uses=len(units),
-            reduce_ns=covered([*map(_span, reduced), *waits]) - covered(waits),
-            reduced_bytes=2 * sum(event.num_bytes for event in reduced),
+            reduce_ns=covered([*reduced, *waits]) - covered(waits),
+            reduced_bytes=2 * sum(span.num_bytes for span in reduced),
         )
 
 
@@ -350,8 +307,6 @@ def _num_layers(shape: ModelShape) -> int:
 
 def _policy(precision: str, folders: Sequence[Path]) -> OffloadPolicy:
     """Everything streams through two buffers; the states that no step will make take as little room as can be."""
-    from tiermem.policy import OffloadPolicy, Precision, Tier
-
     home = Tier.NVME if folders else Tier.HOST
     masters = Precision() if precision == "fp32" else Precision(precision, precision)  # type: ignore[arg-type]
     return OffloadPolicy(
@@ -370,27 +325,11 @@ def _policy(precision: str, folders: Sequence[Path]) -> OffloadPolicy:
     )
 
 
-def _in_lists(model: nn.Module) -> tuple[str, ...]:
-    from torch import nn
-
-    return tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
-
-
-def _block_numel(model: nn.Module) -> int:
-    """Elements of the matrices in lists of blocks."""
-    from torch import nn
-
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    params: set[torch.Tensor] = {param for each in lists for param in each.parameters() if param.dim() > 1}
-    return sum(param.numel() for param in params)
-
-
-def _span(event: Event) -> Span:
-    return event.start_ns, event.end_ns
-
-
-def _clipped(spans: Iterable[Span], bounds: Span) -> list[Span]:
-    return [(max(s, bounds[0]), min(e, bounds[1])) for s, e in spans if s < bounds[1] and e > bounds[0]]
+def _lists_of_blocks(model: nn.Module) -> tuple[tuple[str, ...], int]:
+    """What the names in lists of blocks begin with, and the elements of the matrices there."""
+    lists = {f"{name}.": module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    params = {param for each in lists.values() for param in each.parameters() if param.dim() > 1}
+    return tuple(lists), sum(param.numel() for param in params)
 
 
 # ---- the choice of open settings -------------------------------------------------------------------------------------
@@ -417,13 +356,6 @@ def choose_config(
 
     Raises ValueError for a config that cannot be.
     """
-
-    from tiermem.config import load_config, resolve_auto
-    from tiermem.forecast import choose
-    from tiermem.swap.accelerator import find_device, is_accelerator
-    from tiermem.tools.planned import meta_model
-    from tiermem.tools.train_job import ModelSizes
-
     loaded = resolve_auto(load_config(config), ModelSizes.of(shape).hidden)
     policy = loaded.policy()
     if policy.host_bytes is None:
@@ -438,20 +370,11 @@ def choose_config(
 
 def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
     """The config with chosen fields of the policy as keys of its own."""
-    from tiermem.config.io import STATES_PER_TILE
-    from tiermem.policy import Tier
-
-    found: Any = copy.deepcopy(config)
     for name, value in fields.items():
-        place = found
-        *path, key = _PLACES[name]
-        for section in path:
-            place = place.setdefault(section, {})
         if isinstance(value, Tier):
-            place[key] = "nvme" if value is Tier.NVME else "cpu"
-        else:
-            place[key] = value * STATES_PER_TILE if name == "tile_buffers" else value
-    return dict(found)
+            value = "nvme" if value is Tier.NVME else "cpu"
+        config = with_key(config, _PLACES[name], value * STATES_PER_TILE if name == "tile_buffers" else value)
+    return config
 
 
 # ---- predicting ------------------------------------------------------------------------------------------------------
@@ -460,7 +383,7 @@ def with_choice(config: Config, fields: Mapping[str, Any]) -> Config:
 #               (prediction.py), where the cap leaves room for it
 #     disk      the rates measured at the start, summed over the file systems that the paths lie on (files.py)
 #     bytes     the plan and the forecast: nothing is measured
-#     memory    resident after the imports (measured) + the store (planned) + activations (train_job.py's arithmetic); of an
+#     memory    resident after the imports (measured) + the store (planned) + activations (planned.py's arithmetic); of an
 #               accelerator: what the plan keeps there, units present at once, activations
 #
 # The trainer sends it as JSON. If a prediction is not possible, `not_made` says why.
@@ -469,21 +392,19 @@ _KERNEL_ROOM_BYTES = 16  # per parameter that is stepped to measure
 _LEAST_KERNEL_NUMEL = 1 << 20
 _NO_DISK = 1e12  # bytes a second: nothing is read or written
 
-Figures = dict[str, Any]
-
 
 class Measured(NamedTuple):
-    """What this machine takes for the model's maths, and its rates of the optimizer's and of checksums."""
+    """What this machine takes for the model's maths, and its rates."""
 
-    maths: Maths
-    kernel_bytes_s: float
-    sum_bytes_s: float
+    compute: Compute
+    rates: Rates
 
 
-def measure(job: Job, room_bytes: int | None) -> Measured | str:
-    """Times the maths within `room_bytes` of memory (None: no limit); returns why not, where it cannot. Blocks."""
-    import torch
+def measure(job: Job, room_bytes: int | None, disk: Figures | None) -> Measured | str:
+    """Times the maths within `room_bytes` of memory (None: no limit); returns why not, where it cannot. Blocks.
 
+    `disk` holds the measured rates of the paths' disks in bytes per second; None: nothing rests there.
+    """
     folders = [Path(path) for path in job.nvme_paths]
     try:
         copy = copy_bytes(job.shape, job.precision, bool(folders))
@@ -495,26 +416,30 @@ def measure(job: Job, room_bytes: int | None) -> Measured | str:
     except torch.OutOfMemoryError:
         return "a small copy of the model does not fit the accelerator's memory"
     numel = MOST_KERNEL_NUMEL if room_bytes is None else min(MOST_KERNEL_NUMEL, room_bytes // (2 * _KERNEL_ROOM_BYTES))
-    return Measured(maths, measure_kernels(max(_LEAST_KERNEL_NUMEL, numel)), measure_sums())
+    rates = Rates(
+        disk_read_bytes_s=disk["read_bytes_s"] if disk else _NO_DISK,
+        disk_write_bytes_s=disk["write_bytes_s"] if disk else _NO_DISK,
+        kernel_bytes_s=measure_kernels(max(_LEAST_KERNEL_NUMEL, numel)),
+        gradient_bytes_s=maths.gradient_bytes_s,
+        sum_bytes_s=measure_sums(),
+        use_s=maths.use_s,
+    )
+    return Measured(maths.compute, rates)
 
 
 def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | None, resident_bytes: int) -> Figures:
     """The figures of a step and of memory, as JSON takes them; `disk` holds rates in bytes per second."""
     if isinstance(measured, str):
         return {"not_made": measured}
-    from tiermem.forecast import forecast_shards
-    from tiermem.swap.accelerator import is_accelerator
-    from tiermem.tools.planned import activation_lines, passing_lines
-
-    rates = rates_of(measured, disk)
-    forecast = forecast_shards(engine.shards, measured.maths.compute, rates, engine.gradient_accumulation_steps())
+    compute, rates = measured
+    forecast = forecast_shards(engine.shards, compute, rates, engine.gradient_accumulation_steps())
     plan = engine.shards.plan
     is_gpu = is_accelerator(engine.shards.device)
     sizes, num_tokens = ModelSizes.of(job.shape), job.batch * job.seq
-    beside = activation_lines(sizes, num_tokens, job.precision, job.is_checkpointing, is_gpu)
-    activations = sum(line.num_bytes for line in beside)
-    units = passing_lines([live.unit for live in engine.shards.units], engine.shards.policy)
-    on_device = plan.device_bytes + activations + sum(line.num_bytes for line in units)
+    rows = activation_rows(sizes, num_tokens, job.precision, job.is_checkpointing, is_gpu)
+    activations = sum(row.num_bytes for row in rows)
+    units = passing_rows([live.unit for live in engine.shards.units], engine.shards.policy)
+    on_device = plan.device_bytes + activations + sum(row.num_bytes for row in units)
     return {
         **{f"{phase}_s": seconds for phase, seconds in forecast.seconds.items()},
         "nvme_read_bytes": forecast.edge_bytes("NVME -> HOST"),
@@ -526,22 +451,8 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
         "peak_bytes": None if is_gpu else resident_bytes + plan.host_bytes + activations,
         "device_bytes": on_device if is_gpu else None,
         "busy_s": {lane: dict(by) for lane, by in forecast.busy_s.items()},
-        "rates": {"compute": measured.maths.compute._asdict(), **dataclasses.asdict(rates), "disk": disk},
+        "rates": {"compute": compute._asdict(), **dataclasses.asdict(rates), "disk": disk},
     }
-
-
-def rates_of(measured: Measured, disk: Figures | None) -> Rates:
-    """Everything measured, as the forecast takes it."""
-    from tiermem.forecast import Rates
-
-    return Rates(
-        disk_read_bytes_s=disk["read_bytes_s"] if disk else _NO_DISK,
-        disk_write_bytes_s=disk["write_bytes_s"] if disk else _NO_DISK,
-        kernel_bytes_s=measured.kernel_bytes_s,
-        gradient_bytes_s=measured.maths.gradient_bytes_s,
-        sum_bytes_s=measured.sum_bytes_s,
-        use_s=measured.maths.use_s,
-    )
 
 
 def _freezes(engine: Engine, job: Job) -> bool:

@@ -8,9 +8,11 @@ They are plain dictionaries, so that reading them does not import transformers.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from tiermem.tools.words import read_json
 
 ModelShape = dict[str, Any]
 
@@ -56,10 +58,7 @@ def preset(name: str) -> ModelShape:
 
 def read_shape(file: Path) -> ModelShape:
     """A Hugging Face config.json, without the key/value cache. Raises OSError, or ValueError that says what is wrong."""
-    try:
-        shape = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
+    shape = read_json(file)
     if not isinstance(shape, dict) or "model_type" not in shape:
         raise ValueError(f'{file} is no Hugging Face config: it must be an object with a "model_type"')
     return {**shape, "use_cache": False}
@@ -110,3 +109,52 @@ def with_layers(shape: ModelShape, num_layers: int) -> ModelShape:
         if key in shape:
             return {**shape, key: num_layers}
     raise ValueError(f"--layers: a {shape.get('model_type')} config without num_hidden_layers cannot be made deeper")
+
+
+class ModelSizes(NamedTuple):
+    """What the formulas need of a model's shape."""
+
+    hidden: int
+    intermediate: int
+    num_layers: int
+    num_heads: int
+    key_value: int  # width of keys, and of values
+    vocabulary: int
+
+    @staticmethod
+    def of(shape: Mapping[str, Any]) -> ModelSizes:
+        """Reads a Hugging Face config. Raises ValueError that names the key it lacks."""
+        hidden = _key(shape, "hidden_size", "n_embd", "d_model")
+        num_heads = _key(shape, "num_attention_heads", "n_head", "num_heads")
+        head_dim = shape.get("head_dim") or hidden // num_heads
+        return ModelSizes(
+            hidden=hidden,
+            intermediate=shape.get("intermediate_size") or shape.get("n_inner") or 4 * hidden,
+            num_layers=_key(shape, "num_hidden_layers", "n_layer", "num_layers"),
+            num_heads=num_heads,
+            key_value=head_dim * (shape.get("num_key_value_heads") or num_heads),
+            vocabulary=_key(shape, "vocab_size"),
+        )
+
+    @property
+    def block_numel(self) -> int:
+        """Parameters of one block."""
+        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.key_value
+        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
+    def unit_numel(self) -> int:
+        """Parameters of the largest unit: a block, or the embedding."""
+        return max(self.block_numel, self.vocabulary * self.hidden)
+
+    @property
+    def weight_numel(self) -> int:
+        """Elements of the largest weight."""
+        return self.hidden * max(self.intermediate, self.vocabulary)
+
+
+def _key(shape: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        if isinstance(shape.get(name), int):
+            return int(shape[name])
+    raise ValueError(f"the model's config has no {names[0]}: --memory needs it to tell activations by arithmetic")

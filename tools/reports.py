@@ -63,6 +63,10 @@ class Progress(Observer):
         elif kind == "ready":
             self._ceiling = message.get("ceiling")
             self._before = (message.get("read_bytes", 0), message.get("written_bytes", 0))
+            if message.get("plan"):
+                self._console.print(plan_table(message))
+                if message.get("choice"):
+                    self._console.print(message["choice"])
         elif kind == "step":
             now = (message.get("nvme_read_bytes", 0), message.get("nvme_written_bytes", 0))
             self._moved = (now[0] - self._before[0], now[1] - self._before[1])
@@ -90,7 +94,7 @@ class Progress(Observer):
         if "device_memory" in step:
             parts.append(describe_device(step["device_memory"]))
         if any(self._moved):
-            parts.append(self._describe_disk(seconds))
+            parts.append(f"disk {self._describe_disk(seconds)}")
         if waits := self._describe_waits(step):
             parts.append(f"waited {waits}")
         return " · ".join(parts)
@@ -103,10 +107,10 @@ class Progress(Observer):
     def _describe_disk(self, seconds: float) -> str:
         read, written = (moved / seconds / 1e9 for moved in self._moved)
         if not self._ceiling:
-            return f"disk {read:.2f} read + {written:.2f} write GB/s"
+            return f"{read:.2f} read + {written:.2f} write GB/s"
         least = self._moved[0] / self._ceiling["read_bytes_s"] + self._moved[1] / self._ceiling["write_bytes_s"]
         bound = f"{self._ceiling['read_bytes_s'] / 1e9:.1f} and {self._ceiling['write_bytes_s'] / 1e9:.1f}"
-        return f"disk {read:.2f} read + {written:.2f} write GB/s (ceilings {bound}: busy {least / seconds:.0%})"
+        return f"{read:.2f} read + {written:.2f} write GB/s (ceilings {bound}: busy {least / seconds:.0%})"
 
     def _describe_waits(self, step: Message) -> str:
         return ", ".join(f"{s:.2f} s for {name}" for name, s in list(step.get("waits", {}).items())[:3] if s >= 0.005)
@@ -124,7 +128,7 @@ class Progress(Observer):
             rows.add_row("loss", f"{step['loss']:.4f}")
             rows.add_row("speed", f"{step['tokens'] / seconds:.1f} tokens/s, {seconds:.2f} s a step")
             if any(self._moved):
-                rows.add_row("disk", self._describe_disk(seconds).removeprefix("disk "))
+                rows.add_row("disk", self._describe_disk(seconds))
             rows.add_row("waited", self._describe_waits(step) or "no time worth naming")
         rows.add_row("memory", self._describe_memory())
         if step and "device_memory" in step:
@@ -187,7 +191,7 @@ def result_table(run: Summary) -> Table:
     losses = run["losses"]
     if losses:
         shown.add_row("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}", "", f"{len(losses)} steps")
-        times = " / ".join(_seconds(median_after_warm_up(run[key])) for key in ("forward_s", "backward_s", "step_s"))
+        times = " / ".join(map(_seconds, _medians(run).values()))
         shown.add_row("forward / backward / step", times, "", "medians, the first step left out")
         shown.add_row("tokens per second", f"{run['tokens_per_s']:.1f}", "", "")
     if run["num_params"]:
@@ -229,11 +233,11 @@ def predicted_table(run: Summary) -> Table | None:
     if not said or "not_made" in said or not run["losses"]:
         return None
     shown = table("predicted before the first step, and real", "", ">predicted", ">real", ">predicted / real")
-    real = {key: median_after_warm_up(run[f"{key}_s"]) for key in ("forward", "backward", "step")}
-    for key, seconds in real.items():
-        shown.add_row(key, _seconds(said[f"{key}_s"]), _seconds(seconds), _ratio(said[f"{key}_s"], seconds))
-    together = sum(said[f"{key}_s"] for key in real), sum(seconds or 0.0 for seconds in real.values())
-    shown.add_row("together", _seconds(together[0]), _seconds(together[1]), _ratio(*together))
+    real = _medians(run)
+    times = {phase: (said[f"{phase}_s"], seconds) for phase, seconds in real.items()}
+    times["together"] = sum(each for each, _ in times.values()), sum(seconds or 0.0 for seconds in real.values())
+    for phase, both in times.items():
+        shown.add_row(phase, *map(_seconds, both), _ratio(*both))
     for what, predicted, measured in (
         ("NVMe bytes read a step", said["nvme_read_bytes"], run["nvme_read_bytes_a_step"]),
         ("NVMe bytes written a step", said["nvme_written_bytes"], run["nvme_written_bytes_a_step"]),
@@ -255,11 +259,16 @@ def peers_table(runs: Sequence[Summary]) -> Table:
     for run in runs:
         losses = run["losses"]
         loss = f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else "-"
-        times = [_seconds(median_after_warm_up(run[key])) for key in ("forward_s", "backward_s", "step_s")]
+        times = map(_seconds, _medians(run).values())
         speed = f"{run['tokens_per_s']:.1f}" if run["tokens_per_s"] else "-"
         peaks = [_size(run["peak_rss_bytes"]), *[_size(_device_peak(run))] * has_device]
         shown.add_row(run["name"], loss, *times, speed, *peaks, run["outcome"])
     return shown
+
+
+def _medians(run: Summary) -> dict[str, float | None]:
+    """Seconds of each phase of the median step."""
+    return {phase: median_after_warm_up(run[f"{phase}_s"]) for phase in ("forward", "backward", "step")}
 
 
 def _device_peak(run: Summary) -> int | None:

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import datetime
-import gc
 import itertools
 import json
 import platform
-import re
 import statistics
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from tiermem.tools.launcher import Job, Message, Observer, Outcome, Sample
-from tiermem.tools.machine import cpu_model, memory_bytes, num_cores
+from tiermem.tools.launcher import Message, Observer, Outcome, Sample
+from tiermem.tools.machine import Written, cpu_model, memory_bytes, num_cores
 from tiermem.tools.words import format_bytes
-
-if TYPE_CHECKING:
-    import torch
-
-    from tiermem.swap.store import TensorStore
-
 
 # ---- counts of bytes: the store's compared with the kernel's (/proc/self/io) -----------------------------------------
 #
@@ -31,7 +22,6 @@ if TYPE_CHECKING:
 # cap evicted them. So the kernel's reads may exceed the store's by SLACK_BYTES.
 
 TOLERANCE = 0.02
-_ARRIVAL_S = 0.2
 
 
 class IoCounts(NamedTuple):
@@ -53,27 +43,6 @@ def kernel_counts() -> IoCounts:
     with open("/proc/self/io", encoding="ascii") as table:
         counts = dict(line.split(": ") for line in table.read().splitlines())
     return IoCounts(int(counts["read_bytes"]), int(counts["write_bytes"]))
-
-
-def store_counts(store: TensorStore) -> IoCounts:
-    """Bytes that the store has moved so far."""
-    stats = store.stats()
-    return IoCounts(stats.nvme_read_bytes, stats.nvme_written_bytes)
-
-
-def written_by_path(store: TensorStore) -> dict[str, int]:
-    """Bytes written to each path since the store was made."""
-    return {str(each.path): each.written_bytes for each in store.stats().paths}
-
-
-def counts_at_rest(store: TensorStore) -> IoCounts:
-    """Counts with nothing under way: writes are waited for, reads ahead of a step that never comes arrive by themselves."""
-    store.settle()
-    before, counts = IoCounts(-1, -1), store_counts(store)
-    while counts != before:
-        time.sleep(_ARRIVAL_S)
-        before, counts = counts, store_counts(store)
-    return counts
 
 
 def disagreements(
@@ -145,10 +114,10 @@ def within(spans: Iterable[Span], start_ns: int, end_ns: int) -> list[Span]:
     ]
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How much of time some spans (start, end) cover together."""
+def covered(spans: Iterable[Span]) -> float:
+    """How many nanoseconds some spans cover together."""
     total, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
+    for start, end in sorted((span.start_ns, span.end_ns) for span in spans):
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
@@ -156,8 +125,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 def busy_fraction(spans: Iterable[Span], start_ns: int, end_ns: int) -> float:
     """The part of a stretch of time in which at least one of the spans goes on."""
-    inside = within(spans, start_ns, end_ns)
-    return covered((span.start_ns, span.end_ns) for span in inside) / max(1, end_ns - start_ns)
+    return covered(within(spans, start_ns, end_ns)) / max(1, end_ns - start_ns)
 
 
 # ---- trace.json: opens in Perfetto (ui.perfetto.dev) or chrome://tracing ---------------------------------------------
@@ -217,29 +185,6 @@ class OutOfDeviceMemory(RuntimeError):
     """The accelerator's memory does not hold what the run needs; the message says what to change."""
 
 
-def device_fields(device: torch.device | None = None) -> dict[str, Figures]:
-    """`device_memory` and its figures, for a message; empty on the CPU. None: the device that this process computes on."""
-    from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator, usage
-
-    device = device or find_device()
-    if not is_accelerator(device):
-        return {}
-    free, total = free_and_total(device)
-    return {
-        "device_memory": {**usage(device)._asdict(), "free_bytes": free, "total_bytes": total, "device": str(device)}
-    }
-
-
-def forget_peak() -> None:
-    """Gives back what a measurement has cached on the accelerator, so that peaks are those of what comes now."""
-    from tiermem.swap.accelerator import find_device, is_accelerator, reset_peak
-
-    device = find_device()
-    if is_accelerator(device):
-        gc.collect()
-        reset_peak(device)
-
-
 def describe_device(figures: Mapping[str, Any]) -> str:
     """Now, at the peak, and the card: on one line."""
     now, reserved, peak, peak_reserved, total = (
@@ -254,52 +199,6 @@ def planned_bytes(plan: Sequence[Sequence[Any]]) -> int:
     return sum(num_bytes for _, tier, num_bytes, _ in plan if tier == "DEVICE")
 
 
-def out_of_memory_in(error: BaseException | None) -> torch.OutOfMemoryError | None:
-    """The device's refusal that an error is, or was raised because of; None for any other error."""
-    import torch
-
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, torch.OutOfMemoryError):
-            return error
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def explain_out_of_memory(
-    refusal: BaseException, figures: Mapping[str, Any], plan: Sequence[Sequence[Any]] | None, phase: str, job: Job
-) -> str:
-    """One sentence: what was asked for and when, what is reserved, what the plan has on DEVICE, what to change."""
-    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(refusal))
-    wanted = f"{asked[1]} more were wanted" if asked else "more was wanted"
-    reserved, allocated, total, free = (
-        format_bytes(figures[f"{key}_bytes"]) for key in ("reserved", "allocated", "total", "free")
-    )
-    rests = "" if plan is None else f"; the plan keeps {format_bytes(planned_bytes(plan))} on DEVICE{_rows(plan)}"
-    return (
-        f"{figures['device']} has no memory left in {phase}: {wanted}, torch has reserved {reserved} of {total} ({allocated} "
-        f"in tensors) and {free} are free{rests}: {_remedy(job, is_made=plan is not None)}"
-    )
-
-
-def _rows(plan: Sequence[Sequence[Any]]) -> str:
-    rows = [f"{what} {format_bytes(num_bytes)}" for what, tier, num_bytes, _ in plan if tier == "DEVICE"]
-    return f" ({', '.join(rows)})" if rows else ""
-
-
-def _remedy(job: Job, is_made: bool) -> str:
-    """What would take less: of activations too, once the model is made."""
-    smaller = [f"a --batch below {job.batch}"] if is_made and job.batch > 1 else []
-    smaller += [f"a --seq below {job.seq}"] if is_made else ["a smaller model"]
-    smaller += ["--checkpointing"] if is_made and not job.is_checkpointing else []
-    zero = job.config.get("zero_optimization") or {}
-    offloads = [zero.get(f"offload_{what}") or {} for what in ("param", "optimizer")]
-    if not all(section.get("device") in ("cpu", "nvme") for section in offloads):
-        smaller += ["--offload cpu"]
-    return f"give {', '.join(smaller[:-1])}{' or ' * (len(smaller) > 1)}{smaller[-1]}"
-
-
 # ---- the record: runs/<id>/run.json ----------------------------------------------------------------------------------
 #
 # It takes memory samples from the launcher, and phases, steps and counts from the channel, and keeps bounded lists of both.
@@ -307,8 +206,10 @@ def _remedy(job: Job, is_made: bool) -> str:
 
 _MAX_SAMPLES = 4096
 _MAX_PHASES = 20_000
-_PATH_KEYS = ("path", "written_bytes", "since_made_bytes")
 NUM_WARM_UP = 1
+_OF_OUTCOME = (
+    "peak_rss_bytes", "limit_kind", "is_killed_at_cap", "exit_code", "phase", "is_interrupted", "wall_s",
+)  # fmt: skip
 
 
 class Series:
@@ -398,7 +299,7 @@ class RunRecord(Observer):
             "nvme_read_bytes": self._moved("read"),
             "nvme_written_bytes": self._moved("written"),
             **{key: done.get(key) for key in ("kernel_read_bytes", "kernel_written_bytes", "host_peak_bytes")},
-            "paths": [dict(zip(_PATH_KEYS, each, strict=True)) for each in done.get("paths", [])],
+            "paths": [Written(*each)._asdict() for each in done.get("paths", [])],
             "device_memory": self._device_memory(),
             **{key: last.get(key) for key in ("engine", "engine_why")},
             "versions": ready.get("versions", {}),
@@ -410,19 +311,13 @@ class RunRecord(Observer):
             "error": self.error,
         }
         if outcome is not None:
+            figures |= {key: getattr(outcome, key) for key in _OF_OUTCOME}
             figures |= {
-                "peak_rss_bytes": outcome.peak_rss_bytes,
                 "memory_limit_bytes": outcome.limit_bytes,
-                "limit_kind": outcome.limit_kind,
                 "cgroup_peak_bytes": outcome.charge.peak_bytes,
                 "cgroup_anonymous_peak_bytes": outcome.anonymous_peak_bytes,
                 "cap_hits": outcome.charge.num_hits,
-                "is_killed_at_cap": outcome.is_killed_at_cap,
-                "exit_code": outcome.exit_code,
-                "phase": outcome.phase,
-                "is_interrupted": outcome.is_interrupted,
                 "outcome": outcome.describe(),
-                "wall_s": outcome.wall_s,
             }
         return figures
 

@@ -8,6 +8,7 @@ Every mistake that can be found without starting a process raises ValueError or 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import secrets
@@ -21,14 +22,13 @@ from rich.console import Console
 
 from tiermem.swap.run_folder import remove_dead_runs
 from tiermem.tools.bench.peers.runs import Peer, list_peers
-from tiermem.tools.launcher import CHANNEL_FD, CHILD_ENVIRONMENT, Job, Message, Observer, Sample, launch
+from tiermem.tools.launcher import CHANNEL_FD, CHILD_ENVIRONMENT, Job, Observer, launch
 from tiermem.tools.machine import lines_of_run
 from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.reports import Progress, peers_table, plan_table, predicted_table, result_table
+from tiermem.tools.reports import Progress, peers_table, predicted_table, result_table
 from tiermem.tools.run_record import RunRecord, read_spans, stamp, write_trace
-from tiermem.tools.train_job import make_job
-from tiermem.tools.train_options import Resumed, find_resumed, with_saved
+from tiermem.tools.train_job import Resumed, find_resumed, make_job, with_saved
 from tiermem.tools.words import save_json
 
 EXIT_FAILED, EXIT_USER, EXIT_COUNTS, EXIT_INTERRUPTED, EXIT_KILLED = 1, 2, 3, 130, 137
@@ -65,41 +65,26 @@ def train(options: TrainOptions, console: Console) -> int:
         runs += _run_peer(peer, job, folder, options, console)
     if peers:
         console.print(peers_table(runs))
-        save_json(folder / "peers.json", {"runs": [_without_pictures(r) for r in runs]})
+        save_json(folder / "peers.json", {"runs": runs})
     if options.json_file is not None:
-        extra = {"peers": [_without_pictures(r) for r in runs[1:]]} if peers else {}
-        save_json(options.json_file, {**_without_pictures(run), **extra})
+        extra = {"peers": runs[1:]} if peers else {}
+        save_json(options.json_file, {**run, **extra})
     return _status(run, console)
 
 
-class _Listener(Observer):
-    """Passes what a run tells on to its record, its progress and its log."""
+class _Log(Observer):
+    """Writes a child's output to a file, which is made with the first line, and to a console where there is one."""
 
-    def __init__(self, record: RunRecord, progress: Progress, log: Path, console: Console, is_debug: bool) -> None:
-        self._record = record
-        self._progress = progress
-        self._log = log
+    def __init__(self, file: Path, console: Console | None) -> None:
+        self._file = file
         self._stream: TextIO | None = None
         self._console = console
-        self._is_debug = is_debug
-
-    def on_message(self, message: Message) -> None:
-        self._record.on_message(message)
-        self._progress.on_message(message)
-        if message["kind"] == "ready" and message.get("plan"):
-            self._console.print(plan_table(message))
-            if message.get("choice"):
-                self._console.print(message["choice"])
-
-    def on_sample(self, sample: Sample) -> None:
-        self._record.on_sample(sample)
-        self._progress.on_sample(sample)
 
     def on_output(self, line: str) -> None:
         if self._stream is None:
-            self._stream = open(self._log, "w", encoding="utf-8")  # noqa: SIM115  (closed by close)
+            self._stream = open(self._file, "w", encoding="utf-8")  # noqa: SIM115  (closed by close)
         print(line, file=self._stream, flush=True)
-        if self._is_debug:
+        if self._console is not None:
             self._console.print(line)
 
     def close(self) -> None:
@@ -116,30 +101,28 @@ def _run_one(
     console: Console,
     patience_s: float | None = None,
 ) -> dict[str, Any]:
-    """One capped process from job to run.json; returns the run as saved."""
+    """One capped process from job to run.json; returns the run as saved, without what only pictures need."""
     job.save(folder / "job.json")
     record = RunRecord()
     with open_limit(job.memory_limit_bytes) as limit:
         console.print(f"memory limit: {limit.why}")
-        with Progress(console, title, job.steps, limit.limit_bytes, limit.kind) as progress:
-            listener = _Listener(record, progress, folder / "output.log", console, options.is_debug)
-            try:
-                record.outcome = launch(command, limit, listener, CHILD_ENVIRONMENT, patience_s)
-            finally:
-                listener.close()
+        with (
+            Progress(console, title, job.steps, limit.limit_bytes, limit.kind) as progress,
+            contextlib.closing(_Log(folder / "output.log", console if options.is_debug else None)) as log,
+        ):
+            record.outcome = launch(command, limit, (record, progress, log), CHILD_ENVIRONMENT, patience_s)
     _clean_up(record, job, console)
     if record.error and record.outcome.exit_code == EXIT_USER and not record.steps:
         _forget(folder)
         raise ValueError(record.error["trace"] if options.is_debug else record.error["message"])
-    run = {"name": title, **stamp(), **record.summary(), "pictures": record.pictures()}
-    save_json(folder / "run.json", run)
+    run = {"name": title, **stamp(), **record.summary()}
+    save_json(folder / "run.json", {**run, "pictures": record.pictures()})
     return run
 
 
 def _clean_up(record: RunRecord, job: Job, console: Console) -> None:
     """What a trainer that was killed left on its paths goes; a trainer that closed left nothing."""
-    if record.outcome is None:
-        return
+    assert record.outcome is not None
     for path in job.nvme_paths:
         for name in remove_dead_runs(Path(path), record.outcome.pid):
             console.print(f"removed {name}, which the killed trainer left in {path}")
@@ -243,7 +226,3 @@ def _forget(folder: Path) -> None:
     for name in ("job.json", "output.log"):
         (folder / name).unlink(missing_ok=True)
     folder.rmdir()
-
-
-def _without_pictures(run: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in run.items() if key != "pictures"}

@@ -1,222 +1,245 @@
-"""TrainJob: makes the job from `tiermem train`'s options, computes its memory budget, and finds errors before it starts."""
+"""TrainJob: makes a config and the job from `tiermem train`'s options and a saved step, and finds errors before it starts."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tiermem.swap.direct import probe_path
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.launcher import Job
 from tiermem.tools.machine import memory_bytes
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.presets import ModelShape, check_shape, read_shape, shape_of, with_layers
-from tiermem.tools.train_options import (
-    CHECKPOINTS,
-    DEFAULT_LR,
-    DEFAULT_SEED,
-    DEFAULT_SEQ,
-    DEFAULT_STEPS,
-    Resumed,
-    decided_by_config,
-    make_config,
-    nvme_folders,
-    options_to_save,
-    own_folders,
-    precision_of,
-    read_config,
-)
-from tiermem.tools.words import format_bytes
+from tiermem.tools.presets import ModelShape, ModelSizes, check_shape, read_shape, shape_of, with_layers
+from tiermem.tools.words import format_bytes, options_of, read_json
 
-if TYPE_CHECKING:
-    from tiermem.precision import Precision
-
-
-# ---- the budget: host memory that the store may carve under a cap ----------------------------------------------------
+# ---- the config ------------------------------------------------------------------------------------------------------
 #
-#     cap  =  interpreter and libraries    measured, after the imports
-#          +  activations                  a formula per token and layer, from what autograd saves for a Llama
-#          +  gradients in autograd        of the largest unit, until the last of them has arrived, and of the block before
-#          +  repacked weight              oneDNN copies a weight into its own layout during a product
-#          +  allocator                    free pieces between live ones: a fraction of the bytes allocated from the heap
-#          +  margin
-#          +  host_bytes                   the rest: units, tiles, staging, resident states
-#
-# The formula was checked against what autograd saves (`saved_tensors_hooks`), to the byte per layer, and against the
-# peak of a run. Other families are treated as a Llama of the same sizes.
+# A setting that the config file contains cannot be given as an option, too.
 
-MARGIN_BYTES = 32 << 20  # thread stacks, page tables, the queue, Python objects of a step
-MARGIN_PART = 0.03
-HEAP_PART = 0.30  # measured at 24 and 48 layers of 1024: 9.5 MB of heap for 7.35 MB saved, glibc 2.36
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+Config = dict[str, Any]
+
+DEFAULT_STEPS, DEFAULT_SEQ, DEFAULT_SEED = 10, 128, 0
+CLIPPING = 1.0
+DEFAULT_LR = 1e-4
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-class Term(NamedTuple):
-    """One line of the arithmetic."""
-
-    name: str
-    num_bytes: int
-    why: str
-
-
-class ModelSizes(NamedTuple):
-    """What the formulas need of a model's shape."""
-
-    hidden: int
-    intermediate: int
-    num_layers: int
-    num_heads: int
-    key_value: int  # width of keys, and of values
-    vocabulary: int
-
-    @staticmethod
-    def of(shape: Mapping[str, Any]) -> ModelSizes:
-        """Reads a Hugging Face config. Raises ValueError that names the key it lacks."""
-        hidden = _key(shape, "hidden_size", "n_embd", "d_model")
-        num_heads = _key(shape, "num_attention_heads", "n_head", "num_heads")
-        head_dim = shape.get("head_dim") or hidden // num_heads
-        return ModelSizes(
-            hidden=hidden,
-            intermediate=shape.get("intermediate_size") or shape.get("n_inner") or 4 * hidden,
-            num_layers=_key(shape, "num_hidden_layers", "n_layer", "num_layers"),
-            num_heads=num_heads,
-            key_value=head_dim * (shape.get("num_key_value_heads") or num_heads),
-            vocabulary=_key(shape, "vocab_size"),
-        )
-
-    @property
-    def block_numel(self) -> int:
-        """Parameters of one block."""
-        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.key_value
-        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-
-    @property
-    def unit_numel(self) -> int:
-        """Parameters of the largest unit: a block, or the embedding."""
-        return max(self.block_numel, self.vocabulary * self.hidden)
-
-    @property
-    def weight_numel(self) -> int:
-        """Elements of the largest weight."""
-        return self.hidden * max(self.intermediate, self.vocabulary)
+def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Config:
+    """AdamW with clipping; parameters and optimizer states at home on `offload`, on NVMe at `nvme_paths`. Raises ValueError."""
+    offload, precision = options.offload or "nvme", options.precision or "bf16"
+    if options.resident_bytes and offload != "nvme":
+        raise ValueError(f"--resident keeps a part of what rests on NVMe in memory; with --offload {offload} all is")
+    target: Config = {"device": offload}
+    if offload == "nvme":
+        target["nvme_path"] = [str(path) for path in nvme_paths]
+    lr = DEFAULT_LR if options.lr is None else options.lr
+    config: Config = {
+        "train_micro_batch_size_per_gpu": options.batch or 1,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.0}},
+        "gradient_clipping": CLIPPING,
+        "zero_optimization": {"stage": 3, "offload_param": dict(target), "offload_optimizer": dict(target)},
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    own = {name: getattr(options, name) for name in ("resident_bytes", "durability", "keep")}
+    own = {key: value for key, value in {**own, "precision": options.states}.items() if value is not None}
+    return {**config, "tiermem": own} if own else config
 
 
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """The arithmetic: the cap, what is taken from it, what is left."""
-
-    cap_bytes: int
-    terms: tuple[Term, ...]
-
-    @property
-    def host_bytes(self) -> int:
-        """What is left for the store; zero or less when nothing is."""
-        return self.cap_bytes - sum(term.num_bytes for term in self.terms)
-
-    def rows(self) -> list[Term]:
-        """The lines to show: every term, then what is left."""
-        return [*self.terms, Term("host memory of the store", self.host_bytes, "what the cap leaves")]
-
-    def explain(self) -> str:
-        """The arithmetic on one line."""
-        parts = " - ".join(f"{format_bytes(term.num_bytes)} ({term.name})" for term in self.terms)
-        return f"{format_bytes(self.cap_bytes)} - {parts} = {format_bytes(self.host_bytes)} for the store"
-
-    def check(self, least_bytes: int = 0) -> None:
-        """Raises ValueError with the arithmetic when less than `least_bytes` is left, or nothing."""
-        if self.host_bytes >= max(least_bytes, 1):
-            return
-        enough = self.cap_bytes - self.host_bytes + max(least_bytes, 64 << 20)
-        raise ValueError(
-            f"a cap of {format_bytes(self.cap_bytes)} is too small: {self.explain()}; {format_bytes(least_bytes)} are "
-            f"needed. Give --memory {-(-enough // (1 << 20))}MiB, a shorter --seq, a smaller --batch or --checkpointing"
-        )
+def decided_by_config(options: TrainOptions) -> list[str]:
+    """The options given that a config decides."""
+    given = [field for field in _DECIDED_BY_CONFIG if getattr(options, field) not in (None, ())]
+    return [options_of(options)[field].name for field in given]
 
 
-def plan_budget(
-    cap_bytes: int,
-    resident_bytes: int,
-    shape: Mapping[str, Any],
-    num_tokens: int,
-    precision: str,
-    is_checkpointing: bool,
-) -> Budget:
-    """The budget of a run: `resident_bytes` measured after imports, `num_tokens` of one micro-batch."""
-    sizes = ModelSizes.of(shape)
-    terms = (
-        Term("interpreter and libraries", resident_bytes, "resident after the imports, measured"),
-        *activation_terms(sizes, num_tokens, precision, is_checkpointing),
-        Term("margin", max(MARGIN_BYTES, int(MARGIN_PART * cap_bytes)), "stacks, page tables, Python objects"),
-    )
-    return Budget(cap_bytes, terms)
+def read_config(file: Path, given_options: Sequence[str], batch: int) -> Config:
+    """A user's config file; `given_options` are those given that it decides.
+
+    Raises OSError, or ValueError: not JSON, or two sources for one thing.
+    """
+    if given_options:
+        raise ValueError(f"{', '.join(given_options)}: --deepspeed-config decides this; change {file} instead")
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    if not any(key in config for key in _BATCH_KEYS):
+        config["train_micro_batch_size_per_gpu"] = batch
+    return config
 
 
-def activation_terms(sizes: ModelSizes, num_tokens: int, precision: str, is_checkpointing: bool) -> tuple[Term, ...]:
-    """What a forward and backward of so many tokens takes beside the store, at its peak."""
-    element = ELEMENT_BYTES[precision]
-    saved = saved_bytes_per_token(sizes, precision)
-    block = num_tokens * saved
-    if is_checkpointing:
-        kept = sizes.num_layers * num_tokens * sizes.hidden * element
-        kept_why = f"{sizes.num_layers} block inputs of {num_tokens} x {sizes.hidden} x {element} B"
+def nvme_folders(config: Mapping[str, Any]) -> list[str]:
+    """Folders that states may rest in, in every form that a config has for them; each once. For a config not yet checked."""
+    zero = config.get("zero_optimization")
+    sections = [zero.get(name) for name in ("offload_param", "offload_optimizer")] if isinstance(zero, dict) else []
+    in_use = [each for each in sections if isinstance(each, dict) and each.get("device") == "nvme"]
+    own = own_folders(config)
+    if own and in_use:
+        return own
+    return list(dict.fromkeys(folder for each in in_use for folder in _folders(each.get("nvme_path"))))
+
+
+def own_folders(config: Mapping[str, Any]) -> list[str]:
+    """The folders of `tiermem.paths`."""
+    own = config.get("tiermem")
+    return _folders(own.get("paths")) if isinstance(own, dict) else []
+
+
+def with_host_bytes(config: Config, host_bytes: int) -> Config:
+    """The config with a budget of host memory, unless it names one itself."""
+    own = {"host_bytes": host_bytes, **config.get("tiermem", {})}
+    return {**config, "tiermem": own}
+
+
+def micro_batch_of(config: Mapping[str, Any], default: int) -> int:
+    """The sequences of a micro-batch; `default` where the config names none, or "auto"."""
+    found = config.get("train_micro_batch_size_per_gpu", default)
+    return found if isinstance(found, int) else default
+
+
+def with_key(config: Mapping[str, Any], path: Sequence[str], value: Any) -> Config:
+    """The config with one key set, or taken out where the value is None; `path` names its sections and then the key."""
+    changed: Any = copy.deepcopy(dict(config))
+    *sections, key = path
+    place = changed
+    for section in sections:
+        place = place.setdefault(section, {})
+    if value is None:
+        place.pop(key, None)
     else:
-        kept = sizes.num_layers * block
-        kept_why = f"{sizes.num_layers} layers x {num_tokens} tokens x {saved} B saved by autograd"
-    working = 2 * block if is_checkpointing else block
-    logits = num_tokens * sizes.vocabulary * (2 * element + 12)
-    gradients = sizes.unit_numel * element
-    heap = int(HEAP_PART * (kept + working + logits))
-    return (
-        Term("activations", kept, kept_why),
-        Term("one block at work", working, "recomputed and " * is_checkpointing + "turned into gradients"),
-        Term("logits and loss", logits, f"{num_tokens} x {sizes.vocabulary}: in {precision}, float, softmax, gradient"),
-        Term("gradients in autograd", gradients, f"largest unit: {sizes.unit_numel} x {element} B"),
-        Term("repacked weight", sizes.weight_numel * element, "the largest weight, as the matrix product wants it"),
-        Term("gradients before", sizes.block_numel * element, "the last block's: freed, kept by the C library's heap"),
-        Term("allocator", heap, f"free pieces between live ones: {HEAP_PART:.0%} of activations, block and logits"),
-    )
+        place[key] = value
+    return dict(changed)
 
 
-def saved_bytes_per_token(sizes: ModelSizes, precision: str) -> int:
-    """What autograd saves per token in one Llama block (attention fused, SwiGLU), in bytes.
-
-    In the compute precision: inputs of the six projections' three distinct places, queries, attention's output, both
-    norms' outputs and inputs (six of hidden); keys and values; four of intermediate. In float: both norms' inputs once
-    more when the precision is lower, attention's log-sum-exp per head, two reciprocal roots. With fp32 the norms'
-    inputs are saved at two more places instead of their casts.
-    """
-    hidden_places, float_places = (8, 0) if precision == "fp32" else (6, 2)
-    element = ELEMENT_BYTES[precision]
-    in_precision = hidden_places * sizes.hidden + 2 * sizes.key_value + 4 * sizes.intermediate
-    return in_precision * element + (float_places * sizes.hidden + sizes.num_heads + 2) * 4
+def precision_of(config: Mapping[str, Any]) -> str:
+    """What the model computes in."""
+    for name, aliases in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",))):
+        if any(config.get(alias, {}).get("enabled") for alias in aliases):
+            return name
+    return "fp32"
 
 
-def state_bytes(num_params: int, precision: str, states: Precision | None = None) -> int:
-    """What a model and its AdamW must keep between steps: the weight, the master that lies beside it and two moments.
-
-    precision: of the weights, "bf16", "fp16" or "fp32"; states: of the rest, default fp32.
-    """
-    from tiermem.precision import DTYPES, Precision
-    from tiermem.zero.state_layout import StateLayout  # both import torch, which the command line does without
-
-    layout = StateLayout(DTYPES[precision], states or Precision(), num_moments=2)
-    return num_params * ELEMENT_BYTES[precision] + sum(part.num_bytes(num_params) for part in layout.parts)
+def _folders(paths: object) -> list[str]:
+    several = paths if isinstance(paths, list) else [paths]
+    found = [each.get("path") if isinstance(each, dict) else each for each in several]
+    return [each for each in found if isinstance(each, str)]
 
 
-def _key(shape: Mapping[str, Any], *names: str) -> int:
+# ---- resuming --------------------------------------------------------------------------------------------------------
+#
+#     DIR          the folder of `--save`, one of its tags, a run's folder (runs/<id>) or a store's: its newest durable step
+#     options      of the run that saved it: data, sizes, precision, learning rate, homes ...; options given now replace them
+#     shape        of the saved model; weights and states come from the step
+#
+# The trainer saves them beside the states, as the client state, under CLIENT_KEY.
+
+CLIENT_KEY = "tiermem train"
+CHECKPOINTS = "checkpoints"
+"""The folder in a run's own that checkpoints go to unless `--save` names another."""
+
+_PATHS = ("data", "nvme")
+_DECIDED_BY_CONFIG = ("offload", "nvme", "precision", "states", "lr", "batch", "resident_bytes", "durability", "keep")
+_CARRIED = (*_DECIDED_BY_CONFIG, "data", "steps", "seq", "seed", "memory_bytes", "threads", "save_every")
+
+
+class Resumed(NamedTuple):
+    """A durable step to go on from."""
+
+    place: Path  # what load_checkpoint is given
+    step: int
+    name: str  # of the run
+    shape: dict[str, Any]
+    config: dict[str, Any] | None  # of a run that was given one
+    options: dict[str, Any]
+
+
+def options_to_save(
+    options: TrainOptions, name: str, shape: dict[str, Any], config: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What a run saves of itself, as JSON."""
+    kept = {field: getattr(options, field) for field in _CARRIED}
+    kept |= {field: [str(path.absolute()) for path in kept[field]] for field in _PATHS}
+    return {"name": name, "shape": shape, "config": config, "is_checkpointing": options.is_checkpointing, **kept}
+
+
+def find_resumed(where: Path) -> Resumed:
+    """The newest durable step of a place. Raises OSError when there is none; ValueError for one that is not whole, or that
+    another program saved."""
+    from tiermem.checkpoint.opening.source import Source  # imports torch
+
+    found: list[tuple[int, Path, Any]] = []
+    for place in _places(where):
+        with Source.open(place) as source:
+            client = source.manifest.client_state
+            found.append((source.manifest.step, source.place, client))
+    step, place, client = max(found, key=lambda each: each[0])
+    saved = client.get(CLIENT_KEY) if isinstance(client, dict) else None
+    if not isinstance(saved, dict):
+        raise ValueError(
+            f"--resume: {place} was not saved by tiermem train, so it does not say how to go on; open it with "
+            "engine.load_checkpoint"
+        )
+    try:
+        options = {field: saved[field] for field in (*_CARRIED, "is_checkpointing")}
+        return Resumed(place, step, str(saved["name"]), dict(saved["shape"]), saved["config"], options)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"--resume: {place}: what tiermem train saved of itself is not complete: {error}") from error
+
+
+def with_saved(options: TrainOptions, resumed: Resumed) -> TrainOptions:
+    """The options, those that were not given taken from the run that saved. Raises ValueError when no step is left."""
+    names = set(_CARRIED)
+    if options.deepspeed_config is not None or resumed.config is not None:
+        names -= set(_DECIDED_BY_CONFIG)
+    if options.offload is not None:
+        names -= {"offload", "nvme", "resident_bytes"}
+    taken: dict[str, Any] = {}
     for name in names:
-        if isinstance(shape.get(name), int):
-            return int(shape[name])
-    raise ValueError(f"the model's config has no {names[0]}: --memory needs it to tell activations by arithmetic")
+        if getattr(options, name) in (None, ()) and resumed.options[name] is not None:
+            saved = resumed.options[name]
+            taken[name] = tuple(Path(each) for each in saved) if name in _PATHS else saved
+    both = options.is_checkpointing or bool(resumed.options["is_checkpointing"])
+    found = dataclasses.replace(options, is_checkpointing=both, **taken)
+    if found.steps is not None and found.steps <= resumed.step:
+        raise ValueError(
+            f"--resume: {resumed.place} has {resumed.step} steps behind it, and --steps counts from the first: give more than "
+            f"{resumed.step}, not {found.steps}"
+        )
+    return found
+
+
+def _places(where: Path) -> list[Path]:
+    """What may hold a durable step there."""
+    from tiermem.checkpoint.format.finding import NothingSaved, find
+
+    if not where.exists():
+        raise FileNotFoundError(2, "--resume: there is no such folder", str(where))
+
+    def holds_steps(place: Path) -> bool:
+        with contextlib.suppress(NothingSaved):
+            return bool(find(place))
+        return False
+
+    stores = [each for each in sorted(where.glob("tiermem-*")) if each.is_dir() and holds_steps(each)]
+    if len(stores) > 1:
+        names = ", ".join(each.name for each in stores)
+        raise ValueError(f"--resume: {where} holds the stores of several runs: name one of {names}")
+    found = [each for each in (where, where / CHECKPOINTS) if each.exists() and holds_steps(each)] + stores
+    if not found:
+        find(where)  # raises what is missing there
+    return found
 
 
 # ---- the job ---------------------------------------------------------------------------------------------------------
 #
 #     options  ->  shape, config, folders, data  ->  Job
 #
-# A job that resumes from a saved step takes options that are not given from that step (train_options.py).
+# A job that resumes from a saved step takes options that are not given from that step.
 
 
 def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | None = None) -> Job:
@@ -245,7 +268,7 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         data=[str(path) for path in options.data],
         steps=options.steps or DEFAULT_STEPS,
         seq=seq,
-        batch=int(config.get("train_micro_batch_size_per_gpu", batch)) if _is_number(config, batch) else batch,
+        batch=micro_batch_of(config, batch),
         seed=seed,
         lr=_lr_of(config),
         precision=precision_of(config),
@@ -265,22 +288,21 @@ def _config(
     options: TrainOptions, resumed: Resumed | None, folder: Path, batch: int
 ) -> tuple[dict[str, Any], list[Path], dict[str, Any] | None]:
     """The config, the folders that states rest in, and the config again if it was given and not made here."""
-    tuned = _with_tuned({}, options.tuned)
+    tuned, decided = _with_tuned({}, options.tuned), decided_by_config(options)
     if options.deepspeed_config is not None:
-        given = read_config(options.deepspeed_config, decided_by_config(options), batch)
+        given = read_config(options.deepspeed_config, decided, batch)
     elif resumed is not None and resumed.config is not None:
-        decided = decided_by_config(options)
         if decided:
             raise ValueError(f"{', '.join(decided)}: {resumed.place} was saved with a config, which decides this")
         given = resumed.config
     else:
-        made, nvme = _made_config(options, tuned, folder)
-        return _with_tuned(made, tuned), nvme, None
+        nvme = _nvme_of(options, tuned, folder)
+        return _with_tuned(make_config(options, nvme), tuned), nvme, None
     config = _with_tuned(given, tuned)
     return config, [Path(path) for path in nvme_folders(config)], config
 
 
-def _with_tuned(config: dict[str, Any], tuned: Path | Mapping[str, Any] | None) -> dict[str, Any]:
+def _with_tuned(config: Config, tuned: Path | Mapping[str, Any] | None) -> Config:
     if not tuned:
         return config
     from tiermem.config.load import with_tuned  # imports torch, which the launcher does without
@@ -288,14 +310,21 @@ def _with_tuned(config: dict[str, Any], tuned: Path | Mapping[str, Any] | None) 
     return with_tuned(config, tuned)
 
 
-def _made_config(options: TrainOptions, tuned: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[Path]]:
-    is_on_nvme = (options.offload or "nvme") == "nvme"
-    if options.nvme and not is_on_nvme:
+def _nvme_of(options: TrainOptions, tuned: Config, folder: Path) -> list[Path]:
+    """The folders that states rest in: those of --nvme, or those that were tuned; both when they are the same."""
+    if options.offload not in (None, "nvme"):
+        if options.nvme:
+            raise ValueError(
+                f"--nvme names folders, but with --offload {options.offload} nothing rests there: use --offload nvme"
+            )
+        return []
+    found = [Path(folder) for folder in own_folders(tuned)]
+    if options.nvme and found and {path.resolve() for path in options.nvme} != {path.resolve() for path in found}:
         raise ValueError(
-            f"--nvme names folders, but with --offload {options.offload} nothing rests there: use --offload nvme"
+            f"--nvme is {', '.join(map(str, options.nvme))}, but {options.tuned} was made for "
+            f"{', '.join(map(str, found))}: leave --nvme out, or tune these folders"
         )
-    nvme = (_nvme_beside(options, tuned) or [folder]) if is_on_nvme else []
-    return make_config(options, nvme), nvme
+    return found or list(options.nvme) or [folder]
 
 
 def _shape(options: TrainOptions, resumed: Resumed | None) -> tuple[ModelShape, Path | None]:
@@ -338,21 +367,6 @@ def _existing(path: Path) -> Path:
     return next(each for each in (path, *path.parents) if each.is_dir())
 
 
-def _nvme_beside(options: TrainOptions, tuned: dict[str, Any]) -> list[Path]:
-    """The folders of --nvme, or those that were tuned; both when they are the same."""
-    found = [Path(folder) for folder in own_folders(tuned)]
-    if options.nvme and found and {path.resolve() for path in options.nvme} != {path.resolve() for path in found}:
-        raise ValueError(
-            f"--nvme is {', '.join(map(str, options.nvme))}, but {options.tuned} was made for "
-            f"{', '.join(map(str, found))}: leave --nvme out, or tune these folders"
-        )
-    return found or list(options.nvme)
-
-
 def _lr_of(config: dict[str, Any]) -> float:
     lr = (config.get("optimizer") or {}).get("params", {}).get("lr", DEFAULT_LR)
     return float(lr) if isinstance(lr, (int, float)) else DEFAULT_LR
-
-
-def _is_number(config: dict[str, Any], default: int) -> bool:
-    return isinstance(config.get("train_micro_batch_size_per_gpu", default), int)

@@ -1,65 +1,24 @@
-"""Trainer: the training loop, run in the capped process: `python -m tiermem.tools.trainer JOB --channel FD`.
+"""Trainer: the program of the capped process: `python -m tiermem.tools.trainer JOB --channel FD`.
 
-    imports -> budget -> disk's ceiling -> build under zero.Init -> initialize -> steps -> close -> counts -> events
-
-It sends phases and the figures of each step to the launcher over the channel. It writes no file until the counts are closed;
-then it writes its events to the file that the job names, one on each line. SIGINT before the first step ends it at once; later
-SIGINT lets the present step finish. It also sends errors over the channel, and the launcher prints them.
+It imports torch only after it has named the phase "the imports", so that the launcher can say when a cap killed it. training.py
+is the training itself. Errors go over the channel, and the launcher prints them. SIGINT before the first step ends the process
+at once; later SIGINT lets the present step finish.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
-import contextlib
-import json
-import platform
 import signal
 import sys
-import time
 import traceback
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
 
-from tiermem.tools.corpus import Corpus
-from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, own_resident
-from tiermem.tools.prediction import (
-    Measured,
-    build_model,
-    choose_config,
-    hf_config,
-    measure,
-    predict,
-    rates_of,
-    transformers,
-)
-from tiermem.tools.run_record import (
-    IoCounts,
-    OutOfDeviceMemory,
-    counts_at_rest,
-    device_fields,
-    explain_out_of_memory,
-    forget_peak,
-    kernel_counts,
-    out_of_memory_in,
-    store_counts,
-    written_by_path,
-)
-from tiermem.tools.train_job import Budget, plan_budget, state_bytes
-from tiermem.tools.train_options import CLIENT_KEY, Config, precision_of, with_host_bytes
-from tiermem.tools.words import handling
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from tiermem.engine import Engine
+from tiermem.tools.launcher import Channel, Job
+from tiermem.tools.run_record import OutOfDeviceMemory
+from tiermem.tools.words import Stop, handling
 
 EXIT_FAILED, EXIT_USER = 1, 2
-_CEILING_S = 0.4
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,6 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
     channel, stop = Channel(given.channel), Stop()
     try:
         with handling({signal.SIGINT: stop.on_interrupt}):
+            channel.phase("the imports")
+            warnings.filterwarnings("ignore", module="torch.*")
+            from tiermem.tools.training import Trainer
+
             Trainer(Job.load(given.job), channel, stop).run()
     except KeyboardInterrupt:
         channel.send("interrupted")
@@ -80,321 +43,6 @@ def main(arguments: list[str] | None = None) -> int:
         channel.send("error", type=type(error).__name__, message=str(error), trace=traceback.format_exc())
         return EXIT_USER if isinstance(error, (ValueError, OSError, OutOfDeviceMemory)) else EXIT_FAILED
     return 0
-
-
-_STATS = ("nvme_read_bytes", "nvme_written_bytes", "nvme_bytes", "host_bytes", "engine", "engine_why")
-
-
-class Stop:
-    """Whether Ctrl-C was pressed since training began."""
-
-    def __init__(self) -> None:
-        self.is_asked = False
-        self.may_unwind = True  # nothing has been trained yet: an interrupt may end it anywhere
-
-    def on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Handles SIGINT."""
-        self.is_asked = True
-        if self.may_unwind:
-            raise KeyboardInterrupt
-
-
-class Trainer:
-    """One job from imports to counts; every attribute is what a later phase needs of an earlier one."""
-
-    def __init__(self, job: Job, channel: Channel, stop: Stop) -> None:
-        self._job = job
-        self._channel = channel
-        self._stop = stop
-        self._budget: Budget | None = None
-        self._choice: str | None = None  # how what the budget leaves open was settled
-        self._beside = IoCounts(0, 0)  # bytes of checkpoints that the kernel counts and the store does not
-
-    def run(self) -> None:
-        """Trains and reports. Raises what goes wrong, the store closed; what an accelerator refuses as OutOfDeviceMemory."""
-        job = self._job
-        self._channel.phase("the imports")
-        _import_all(job)
-        resident_bytes = own_resident().now_bytes
-        config = self._config_within_cap(resident_bytes)
-        ceiling = self._measure_ceiling()
-        self._channel.phase("measuring the maths")
-        measured = measure(job, self._budget.host_bytes if self._budget is not None else None)
-        config = self._choose(config, measured, ceiling)
-        give_back_free_memory()
-        forget_peak()
-        with self._explaining_out_of_memory(), large_blocks_mapped():
-            self._channel.phase("building the model")
-            model = build_model(job.shape, job.seed, job.is_checkpointing, config_dict_or_path=config)
-            self._channel.phase("initialize")
-            engine = self._initialize(model, config)
-        num_params = sum(p.numel() for p in model.parameters())
-        try:
-            with self._explaining_out_of_memory(engine):
-                if job.checkpoint is not None:
-                    self._load(model, Path(job.checkpoint))
-                if job.resume is not None:
-                    self._resume(engine, job.resume)
-                engine.step_client_state = {CLIENT_KEY: job.to_save}
-                give_back_free_memory()
-                self._announce(engine, num_params, ceiling, predict(engine, job, measured, ceiling, resident_bytes))
-                before = store_counts(engine.shards.store), kernel_counts(), written_by_path(engine.shards.store)
-                self._stop.may_unwind = False
-                self._train(engine)
-        except BaseException:
-            with contextlib.suppress(Exception):  # the first error is the one to tell
-                engine.close()
-            raise
-        self._finish(engine, *before)
-
-    @contextlib.contextmanager
-    def _explaining_out_of_memory(self, engine: Engine | None = None) -> Iterator[None]:
-        """Inside, an accelerator's refusal of memory becomes one sentence, made of what it holds at that moment."""
-        try:
-            yield
-        except Exception as error:
-            refusal = out_of_memory_in(error)
-            if refusal is None:
-                raise
-            figures = device_fields(None if engine is None else engine.device)["device_memory"]
-            plan = None if engine is None else _rows_of(engine)
-            raise OutOfDeviceMemory(
-                explain_out_of_memory(refusal, figures, plan, self._channel.phase_name, self._job)
-            ) from error
-
-    # ---- before training ---------------------------------------------------------------------------------------------
-
-    def _config_within_cap(self, resident_bytes: int) -> Config:
-        job = self._job
-        if job.memory_limit_bytes is None:
-            return job.config
-        own = job.config.get("tiermem", {})
-        if "host_bytes" in own:
-            return job.config
-        tokens = job.batch * job.seq
-        self._budget = plan_budget(
-            job.memory_limit_bytes, resident_bytes, job.shape, tokens, precision_of(job.config), job.is_checkpointing
-        )
-        self._budget.check()
-        return with_host_bytes(job.config, self._budget.host_bytes)
-
-    def _measure_ceiling(self) -> dict[str, Any] | None:
-        """The rates of the paths' disks, in their own short-lived memory: far below what training takes."""
-        if not self._job.nvme_paths:
-            return None
-        from tiermem.swap.direct import probe_path
-        from tiermem.tools.bench.files import measure_disks
-
-        self._channel.phase("measuring the disk")
-        folders = [Path(path) for path in self._job.nvme_paths]
-        for folder in folders:
-            probe_path(folder)
-        return measure_disks(folders, _CEILING_S)._asdict()
-
-    def _choose(self, config: Config, measured: Measured | str, ceiling: dict[str, Any] | None) -> Config:
-        """Settles what the budget leaves open by predicted time, where the maths could be measured."""
-        if isinstance(measured, str):
-            return config
-        compute = measured.maths.compute
-        config, self._choice = choose_config(config, self._job.shape, rates_of(measured, ceiling), compute)
-        return config
-
-    def _initialize(self, model: nn.Module, config: Config) -> Engine:
-        import tiermem
-
-        try:
-            return tiermem.initialize(model=model, config=config)[0]
-        except ValueError as error:
-            if self._budget is None:
-                raise
-            raise ValueError(f"{error} (the budget under the cap: {self._budget.explain()})") from error
-
-    def _load(self, model: nn.Module, checkpoint: Path) -> None:
-        import tiermem
-
-        self._channel.phase("loading the checkpoint")
-        tiermem.load_safetensors(model, checkpoint)
-
-    def _resume(self, engine: Engine, place: str) -> None:
-        self._channel.phase("opening the saved step")
-        started = time.monotonic()
-        engine.load_checkpoint(place)
-        self._channel.send("resumed", step=engine.global_steps, seconds=time.monotonic() - started)
-
-    def _announce(
-        self, engine: Engine, num_params: int, ceiling: dict[str, Any] | None, predicted: dict[str, Any]
-    ) -> None:
-        import torch
-
-        precision = precision_of(self._job.config)
-        self._channel.send(
-            "ready",
-            num_params=num_params,
-            state_bytes=state_bytes(num_params, precision, engine.shards.policy.precision),
-            batch_size=engine.train_batch_size(),
-            threads=torch.get_num_threads(),
-            device=str(engine.device),
-            plan=_rows_of(engine),
-            budget=[list(term) for term in self._budget.rows()] if self._budget else [],
-            ceiling=ceiling,
-            predicted=predicted,
-            choice=self._choice,
-            versions=_versions(),
-            **store_counts(engine.shards.store)._asdict(),
-            **device_fields(engine.device),
-        )
-
-    # ---- training ----------------------------------------------------------------------------------------------------
-
-    def _train(self, engine: Engine) -> None:
-        import torch
-
-        from tiermem.tools.corpus import TokenDataset
-
-        job = self._job
-        dataset = TokenDataset(Corpus([Path(path) for path in job.data], job.seq, job.seed))
-        size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-        for step in range(engine.global_steps + 1, job.steps + 1):
-            started = time.monotonic_ns()
-            seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
-            losses = []
-            for micro in range(accumulation):
-                batch = dataset.batch((step - 1) * accumulation + micro, size, engine.device)
-                with self._timed(engine, seconds, "forward", step):
-                    loss = engine(**batch).loss
-                with self._timed(engine, seconds, "backward", step):
-                    engine.backward(loss)
-                losses.append(loss.detach())
-                del loss
-                with self._timed(engine, seconds, "step", step):
-                    engine.step()
-            mean = float(torch.stack(losses).float().mean()) if accumulation > 1 else float(losses[0])
-            self._report_step(engine, step, started, mean, seconds, size * accumulation * job.seq)
-            is_last = step == job.steps or self._stop.is_asked
-            if job.save_dir is not None and (is_last or (job.save_every and step % job.save_every == 0)):
-                self._save(engine, job.save_dir, step)
-            if is_last:
-                break
-
-    def _save(self, engine: Engine, folder: str, step: int) -> None:
-        """A checkpoint; what the kernel counts of it beside the store's own is not the training's."""
-        self._channel.phase(f"saving step {step}")
-        started, ours, kernel = time.monotonic(), counts_at_rest(engine.shards.store), kernel_counts()
-        engine.save_checkpoint(folder, client_state={CLIENT_KEY: self._job.to_save})
-        engine.wait_checkpoint()
-        moved, by_kernel = counts_at_rest(engine.shards.store).since(ours), kernel_counts().since(kernel)
-        self._beside = IoCounts(*(a + b - c for a, b, c in zip(self._beside, by_kernel, moved, strict=True)))
-        self._channel.send("saved", step=step, seconds=time.monotonic() - started, folder=folder)
-
-    @contextlib.contextmanager
-    def _timed(self, engine: Engine, seconds: dict[str, float], name: str, step: int) -> Iterator[None]:
-        stats = engine.shards.store.stats()
-        held = {"host_bytes": stats.host_bytes, "nvme_bytes": stats.nvme_bytes, **device_fields(engine.device)}
-        self._channel.phase(f"{name} of step {step}", **held)
-        started = time.monotonic()
-        yield
-        _synchronize(engine.device)
-        seconds[name] += time.monotonic() - started
-
-    def _report_step(
-        self, engine: Engine, step: int, started: int, loss: float, seconds: dict[str, float], tokens: int
-    ) -> None:
-        stats = engine.shards.store.stats()
-        self._channel.send(
-            "step",
-            step=step,
-            start_ns=started,
-            end_ns=time.monotonic_ns(),
-            loss=loss,
-            **{f"{phase}_s": each for phase, each in seconds.items()},
-            tokens=tokens,
-            **{key: getattr(stats, key) for key in _STATS},
-            waits=_waits_since(engine, started),
-            grad_norm=float(engine.get_global_grad_norm()),
-            lr=engine.get_lr()[0],
-            skipped_steps=engine.skipped_steps,
-            **device_fields(engine.device),
-        )
-
-    # ---- after training ----------------------------------------------------------------------------------------------
-
-    def _finish(self, engine: Engine, ours: IoCounts, kernel: IoCounts, written: dict[str, int]) -> None:
-        """Lets what is under way arrive, takes both counts, closes; only then writes a file."""
-        self._channel.phase("close")
-        moved = counts_at_rest(engine.shards.store).since(ours)
-        moved_by_kernel = kernel_counts().since(kernel).since(self._beside)
-        host_peak_bytes = engine.shards.store.stats().host_peak_bytes
-        since_made, on_device = written_by_path(engine.shards.store), device_fields(engine.device)
-        engine.close()
-        self._channel.send(
-            "done",
-            **{f"nvme_{key}": each for key, each in moved._asdict().items()},
-            **{f"kernel_{key}": each for key, each in moved_by_kernel._asdict().items()},
-            paths=[[path, total - written.get(path, 0), total] for path, total in since_made.items()],
-            host_peak_bytes=host_peak_bytes,
-            is_every_step_durable=engine.shards.policy.durability == "step",
-            peak_rss_bytes=own_resident().peak_bytes,
-            is_interrupted=self._stop.is_asked,
-            **on_device,
-        )
-        if self._job.events_file is not None:
-            with open(self._job.events_file, "w", encoding="utf-8") as file:
-                for event in engine.shards.store.recorder.events:
-                    file.write(json.dumps(list(event)) + "\n")
-
-
-def _import_all(job: Job) -> None:
-    """Imports everything training needs, so that what is resident after it is the interpreter's part."""
-    warnings.filterwarnings("ignore", module="torch.*")
-    import torch
-
-    import tiermem.engine
-    import tiermem.tools.corpus
-    import tiermem.zero.init  # noqa: F401
-
-    transformers().logging.set_verbosity_error()
-    if job.threads is not None:
-        torch.set_num_threads(job.threads)
-    with torch.device("meta"):  # loads the model's own modules; takes no memory for weights
-        transformers().AutoModelForCausalLM.from_config(hf_config(job.shape))
-
-
-def _rows_of(engine: Engine) -> list[tuple[str, str, int, str]]:
-    return [(row.what, row.tier.name, row.num_bytes, row.why) for row in engine.shards.plan.rows]
-
-
-def _synchronize(device: torch.device) -> None:
-    """Lets a phase's time be its own on an accelerator; a tool may."""
-    import torch
-
-    from tiermem.swap.accelerator import is_accelerator
-
-    if is_accelerator(device):
-        torch.accelerator.synchronize(device)
-
-
-def _waits_since(engine: Engine, start_ns: int) -> dict[str, float]:
-    """Seconds stalled since a moment, by the kind of thing waited for: the name up to its first slash."""
-    waits: collections.Counter[str] = collections.Counter()
-    for event in reversed(list(engine.shards.store.recorder.events)):
-        if event.end_ns < start_ns:
-            break
-        if event.lane == "wait":
-            waits[event.name.partition("/")[0]] += event.end_ns - event.start_ns
-    return {name: ns * 1e-9 for name, ns in waits.most_common(5)}
-
-
-def _versions() -> dict[str, str]:
-    import torch
-
-    import tiermem
-
-    return {
-        "tiermem": tiermem.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers().__version__,
-        "python": platform.python_version(),
-    }
 
 
 if __name__ == "__main__":

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -16,11 +18,12 @@ from rich.console import Console
 
 from tiermem.swap.direct import probe_path
 from tiermem.swap.native import IoSettings, Queue
+from tiermem.swap.passes import Passes
 from tiermem.swap.paths import NvmePath
+from tiermem.tools.bench.files import BenchFiles, check_room
 from tiermem.tools.machine import machine_facts, try_engines
 from tiermem.tools.options import TuneOptions
 from tiermem.tools.reports import table
-from tiermem.tools.step_mix import Refused, StepMix, Turn
 from tiermem.tools.words import check_outputs, format_bytes, save_json
 
 # ---- successive halving: each round drops the worse half of the candidates -------------------------------------------
@@ -34,6 +37,7 @@ from tiermem.tools.words import check_outputs, format_bytes, save_json
 # drop it.
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 LEAST_TURN_S, MOST_TURN_S = 0.04, 0.25
 _TURNS_OF_ROUND = 3  # aimed at: a turn is a third of what a round leaves to a candidate
@@ -113,6 +117,123 @@ def _play(
                 return
             standing.costs.append(measure(standing.candidate, turn_s))
         sweep_s = clock() - began
+
+
+# ---- StepMix: the disk time of an optimizer step's bytes, for given paths and settings of the queue -----------------
+#
+#     a parameter of a bf16 model trained with fp32 states, everything on NVMe, per step:
+#
+#         read     fp32 master 4 + momentum 4 + variance 4                      = 12 bytes  |  at once, tile by tile:
+#         written  fp32 master 4 + momentum 4 + variance 4 + bf16 weight 2      = 14 bytes  |  the mixed pass
+#         read     bf16 weight 2 in forward + 2 in backward                     =  4 bytes     the read pass
+#
+#         cost = 26 bytes / mixed rate + 4 bytes / read rate                    nanoseconds of disk per parameter and step
+#
+# Several paths are used at once, as in training: each moves its own bytes, and the rates add up. The files have no names, so
+# none is left behind. They are written once at the start, because reads of unwritten blocks do not reach the disk.
+#
+
+STEP_BYTES, FETCH_BYTES = 26, 4
+_MIXED_PART = 0.7  # of a turn's time; the rest reads
+_FIRST_BYTES = 64 << 20  # written to see how fast a path is
+
+
+class Turn(NamedTuple):
+    """GB (1e9 bytes) per second of each path in one turn, all paths at once; mixed counts both directions."""
+
+    mixed_gbps: tuple[float, ...]
+    read_gbps: tuple[float, ...]
+
+    @property
+    def cost_ns(self) -> float:
+        """Nanoseconds of disk per parameter and step."""
+        return STEP_BYTES / sum(self.mixed_gbps) + FETCH_BYTES / sum(self.read_gbps)
+
+
+class Refused(OSError):
+    """These settings cannot run here, as the queue says: too many requests for Linux AIO, an engine that is forbidden."""
+
+
+@contextlib.contextmanager
+def step_mix(paths: Sequence[Path], file_bytes: int, io: IoSettings, seconds: float) -> Iterator[StepMix]:
+    """Makes an unnamed file on each path; they are gone afterwards. Raises OSError: a path is not writable or has no room.
+
+    Args:
+        paths: existing folders.
+        file_bytes: of each file.
+        io: settings to write the files with and to have the first turn.
+        seconds: that writing them may take, about: on a slow path a part of the file is used.
+    """
+    check_room(paths, [("a file to measure on (--size)", file_bytes)])
+    with BenchFiles(paths, 1, file_bytes) as files, concurrent.futures.ThreadPoolExecutor(len(paths)) as pool:
+        yield StepMix([files.descriptor(place) for place in range(len(paths))], pool, file_bytes, io, seconds)
+
+
+class StepMix:
+    """Turns on files of `file_bytes` each, which others open and close; for one thread.
+
+    Making it writes the files, about so many seconds long, and gives `io` the first turn. Blocks; raises OSError.
+    """
+
+    def __init__(
+        self, fds: Sequence[int], pool: concurrent.futures.Executor, file_bytes: int, io: IoSettings, seconds: float
+    ) -> None:
+        self._fds = fds
+        self._pool = pool
+        self._latest: dict[IoSettings, Turn] = {}  # says how many bytes settings move in the time of a turn
+        self._file_bytes = self._on_all(lambda i: _write_once(self._fds[i], file_bytes, io, seconds))
+        self._first = Turn((0.0,) * len(fds), (0.0,) * len(fds))
+        self._first = self.turn(io, 0.0)
+
+    @property
+    def file_bytes(self) -> int:
+        """What is used of the smallest file."""
+        return min(self._file_bytes)
+
+    def turn(self, io: IoSettings, seconds: float) -> Turn:
+        """Moves bytes for about `seconds`, and never fewer than fill the queue. Blocks; raises Refused and OSError."""
+        window, known = io.block_bytes * io.depth, self._latest.get(io, self._first)
+        mixed_bytes = [max(window, int(rate * 5e8 * seconds * _MIXED_PART)) for rate in known.mixed_gbps]
+        read_bytes = [max(window, int(rate * 1e9 * seconds * (1 - _MIXED_PART))) for rate in known.read_gbps]
+        with contextlib.ExitStack() as closing:
+            try:
+                passes = [
+                    closing.enter_context(Passes(fd, size, io))
+                    for fd, size in zip(self._fds, self._file_bytes, strict=True)
+                ]
+            except OSError as error:
+                raise Refused(error.errno, error.strerror or str(error)) from error
+            mixed = self._on_all(lambda i: passes[i].run("mixed", mixed_bytes[i]).gbps)
+            read = self._on_all(lambda i: passes[i].run("read", read_bytes[i]).gbps)
+        self._latest[io] = Turn(tuple(mixed), tuple(read))
+        return self._latest[io]
+
+    def turn_s(self, io: IoSettings, seconds: float) -> float:
+        """How long a turn of about `seconds` would take with these settings, at the rates of the first."""
+        window = io.block_bytes * io.depth
+        rates = zip(self._first.mixed_gbps, self._first.read_gbps, strict=True)
+        return max(max(seconds * _MIXED_PART, 2e-9 * window / m) + 1e-9 * window / r for m, r in rates)
+
+    def _on_all(self, work: Callable[[int], R]) -> list[R]:
+        """On every path at once; waits for all before the first error is raised."""
+        futures = [self._pool.submit(work, i) for i in range(len(self._fds))]
+        try:
+            concurrent.futures.wait(futures)
+        finally:
+            concurrent.futures.wait(futures)  # an interrupt must not close what a worker still uses
+        return [future.result() for future in futures]
+
+
+def _write_once(fd: int, file_bytes: int, io: IoSettings, seconds: float) -> int:
+    """Writes the file, or so much of it as the time allows; returns how much."""
+    first_bytes = min(file_bytes, _FIRST_BYTES)
+    with Passes(fd, file_bytes, io) as passes:
+        first = passes.run("write", first_bytes)
+        most = int(seconds * first.written_bytes / first.seconds)
+        used = min(file_bytes, max(first_bytes, most))
+        if used > first_bytes:
+            passes.run("write", used)
+        return used
 
 
 # ---- the grid: settings of the queue that are worth trying -----------------------------------------------------------
@@ -226,7 +347,7 @@ def _is_ours(file: Path) -> bool:
 # ---- the command -----------------------------------------------------------------------------------------------------
 #
 #     prepare   an unnamed file on each path, written once                                            a tenth of the time
-#     search    engine x block size x depth, by successive halving (tune.py, step_mix.py)          most of it
+#     search    engine x block size x depth, by successive halving (halve, StepMix)          most of it
 #     verify    the winner against the defaults, in fresh loops that alternate                        a quarter
 #     write     {"aio": {...}, "tiermem": {"engine", "paths", "measured"}}; weights are the paths' rates while all were used
 #
@@ -331,10 +452,10 @@ def _find(options: TuneOptions, console: Console) -> Found:
     default = default_of(engines)
     with (
         console.status("writing the files to measure on") as status,
-        StepMix(options.paths, options.size_bytes, default, options.seconds * _PREPARE_PART) as mix,
+        step_mix(options.paths, options.size_bytes, default, options.seconds * _PREPARE_PART) as mix,
     ):
-        for path, is_direct in zip(options.paths, mix.is_direct, strict=True):
-            if not is_direct:
+        for path in options.paths:
+            if not probe_path(path).is_direct:
                 console.print(f"{path} takes no direct I/O: the page cache is measured as well")
         grid = candidates_of(engines, mix.file_bytes, default)
         standings = _search(mix, grid, options.seconds * _SEARCH_PART, status.update)

@@ -121,6 +121,20 @@ def stopped_by_sigterm() -> contextlib.AbstractContextManager[None]:
     return handling({signal.SIGTERM: stop})
 
 
+class Stop:
+    """Whether Ctrl-C was pressed since training began, by SIGINT's handler."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self.may_unwind = True  # nothing has been trained yet: an interrupt may end it anywhere
+
+    def on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Handles SIGINT."""
+        self.is_asked = True
+        if self.may_unwind:
+            raise KeyboardInterrupt
+
+
 def message_of(error: Exception) -> str:
     """What an error says, with the file that it is about."""
     if isinstance(error, OSError) and error.filename is not None:
@@ -159,21 +173,23 @@ def check_outputs(paths: Iterable[Path | None], made_by: str) -> None:
 
 
 def save_json(file: Path, content: Any, allows_nan: bool = True) -> None:
-    """Writes JSON under a temporary name first, so that a reader never sees a part. Raises OSError, ValueError for a NaN."""
-    text = json.dumps(plain(content), indent=1, allow_nan=allows_nan)
+    """Writes JSON under a temporary name first, so that a reader never sees a part; paths become texts.
+
+    Raises OSError, and ValueError for a NaN.
+    """
+    text = json.dumps(content, indent=1, allow_nan=allows_nan, default=os.fspath)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     with durable.named(file):
         temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(file)
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON has it: paths become texts, inside lists and tables too."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+def read_json(file: Path) -> Any:
+    """What a JSON file holds. Raises OSError, and ValueError that names the file."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
 
 
 def csv_mark(made_by: str) -> str:
@@ -216,7 +232,7 @@ class Option(NamedTuple):
     """How the command line says a field."""
 
     name: str
-    """Such as "--size"; empty for an argument, which has a place and no name."""
+    """Such as "--size"; empty for an argument, which has a place and no name; "--": as the field's."""
     help: str
     given: Any
     """The default as a person would write it; ... where the option is required."""
@@ -229,26 +245,25 @@ class Option(NamedTuple):
 def option(
     given: Any,
     help: str,
-    name: str | None = None,
+    name: str = "--",
     parse: Callable[[Any], Any] | None = None,
     check: Check | None = None,
     metavar: str | None = None,
     shows_default: bool = True,
 ) -> Any:
     """A field of a command's dataclass. `name` defaults to the field's own; `check` raises for a value that is not None."""
-    told = {"option": (name, help, given, parse, check, metavar, shows_default)}
+    metadata = {"option": Option(name, help, given, parse, check, metavar, shows_default)}
     if given is ...:
-        return dataclasses.field(metadata=told)
-    return dataclasses.field(default=parse(given) if parse and given is not None else given, metadata=told)
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=parse(given) if parse and given is not None else given, metadata=metadata)
 
 
 def options_of(kind: Any) -> dict[str, Option]:
     """The options of a dataclass, by the name of the field."""
-    told = ((field.name, field.metadata.get("option")) for field in dataclasses.fields(kind))
+    said = {field.name: field.metadata["option"] for field in dataclasses.fields(kind)}
     return {
-        field: Option(f"--{field.replace('_', '-')}" if said[0] is None else said[0], *said[1:])
-        for field, said in told
-        if said is not None
+        field: each._replace(name=f"--{field.replace('_', '-')}") if each.name == "--" else each
+        for field, each in said.items()
     }
 
 
@@ -276,7 +291,7 @@ class Options:
 
     def report(self, machine: Mapping[str, Any], since_s: float, **figures: Any) -> dict[str, Any]:
         """Figures with what was asked for, on which machine, and how long it took since a moment of time.monotonic()."""
-        given = {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         return {"machine": machine, "options": given, "seconds": time.monotonic() - since_s, **figures}
 
     def save_json(self, figures: Mapping[str, Any], allows_nan: bool = True) -> None:
@@ -289,10 +304,10 @@ class Options:
 # ---- checks of a field's value ---------------------------------------------------------------------------------------
 
 
-def at_least(least: float) -> Check:
+def at_least(least: float, shown: Callable[[float], str] = str) -> Check:
     def check(name: str, value: Any) -> None:
         if value < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
+            raise ValueError(f"{name} is {shown(value)}; it must be at least {shown(least)}")
 
     return check
 

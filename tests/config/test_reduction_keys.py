@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tiermem.config import ConfigError, load_config
-from tiermem.policy import OffloadPolicy
 
 
 @pytest.mark.parametrize(
@@ -55,13 +54,3 @@ def test_top_of_the_config(top: dict[str, Any], field: str, value: Any) -> None:
 def test_contradictions_and_values_out_of_range(top: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(top)
-
-
-def test_quantised_gradients_go_to_all_ranks_at_once() -> None:
-    zero = {"stage": 2, "zero_quantized_gradients": True, "use_multi_rank_bucket_allreduce": False}
-    with pytest.raises(
-        ConfigError, match=r"zero_quantized_gradients: True with .*use_multi_rank_bucket_allreduce false"
-    ):
-        load_config({"zero_optimization": zero})
-    with pytest.raises(ValueError, match="Set multi_rank_buckets=True"):
-        OffloadPolicy(stage=2, quantised_reduction=True, multi_rank_buckets=False)

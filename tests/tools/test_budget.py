@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tiermem.precision import Precision
-from tiermem.tools.presets import preset
-from tiermem.tools.train_job import ModelSizes, plan_budget, saved_bytes_per_token, state_bytes
+from tiermem.tools.planned import plan_budget, saved_bytes_per_token, state_bytes
+from tiermem.tools.presets import ModelSizes, preset
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -50,14 +50,14 @@ def test_a_llama_block_saves_what_the_formula_says(precision: str, num_key_value
 
 def test_the_terms_are_those_of_the_419m_model() -> None:
     budget = plan_budget(1250 * MIB, 350 * MIB, preset("419m"), 128, "bf16", is_checkpointing=False)
-    terms = {term.name: term.num_bytes for term in budget.terms}
+    terms = {term.what: term.num_bytes for term in budget.terms}
     assert terms["interpreter and libraries"] == 350 * MIB
     assert terms["activations"] == 24 * 128 * 57_416
     assert terms["one block at work"] == 128 * 57_416
     assert terms["logits and loss"] == 128 * 8192 * 16
     assert terms["gradients in autograd"] == 16_779_264 * 2
     assert budget.host_bytes == 1250 * MIB - sum(terms.values())
-    assert [row.name for row in budget.rows()][-1] == "host memory of the store"
+    assert [row.what for row in budget.rows()][-1] == "host memory of the store"
 
 
 def test_with_checkpointing_a_layer_more_costs_one_block_input() -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 pytest.importorskip("_tiermem_native")
 
 from tiermem.tools.check import check_machine
+from tiermem.tools.options import CheckOptions
 
 
 def test_every_finding_is_there(tmp_path: Path) -> None:
@@ -37,6 +38,6 @@ def test_every_finding_is_there(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_measurement_of_no_time_is_refused(tmp_path: Path) -> None:
+def test_a_measurement_of_no_time_is_refused() -> None:
     with pytest.raises(ValueError, match="--seconds"):
-        check_machine([tmp_path], 0, Console(quiet=True))
+        CheckOptions(seconds=0)

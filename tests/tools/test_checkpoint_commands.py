@@ -17,7 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from tiermem.tools.cli import app
-from tiermem.tools.train_options import find_resumed
+from tiermem.tools.train_job import find_resumed
 
 
 def tiermem(*words: str | Path) -> tuple[int, str, str]:
@@ -71,7 +71,7 @@ def test_a_models_config_makes_it_one_to_resume_from(tmp_path: Path) -> None:
     assert tiermem("import", tmp_path / "a.pt", tmp_path / "ours", "--config", tmp_path)[0] == 0
     resumed = find_resumed(tmp_path / "ours")
     assert (resumed.step, resumed.name, resumed.shape) == (2, "a.pt", shape)
-    assert set(resumed.options.values()) == {None, False}
+    assert not any(resumed.options.values())
     assert tiermem("export", tmp_path / "ours", tmp_path / "hf")[0] == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == shape
 

@@ -16,7 +16,7 @@ from tiermem.policy import Tier
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.prediction import choose_config, with_choice
 from tiermem.tools.presets import preset
-from tiermem.tools.train_options import make_config, with_host_bytes
+from tiermem.tools.train_job import make_config, with_host_bytes
 
 SHAPE = preset("151m") | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "vocab_size": 301}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4}

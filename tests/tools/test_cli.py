@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tiermem.swap.run_folder import RunFolder, RunName
 from tiermem.tools.checkpoints import export_checkpoint
-from tiermem.tools.cli import spread_lists
+from tiermem.tools.cli import main, spread_lists
 from tiermem.tools.options import ExportOptions, TrainOptions
 from tiermem.tools.train_job import make_job
 
@@ -57,12 +57,21 @@ def tiermem(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["--preset", "151m", "--save", "/proc/1/no"], "cannot write here"),
     ],
 )
-def test_a_mistake_is_one_line_and_nothing_is_made(tmp_path: Path, arguments: list[str], reason: str) -> None:
-    done = tiermem(tmp_path, "train", *arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith("tiermem train: ")
-    assert reason in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_a_mistake_is_one_line_and_nothing_is_made(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    reason: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *arguments])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("tiermem train: ")
+    assert reason in said
+    assert len(said.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -131,10 +140,14 @@ def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
     assert "--offload" in done.stderr
 
 
-def test_check_names_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    done = tiermem(tmp_path, "check", "--path", "nowhere")
-    assert done.returncode == 2
-    assert done.stderr.startswith("tiermem check: nowhere: no such folder")
+def test_check_names_a_folder_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "--path", "nowhere"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("tiermem check: nowhere: no such folder")
 
 
 def test_the_command_line_imports_no_torch() -> None:

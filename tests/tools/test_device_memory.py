@@ -22,7 +22,8 @@ from on_simulated import environment
 from tiermem.tools.launcher import Job, Outcome
 from tiermem.tools.memory_limit import Charge
 from tiermem.tools.reports import peers_table, plan_table, predicted_table, result_table
-from tiermem.tools.run_record import RunRecord, device_fields, explain_out_of_memory, out_of_memory_in
+from tiermem.tools.run_record import RunRecord
+from tiermem.tools.training import device_fields, explain_out_of_memory, out_of_memory_in
 
 PLAN = [
     ["resident parameters", "DEVICE", 30 * MIB, "present all the time"],
@@ -50,7 +51,7 @@ def summary_of(fields: dict[str, Any]) -> dict[str, Any]:
     predicted |= dict.fromkeys(("nvme_read_bytes", "nvme_written_bytes", "disk_bytes", "host_bytes", "peak_bytes"), 0)
     record.on_message({"kind": "ready", "plan": PLAN, "predicted": {**predicted, "device_bytes": 100 * MIB}, **fields})
     record.on_message({**STEP, **fields})
-    record.outcome = Outcome(0, "close", "none", None, False, False, False, 7, Charge(), None, 1.0, ())
+    record.outcome = Outcome(0, "close", "none", None, False, False, False, 7, Charge(), None, 1.0)
     return {"name": "tiermem tiny", **json.loads(json.dumps(record.summary()))}
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.swap.queue import PathStats
 from tiermem.tools.machine import Written, endurance_lines, lines_of_run, parse_tbw
 
 GB, TB = 10**9, 10**12
@@ -28,9 +27,8 @@ def test_without_a_drive_a_hundred_terabytes_are_spoken_of() -> None:
     )
 
 
-def test_the_stats_of_a_store_are_taken_as_they_are() -> None:
-    stats = PathStats(A, weight=1.0, read_bytes=5, written_bytes=3 * GB, used_bytes=7)
-    (line,) = endurance_lines([stats], 0, 0.0, 6 * TB)
+def test_a_run_without_steps_and_seconds_counts_runs_alone() -> None:
+    (line,) = endurance_lines([Written(A, 3 * GB)], 0, 0.0, 6 * TB)
     assert line == "written to /a: 3.00 GB in this run; a drive of 6 TBW lasts 2,000 such runs"
 
 
@@ -51,7 +49,7 @@ def test_a_path_that_was_not_written_has_no_wear() -> None:
 
 
 def test_an_older_store_says_what_it_was_written_in_all() -> None:
-    (line,) = endurance_lines([Written(A, GB)], 1, 1.0, None, {A: 5 * TB})
+    (line,) = endurance_lines([Written(A, GB, 5 * TB)], 1, 1.0)
     assert "1.00 GB in this run, 1.00 GB per step (5.00 TB since the store was made);" in line
 
 
@@ -81,7 +79,7 @@ def test_a_saved_run_tells_its_training_and_its_building() -> None:
 
 
 def test_a_store_as_old_as_the_run_says_it_once() -> None:
-    (line,) = endurance_lines([Written(A, GB)], 1, 1.0, None, {A: GB})
+    (line,) = endurance_lines([Written(A, GB, GB)], 1, 1.0)
     assert "since the store was made" not in line
 
 

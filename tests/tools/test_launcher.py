@@ -31,7 +31,9 @@ class Heard(Observer):
 
 def run(code: str, observer: Observer | None = None, **options: float) -> Outcome:
     head = "import json, os, signal, sys, time\ndef tell(**f): os.write(int(sys.argv[1]), json.dumps(f).encode() + b'\\n')\n"
-    return launch([sys.executable, "-S", "-c", head + code, CHANNEL_FD], MemoryLimit(), observer, None, **options)
+    return launch(
+        [sys.executable, "-S", "-c", head + code, CHANNEL_FD], MemoryLimit(), [observer] if observer else (), **options
+    )
 
 
 def test_messages_and_output_arrive_in_order_and_whole() -> None:
@@ -70,10 +72,11 @@ def test_children_of_the_child_are_counted() -> None:
 
 
 def test_an_exit_status_is_told() -> None:
-    outcome = run("print('the reason'); sys.exit(5)")
+    heard = Heard()
+    outcome = run("print('the reason'); sys.exit(5)", heard)
     assert outcome.exit_code == 5
     assert outcome.describe() == "ended with status 5 during start"
-    assert outcome.last_output == ("the reason",)
+    assert heard.lines == ["the reason"]
 
 
 def test_an_interrupt_reaches_the_child_which_ends_by_itself() -> None:
@@ -124,8 +127,9 @@ def test_a_silent_child_is_stopped_when_patience_ends() -> None:
 
 
 def test_what_a_child_leaves_running_is_ended() -> None:
-    outcome = run("import subprocess; print(subprocess.Popen(['sleep', '1000']).pid)")
-    pid = int(outcome.last_output[0])
+    heard = Heard()
+    run("import subprocess; print(subprocess.Popen(['sleep', '1000']).pid)", heard)
+    pid = int(heard.lines[0])
     deadline = time.monotonic() + 5
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         if open(f"/proc/{pid}/stat").read().split()[2] == "Z":  # noqa: SIM115

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tiermem.tools import machine
-from tiermem.tools.machine import caption, machine_facts, memory_bytes, place_of
+from tiermem.tools.machine import machine_facts, memory_bytes, place_of
 
 MOUNTS = """\
 21 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
@@ -56,14 +56,3 @@ def test_the_facts_name_what_a_figure_needs(tmp_path: Path) -> None:
     assert datetime.datetime.fromisoformat(facts["date"]).tzinfo is not None
     assert facts["paths"][0]["path"] == str(tmp_path)
     assert facts["paths"][0]["file_system"] != "unknown"
-
-
-def test_the_caption_says_machine_path_and_date(mounts: Path) -> None:
-    facts = machine_facts([mounts / "my disk", mounts / "net"]) | {"date": "2026-11-21T12:43:26+00:00"}
-    first, *paths = caption(facts).splitlines()
-    assert facts["kernel"] in first
-    assert "2026-11-21 12:43" in first
-    assert paths == [
-        f"{mounts / 'my disk'}: btrfs (rw,noatime,nodev,ssd) on /dev/nvme1n1",
-        f"{mounts / 'net'}: nfs4 (rw,vers=4.2) on server:/export",
-    ]

@@ -16,7 +16,7 @@ from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.presets import preset
 from tiermem.tools.run_record import RunRecord
-from tiermem.tools.train_options import make_config
+from tiermem.tools.train_job import make_config
 
 TINY = {
     "hidden_size": 64,
@@ -57,7 +57,7 @@ def run_plain(given: Job, folder: Path, cap_bytes: int | None = None) -> RunReco
     record = RunRecord()
     setting = list_peers(given, None)[0].settings[0]
     with open_limit(cap_bytes) as limit:
-        record.outcome = launch(peer.command(given, setting, folder / "place"), limit, record)
+        record.outcome = launch(peer.command(given, setting, folder / "place"), limit, [record])
     return record
 
 

@@ -18,10 +18,10 @@ import torch
 import tiermem
 from tiermem.forecast import Rates
 from tiermem.forecast.steps import HOST_TO_DEVICE, HOST_TO_NVME, NVME_TO_HOST, RANK_TO_NEAR, RANK_TO_RANK
+from tiermem.policy import Tier
 from tiermem.tools.cli import EXIT_USER, main
 from tiermem.tools.options import PlanOptions
-from tiermem.tools.plan import EXIT_FITS, EXIT_TOO_SMALL, parse_rates, plan, tuned_speed
-from tiermem.tools.plan_report import advise, tiling_hint
+from tiermem.tools.plan import EXIT_FITS, EXIT_TOO_SMALL, advise, parse_rates, plan, tiling_hint, tuned_speed
 from tiermem.tools.planned import Cluster, Planned, Scenario, Speed, meta_model, plan_scenario
 from tiermem.tools.presets import preset
 
@@ -33,7 +33,7 @@ TINY = preset("151m") | {
     "num_key_value_heads": 4,
     "vocab_size": 301,
 }
-SPEED = Speed(Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=0.5e9), flops=1e12)
+SPEED = Speed(Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=0.5e9), 1e12)
 GIB = 1 << 30
 
 
@@ -95,9 +95,9 @@ def test_the_plan_is_that_of_a_real_start(tmp_path: Path) -> None:
 
 def test_a_node_is_shared_and_every_rank_holds_its_part() -> None:
     one, many = planned(config_of(), Cluster(1, 1)), planned(config_of(), Cluster(num_nodes=3, ranks_per_node=2))
-    assert many.tier_bytes("NVME") == pytest.approx(one.tier_bytes("NVME") / 6, rel=0.15)  # shards are padded
+    assert many.tier_bytes(Tier.NVME) == pytest.approx(one.tier_bytes(Tier.NVME) / 6, rel=0.15)  # shards are padded
     assert many.forecast.edge_bytes(RANK_TO_RANK) > 0 == one.forecast.edge_bytes(RANK_TO_RANK)
-    slower = Speed(Rates(disk_read_bytes_s=5e8, disk_write_bytes_s=2.5e8), flops=1e12)
+    slower = Speed(Rates(disk_read_bytes_s=5e8, disk_write_bytes_s=2.5e8), 1e12)
     halved = planned(config_of(), Cluster(3, 1), slower)
     two = planned(config_of(), Cluster(3, 2))
     assert two.forecast.busy_s["disk"]["step"] == pytest.approx(halved.forecast.busy_s["disk"]["step"] / 2, rel=0.1)
@@ -123,11 +123,11 @@ def test_a_gpu_adds_its_edges_and_takes_the_activations() -> None:
     said = planned(config_of(), Cluster(1, 2, gpu_bytes=8 * GIB))
     assert said.forecast.edge_bytes(HOST_TO_DEVICE) > 0
     tiers = {line.what: line.tier for line in said.lines}
-    assert tiers["activations"] == "DEVICE"
+    assert tiers["activations"] is Tier.DEVICE
     assert "allocator" not in tiers
     whole = planned(config_of("none"), Cluster(1, 2, gpu_bytes=8 * GIB))
-    assert {line.what: line.tier for line in whole.lines}["optimizer states"] == "DEVICE"
-    assert whole.plan.device_bytes < whole.tier_bytes("DEVICE")  # which has activations and units present beside it
+    assert {line.what: line.tier for line in whole.lines}["optimizer states"] is Tier.DEVICE
+    assert whole.plan.device_bytes < whole.tier_bytes(Tier.DEVICE)  # which has activations and units present beside it
 
 
 def test_memory_that_is_left_holds_states_and_saves_their_reads() -> None:
@@ -136,7 +136,7 @@ def test_memory_that_is_left_holds_states_and_saves_their_reads() -> None:
     saved = free.forecast.edge_bytes(NVME_TO_HOST) - roomy.forecast.edge_bytes(NVME_TO_HOST)
     written = free.forecast.edge_bytes(HOST_TO_NVME) - roomy.forecast.edge_bytes(HOST_TO_NVME)
     assert saved == written > 0
-    assert roomy.tier_bytes("HOST") <= 2 * GIB
+    assert roomy.tier_bytes(Tier.HOST) <= 2 * GIB
     assert not roomy.problems
 
 
@@ -151,7 +151,7 @@ def test_memory_that_is_left_holds_what_is_predicted_to_save_most() -> None:
 
 def test_what_does_not_fit_names_the_tier_and_what_changes_it() -> None:
     said = planned(config_of("cpu"), Cluster(1, 1, host_bytes=450 << 20))
-    need = planned(config_of("cpu"), Cluster(1, 1)).tier_bytes("HOST")
+    need = planned(config_of("cpu"), Cluster(1, 1)).tier_bytes(Tier.HOST)
     tight = planned(config_of("cpu"), Cluster(1, 1, host_bytes=need - (2 << 20)))
     (problem,) = tight.problems
     assert (problem.where, problem.limit_bytes) == ("the memory of a node", need - (2 << 20))
@@ -168,7 +168,7 @@ def test_changes_are_taken_together_when_none_suffices() -> None:
     def of_151m(config: dict[str, Any], host_bytes: int | None) -> Planned:
         return plan_scenario(Scenario(preset("151m"), config, Cluster(1, 1, host_bytes=host_bytes), SPEED, 64))
 
-    least = of_151m(config_of("nvme", resident_bytes=0, grads="nvme"), None).tier_bytes("HOST")
+    least = of_151m(config_of("nvme", resident_bytes=0, grads="nvme"), None).tier_bytes(Tier.HOST)
     said = of_151m(config_of("cpu"), least + (8 << 20))
     assert said.problems
     first = advise(said)[0]
@@ -177,7 +177,7 @@ def test_changes_are_taken_together_when_none_suffices() -> None:
 
 
 def test_a_disk_that_is_the_bound_suggests_more_disks() -> None:
-    slow = Speed(Rates(disk_read_bytes_s=1e7, disk_write_bytes_s=1e7), flops=1e13)
+    slow = Speed(Rates(disk_read_bytes_s=1e7, disk_write_bytes_s=1e7), 1e13)
     said = planned(config_of(resident_bytes=0), Cluster(1, 1), slow)
     assert said.forecast.bound_of("step") == "disk"
     words = {each.words: each.planned.tokens_per_s / said.tokens_per_s for each in advise(said, most=20)}
@@ -203,17 +203,17 @@ def test_a_disk_too_small_for_two_slots_is_told_what_one_needs() -> None:
     two = planned(config_of(), Cluster(1, 1))
     one = planned(config_of(durability="none"), Cluster(1, 1))
     assert one.plan.frozen_disk_bytes == 0 < two.plan.frozen_disk_bytes
-    assert two.tier_bytes("NVME") - one.tier_bytes("NVME") == two.plan.frozen_disk_bytes
-    rows = {line.what: line.num_bytes for line in two.lines if line.tier == "NVME"}
+    assert two.tier_bytes(Tier.NVME) - one.tier_bytes(Tier.NVME) == two.plan.frozen_disk_bytes
+    rows = {line.what: line.num_bytes for line in two.lines if line.tier is Tier.NVME}
     assert rows["frozen slots"] == rows["parameters"] + rows["optimizer states"]
-    short = planned(config_of(), Cluster(1, 1, nvme_bytes=one.tier_bytes("NVME")))
+    short = planned(config_of(), Cluster(1, 1, nvme_bytes=one.tier_bytes(Tier.NVME)))
     assert [problem.where for problem in short.problems] == ["the disks of a node"]
     assert any("tiermem.durability" in each.words and each.fits for each in advise(short, most=20))
 
 
 def test_a_second_copy_near_by_pays_where_the_near_network_is_faster() -> None:
     rates = dataclasses.replace(SPEED.rates, network_bytes_s=1e8, near_bytes_s=1e10)
-    cluster, speed = Cluster(num_nodes=2, ranks_per_node=2), Speed(rates, flops=1e15)
+    cluster, speed = Cluster(num_nodes=2, ranks_per_node=2), Speed(rates, 1e15)
     plain, second = config_of("cpu"), config_of("cpu")
     second["zero_optimization"]["zero_hpz_partition_size"] = 2
     far, near = planned(plain, cluster, speed), planned(second, cluster, speed)

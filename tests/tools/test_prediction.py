@@ -92,12 +92,12 @@ def test_what_is_recomputed_counts_once() -> None:
 
 
 def test_no_copy_is_made_where_the_cap_leaves_no_room() -> None:
-    assert measure(job(TINY), 1000).startswith("a small copy of the model takes ")  # type: ignore[union-attr]
+    assert measure(job(TINY), 1000, None).startswith("a small copy of the model takes ")  # type: ignore[union-attr]
 
 
 def test_a_model_whose_layers_cannot_be_counted_is_not_predicted() -> None:
     shape = {key: value for key, value in TINY.items() if key != "num_hidden_layers"}
-    assert "num_hidden_layers" in str(measure(job(shape), None))
+    assert "num_hidden_layers" in str(measure(job(shape), None, None))
 
 
 def test_predicted_and_real_stand_side_by_side() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiermem.tools.presets import PRESETS, preset, read_shape, with_layers
-from tiermem.tools.train_job import ModelSizes
+from tiermem.tools.presets import PRESETS, ModelSizes, preset, read_shape, with_layers
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -29,6 +29,7 @@ STEP = {
     "nvme_read_bytes": 4_000_000_005,
     "nvme_written_bytes": 2_000_000_000,
     "waits": {"tile state": 0.25, "param": 0.001},
+    **DEVICE_FIELDS,
 }
 
 
@@ -51,20 +52,11 @@ def test_a_step_is_shown(is_terminal: bool) -> None:
         "of 1250.0 MiB (cgroup-v1), peak 900.0 MiB",
         "2.00 read + 1.00 write GB/s (ceilings 4.0 and 8.0: busy 62%)",
         "0.25 s for tile state",
+        "cuda:0 100.0 MiB (300.0 MiB reserved) of 20.00 GiB, peak 200.0 MiB (400.0 MiB)",
     ):
         assert part in shown
     assert "for param" not in shown
     assert ("building the model" in shown) is not is_terminal or is_terminal
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_an_accelerators_memory_is_shown_beside_the_hosts(is_terminal: bool) -> None:
-    text = io.StringIO()
-    console = Console(file=text, width=300, force_terminal=is_terminal, color_system=None)
-    with Progress(console, "tiermem tiny", 10, None, "none") as progress:
-        progress.on_message({**STEP, **DEVICE_FIELDS})
-        progress.on_sample(Sample(1, 800 * MIB, None))
-    assert "cuda:0 100.0 MiB (300.0 MiB reserved) of 20.00 GiB, peak 200.0 MiB (400.0 MiB)" in text.getvalue()
 
 
 def test_texts_with_brackets_are_shown_as_they_are() -> None:

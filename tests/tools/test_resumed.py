@@ -13,8 +13,7 @@ from saved_by_hand import write
 
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.presets import preset
-from tiermem.tools.train_job import make_job
-from tiermem.tools.train_options import find_resumed, options_to_save, with_saved
+from tiermem.tools.train_job import find_resumed, make_job, options_to_save, with_saved
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ def step(number: int, loss: float, seconds: float = 1.0) -> dict[str, object]:
 
 
 def outcome() -> Outcome:
-    return Outcome(0, "close", "none", None, False, False, False, 7, Charge(), None, 1.0, ())
+    return Outcome(0, "close", "none", None, False, False, False, 7, Charge(), None, 1.0)
 
 
 def test_losses_read_back_to_the_bit(tmp_path: Path) -> None:

@@ -71,13 +71,21 @@ def test_a_capped_run_on_nvme_equals_one_in_memory_to_the_bit(folder: Path) -> N
     assert nvme["choice"].startswith("planned by ") and cpu["choice"] is None  # without a cap nothing is scarce
 
 
-def test_a_run_leaves_its_reports_and_nothing_on_nvme(folder: Path) -> None:
+def test_a_run_uses_what_was_tuned_and_leaves_its_reports_and_nothing_on_nvme(folder: Path) -> None:
     disk = folder / "disk"
     disk.mkdir()
-    done, out = train(folder, "--steps", "2", "--nvme", "disk", "--resident", "0", "--tbw", "600TB")
+    tuned = {
+        "aio": {"block_size": 1 << 18, "queue_depth": 1, "intra_op_parallelism": 3},
+        "tiermem": {"engine": "threads", "paths": [{"path": str(disk)}], "measured": {"made_by": "tiermem tune"}},
+    }
+    (folder / "tiermem.json").write_text(json.dumps(tuned))
+    done, out = train(folder, "--steps", "2", "--tuned", "tiermem.json", "--resident", "0", "--tbw", "600TB")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert out["engine"] == "threads"
+    assert "3 of them" in out["engine_why"]
     assert list(disk.iterdir()) == []
     (path,) = out["paths"]
+    assert path["path"] == str(disk)
     assert path["written_bytes"] == out["nvme_written_bytes"]
     assert 0 < path["written_bytes"] <= path["since_made_bytes"]
     assert f"written to {path['path']}: " in done.stdout
@@ -147,36 +155,6 @@ def test_a_launcher_that_is_killed_takes_its_trainer_with_it(folder: Path) -> No
     assert not [file for file in folder_of_run.iterdir() if file.name.startswith("tiermem-")]
 
 
-def test_a_config_file_decides_all_that_it_names(folder: Path) -> None:
-    config = {
-        "train_batch_size": 4,
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-    }
-    (folder / "ds.json").write_text(json.dumps(config))
-    done, out = train(folder, "--steps", "2", "--deepspeed-config", "ds.json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(out["losses"]) == 2
-    assert out["state_bytes"] == 12 * out["num_params"]
-
-
-def test_what_was_tuned_is_what_a_run_uses(folder: Path) -> None:
-    disk = folder / "disk"
-    disk.mkdir()
-    tuned = {
-        "aio": {"block_size": 1 << 18, "queue_depth": 1, "intra_op_parallelism": 3},
-        "tiermem": {"engine": "threads", "paths": [{"path": str(disk)}], "measured": {"made_by": "tiermem tune"}},
-    }
-    (folder / "tiermem.json").write_text(json.dumps(tuned))
-    done, out = train(folder, "--steps", "1", "--tuned", "tiermem.json", "--resident", "0")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert out["engine"] == "threads"
-    assert "3 of them" in out["engine_why"]
-    assert [path["path"] for path in out["paths"]] == [str(disk)]
-    assert list(disk.iterdir()) == []
-
-
 def test_a_wrong_config_is_one_line(folder: Path) -> None:
     (folder / "ds.json").write_text(json.dumps({"zero_optimisation": {}, "optimizer": {"type": "AdamW"}}))
     done, _ = train(folder, "--deepspeed-config", "ds.json")
@@ -186,10 +164,12 @@ def test_a_wrong_config_is_one_line(folder: Path) -> None:
     assert list((folder / "runs").iterdir()) == []
 
 
-def test_a_checkpoint_is_trained_on(folder: Path) -> None:
+def test_a_checkpoint_is_trained_on_and_a_config_file_decides_all_that_it_names(folder: Path) -> None:
     import safetensors.torch
     import torch
     import transformers
+
+    from tiermem.tools.corpus import Corpus
 
     torch.manual_seed(3)
     shape = json.loads((folder / "tiny.json").read_text())
@@ -198,12 +178,21 @@ def test_a_checkpoint_is_trained_on(folder: Path) -> None:
     (folder / "checkpoint").mkdir()
     (folder / "checkpoint" / "config.json").write_text(json.dumps(shape))
     safetensors.torch.save_file(dict(model.state_dict()), folder / "checkpoint" / "model.safetensors")
-    arguments = ["--precision", "fp32", "--steps", "1", "--seq", "32", "--offload", "cpu", "--json", "out.json"]
+    ds = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }
+    (folder / "ds.json").write_text(json.dumps(ds))
+    arguments = ["--deepspeed-config", "ds.json", "--steps", "2", "--seq", "32", "--json", "out.json"]
     start = [sys.executable, "-m", "tiermem.tools.cli", "train", "--model", "checkpoint", *arguments]
     done = subprocess.run(start, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    from tiermem.tools.corpus import Corpus, TokenDataset
-
-    batch = TokenDataset(Corpus([], 32, 0)).batch(0, 1, torch.device("cpu"))
-    expected = float(model(**batch).loss.detach())
-    assert json.loads((folder / "out.json").read_text())["losses"][0] == pytest.approx(expected, rel=1e-5)
+    corpus = Corpus([], 32, 0)
+    micro_batches = [corpus.batch(number, 2, torch.device("cpu")) for number in range(2)]
+    expected = sum(float(model(**batch).loss.detach()) for batch in micro_batches) / 2
+    out = json.loads((folder / "out.json").read_text())
+    assert out["losses"][0] == pytest.approx(expected, rel=1e-5)
+    assert len(out["losses"]) == 2
+    assert out["state_bytes"] == 12 * out["num_params"]  # fp32

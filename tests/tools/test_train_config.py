@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tiermem.tools.options import TrainOptions
-from tiermem.tools.train_options import (
+from tiermem.tools.train_job import (
     make_config,
     nvme_folders,
     own_folders,

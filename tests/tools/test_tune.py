@@ -24,17 +24,20 @@ from tiermem.tools.bench.files import check_room
 from tiermem.tools.cli import main
 from tiermem.tools.options import TuneOptions
 from tiermem.tools.reports import open_console
-from tiermem.tools.step_mix import Refused, StepMix, Turn
 from tiermem.tools.tune import (
     BLOCKS,
     DEPTHS,
     MADE_BY,
+    Refused,
+    StepMix,
+    Turn,
     Verdict,
     candidates_of,
     check_out,
     default_of,
     engines_that_run,
     section_of,
+    step_mix,
     tune,
     verify,
     weighed,
@@ -175,7 +178,7 @@ def test_the_cost_is_a_step_s_bytes_at_these_rates() -> None:
 def test_a_turn_uses_every_path(tmp_path: Path) -> None:
     io = IoSettings("threads", 256 << 10, 4)
     (tmp_path / "b").mkdir()
-    with StepMix([tmp_path, tmp_path / "b"], 8 * MIB, io, 1.0) as mix:
+    with step_mix([tmp_path, tmp_path / "b"], 8 * MIB, io, 1.0) as mix:
         turn = mix.turn(io, 0.01)
         assert mix.file_bytes == 8 * MIB
         assert mix.turn_s(io, 0.04) > 0
@@ -187,12 +190,12 @@ def test_settings_that_the_queue_refuses_are_told_apart_from_a_broken_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     io = IoSettings("threads", 256 << 10, 4)
-    with StepMix([tmp_path], 8 * MIB, io, 1.0) as mix:
+    with step_mix([tmp_path], 8 * MIB, io, 1.0) as mix:
 
         def refuse(*_: object) -> None:
             raise OSError(errno.EAGAIN, "too many requests")
 
-        monkeypatch.setattr("tiermem.tools.step_mix.Passes", refuse)
+        monkeypatch.setattr("tiermem.tools.tune.Passes", refuse)
         with pytest.raises(Refused, match="too many requests"):
             mix.turn(io, 0.01)
 

@@ -23,7 +23,7 @@ from rich.table import Table
 
 import tiermem
 from tiermem.precision import PRESETS
-from tiermem.tools.corpus import Corpus, TokenDataset
+from tiermem.tools.corpus import Corpus
 from tiermem.tools.machine import caption, machine_facts
 from tiermem.tools.options import CurvesOptions
 from tiermem.tools.plots import new_figure, save_figure
@@ -80,11 +80,11 @@ def bench_curves(options: CurvesOptions, console: Console) -> int:
 def train_curve(name: str, corpus: Corpus, steps: int, seed: int, on_step: Any = lambda: None) -> list[float]:
     """The loss of every step of a fresh model whose states are kept as a preset says."""
     engine, _, _, _ = tiermem.initialize(model=_build(seed), config=_config(name, steps, seed))
-    dataset, device = TokenDataset(corpus), torch.device("cpu")
+    device = torch.device("cpu")
     losses = []
     try:
         for step in range(steps):
-            loss = engine(**dataset.batch(step, _BATCH, device)).loss
+            loss = engine(**corpus.batch(step, _BATCH, device)).loss
             engine.backward(loss)
             engine.step()
             losses.append(float(loss.detach()))

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.launcher import CHANNEL_FD, Job
-from tiermem.tools.train_job import ModelSizes
+from tiermem.tools.presets import ModelSizes
 
 _SCRIPTS = Path(__file__).parent
 _SWAP_FOLDER = "tiermem-peer"

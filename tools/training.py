@@ -1,0 +1,376 @@
+"""Training: the training loop of the capped process, and the counts and sentences that it sends to the launcher.
+
+    imports -> budget -> disk's ceiling -> build under zero.Init -> initialize -> steps -> close -> counts -> events
+
+It sends phases and the figures of each step to the launcher over the channel. It writes no file until the counts are closed;
+then it writes its events to the file that the job names, one on each line.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+import json
+import platform
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import tiermem
+import tiermem.zero.init
+from tiermem.engine import Engine
+from tiermem.swap.accelerator import find_device, free_and_total, is_accelerator, reset_peak, usage
+from tiermem.swap.store import TensorStore
+from tiermem.tools.bench.files import measure_disks
+from tiermem.tools.corpus import Corpus
+from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, resident_of
+from tiermem.tools.planned import Budget, meta_model, plan_budget, state_bytes, transformers
+from tiermem.tools.prediction import build_model, choose_config, measure, predict
+from tiermem.tools.run_record import Figures, IoCounts, OutOfDeviceMemory, kernel_counts, planned_bytes
+from tiermem.tools.train_job import CLIENT_KEY, Config, precision_of, with_host_bytes
+from tiermem.tools.words import Stop, format_bytes
+
+_CEILING_S = 0.4
+_ARRIVAL_S = 0.2
+_STATS = ("nvme_read_bytes", "nvme_written_bytes", "nvme_bytes", "host_bytes", "engine", "engine_why")
+
+
+class Trainer:
+    """One job from imports to counts; every attribute is what a later phase needs of an earlier one."""
+
+    def __init__(self, job: Job, channel: Channel, stop: Stop) -> None:
+        self._job = job
+        self._channel = channel
+        self._stop = stop
+        self._budget: Budget | None = None
+        self._choice: str | None = None  # how what the budget leaves open was settled
+        self._beside = IoCounts(0, 0)  # bytes of checkpoints that the kernel counts and the store does not
+
+    def run(self) -> None:
+        """Trains and reports. Raises what goes wrong, the store closed; what an accelerator refuses as OutOfDeviceMemory."""
+        job = self._job
+        _load_model_classes(job)
+        resident_bytes = resident_of().now_bytes
+        config = self._config_within_cap(resident_bytes)
+        ceiling = self._measure_ceiling()
+        self._channel.phase("measuring the maths")
+        measured = measure(job, self._budget.host_bytes if self._budget is not None else None, ceiling)
+        if not isinstance(measured, str):  # what the budget leaves open is chosen by predicted time
+            config, self._choice = choose_config(config, job.shape, measured.rates, measured.compute)
+        give_back_free_memory()
+        forget_peak()
+        with self._explaining_out_of_memory(), large_blocks_mapped():
+            self._channel.phase("building the model")
+            model = build_model(job.shape, job.seed, job.is_checkpointing, config_dict_or_path=config)
+            self._channel.phase("initialize")
+            engine = self._initialize(model, config)
+        num_params = sum(p.numel() for p in model.parameters())
+        try:
+            with self._explaining_out_of_memory(engine):
+                if job.checkpoint is not None:
+                    self._channel.phase("loading the checkpoint")
+                    tiermem.load_safetensors(model, Path(job.checkpoint))
+                if job.resume is not None:
+                    self._resume(engine, job.resume)
+                engine.step_client_state = {CLIENT_KEY: job.to_save}
+                give_back_free_memory()
+                self._announce(engine, num_params, ceiling, predict(engine, job, measured, ceiling, resident_bytes))
+                before = store_counts(engine.shards.store), kernel_counts(), written_by_path(engine.shards.store)
+                self._stop.may_unwind = False
+                self._train(engine)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                engine.close()
+            raise
+        self._finish(engine, *before)
+
+    @contextlib.contextmanager
+    def _explaining_out_of_memory(self, engine: Engine | None = None) -> Iterator[None]:
+        """Inside, an accelerator's refusal of memory becomes one sentence, made of what it holds at that moment."""
+        try:
+            yield
+        except Exception as error:
+            refusal = out_of_memory_in(error)
+            if refusal is None:
+                raise
+            figures = device_fields(None if engine is None else engine.device)["device_memory"]
+            plan = None if engine is None else _rows_of(engine)
+            raise OutOfDeviceMemory(
+                explain_out_of_memory(refusal, figures, plan, self._channel.phase_name, self._job)
+            ) from error
+
+    # ---- before training ---------------------------------------------------------------------------------------------
+
+    def _config_within_cap(self, resident_bytes: int) -> Config:
+        job = self._job
+        if job.memory_limit_bytes is None or "host_bytes" in job.config.get("tiermem", {}):
+            return job.config
+        tokens, precision = job.batch * job.seq, precision_of(job.config)
+        self._budget = plan_budget(
+            job.memory_limit_bytes, resident_bytes, job.shape, tokens, precision, job.is_checkpointing
+        )
+        self._budget.check()
+        return with_host_bytes(job.config, self._budget.host_bytes)
+
+    def _measure_ceiling(self) -> dict[str, Any] | None:
+        """The rates of the paths' disks, in their own short-lived memory: far below what training takes."""
+        if not self._job.nvme_paths:
+            return None
+        self._channel.phase("measuring the disk")
+        folders = [Path(path) for path in self._job.nvme_paths]
+        return measure_disks(folders, _CEILING_S)._asdict()
+
+    def _initialize(self, model: nn.Module, config: Config) -> Engine:
+        try:
+            return tiermem.initialize(model=model, config=config)[0]
+        except ValueError as error:
+            if self._budget is None:
+                raise
+            raise ValueError(f"{error} (the budget under the cap: {self._budget.explain()})") from error
+
+    def _resume(self, engine: Engine, place: str) -> None:
+        self._channel.phase("opening the saved step")
+        started = time.monotonic()
+        engine.load_checkpoint(place)
+        self._channel.send("resumed", step=engine.global_steps, seconds=time.monotonic() - started)
+
+    def _announce(
+        self, engine: Engine, num_params: int, ceiling: dict[str, Any] | None, predicted: dict[str, Any]
+    ) -> None:
+        precision = precision_of(self._job.config)
+        self._channel.send(
+            "ready",
+            num_params=num_params,
+            state_bytes=state_bytes(num_params, precision, engine.shards.policy.precision),
+            batch_size=engine.train_batch_size(),
+            threads=torch.get_num_threads(),
+            device=str(engine.device),
+            plan=_rows_of(engine),
+            budget=[[row.what, row.num_bytes, row.why] for row in self._budget.rows()] if self._budget else [],
+            ceiling=ceiling,
+            predicted=predicted,
+            choice=self._choice,
+            versions=_versions(),
+            **store_counts(engine.shards.store)._asdict(),
+            **device_fields(engine.device),
+        )
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def _train(self, engine: Engine) -> None:
+        job = self._job
+        dataset = Corpus([Path(path) for path in job.data], job.seq, job.seed)
+        size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+        for step in range(engine.global_steps + 1, job.steps + 1):
+            started = time.monotonic_ns()
+            seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+            losses = []
+            for micro in range(accumulation):
+                batch = dataset.batch((step - 1) * accumulation + micro, size, engine.device)
+                with self._timed(engine, seconds, "forward", step):
+                    loss = engine(**batch).loss
+                with self._timed(engine, seconds, "backward", step):
+                    engine.backward(loss)
+                losses.append(loss.detach())
+                del loss
+                with self._timed(engine, seconds, "step", step):
+                    engine.step()
+            mean = float(torch.stack(losses).float().mean()) if accumulation > 1 else float(losses[0])
+            self._report_step(engine, step, started, mean, seconds, size * accumulation * job.seq)
+            is_last = step == job.steps or self._stop.is_asked
+            if job.save_dir is not None and (is_last or (job.save_every and step % job.save_every == 0)):
+                self._save(engine, job.save_dir, step)
+            if is_last:
+                break
+
+    def _save(self, engine: Engine, folder: str, step: int) -> None:
+        """A checkpoint; what the kernel counts of it beside the store's own is not the training's."""
+        self._channel.phase(f"saving step {step}")
+        started, ours, kernel = time.monotonic(), counts_at_rest(engine.shards.store), kernel_counts()
+        engine.save_checkpoint(folder, client_state={CLIENT_KEY: self._job.to_save})
+        engine.wait_checkpoint()
+        moved, by_kernel = counts_at_rest(engine.shards.store).since(ours), kernel_counts().since(kernel)
+        self._beside = IoCounts(*(a + b - c for a, b, c in zip(self._beside, by_kernel, moved, strict=True)))
+        self._channel.send("saved", step=step, seconds=time.monotonic() - started, folder=folder)
+
+    @contextlib.contextmanager
+    def _timed(self, engine: Engine, seconds: dict[str, float], name: str, step: int) -> Iterator[None]:
+        stats = engine.shards.store.stats()
+        held = {"host_bytes": stats.host_bytes, "nvme_bytes": stats.nvme_bytes, **device_fields(engine.device)}
+        self._channel.phase(f"{name} of step {step}", **held)
+        started = time.monotonic()
+        yield
+        if is_accelerator(engine.device):  # a phase's time is its own; a tool may wait for the device
+            torch.accelerator.synchronize(engine.device)
+        seconds[name] += time.monotonic() - started
+
+    def _report_step(
+        self, engine: Engine, step: int, started: int, loss: float, seconds: dict[str, float], tokens: int
+    ) -> None:
+        stats = engine.shards.store.stats()
+        self._channel.send(
+            "step",
+            step=step,
+            start_ns=started,
+            end_ns=time.monotonic_ns(),
+            loss=loss,
+            **{f"{phase}_s": each for phase, each in seconds.items()},
+            tokens=tokens,
+            **{key: getattr(stats, key) for key in _STATS},
+            waits=_waits_since(engine, started),
+            grad_norm=float(engine.get_global_grad_norm()),
+            lr=engine.get_lr()[0],
+            skipped_steps=engine.skipped_steps,
+            **device_fields(engine.device),
+        )
+
+    # ---- after training ----------------------------------------------------------------------------------------------
+
+    def _finish(self, engine: Engine, ours: IoCounts, kernel: IoCounts, written: dict[str, int]) -> None:
+        """Lets what is under way arrive, takes both counts, closes; only then writes a file."""
+        self._channel.phase("close")
+        moved = counts_at_rest(engine.shards.store).since(ours)
+        moved_by_kernel = kernel_counts().since(kernel).since(self._beside)
+        host_peak_bytes = engine.shards.store.stats().host_peak_bytes
+        since_made, on_device = written_by_path(engine.shards.store), device_fields(engine.device)
+        engine.close()
+        self._channel.send(
+            "done",
+            **{f"nvme_{key}": each for key, each in moved._asdict().items()},
+            **{f"kernel_{key}": each for key, each in moved_by_kernel._asdict().items()},
+            paths=[[path, total - written.get(path, 0), total] for path, total in since_made.items()],
+            host_peak_bytes=host_peak_bytes,
+            is_every_step_durable=engine.shards.policy.durability == "step",
+            peak_rss_bytes=resident_of().peak_bytes,
+            is_interrupted=self._stop.is_asked,
+            **on_device,
+        )
+        if self._job.events_file is not None:
+            with open(self._job.events_file, "w", encoding="utf-8") as file:
+                for event in engine.shards.store.recorder.events:
+                    file.write(json.dumps(list(event)) + "\n")
+
+
+def _load_model_classes(job: Job) -> None:
+    """Imports the model's own modules, so that what is resident after it is the interpreter's part; sets the threads."""
+    transformers().logging.set_verbosity_error()
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    meta_model(job.shape, job.precision)
+
+
+def _rows_of(engine: Engine) -> list[tuple[str, str, int, str]]:
+    return [(row.what, row.tier.name, row.num_bytes, row.why) for row in engine.shards.plan.rows]
+
+
+def _waits_since(engine: Engine, start_ns: int) -> dict[str, float]:
+    """Seconds stalled since a moment, by the kind of thing waited for: the name up to its first slash."""
+    waits: collections.Counter[str] = collections.Counter()
+    for event in reversed(list(engine.shards.store.recorder.events)):
+        if event.end_ns < start_ns:
+            break
+        if event.lane == "wait":
+            waits[event.name.partition("/")[0]] += event.end_ns - event.start_ns
+    return {name: ns * 1e-9 for name, ns in waits.most_common(5)}
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "tiermem": tiermem.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers().__version__,
+        "python": platform.python_version(),
+    }
+
+
+# ---- counts of bytes, and the accelerator's memory ---------------------------------------------------------------------
+
+
+def store_counts(store: TensorStore) -> IoCounts:
+    """Bytes that the store has moved so far."""
+    stats = store.stats()
+    return IoCounts(stats.nvme_read_bytes, stats.nvme_written_bytes)
+
+
+def written_by_path(store: TensorStore) -> dict[str, int]:
+    """Bytes written to each path since the store was made."""
+    return {str(each.path): each.written_bytes for each in store.stats().paths}
+
+
+def counts_at_rest(store: TensorStore) -> IoCounts:
+    """Counts with nothing under way: writes are waited for, reads ahead of a step that never comes arrive by themselves."""
+    store.settle()
+    before, counts = IoCounts(-1, -1), store_counts(store)
+    while counts != before:
+        time.sleep(_ARRIVAL_S)
+        before, counts = counts, store_counts(store)
+    return counts
+
+
+def device_fields(device: torch.device | None = None) -> dict[str, Figures]:
+    """`device_memory` and its figures, for a message; empty on the CPU. None: the device that this process computes on."""
+    device = device or find_device()
+    if not is_accelerator(device):
+        return {}
+    free, total = free_and_total(device)
+    return {
+        "device_memory": {**usage(device)._asdict(), "free_bytes": free, "total_bytes": total, "device": str(device)}
+    }
+
+
+def forget_peak() -> None:
+    """Gives back what a measurement has cached on the accelerator, so that peaks are those of what comes now."""
+    device = find_device()
+    if is_accelerator(device):
+        gc.collect()
+        reset_peak(device)
+
+
+def out_of_memory_in(error: BaseException | None) -> torch.OutOfMemoryError | None:
+    """The device's refusal that an error is, or was raised because of; None for any other error."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, torch.OutOfMemoryError):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def explain_out_of_memory(
+    refusal: BaseException, figures: Mapping[str, Any], plan: Sequence[Sequence[Any]] | None, phase: str, job: Job
+) -> str:
+    """One sentence: what was asked for and when, what is reserved, what the plan has on DEVICE, what to change."""
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(refusal))
+    wanted = f"{asked[1]} more were wanted" if asked else "more was wanted"
+    reserved, allocated, total, free = (
+        format_bytes(figures[f"{key}_bytes"]) for key in ("reserved", "allocated", "total", "free")
+    )
+    rests = "" if plan is None else f"; the plan keeps {format_bytes(planned_bytes(plan))} on DEVICE{_rows(plan)}"
+    return (
+        f"{figures['device']} has no memory left in {phase}: {wanted}, torch has reserved {reserved} of {total} ({allocated} "
+        f"in tensors) and {free} are free{rests}: {_remedy(job, is_made=plan is not None)}"
+    )
+
+
+def _rows(plan: Sequence[Sequence[Any]]) -> str:
+    rows = [f"{what} {format_bytes(num_bytes)}" for what, tier, num_bytes, _ in plan if tier == "DEVICE"]
+    return f" ({', '.join(rows)})" if rows else ""
+
+
+def _remedy(job: Job, is_made: bool) -> str:
+    """What would take less: of activations too, once the model is made."""
+    smaller = [f"a --batch below {job.batch}"] if is_made and job.batch > 1 else []
+    smaller += [f"a --seq below {job.seq}"] if is_made else ["a smaller model"]
+    smaller += ["--checkpointing"] if is_made and not job.is_checkpointing else []
+    zero = job.config.get("zero_optimization") or {}
+    offloads = [zero.get(f"offload_{what}") or {} for what in ("param", "optimizer")]
+    if not all(section.get("device") in ("cpu", "nvme") for section in offloads):
+        smaller += ["--offload cpu"]
+    return f"give {', '.join(smaller[:-1])}{' or ' * (len(smaller) > 1)}{smaller[-1]}"
