@@ -14,6 +14,7 @@ Whatever is wrong with the options is said before anything is measured; however 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ from tiermem.tools.bench.io_report import (
     save_csv,
 )
 from tiermem.tools.bench.sweep import Bounds, Setting, count_passes, is_witnessed, jobs_of, settings_of, sweep
-from tiermem.tools.bench.witnesses import FioWitness, LoopWitness, bare_witness, find_fio, peer_witness
+from tiermem.tools.bench.witnesses import FioWitness, LoopWitness, bare_witness, peer_witness
 from tiermem.tools.machine import MEMORY_FILE_SYSTEMS, available_bytes, caption, machine_facts, place_of, try_engines
 from tiermem.tools.options import IoBenchOptions
 from tiermem.tools.words import format_bytes, stopped_by_sigterm
@@ -81,7 +82,7 @@ def measure(
         num_ranks, sustained = max(options.ranks), _sustained_bytes(options)
         files = closing.enter_context(BenchFiles(options.paths, num_ranks, options.size_bytes, sustained))
         ranks = closing.enter_context(Ranks(num_ranks, options.paths))
-        program = find_fio() if options.has_fio else None
+        program = shutil.which("fio") if options.has_fio else None
         notes = ["fio is not installed: its column is absent"] if options.has_fio and program is None else []
         fio = FioWitness(program, files, options.sync) if program else None
         bare = bare_witness(options.yardstick, files, options.sync) if options.yardstick else None

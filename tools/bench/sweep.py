@@ -9,10 +9,11 @@ with their block and depth.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tiermem.tools.bench.files import BenchFiles
 from tiermem.tools.bench.io_ranks import CannotRun, Job, Outcome, Ranks
@@ -61,13 +62,21 @@ class Bounds(NamedTuple):
         return self.file_bytes // block * block
 
 
-class Witness(Protocol):
-    """Another program's measurement of the same pattern on the same file."""
+class Witness:
+    """Another program that measures the same pattern on the same file. It keeps a figure of each loop."""
 
-    name: str
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.notes: list[str] = []
+        self._figures: dict[Any, list[float]] = collections.defaultdict(list)
 
     def measure(self, setting: Setting, num_bytes: int, loop: int) -> None:
         """Measures once where it can; what it cannot it leaves out, and says so in its notes."""
+        raise NotImplementedError
+
+    def _series(self, setting: Setting, kind: str = "") -> list[float]:
+        """What was measured of a setting so far. The engine and the ranks are ours: a witness has neither."""
+        return self._figures[kind, setting.mode, setting.block_bytes, setting.depth, setting.places[0]]
 
 
 @dataclasses.dataclass

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from tiermem.tools.bench.files import BenchFiles
 from tiermem.tools.bench.peers.runs import peer_variables
-from tiermem.tools.bench.sweep import Setting
+from tiermem.tools.bench.sweep import Setting, Witness
 
 # ---- programs that are asked a line and answer one -------------------------------------------------------------------
 #
@@ -59,9 +57,7 @@ class LineProgram:
     def __enter__(self: Program) -> Program:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def ask(self, line: str) -> str:
@@ -121,7 +117,7 @@ class LineProgram:
 #
 # Commands are `read BLOCK DEPTH BYTES`, `write BLOCK DEPTH BYTES`, `mixed BLOCK DEPTH READ_BYTES WRITE_BYTES` (both at
 # once, DEPTH each way) and `random BLOCK DEPTH BYTES SEED`. The program is tests/native/bare_loop (`make yardsticks`) or
-# another that speaks so, such as peer_aio.py. It opens the file itself, and overwrites what the file held.
+# another that speaks so, such as peer_operators.py. It opens the file itself, and overwrites what the file held.
 
 
 class BareRun(NamedTuple):
@@ -164,11 +160,6 @@ class BareLoop(LineProgram):
 ENGINES = {"io_uring": ("--fixedbufs=1", "--registerfiles=1"), "libaio": ()}
 _PATTERNS = {"read": "read", "write": "write", "mixed": "rw", "random": "randread"}
 _PATIENCE_S = 600.0
-
-
-def find_fio() -> str | None:
-    """The program, if it is installed."""
-    return shutil.which("fio")
 
 
 def run_fio(
@@ -234,40 +225,24 @@ def _first_words(said: str) -> str:
 
 # ---- witnesses -------------------------------------------------------------------------------------------------------
 #
-# fio, a bare loop and a peer are measured in the same loops and on the same files as our own settings. Each gives a rate
-# per (mode, block, depth, path), the median of its loops. A witness that fails says why once and is left out after that.
+# fio, a bare loop and a peer are measured in the same loops and on the same files as our own settings. A witness that fails
+# says why once and is left out after that.
 
-_PEER_SCRIPT = Path(__file__).parent / "peers" / "peer_aio.py"
-
-
-class _Key(NamedTuple):
-    mode: str
-    block_bytes: int
-    depth: int
-    place: int
-
-    @classmethod
-    def of(cls, setting: Setting) -> _Key:
-        return cls(setting.mode, setting.block_bytes, setting.depth, setting.places[0])
+_PEER_SCRIPT = Path(__file__).parent / "peers" / "peer_operators.py"
 
 
-class FioWitness:
+class FioWitness(Witness):
     """fio's better engine of two."""
 
-    name = "fio"
-
     def __init__(self, program: str, files: BenchFiles, sync: bool) -> None:
-        self.notes: list[str] = []
+        super().__init__("fio")
         self._program = program
         self._files = files
         self._sync = sync
         self._engines = list(ENGINES)
-        self._rates: dict[tuple[_Key, str], list[float]] = {}
 
     def measure(self, setting: Setting, num_bytes: int, loop: int) -> None:
-        """Runs both engines once."""
-        key, file = _Key.of(setting), self._files.name(setting.places[0], 0, setting.mode)
-        is_direct = self._files.is_direct(setting.places)
+        file, is_direct = self._files.name(setting.places[0], 0, setting.mode), self._files.is_direct(setting.places)
         for engine in list(self._engines):
             what = (setting.mode, setting.block_bytes, setting.depth, num_bytes, is_direct, self._sync)
             try:
@@ -276,15 +251,15 @@ class FioWitness:
                 self._engines.remove(engine)
                 self.notes.append(f"{error}; left out from here on")
             else:
-                self._rates.setdefault((key, engine), []).append(rate)
+                self._series(setting, engine).append(rate)
 
     def gbps(self, setting: Setting) -> float | None:
         """The higher of the engines' medians."""
-        series = (self._rates.get((_Key.of(setting), engine)) for engine in ENGINES)
+        series = (self._series(setting, engine) for engine in ENGINES)
         return max((statistics.median(rates) for rates in series if rates), default=None)
 
 
-class LoopWitness:
+class LoopWitness(Witness):
     """A program that speaks the protocol of witnesses.py, a process for each path. A context manager.
 
     Args:
@@ -301,18 +276,15 @@ class LoopWitness:
         files: BenchFiles,
         modes: Sequence[str],
         sync: bool,
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.name = name
-        self.notes: list[str] = []
+        super().__init__(name)
         self._command = command
         self._environment = environment
         self._files = files
         self._modes = [mode for mode in modes if not (sync and mode in ("write", "mixed"))]
         self._programs: dict[int, BareLoop] = {}
         self._has_failed = False
-        self._rates: dict[_Key, list[float]] = {}
-        self._user_us: dict[_Key, list[float]] = {}
         if len(self._modes) < len(modes):
             self.notes.append(f"{name} does not sync: with --fsync it stands beside reads alone")
 
@@ -325,49 +297,41 @@ class LoopWitness:
         self._programs.clear()
 
     def measure(self, setting: Setting, num_bytes: int, loop: int) -> None:
-        """Sends one command."""
-        depth, place = setting.depth, setting.places[0]
-        numbers = [num_bytes]
-        if setting.mode == "mixed":  # our depth counts both ways, theirs each
-            depth //= 2
-            numbers *= 2
-        elif setting.mode == "random":
-            numbers.append(loop)
+        ways = 2 if setting.mode == "mixed" else 1
+        depth = setting.depth // ways  # ours counts both ways, theirs each
         if self._has_failed or not depth or setting.mode not in self._modes:
             return
-        if not self._files.is_direct(setting.places):
-            self._fail("it opens its file with O_DIRECT, which this path refuses")
-            return
         try:
-            program = self._programs.get(place)
-            if program is None:
-                file = Path(self._files.name(place, 0, setting.mode))
-                program = self._programs[place] = BareLoop(self._command, file, self._environment)
-            run = program.run(setting.mode, setting.block_bytes, depth, *numbers)
+            seed = [loop] if setting.mode == "random" else []
+            program = self._program_on(setting)
+            run = program.run(setting.mode, setting.block_bytes, depth, *[num_bytes] * ways, *seed)
         except (OSError, ValueError) as error:
-            self._fail(str(error))
+            self._has_failed = True
+            self.notes.append(f"{self.name} is left out: {error}")
             return
-        key = _Key.of(setting)
-        total = num_bytes * (2 if setting.mode == "mixed" else 1)
-        self._rates.setdefault(key, []).append(total / run.seconds / 1e9)
-        self._user_us.setdefault(key, []).append(run.user_s * setting.block_bytes / total * 1e6)
+        self._series(setting).append(ways * num_bytes / run.seconds / 1e9)
+        self._series(setting, "user").append(run.user_s * setting.block_bytes / (ways * num_bytes) * 1e6)
 
     def gbps(self, setting: Setting) -> float | None:
         """The median of its loops."""
-        return _median(self.loops_gbps(setting))
+        return statistics.median(rates) if (rates := self.loops_gbps(setting)) else None
 
     def loops_gbps(self, setting: Setting) -> list[float]:
         """The rate of each loop."""
-        return self._rates.get(_Key.of(setting), [])
+        return self._series(setting)
 
     def user_us(self, setting: Setting) -> float | None:
         """Microseconds of user CPU for a block: the mean, since a loop may be shorter than the kernel's tick."""
-        series = self._user_us.get(_Key.of(setting))
-        return statistics.fmean(series) if series else None
+        return statistics.fmean(series) if (series := self._series(setting, "user")) else None
 
-    def _fail(self, why: str) -> None:
-        self._has_failed = True
-        self.notes.append(f"{self.name} is left out: {why}")
+    def _program_on(self, setting: Setting) -> BareLoop:
+        place = setting.places[0]
+        if not self._files.is_direct(setting.places):
+            raise ValueError("it opens its file with O_DIRECT, which this path refuses")
+        if place not in self._programs:
+            file = Path(self._files.name(place, 0, setting.mode))
+            self._programs[place] = BareLoop(self._command, file, self._environment)
+        return self._programs[place]
 
 
 def bare_witness(program: Path, files: BenchFiles, sync: bool) -> LoopWitness:
@@ -377,10 +341,10 @@ def bare_witness(program: Path, files: BenchFiles, sync: bool) -> LoopWitness:
 
 def peer_witness(python: Path, files: BenchFiles, sync: bool) -> LoopWitness:
     """DeepSpeed's aio_handle, in the interpreter that has it; its operator compiles before the first answer."""
-    command = [str(python.absolute()), "-I", str(_PEER_SCRIPT)]
-    environment = {**os.environ, **peer_variables(python)}
+    command, environment = peer_program(python, "aio")
     return LoopWitness("aio_handle", command, files, ("read", "write"), sync, environment)
 
 
-def _median(series: list[float] | None) -> float | None:
-    return statistics.median(series) if series else None
+def peer_program(python: Path, operator: str) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of DeepSpeed's operator ("adam" or "aio") behind lines, in the interpreter that has it."""
+    return [str(python.absolute()), "-I", str(_PEER_SCRIPT), operator], {**os.environ, **peer_variables(python)}
