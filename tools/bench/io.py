@@ -34,7 +34,7 @@ from tiermem.tools.bench.io_report import (
     row_of,
     save_csv,
 )
-from tiermem.tools.bench.sweep import Bounds, Setting, count_passes, is_witnessed, jobs_of, settings_of, sweep
+from tiermem.tools.bench.sweep import Setting, count_passes, is_witnessed, jobs_of, settings_of, sweep
 from tiermem.tools.bench.witnesses import FioWitness, LoopWitness, bare_witness, peer_witness
 from tiermem.tools.machine import MEMORY_FILE_SYSTEMS, available_bytes, caption, machine_facts, place_of, try_engines
 from tiermem.tools.options import IoBenchOptions
@@ -48,15 +48,7 @@ _MEMORY_FRACTION = 0.8
 
 def bench_io(options: IoBenchOptions, console: Console) -> int:
     """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError and OSError."""
-    settings = settings_of(
-        options.modes,
-        options.engines,
-        options.blocks,
-        options.depths,
-        options.ranks,
-        [str(path) for path in options.paths],
-        options.random_block_bytes,
-    )
+    settings = settings_of(options)
     _check_memory(settings)
     check_room(options.paths, _room(options))
     start = time.monotonic()
@@ -89,11 +81,10 @@ def measure(
         peer = peer_witness(options.peer_python, files, options.sync) if options.peer_python else None
         loops = [closing.enter_context(witness) for witness in (bare, peer) if witness is not None]
         witnesses: list[FioWitness | LoopWitness] = [*loops, *([fio] if fio else [])]
-        bounds = Bounds(options.size_bytes, options.threads, options.sync, sustained, options.sustained_s)
         with _progress(count_passes(settings, options.loops, witnesses), console) as told:
             told("writing the files once")
             _fill(options, files, ranks)
-            measured = sweep(settings, options.loops, bounds, files, ranks, witnesses, told)
+            measured = sweep(settings, options, files, ranks, witnesses, told)
         rows = [row_of(each) for each in measured]
         for row, setting in zip(rows, settings, strict=True):
             if is_witnessed(setting):
@@ -111,7 +102,7 @@ def _fill(options: IoBenchOptions, files: BenchFiles, ranks: Ranks) -> None:
     block = next(size for size in _FILL_BLOCKS if options.size_bytes % size == 0)
     for place, path in enumerate(options.paths):
         setting = Setting("write", "auto", block, _FILL_DEPTH, max(options.ranks), str(path), (place,))
-        ranks.run(jobs_of(setting, Bounds(options.size_bytes), files))
+        ranks.run(jobs_of(setting, options, files))
 
 
 def _sustained_bytes(options: IoBenchOptions) -> int:

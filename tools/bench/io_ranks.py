@@ -72,18 +72,12 @@ class Outcome(NamedTuple):
     series: tuple[tuple[int, float], ...] = ()  # "sustained": bytes written so far, and when
     shares: tuple[tuple[str, float, float], ...] = ()  # "tensors": what, its GB/s, and the sequential GB/s beside it
 
-    @property
-    def seconds(self) -> float:
-        """From the start to the last answer."""
-        return self.end_s - self.start_s
-
 
 class Failed(NamedTuple):
     """A job that could not be prepared (the engine cannot run, memory is missing), or broke."""
 
     message: str
     errno: int | None
-    is_prepared: bool  # it broke while it ran
 
 
 # ---- tensors of 4 MiB through the TensorStore, in random order -------------------------------------------------------
@@ -252,14 +246,11 @@ class Ranks:
             if rank.process.is_alive():
                 rank.process.kill()
                 rank.process.join()
-            self._remove_left(rank.process.pid)
+            assert rank.process.pid is not None
+            for folder in self._folders:
+                remove_dead_runs(folder, rank.process.pid)
             rank.process.close()
         self._ranks.clear()
-
-    def _remove_left(self, pid: int | None) -> None:
-        for folder in self._folders:
-            if pid is not None:
-                remove_dead_runs(folder, pid)
 
 
 class _Rank(NamedTuple):
@@ -314,7 +305,6 @@ def _unwind(*_: object) -> None:
 
 
 def _obey(connection: Connection, job: Job) -> None:
-    is_prepared = False
     signal.signal(signal.SIGTERM, _unwind)
     try:
         with prepare(job) as run:
@@ -322,14 +312,13 @@ def _obey(connection: Connection, job: Job) -> None:
             start_s = connection.recv()
             if start_s is None:  # another rank cannot
                 return
-            is_prepared = True
             time.sleep(max(0.0, start_s - time.monotonic()))
             outcome = run()
         connection.send(outcome)
     except ConnectionError:  # the benchmark has ended
         raise
     except (OSError, ValueError, MemoryError) as error:
-        connection.send(Failed(message_of(error), getattr(error, "errno", None), is_prepared))
+        connection.send(Failed(message_of(error), getattr(error, "errno", None)))
     finally:
         if signal.getsignal(signal.SIGTERM) is _unwind:  # nothing is open: the process may end where it stands
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -369,28 +358,27 @@ def _measure(several: list[Passes], job: Job) -> Outcome:
     def run(number: int) -> Pass:
         return several[number].run(mode, quota, job.sync, job.seed + number)
 
-    with _Gauge([p.queue for p in several]) as gauge:
-        if len(several) == 1:
-            passes = [run(0)]
-        else:
-            with ThreadPoolExecutor(len(several)) as threads:
-                passes = list(threads.map(run, range(len(several))))
-    read, written = sum(p.read_bytes for p in passes), sum(p.written_bytes for p in passes)
-    series = tuple(quota.series) if isinstance(quota, _Metered) else ()
-    return gauge.outcome(read, written, series=series)
+    gauge = _Gauge([p.queue for p in several])
+    with ThreadPoolExecutor(len(several)) as threads:
+        passes = list(threads.map(run, range(len(several)))) if len(several) > 1 else [run(0)]
+    outcome = gauge.outcome(sum(p.read_bytes for p in passes), sum(p.written_bytes for p in passes))
+    return outcome._replace(series=tuple(quota.series)) if isinstance(quota, _Metered) else outcome
 
 
 def _measure_tensors(tensors: TensorPass, pair: Passes | None, job: Job) -> Outcome:
     """Tensors through the store, and beside each kind of pass the sequential one that moves as much."""
-    shares = [("put", tensors.put(), pair.run("write", tensors.num_bytes).gbps if pair else 0.0)]
+
+    def beside(mode: str) -> float:
+        return pair.run(mode, tensors.num_bytes).gbps if pair else 0.0
+
+    put = ("put", tensors.put(), beside("write"))
     tensors.settle()
-    with _Gauge([tensors.queues]) as gauge:
-        fetched = tensors.fetch()
+    gauge = _Gauge([tensors.queues])
+    fetched = tensors.fetch()
     outcome = gauge.outcome(tensors.num_bytes, 0)
-    shares.append(("fetch", fetched, pair.run("read", tensors.num_bytes).gbps if pair else 0.0))
-    changed = tensors.change()
-    shares.append(("change", changed, pair.run("mixed", tensors.num_bytes).gbps if pair else 0.0))
-    return outcome._replace(shares=tuple(shares))
+    return outcome._replace(
+        shares=(put, ("fetch", fetched, beside("read")), ("change", tensors.change(), beside("mixed")))
+    )
 
 
 class _Metered(Quota):
@@ -423,43 +411,34 @@ class _Metered(Quota):
 
 
 class _Gauge:
-    """Reads clocks and counters before and after a pass."""
+    """Clocks and counters as they stand before a pass."""
 
-    def __init__(self, queues: list[Queue] | list[Queues]) -> None:
-        self._queues: list[Any] = list(queues)
-
-    def __enter__(self) -> _Gauge:
+    def __init__(self, queues: Sequence[Queue] | Sequence[Queues]) -> None:
+        self._queues = queues
         self._latencies, self._counters = self._look()
         self._kernel = kernel_counts()
         self._usage, self._start_s = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._end_s = time.monotonic()
-        self._usage_after = resource.getrusage(resource.RUSAGE_SELF)
-        self._kernel_after = kernel_counts()
-        self._latencies_after, self._counters_after = self._look()
-
-    def outcome(self, read: int, written: int, series: tuple[tuple[int, float], ...] = ()) -> Outcome:
-        """What was read and written between the two looks, and at what cost."""
-        kernel, seconds = self._kernel_after.since(self._kernel), self._end_s - self._start_s
-        pairs = list(zip(self._counters, self._counters_after, strict=True))
+    def outcome(self, read: int, written: int) -> Outcome:
+        """What was read and written from then to now, and at what cost."""
+        end_s, usage = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
+        kernel = kernel_counts().since(self._kernel)
+        latencies, counters = self._look()
+        pairs = list(zip(self._counters, counters, strict=True))
         busy_s = sum(after.busy_ns - before.busy_ns for before, after in pairs) / 1e9
-        engines = dict.fromkeys(queue.engine for queue in self._queues)
         return Outcome(
             start_s=self._start_s,
-            end_s=self._end_s,
+            end_s=end_s,
             read_bytes=read,
             written_bytes=written,
-            user_s=self._usage_after.ru_utime - self._usage.ru_utime,
-            system_s=self._usage_after.ru_stime - self._usage.ru_stime,
-            idle_fraction=max(0.0, 1 - busy_s / (seconds * len(pairs))),
-            latencies=(self._latencies_after - self._latencies).tolist(),
-            engine=", ".join(engines),
+            user_s=usage.ru_utime - self._usage.ru_utime,
+            system_s=usage.ru_stime - self._usage.ru_stime,
+            idle_fraction=max(0.0, 1 - busy_s / ((end_s - self._start_s) * len(pairs))),
+            latencies=(latencies - self._latencies).tolist(),
+            engine=", ".join(dict.fromkeys(queue.engine for queue in self._queues)),
             kernel_read_bytes=kernel.read_bytes,
             kernel_written_bytes=kernel.written_bytes,
             num_blocks=sum(after.blocks - before.blocks for before, after in pairs),
-            series=series,
         )
 
     def _look(self) -> tuple[npt.NDArray[np.int64], list[Counters]]:

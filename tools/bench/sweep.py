@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tiermem.tools.bench.files import BenchFiles
 from tiermem.tools.bench.io_ranks import CannotRun, Job, Outcome, Ranks
-from tiermem.tools.options import SEQUENTIAL
+from tiermem.tools.options import SEQUENTIAL, IoBenchOptions
 
 _RANDOM_BLOCKS = 2048  # of a pass, for each block in flight
 _MOST_RANDOM_DEPTH = 32
@@ -40,26 +40,17 @@ class Setting(NamedTuple):
         return f"{self.mode} {self.engine}, {self.block_bytes >> 10} KiB x {self.depth}, {ranks}, {self.path}"
 
 
-class Bounds(NamedTuple):
-    """How much a pass moves, and how."""
-
-    file_bytes: int
-    threads: int = 0
-    sync: bool = False
-    sustained_bytes: int = 0
-    sustained_s: float | None = None
-
-    def bytes_of(self, setting: Setting) -> int:
-        """Bytes that one rank moves in a pass: each way when it goes both ways. Whole blocks."""
-        block = setting.block_bytes
-        if setting.mode == "sustained":
-            return self.sustained_bytes // block * block
-        if setting.mode == "random":
-            most = _RANDOM_BLOCKS * min(setting.depth, _MOST_RANDOM_DEPTH) * block
-            return min(most, self.file_bytes // block * block)
-        if setting.mode == "mixed":  # one half of the file is read while the other is written
-            return max(block, self.file_bytes // 2 // block * block)
-        return self.file_bytes // block * block
+def bytes_of(setting: Setting, options: IoBenchOptions) -> int:
+    """Bytes that one rank moves in a pass: each way when it goes both ways. Whole blocks."""
+    block = setting.block_bytes
+    if setting.mode == "sustained":
+        return options.sustained_bytes // block * block
+    if setting.mode == "random":
+        most = _RANDOM_BLOCKS * min(setting.depth, _MOST_RANDOM_DEPTH) * block
+        return min(most, options.size_bytes // block * block)
+    if setting.mode == "mixed":  # one half of the file is read while the other is written
+        return max(block, options.size_bytes // 2 // block * block)
+    return options.size_bytes // block * block
 
 
 class Witness:
@@ -89,32 +80,29 @@ class Measured:
     error: str | None = None
 
     def gbps(self) -> list[float]:
-        """The total rate of each loop, all ranks and both directions together."""
-        return [_rate(outcomes) for outcomes in self.outcomes]
+        """The total rate of each loop, all ranks and both directions together, from the first start to the last end."""
+        return [
+            sum(o.read_bytes + o.written_bytes for o in ranks)
+            / (max(o.end_s for o in ranks) - min(o.start_s for o in ranks))
+            / 1e9
+            for ranks in self.outcomes
+        ]
 
 
-def settings_of(
-    modes: Sequence[str],
-    engines: Sequence[str],
-    blocks: Sequence[int],
-    depths: Sequence[int],
-    ranks: Sequence[int],
-    paths: Sequence[str],
-    random_block: int,
-) -> list[Setting]:
+def settings_of(options: IoBenchOptions) -> list[Setting]:
     """Every setting, those of one block and depth together. Several paths: each alone, then "all" at once.
 
     "random" has its own block; "sustained" is measured once per path, on one rank, with the largest block and depth.
     """
-    places: list[tuple[str, tuple[int, ...]]] = [(path, (number,)) for number, path in enumerate(paths)]
-    if len(paths) > 1:
-        places.append(("all", tuple(range(len(paths)))))
+    places = [(str(path), (number,)) for number, path in enumerate(options.paths)]
+    everywhere = [("all", tuple(range(len(places))))] if len(places) > 1 else []
     found = []
-    for mode, (path, where) in itertools.product(modes, places):
+    for mode, (path, where) in itertools.product(options.modes, [*places, *everywhere]):
+        sizes, depths, ranks, engines = options.blocks, options.depths, options.ranks, options.engines
         if mode == "sustained":
-            found.append(Setting(mode, engines[0], max(blocks), max(depths), 1, path, where))
-            continue
-        sizes = [random_block] if mode == "random" else blocks
+            sizes, depths, ranks, engines = [max(sizes)], [max(depths)], [1], engines[:1]
+        elif mode == "random":
+            sizes = [options.random_block_bytes]
         found += [
             Setting(mode, engine, block, depth, num_ranks, path, where)
             for block, depth, num_ranks, engine in itertools.product(sizes, depths, ranks, engines)
@@ -124,25 +112,29 @@ def settings_of(
 
 def sweep(
     settings: Sequence[Setting],
-    loops: int,
-    bounds: Bounds,
+    options: IoBenchOptions,
     files: BenchFiles,
     ranks: Ranks,
     witnesses: Sequence[Witness] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Measured]:
-    """Measures every setting `loops` times ("sustained": once). Blocks; raises OSError when a transfer fails.
+    """Measures every setting in every loop ("sustained": once). Blocks; raises OSError when a transfer fails.
 
     A setting whose engine cannot run gets its reason and is not tried again.
     """
     measured = {setting: Measured(setting, files.is_direct(setting.places)) for setting in settings}
-    for setting, witness, loop in _turns(settings, loops, witnesses):
-        if witness is None:
-            progress(setting.describe())
-            _measure(measured[setting], bounds, files, ranks, loop)
-        else:
+    for setting, witness, loop in _turns(settings, options.loops, witnesses):
+        if witness is not None:
             progress(f"{witness.name}, {setting.describe()}")
-            witness.measure(setting, bounds.bytes_of(setting), loop)
+            witness.measure(setting, bytes_of(setting, options), loop)
+            continue
+        progress(setting.describe())
+        found = measured[setting]
+        if found.error is None:
+            try:
+                found.outcomes.append(ranks.run(jobs_of(setting, options, files, loop)))
+            except CannotRun as refusal:
+                found.error = str(refusal)
     return list(measured.values())
 
 
@@ -171,7 +163,7 @@ def is_witnessed(setting: Setting) -> bool:
     return setting.ranks == 1 and len(setting.places) == 1 and setting.mode in (*SEQUENTIAL, "random")
 
 
-def jobs_of(setting: Setting, bounds: Bounds, files: BenchFiles, seed: int = 0) -> list[Job]:
+def jobs_of(setting: Setting, options: IoBenchOptions, files: BenchFiles, seed: int = 0) -> list[Job]:
     """The job of each rank."""
     return [
         Job(
@@ -179,30 +171,15 @@ def jobs_of(setting: Setting, bounds: Bounds, files: BenchFiles, seed: int = 0) 
             engine=setting.engine,
             block_bytes=setting.block_bytes,
             depth=setting.depth,
-            threads=bounds.threads,
+            threads=options.threads,
             files=tuple(files.name(place, rank, setting.mode) for place in setting.places),
             folders=tuple(files.folder(place) for place in setting.places),
             file_bytes=files.file_bytes(setting.mode),
-            num_bytes=bounds.bytes_of(setting),
+            num_bytes=bytes_of(setting, options),
             is_direct=files.is_direct(setting.places),
-            sync=bounds.sync and setting.mode in ("write", "mixed", "sustained"),
+            sync=options.sync and setting.mode in ("write", "mixed", "sustained"),
             seed=seed * 1000 + rank,
-            seconds=bounds.sustained_s if setting.mode == "sustained" else None,
+            seconds=options.sustained_s if setting.mode == "sustained" else None,
         )
         for rank in range(setting.ranks)
     ]
-
-
-def _measure(measured: Measured, bounds: Bounds, files: BenchFiles, ranks: Ranks, loop: int) -> None:
-    if measured.error is not None:
-        return
-    try:
-        measured.outcomes.append(ranks.run(jobs_of(measured.setting, bounds, files, loop)))
-    except CannotRun as refusal:
-        measured.error = str(refusal)
-
-
-def _rate(outcomes: Sequence[Outcome]) -> float:
-    """GB/s of ranks together: from the first start to the last end."""
-    seconds = max(o.end_s for o in outcomes) - min(o.start_s for o in outcomes)
-    return sum(o.read_bytes + o.written_bytes for o in outcomes) / seconds / 1e9

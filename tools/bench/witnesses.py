@@ -312,10 +312,6 @@ class LoopWitness(Witness):
         self._series(setting).append(ways * num_bytes / run.seconds / 1e9)
         self._series(setting, "user").append(run.user_s * setting.block_bytes / (ways * num_bytes) * 1e6)
 
-    def gbps(self, setting: Setting) -> float | None:
-        """The median of its loops."""
-        return statistics.median(rates) if (rates := self.loops_gbps(setting)) else None
-
     def loops_gbps(self, setting: Setting) -> list[float]:
         """The rate of each loop."""
         return self._series(setting)
