@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +33,7 @@ from tiermem.tools.machine import Written, available_bytes, caption, endurance_l
 from tiermem.tools.options import StepBenchOptions
 from tiermem.tools.reports import table
 from tiermem.tools.run_record import IoCounts, disagreements
-from tiermem.tools.words import format_bytes, parse_bytes, stopped_by_sigterm
+from tiermem.tools.words import format_bytes, one_of, parse_bytes, stopped_by_sigterm
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
@@ -143,11 +142,14 @@ def cases_of(options: StepBenchOptions) -> list[Case]:
     for preset in presets:
         Precision.preset(preset)  # raises for one that does not exist
     sizes = _words("--resident", options.resident, "sizes or percentages with commas between, such as 0,25%,50%")
-    ways = [
-        _verify(word) for word in _words("--verify", options.verify, "always, sample or resume, with commas between")
-    ]
+    ways = _words("--verify", options.verify, "always, sample or resume, with commas between")
+    one_of(*get_args(Verify))("--verify", ways)
     return [
-        Case(preset, _resident_bytes(size, state_bytes_of(options.num_params, options.precision, preset)), way)
+        Case(
+            preset,
+            _resident_bytes(size, state_bytes_of(options.num_params, options.precision, preset)),
+            cast(Verify, way),
+        )
         for preset in presets
         for size in sizes
         for way in ways
@@ -159,14 +161,14 @@ def _ways(options: StepBenchOptions) -> tuple[Pipelining, ...]:
     return _ALL_WAYS if options.compares else (Pipelining(options.pipelines, options.pipelines),)
 
 
-@dataclasses.dataclass
 class _Series:
-    """What was measured of one model."""
+    """A model, and what was measured of it; its first step with everything in place shows the bytes of a step."""
 
-    model: SteppedModel
-    load: tuple[IoCounts, ...]  # a step's bytes on each path
-    steps: dict[Pipelining, list[StepRun]]
-    rooflines: dict[BareSetting, list[float]]
+    def __init__(self, model: SteppedModel, ways: Sequence[Pipelining]) -> None:
+        self.model = model
+        self.load = model.step(ways[0]).moved  # on each path
+        self.steps: dict[Pipelining, list[StepRun]] = {way: [] for way in ways}
+        self.rooflines: dict[BareSetting, list[float]] = {setting: [] for setting in SETTINGS}
 
 
 def bench_step(options: StepBenchOptions, console: Console) -> int:
@@ -181,7 +183,7 @@ def bench_step(options: StepBenchOptions, console: Console) -> int:
     with stopped_by_sigterm(), contextlib.ExitStack() as open_models:
         with console.status("building the models and making their first steps"):
             models = [open_models.enter_context(SteppedModel(options, case, first)) for case in cases]
-            series = [_warm_up(model, _ways(options)) for model in models]
+            series = [_Series(model, _ways(options)) for model in models]
         _measure(options, series, console)
         rate = memory_rate()
         rows = [_figures_of(each, options, rate) for each in series]
@@ -193,11 +195,6 @@ def bench_step(options: StepBenchOptions, console: Console) -> int:
         last = series[0].steps[first][-1]
         draw_tiles(last, series[0].model.tile_names, figures, caption(facts), options.plot_file, options.MADE_BY)
     return 0
-
-
-def _warm_up(model: SteppedModel, ways: Sequence[Pipelining]) -> _Series:
-    load = model.step(ways[0]).moved
-    return _Series(model, load, {way: [] for way in ways}, {setting: [] for setting in SETTINGS})
 
 
 def _measure(options: StepBenchOptions, series: Sequence[_Series], console: Console) -> None:
@@ -221,7 +218,7 @@ def _figures_of(series: _Series, options: StepBenchOptions, memory_bytes_s: floa
     moved = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.total for step in steps), strict=True)))
     kernel = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.kernel for step in steps), strict=True)))
     memory_s = model.memory_bytes / memory_bytes_s
-    top = ceiling(options.yardstick, list(series.rooflines.items()), memory_s)
+    roofline_s, roofline_by = ceiling(options.yardstick, list(series.rooflines.items()), memory_s)
     figures: dict[str, Any] = {
         "num_params": model.num_params,
         "precision": options.precision,
@@ -240,17 +237,16 @@ def _figures_of(series: _Series, options: StepBenchOptions, memory_bytes_s: floa
         "compute_s": statistics.median(step.lane_s("compute") for step in steps),
         "wait_s": statistics.median(step.lane_s("wait") for step in steps),
         "disk_idle_fraction": statistics.median(step.idle_fraction() for step in steps),
-        "roofline_s": top.seconds,
-        "roofline_by": top.what,
-        "roofline_fraction": top.seconds / step_s,
+        "roofline_s": roofline_s,
+        "roofline_by": roofline_by,
+        "roofline_fraction": roofline_s / step_s,
         "rooflines": [{"by": s.name, "seconds": times} for s, times in series.rooflines.items()],
         "memory_gbps": memory_bytes_s / 1e9,
         "memory_s": memory_s,
         "kernel_read_bytes": kernel.read_bytes,
         "kernel_written_bytes": kernel.written_bytes,
         "paths": [
-            {"path": str(path), "read_bytes": on_path.read_bytes, "written_bytes": on_path.written_bytes}
-            for path, on_path in zip(options.paths, series.load, strict=True)
+            {"path": str(path), **on_path._asdict()} for path, on_path in zip(options.paths, series.load, strict=True)
         ],
     }
     figures["notes"] = list(_notes(figures, moved, kernel, model.expected))
@@ -272,21 +268,21 @@ def _notes(figures: dict[str, Any], moved: IoCounts, kernel: IoCounts, expected:
 
 def _comparison(series: _Series) -> list[dict[str, Any]]:
     """What each half of the pipeline is worth: seconds with it switched so, and how much longer that is."""
-    found, first = [], None
-    for way, steps in series.steps.items():
-        median = statistics.median(step.seconds for step in steps)
-        first = first or median
-        found.append(
-            {
-                "pipeline_read": way.reads_ahead,
-                "pipeline_write": way.writes_behind,
-                "name": way.name,
-                "step_s": [step.seconds for step in steps],
-                "step_s_median": median,
-                "slower": median / first,
-            }
-        )
-    return found if len(found) > 1 else []
+    seconds = {way: [step.seconds for step in steps] for way, steps in series.steps.items()}
+    medians = {way: statistics.median(times) for way, times in seconds.items()}
+    first = next(iter(medians.values()))
+    rows = [
+        {
+            "pipeline_read": way.reads_ahead,
+            "pipeline_write": way.writes_behind,
+            "name": way.name,
+            "step_s": seconds[way],
+            "step_s_median": median,
+            "slower": median / first,
+        }
+        for way, median in medians.items()
+    ]
+    return rows if len(rows) > 1 else []
 
 
 def _endurance(series: _Series, options: StepBenchOptions) -> list[str]:
@@ -321,14 +317,6 @@ def _words(option: str, text: str, wanted: str) -> list[str]:
     if not all(words):
         raise ValueError(f"{option} is {text!r}; write {wanted}")
     return words
-
-
-def _verify(word: str) -> Verify:
-    allowed: tuple[Verify, ...] = get_args(Verify)
-    for each in allowed:
-        if word == each:
-            return each
-    raise ValueError(f"--verify: {word!r}; allowed are {', '.join(allowed)}")
 
 
 def _resident_bytes(word: str, state_bytes: int) -> int:
