@@ -24,8 +24,9 @@ from rich.console import Console
 
 from tiermem.swap.native import Map, Workers, optimizer_step, store_gradient
 from tiermem.swap.parts import Dither, Quantised, StepParts, StepRule, num_scales
+from tiermem.tools.bench.files import check_memory
 from tiermem.tools.bench.witnesses import LineProgram, peer_program
-from tiermem.tools.machine import available_bytes, caption, machine_facts
+from tiermem.tools.machine import caption, machine_facts
 from tiermem.tools.options import AdamBenchOptions
 from tiermem.tools.reports import table
 from tiermem.tools.words import format_bytes, stopped_by_sigterm
@@ -248,7 +249,6 @@ def _prepare(
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 _UNIT = 1024  # the yardstick takes multiples of it
-_MEMORY_FRACTION = 0.8
 _HELD_BYTES, _HELD_BY_YARDSTICK, _HELD_BY_PEER = 18 + 4, 18, 20  # per parameter, in the largest row; ours and torch's
 
 
@@ -277,11 +277,8 @@ def chosen_rows(options: AdamBenchOptions) -> list[AdamRow]:
 
 def _check_memory(options: AdamBenchOptions, numel: int) -> None:
     held = _HELD_BYTES + _HELD_BY_YARDSTICK * bool(options.yardstick) + _HELD_BY_PEER * bool(options.peer_python)
-    if numel * held > _MEMORY_FRACTION * available_bytes():
-        raise ValueError(
-            f"--params {options.num_params} takes up to {format_bytes(numel * held)} at once, "
-            f"{format_bytes(available_bytes())} of memory are available: ask for fewer"
-        )
+    said = f"--params {options.num_params} takes up to {format_bytes(numel * held)} at once"
+    check_memory(numel * held, said, "ask for fewer")
 
 
 def measure(options: AdamBenchOptions, chosen: Sequence[AdamRow], numel: int, console: Console) -> list[dict[str, Any]]:

@@ -13,12 +13,16 @@ from typing import NamedTuple
 from tiermem.swap.direct import open_unnamed, preallocate
 from tiermem.swap.native import IoSettings
 from tiermem.swap.passes import Passes
+from tiermem.tools.machine import available_bytes
 from tiermem.tools.words import format_bytes
 
 # ---- files: one on each path for each rank, preallocated, without a name ---------------------------------------------
 #
 # Nothing can be left behind, however the benchmark ends: a file lives as long as a process holds it open. Other processes
 # (ranks, fio, a bare loop) open it as /proc/<pid>/fd/<n>, with a position and flags of their own.
+
+
+_MEMORY_FRACTION = 0.8
 
 
 class BenchFiles:
@@ -111,6 +115,13 @@ def check_room(paths: Sequence[Path], parts: Sequence[tuple[str, int]]) -> None:
             f"{format_bytes(needed)} are needed, {format_bytes(free)} are free: {said}. Free space, or ask for less"
         )
         raise OSError(errno.ENOSPC, reason, ", ".join(map(str, on_one)))
+
+
+def check_memory(num_bytes: int, needed: str, advice: str) -> None:
+    """Sees that memory leaves some room beside what a benchmark takes. Raises ValueError with the arithmetic."""
+    available = available_bytes()
+    if num_bytes > _MEMORY_FRACTION * available:
+        raise ValueError(f"{needed}, {format_bytes(available)} of memory are available: {advice}")
 
 
 # ---- the rate of a folder's disk -------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tiermem.tools.bench.files import BenchFiles, check_room
+from tiermem.tools.bench.files import BenchFiles, check_memory, check_room
 from tiermem.tools.bench.io_ranks import Ranks
 from tiermem.tools.bench.io_report import (
     add_witness,
@@ -36,14 +36,13 @@ from tiermem.tools.bench.io_report import (
 )
 from tiermem.tools.bench.sweep import Setting, count_passes, is_witnessed, jobs_of, settings_of, sweep
 from tiermem.tools.bench.witnesses import FioWitness, LoopWitness, bare_witness, peer_witness
-from tiermem.tools.machine import MEMORY_FILE_SYSTEMS, available_bytes, caption, machine_facts, place_of, try_engines
+from tiermem.tools.machine import MEMORY_FILE_SYSTEMS, caption, machine_facts, place_of, try_engines
 from tiermem.tools.options import IoBenchOptions
 from tiermem.tools.words import format_bytes, stopped_by_sigterm
 
 EXIT_FAILED = 1
 _FILL_BLOCKS = (1 << 20, 1 << 16, 4096)
 _FILL_DEPTH = 32
-_MEMORY_FRACTION = 0.8
 
 
 def bench_io(options: IoBenchOptions, console: Console) -> int:
@@ -120,12 +119,9 @@ def _room(options: IoBenchOptions) -> list[tuple[str, int]]:
 def _check_memory(settings: Sequence[Setting]) -> None:
     """Sees that the buffers of the largest setting fit. Raises ValueError with the arithmetic."""
     largest = max(settings, key=_buffer_bytes)
-    needed, available = _buffer_bytes(largest), available_bytes()
-    if needed > _MEMORY_FRACTION * available:
-        raise ValueError(
-            f"{format_bytes(needed)} of buffers are needed for {largest.describe()}, {format_bytes(available)} of memory "
-            "are available: ask for smaller blocks, less depth or fewer ranks"
-        )
+    needed = _buffer_bytes(largest)
+    said = f"{format_bytes(needed)} of buffers are needed for {largest.describe()}"
+    check_memory(needed, said, "ask for smaller blocks, less depth or fewer ranks")
 
 
 def _buffer_bytes(setting: Setting) -> int:

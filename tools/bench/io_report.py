@@ -6,7 +6,9 @@ import csv
 import itertools
 import math
 import statistics
+import textwrap
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,16 +52,15 @@ def find_knee(rates: Sequence[float]) -> Knee | None:
     cuts = range(_LEAST_POINTS, len(rates) - _LEAST_POINTS + 1)
     if not cuts:
         return None
-    index = min(cuts, key=lambda cut: _scatter(rates[:cut]) + _scatter(rates[cut:]))
-    before, after = statistics.fmean(rates[:index]), statistics.fmean(rates[index:])
-    low = sum(rate < before * (1 - _LEAST_DROP) for rate in rates[index:])
-    is_knee = after < before * (1 - _LEAST_DROP) and low >= max(_LEAST_POINTS, _LEAST_PART * (len(rates) - index))
-    return Knee(index, before, after) if is_knee else None
-
-
-def _scatter(rates: Sequence[float]) -> float:
-    mean = statistics.fmean(rates)
-    return sum((rate - mean) ** 2 for rate in rates)
+    parts = min(
+        ((rates[:cut], rates[cut:]) for cut in cuts),
+        key=lambda parts: sum(len(p) * statistics.pvariance(p) for p in parts),
+    )
+    before, after = map(statistics.fmean, parts)
+    most = before * (1 - _LEAST_DROP)
+    low = sum(rate < most for rate in parts[1])
+    is_knee = after < most and low >= max(_LEAST_POINTS, _LEAST_PART * len(parts[1]))
+    return Knee(len(parts[0]), before, after) if is_knee else None
 
 
 # ---- rows: the results of a sweep, as JSON and CSV have them ---------------------------------------------------------
@@ -75,16 +76,16 @@ def _quantiles(counts: list[int]) -> list[float | None]:
 
 def row_of(measured: Measured, quantiles: Callable[[list[int]], Sequence[float | None]] = _quantiles) -> Row:
     """The row as JSON takes it; `quantiles` gives p50 and p99 in microseconds of counts per bucket."""
-    row, rates = _empty_row(measured), measured.gbps()
+    row, rates = dict.fromkeys(CSV_COLUMNS) | measured.setting._asdict(), measured.gbps()
+    del row["places"]
+    row |= {"is_direct": measured.is_direct, "error": measured.error}
     if not rates:
         return row
     outcomes = [outcome for loop in measured.outcomes for outcome in loop]
     moved = sum(o.read_bytes + o.written_bytes for o in outcomes)
     p50, p99 = quantiles([sum(counts) for counts in zip(*(o.latencies for o in outcomes), strict=True)])
     row |= {
-        "gbps_median": statistics.median(rates),
-        "gbps_min": min(rates),
-        "gbps_max": max(rates),
+        **_spread_of(rates),
         "p50_us": p50,
         "p99_us": p99,
         "cpu_s_per_gb": sum(o.user_s + o.system_s for o in outcomes) / moved * 1e9,
@@ -128,36 +129,22 @@ def _paired(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
 
 def best_of(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The row with the highest median of each mode."""
-    best: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        rate = row["gbps_median"]
-        if rate is not None and (row["mode"] not in best or rate > best[row["mode"]]["gbps_median"]):
-            best[row["mode"]] = row
-    return best
+    measured = [row for row in rows if row["gbps_median"] is not None]
+    modes = dict.fromkeys(row["mode"] for row in measured)
+    return {mode: max((r for r in measured if r["mode"] == mode), key=itemgetter("gbps_median")) for mode in modes}
 
 
 def byte_counts(measured: Sequence[Measured]) -> tuple[IoCounts, IoCounts]:
     """Bytes moved past the page cache, as the passes count them and as the kernel does."""
-    ours, kernel = IoCounts(0, 0), IoCounts(0, 0)
-    direct = [each for each in measured if each.is_direct]
-    for outcome in (outcome for each in direct for outcomes in each.outcomes for outcome in outcomes):
-        ours = IoCounts(ours.read_bytes + outcome.read_bytes, ours.written_bytes + outcome.written_bytes)
-        kernel = IoCounts(
-            kernel.read_bytes + outcome.kernel_read_bytes, kernel.written_bytes + outcome.kernel_written_bytes
-        )
-    return ours, kernel
+    direct = [outcome for each in measured if each.is_direct for outcomes in each.outcomes for outcome in outcomes]
+    return (
+        IoCounts(sum(o.read_bytes for o in direct), sum(o.written_bytes for o in direct)),
+        IoCounts(sum(o.kernel_read_bytes for o in direct), sum(o.kernel_written_bytes for o in direct)),
+    )
 
 
-def _empty_row(measured: Measured) -> dict[str, Any]:
-    """Every key, and what is known without a measurement."""
-    known = measured.setting._asdict()
-    del known["places"]
-    return {
-        **dict.fromkeys(CSV_COLUMNS),
-        **known,
-        "is_direct": measured.is_direct,
-        "error": measured.error,
-    }
+def _spread_of(rates: Sequence[float]) -> dict[str, float]:
+    return {"gbps_median": statistics.median(rates), "gbps_min": min(rates), "gbps_max": max(rates)}
 
 
 def _shares(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -184,9 +171,7 @@ def _sustained(outcome: Outcome, row: dict[str, Any]) -> dict[str, Any]:
     rates = [point["gbps"] for point in points]
     knee = find_knee(rates)
     return {
-        "gbps_median": statistics.median(rates),
-        "gbps_min": min(rates),
-        "gbps_max": max(rates),
+        **_spread_of(rates),
         "gbps_overall": row["gbps_median"],
         "series": points,
         "knee_bytes": points[knee.num_before - 1]["written_bytes"] if knee else None,
@@ -222,27 +207,23 @@ def draw_heatmap(rows: Sequence[Row], caption: str, file: Path, made_by: str) ->
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines = [list(line) for line in _lines(panels_of(rows))]
+    lines = _lines(panels_of(rows))
     num_columns = max(map(len, lines))
     width, height = _PANEL_INCHES
-    folded = _fold(caption, int(_CAPTION_WIDTH * max(2, num_columns) / _MOST_COLUMNS))
-    figure, axes = pyplot.subplots(
-        len(lines),
-        num_columns,
-        figsize=(width * max(2, num_columns), height * len(lines) + 0.5 + 0.16 * len(folded.splitlines())),
-        squeeze=False,
-        layout="constrained",
-    )
-    for line, row_axes in zip(lines, axes, strict=True):
-        for number, ax in enumerate(row_axes):
-            if number >= len(line):
-                ax.set_axis_off()
-            elif line[number].mode == "sustained":
-                _draw_series(ax, line[number])
-            else:
-                _draw_map(ax, line[number], _scale(rows, line[number].mode))
+    columns = int(_CAPTION_WIDTH * max(2, num_columns) / _MOST_COLUMNS)
+    folded = [part for line in caption.splitlines() for part in textwrap.wrap(line, columns)]
+    size = width * max(2, num_columns), height * len(lines) + 0.5 + 0.16 * len(folded)
+    figure = pyplot.figure(figsize=size, layout="constrained")
+    grid = figure.add_gridspec(len(lines), num_columns)
+    for place, panel in ((grid[y, x], panel) for y, line in enumerate(lines) for x, panel in enumerate(line)):
+        ax = figure.add_subplot(place, title=panel.title)
+        if panel.mode == "sustained":
+            _draw_series(ax, panel)
+        else:
+            _draw_map(ax, panel, _scale(rows, panel.mode))
+        ax.title.set_fontsize(9)
     figure.suptitle("GB/s by block size and blocks in flight", fontsize=11)
-    figure.supxlabel(folded, fontsize=7, color="#555555")
+    figure.supxlabel("\n".join(folded), fontsize=7, color="#555555")
     save_figure(figure, file, made_by)
 
 
@@ -295,7 +276,6 @@ def _draw_map(ax: Axes, panel: Panel, scale: tuple[float, float]) -> None:
     ax.set_xticks(range(len(depths)), [str(depth) for depth in depths], fontsize=8)
     ax.set_yticks(range(len(blocks)), [block_label(block) for block in blocks], fontsize=8)
     ax.set_xlabel("blocks in flight", fontsize=8)
-    ax.set_title(panel.title, fontsize=9)
 
 
 def _draw_series(ax: Axes, panel: Panel) -> None:
@@ -308,18 +288,11 @@ def _draw_series(ax: Axes, panel: Panel) -> None:
     ax.set_xlabel("GB written", fontsize=8)
     ax.set_ylabel("GB/s", fontsize=8)
     ax.tick_params(labelsize=8)
-    ax.set_title(panel.title, fontsize=9)
 
 
 def block_label(num_bytes: int) -> str:
     """A block size without a fraction where that is exact: "256 KiB", "4 MiB"."""
     return f"{num_bytes >> 20} MiB" if num_bytes % (1 << 20) == 0 else f"{num_bytes / 1024:g} KiB"
-
-
-def _fold(text: str, width: int) -> str:
-    import textwrap
-
-    return "\n".join(part for line in text.splitlines() for part in textwrap.wrap(line, width))
 
 
 # ---- table, CSV and notes --------------------------------------------------------------------------------------------

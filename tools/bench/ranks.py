@@ -90,21 +90,12 @@ def _steps(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str, Lo
     ours, theirs = _tower(options), _tower(options)
     x = torch.randn(options.num_samples, options.width)
     with _sharded(ours, theirs, group):
-        adam = tiermem.AdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters(), fused=True)
-        return _in_turn(options, tiermem=lambda: _step(ours, adam[0], x), fsdp2=lambda: _step(theirs, adam[1], x))
+        first, second = tiermem.AdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters(), fused=True)
+        return _in_turn(options, tiermem=lambda: _step(ours, first, x), fsdp2=lambda: _step(theirs, second, x))
 
 
 def _step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> dict[str, float]:
-    marks = [time.perf_counter()]
-    loss = model(x).square().mean()
-    marks.append(time.perf_counter())
-    loss.backward()
-    marks.append(time.perf_counter())
-    optim.step()
-    optim.zero_grad()
-    marks.append(time.perf_counter())
-    phases = dict(zip(_PHASES, (end - start for start, end in itertools.pairwise(marks)), strict=True))
-    return phases | {"whole": marks[-1] - marks[0]}
+    return _timed(time.perf_counter, lambda: model(x).square().mean(), optim.step, optim.zero_grad)
 
 
 def _overhead(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str, Loops]:
@@ -118,7 +109,7 @@ def _overhead(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str,
     bare = found.pop("plain")
     return {
         who: [
-            {phase: (seconds[phase] - without[phase]) / options.num_empty for phase in seconds}
+            {phase: (seconds[phase] - without[phase]) / options.num_empty for phase in _PASSES}
             for seconds, without in zip(loops, bare, strict=True)
         ]
         for who, loops in found.items()
@@ -126,14 +117,25 @@ def _overhead(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str,
 
 
 def _pass(model: nn.Module, x: torch.Tensor) -> dict[str, float]:
-    start = time.thread_time()
-    loss = model(x).sum()
-    middle = time.thread_time()
-    loss.backward()
-    end = time.thread_time()
+    seconds = _timed(time.thread_time, lambda: model(x).sum())
     for param in model.parameters():
         param.grad = None
-    return {"forward": middle - start, "backward": end - middle}
+    return seconds
+
+
+def _timed(
+    clock: Callable[[], float], forward: Callable[[], torch.Tensor], *step: Callable[[], object]
+) -> dict[str, float]:
+    marks = [clock()]
+    loss = forward()
+    marks.append(clock())
+    loss.backward()
+    marks.append(clock())
+    for each in step:
+        each()
+    marks.append(clock())
+    phases = dict(zip(_PHASES, (end - start for start, end in itertools.pairwise(marks)), strict=True))
+    return phases | {"whole": marks[-1] - marks[0]}
 
 
 def _in_turn(options: RanksBenchOptions, **contestants: Callable[[], dict[str, float]]) -> dict[str, Loops]:

@@ -13,23 +13,21 @@ from rich.table import Table
 
 from tiermem.precision import Precision
 from tiermem.swap.checksum import Verify
-from tiermem.tools.bench.files import check_room
+from tiermem.tools.bench.files import check_memory, check_room
 from tiermem.tools.bench.stepped_model import (
     DTYPES,
     MOST_FRACTION,
     SETTINGS,
-    BareSetting,
     Case,
     Pipelining,
     Roofline,
     SteppedModel,
-    StepRun,
     ceiling,
     draw_tiles,
     memory_rate,
     state_bytes_of,
 )
-from tiermem.tools.machine import Written, available_bytes, caption, endurance_lines, machine_facts
+from tiermem.tools.machine import Written, caption, endurance_lines, machine_facts
 from tiermem.tools.options import StepBenchOptions
 from tiermem.tools.reports import table
 from tiermem.tools.run_record import IoCounts, disagreements
@@ -132,7 +130,6 @@ def _spread(seconds: Sequence[float]) -> str:
 # of the queues' completions, checked against the kernel's.
 
 _COUNT_TOLERANCE = 0.01
-_MEMORY_FRACTION = 0.8
 _ALL_WAYS = tuple(Pipelining(*way) for way in itertools.product((True, False), repeat=2))
 
 
@@ -161,16 +158,6 @@ def _ways(options: StepBenchOptions) -> tuple[Pipelining, ...]:
     return _ALL_WAYS if options.compares else (Pipelining(options.pipelines, options.pipelines),)
 
 
-class _Series:
-    """A model, and what was measured of it; its first step with everything in place shows the bytes of a step."""
-
-    def __init__(self, model: SteppedModel, ways: Sequence[Pipelining]) -> None:
-        self.model = model
-        self.load = model.step(ways[0]).moved  # on each path
-        self.steps: dict[Pipelining, list[StepRun]] = {way: [] for way in ways}
-        self.rooflines: dict[BareSetting, list[float]] = {setting: [] for setting in SETTINGS}
-
-
 def bench_step(options: StepBenchOptions, console: Console) -> int:
     """Measures, shows the figures, writes JSON and picture. Leaves nothing on the paths. Blocks.
 
@@ -179,46 +166,45 @@ def bench_step(options: StepBenchOptions, console: Console) -> int:
     cases = cases_of(options)
     _check_room(options, cases)
     facts = machine_facts(options.paths)
-    first = _ways(options)[0]
+    ways = _ways(options)
     with stopped_by_sigterm(), contextlib.ExitStack() as open_models:
         with console.status("building the models and making their first steps"):
-            models = [open_models.enter_context(SteppedModel(options, case, first)) for case in cases]
-            series = [_Series(model, _ways(options)) for model in models]
-        _measure(options, series, console)
+            models = [open_models.enter_context(SteppedModel(options, case, ways)) for case in cases]
+        _measure(options, models, console)
         rate = memory_rate()
-        rows = [_figures_of(each, options, rate) for each in series]
-    figures = {"machine": facts, **rows[0], "rows": rows, "compare": _comparison(series[0])}
-    figures["endurance"] = _endurance(series[0], options)
+        rows = [_figures_of(model, options, rate) for model in models]
+    figures = {"machine": facts, **rows[0], "rows": rows, "compare": _comparison(models[0])}
+    figures["endurance"] = _endurance(models[0], options)
     print_figures(figures, console)
     options.save_json(figures)
     if options.plot_file is not None:
-        last = series[0].steps[first][-1]
-        draw_tiles(last, series[0].model.tile_names, figures, caption(facts), options.plot_file, options.MADE_BY)
+        last = models[0].steps[ways[0]][-1]
+        draw_tiles(last, models[0].tile_names, figures, caption(facts), options.plot_file, options.MADE_BY)
     return 0
 
 
-def _measure(options: StepBenchOptions, series: Sequence[_Series], console: Console) -> None:
-    """Fills the series: every step is followed by a setting of the yardstick, every setting has its turn in each loop."""
-    loads = [each.load for each in series]
+def _measure(options: StepBenchOptions, models: Sequence[SteppedModel], console: Console) -> None:
+    """Every step is followed by a setting of the yardstick; every setting has its turn in each loop."""
+    loads = [model.load for model in models]
     with Roofline(options.paths, loads, options.yardstick, options.engine) as roofline:
         for loop in range(options.loops):
             for way, setting in itertools.zip_longest(_ways(options), SETTINGS):
-                for number, each in enumerate(series):
-                    with console.status(f"loop {loop + 1} of {options.loops}, model {number + 1} of {len(series)}"):
+                for number, model in enumerate(models):
+                    with console.status(f"loop {loop + 1} of {options.loops}, model {number + 1} of {len(models)}"):
                         if way is not None:
-                            each.steps[way].append(each.model.step(way))
+                            model.steps[way].append(model.step(way))
                         if setting is not None:
-                            each.rooflines[setting].append(roofline.measure(each.load, setting))
+                            model.rooflines[setting].append(roofline.measure(model.load, setting))
 
 
-def _figures_of(series: _Series, options: StepBenchOptions, memory_bytes_s: float) -> dict[str, Any]:
+def _figures_of(model: SteppedModel, options: StepBenchOptions, memory_bytes_s: float) -> dict[str, Any]:
     """The figures of one model with the pipeline as asked."""
-    model, steps = series.model, series.steps[_ways(options)[0]]
+    steps = model.steps[_ways(options)[0]]
     step_s = statistics.median(step.seconds for step in steps)
     moved = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.total for step in steps), strict=True)))
     kernel = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.kernel for step in steps), strict=True)))
     memory_s = model.memory_bytes / memory_bytes_s
-    roofline_s, roofline_by = ceiling(options.yardstick, list(series.rooflines.items()), memory_s)
+    roofline_s, roofline_by = ceiling(options.yardstick, list(model.rooflines.items()), memory_s)
     figures: dict[str, Any] = {
         "num_params": model.num_params,
         "precision": options.precision,
@@ -240,13 +226,13 @@ def _figures_of(series: _Series, options: StepBenchOptions, memory_bytes_s: floa
         "roofline_s": roofline_s,
         "roofline_by": roofline_by,
         "roofline_fraction": roofline_s / step_s,
-        "rooflines": [{"by": s.name, "seconds": times} for s, times in series.rooflines.items()],
+        "rooflines": [{"by": s.name, "seconds": times} for s, times in model.rooflines.items()],
         "memory_gbps": memory_bytes_s / 1e9,
         "memory_s": memory_s,
         "kernel_read_bytes": kernel.read_bytes,
         "kernel_written_bytes": kernel.written_bytes,
         "paths": [
-            {"path": str(path), **on_path._asdict()} for path, on_path in zip(options.paths, series.load, strict=True)
+            {"path": str(path), **on_path._asdict()} for path, on_path in zip(options.paths, model.load, strict=True)
         ],
     }
     figures["notes"] = list(_notes(figures, moved, kernel, model.expected))
@@ -266,15 +252,14 @@ def _notes(figures: dict[str, Any], moved: IoCounts, kernel: IoCounts, expected:
     yield from disagreements(moved, kernel, "in a step the queue", _COUNT_TOLERANCE, IoCounts(0, 0))
 
 
-def _comparison(series: _Series) -> list[dict[str, Any]]:
+def _comparison(model: SteppedModel) -> list[dict[str, Any]]:
     """What each half of the pipeline is worth: seconds with it switched so, and how much longer that is."""
-    seconds = {way: [step.seconds for step in steps] for way, steps in series.steps.items()}
+    seconds = {way: [step.seconds for step in steps] for way, steps in model.steps.items()}
     medians = {way: statistics.median(times) for way, times in seconds.items()}
     first = next(iter(medians.values()))
     rows = [
         {
-            "pipeline_read": way.reads_ahead,
-            "pipeline_write": way.writes_behind,
+            **way._asdict(),
             "name": way.name,
             "step_s": seconds[way],
             "step_s_median": median,
@@ -285,9 +270,9 @@ def _comparison(series: _Series) -> list[dict[str, Any]]:
     return rows if len(rows) > 1 else []
 
 
-def _endurance(series: _Series, options: StepBenchOptions) -> list[str]:
+def _endurance(model: SteppedModel, options: StepBenchOptions) -> list[str]:
     """What the timed steps wrote: neither building the models nor the yardstick is what training does."""
-    steps = [step for several in series.steps.values() for step in several]
+    steps = [step for several in model.steps.values() for step in several]
     written = [
         Written(path, sum(step.moved[place].written_bytes for step in steps))
         for place, path in enumerate(options.paths)
@@ -301,11 +286,8 @@ def _check_room(options: StepBenchOptions, cases: Sequence[Case]) -> None:
     others = 2 * size * itemsize
     sizes = [(state_bytes_of(size, options.precision, case.preset), case.resident_bytes) for case in cases]
     needed = size * itemsize + sum(min(resident, states) + others * options.only_states for states, resident in sizes)
-    if needed > _MEMORY_FRACTION * available_bytes():
-        raise ValueError(
-            f"{format_bytes(needed)} of memory are needed (parameters while they are made, and what rests in memory), "
-            f"{format_bytes(available_bytes())} are available: ask for fewer parameters or less --resident"
-        )
+    said = f"{format_bytes(needed)} of memory are needed (parameters while they are made, and what rests in memory)"
+    check_memory(needed, said, "ask for fewer parameters or less --resident")
     stores = sum(max(0, states - resident) + others * (not options.only_states) for states, resident in sizes)
     largest = max(states for states, _ in sizes)
     parts = [("the states", stores // len(options.paths)), ("the yardstick", (largest + others) // len(options.paths))]

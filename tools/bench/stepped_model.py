@@ -18,7 +18,6 @@ from torch import nn
 
 from tiermem.engine.sharding import shard
 from tiermem.optim.classes import AdamW
-from tiermem.optim.tile import Tile
 from tiermem.policy import IoSettings, OffloadPolicy, Tier
 from tiermem.precision import Precision
 from tiermem.swap.checksum import Verify
@@ -63,17 +62,17 @@ class Case(NamedTuple):
 
 
 class Pipelining(NamedTuple):
-    """Which half of the pipeline is on."""
+    """Which half of the pipeline is on, by the names of the policy."""
 
-    reads_ahead: bool = True
-    writes_behind: bool = True
+    pipeline_read: bool = True
+    pipeline_write: bool = True
 
     @property
     def name(self) -> str:
         """As a table says it."""
-        if self.reads_ahead:
-            return "both on" if self.writes_behind else "only reads ahead"
-        return "only writes behind" if self.writes_behind else "both off"
+        if self.pipeline_read:
+            return "both on" if self.pipeline_write else "only reads ahead"
+        return "only writes behind" if self.pipeline_write else "both off"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,12 +106,13 @@ class StepRun:
 
 
 class SteppedModel:
-    """A sharded model with its optimizer and gradients; its first step has been made. A context manager.
+    """A sharded model with its optimizer and gradients, and what is measured of it. A context manager.
 
-    Raises OSError when a path has too little room or fails. Leaves nothing on the paths when it ends.
+    Its first two steps have been made: the first writes states that were never read, the second shows a step's bytes. Raises
+    OSError when a path has too little room or fails. Leaves nothing on the paths when it ends.
     """
 
-    def __init__(self, options: StepBenchOptions, case: Case, pipelining: Pipelining) -> None:
+    def __init__(self, options: StepBenchOptions, case: Case, ways: Sequence[Pipelining]) -> None:
         others = Tier.HOST if options.only_states else Tier.NVME
         policy = OffloadPolicy(
             params=others,
@@ -122,8 +122,7 @@ class SteppedModel:
             num_moments=_NUM_MOMENTS,
             paths=tuple(options.paths),
             resident_bytes=case.resident_bytes,
-            pipeline_read=pipelining.reads_ahead,
-            pipeline_write=pipelining.writes_behind,
+            **ways[0]._asdict(),
             persistence_numel=0,
             prefetch_numel=0,  # no forward comes: what is read for it would be counted
             io=IoSettings(options.engine),
@@ -137,21 +136,27 @@ class SteppedModel:
         try:
             self._optimizer = AdamW(model.parameters(), lr=1e-4)
             self._give_gradients()
-            self._optimizer.step()  # writes states that were never read: not what is measured
+            self._optimizer.step()
+            self.load = self.step(ways[0]).moved  # of a step, on each path
             tiles = self._optimizer.tiles_of(self._shards).tiles
         except BaseException:
             self._shards.close()
             raise
+        self.steps: dict[Pipelining, list[StepRun]] = {way: [] for way in ways}
+        self.rooflines: dict[BareSetting, list[float]] = {setting: [] for setting in SETTINGS}
+        self.engine = self._shards.store.stats().engine
         self.tile_names = [f"tile {tile.entry}" for tile in tiles]
         self.state_bytes = sum(tile.state_bytes for tile in tiles)
         self.resident_bytes = sum(tile.state_bytes for tile in tiles if tile.home is Tier.HOST)
-        self.memory_bytes = sum(_memory_bytes(tile) for tile in tiles)
+        params, grads = sum(tile.slice_bytes for tile in tiles), sum(tile.grad_bytes for tile in tiles)
+        read_params = sum(tile.slice_bytes for tile in tiles if tile.layout.reads_weight)
+        self.memory_bytes = (
+            2 * self.state_bytes + params + read_params + grads
+        )  # read and written in memory, in one pass
         streamed = self.state_bytes - self.resident_bytes
         self.expected = IoCounts(streamed, streamed)
         if not options.only_states:
-            params, grads = sum(tile.slice_bytes for tile in tiles), sum(tile.grad_bytes for tile in tiles)
-            reads_params = any(tile.layout.reads_weight for tile in tiles)
-            self.expected = IoCounts(streamed + params * reads_params + grads, streamed + params)
+            self.expected = IoCounts(streamed + read_params + grads, streamed + params)
 
     def __enter__(self) -> SteppedModel:
         return self
@@ -159,17 +164,10 @@ class SteppedModel:
     def __exit__(self, *_: object) -> None:
         self._shards.close()
 
-    @property
-    def engine(self) -> str:
-        """What the queues run on."""
-        return self._shards.store.stats().engine
-
     def step(self, pipelining: Pipelining) -> StepRun:
         """Makes one step with the pipeline switched so. Blocks; raises OSError."""
         recorder = self._shards.store.recorder
-        self._shards.policy = dataclasses.replace(
-            self._shards.policy, pipeline_read=pipelining.reads_ahead, pipeline_write=pipelining.writes_behind
-        )
+        self._shards.policy = dataclasses.replace(self._shards.policy, **pipelining._asdict())
         recorder.events.clear()
         before, kernel_before = self._counts(), kernel_counts()
         start_ns = time.monotonic_ns()
@@ -195,11 +193,6 @@ def state_bytes_of(num_params: int, precision: str, preset: str) -> int:
     """Bytes of optimizer states, about, before there is a model."""
     layout = StateLayout(DTYPES[precision], Precision.preset(preset), _NUM_MOMENTS)
     return sum(part.num_bytes(num_params) for part in layout.parts)
-
-
-def _memory_bytes(tile: Tile) -> int:
-    """What a step of a tile reads and writes in memory, in one pass."""
-    return 2 * tile.state_bytes + tile.slice_bytes * (1 + tile.layout.reads_weight) + tile.grad_bytes
 
 
 def _blocks(num_params: int, dtype: torch.dtype) -> Tower:
