@@ -6,8 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tiermem.tools.bench.io_ranks import Outcome
-from tiermem.tools.bench.sweep import Setting
+from tiermem.tools.bench.io_ranks import Outcome, Setting
 
 MIB = 1 << 20
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from sweep_values import MIB, options, outcome, setting
 
-from tiermem.tools.bench.io_ranks import CannotRun, Job, Outcome, Ranks
-from tiermem.tools.bench.sweep import Setting, bytes_of, count_passes, is_witnessed, jobs_of, settings_of, sweep
+from tiermem.tools.bench.io import bytes_of, count_passes, is_witnessed, jobs_of, settings_of, sweep
+from tiermem.tools.bench.io_ranks import CannotRun, Job, Outcome, Ranks, Setting
 
 GIB = 1 << 30
 
@@ -23,7 +23,7 @@ class FakeRanks(Ranks):
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         """An outcome for each."""
         self.jobs.append(jobs)
-        if jobs[0].engine == self._cannot:
+        if jobs[0].setting.engine == self._cannot:
             raise CannotRun("no ring here")
         return [outcome(read=job.num_bytes) for job in jobs]
 
@@ -61,7 +61,7 @@ def test_settings_take_turns_within_a_mode() -> None:
     given = options(modes=["read", "write"], engines=["auto", "aio"], depths=[1, 8], loops=2)
     ranks = FakeRanks()
     sweep(settings_of(given), given, FakeFiles(), ranks)
-    order = [(jobs[0].mode, jobs[0].depth, jobs[0].engine) for jobs in ranks.jobs]
+    order = [(jobs[0].setting.mode, jobs[0].setting.depth, jobs[0].setting.engine) for jobs in ranks.jobs]
     loop = [(1, "auto"), (1, "aio"), (8, "auto"), (8, "aio")]
     assert order == [(mode, *which) for mode in ("read", "write") for _ in range(2) for which in loop]
 
@@ -82,7 +82,7 @@ def test_an_engine_that_cannot_run_is_tried_once_and_the_others_go_on() -> None:
     given = options(engines=["uring", "threads"], loops=3)
     ranks = FakeRanks(cannot="uring")
     refused, measured = sweep(settings_of(given), given, FakeFiles(), ranks)
-    assert [jobs[0].engine for jobs in ranks.jobs] == ["uring", "threads", "threads", "threads"]
+    assert [jobs[0].setting.engine for jobs in ranks.jobs] == ["uring", "threads", "threads", "threads"]
     assert (refused.error, refused.outcomes) == ("no ring here", [])
     assert (measured.error, len(measured.gbps())) == (None, 3)
 

@@ -16,7 +16,8 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+import timeit
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from rich.console import Console
 from tiermem.swap.native import Map, Workers, optimizer_step, store_gradient
 from tiermem.swap.parts import Dither, Quantised, StepParts, StepRule, num_scales
 from tiermem.tools.bench.files import check_memory
+from tiermem.tools.bench.peers.peer_operators import MAX_NORM, SCALE, padded, whole_step
 from tiermem.tools.bench.witnesses import LineProgram, peer_program
 from tiermem.tools.machine import caption, machine_facts
 from tiermem.tools.options import AdamBenchOptions
@@ -133,18 +135,13 @@ ROWS = (
 # The last two are programs that are asked line by line (witnesses.py).
 
 PASSES = 5
-_PAGE_BYTES = 4096
-_SCALE, _MAX_NORM = 1024.0, 1.0
 _REST_S = 0.02  # torch's threads look for more work for some milliseconds after the last; no other is timed beside them
 _LR, _DECAY, _BETAS, _EPS = 1e-4, 0.01, (0.9, 0.999), 1e-8
 
 
 def _arrays(*wanted: tuple[int, torch.dtype]) -> list[torch.Tensor]:
-    """Zeros of (numel, dtype) in huge pages, resident. The memory goes with the last array.
-
-    An odd number of pages to each: arrays a power of two apart would evict each other from the first-level cache.
-    """
-    sizes = [((-(-numel * dtype.itemsize // _PAGE_BYTES) + 3) | 1) * _PAGE_BYTES for numel, dtype in wanted]
+    """Zeros of (numel, dtype) in huge pages, resident. The memory goes with the last array."""
+    sizes = [padded(numel * dtype.itemsize) for numel, dtype in wanted]
     memory = Map(sum(sizes))
     memory.commit(0, memory.num_bytes)
     pieces = zip(memory.tensor().split(sizes), wanted, strict=True)
@@ -170,8 +167,8 @@ def _parts_of(row: AdamRow, numel: int) -> StepParts:
 def _our_step(row: AdamRow, parts: StepParts, workers: Workers) -> None:
     factor = 1.0
     if row.kind == "whole":
-        norm = math.sqrt(sum(store_gradient(workers, None, parts.grad))) / _SCALE
-        factor = min(1.0, _MAX_NORM / (norm + 1e-6)) / _SCALE
+        norm = math.sqrt(sum(store_gradient(workers, None, parts.grad))) / SCALE
+        factor = min(1.0, MAX_NORM / (norm + 1e-6)) / SCALE
     rule = StepRule(
         "adamw",
         step_size=_LR,
@@ -189,61 +186,46 @@ def _torch_step(row: AdamRow, parts: StepParts) -> Callable[[], object]:
     low, grad = parts.weight, parts.grad
     assert low is not None
     param = torch.nn.Parameter(low if parts.master is None else parts.master)
-    own_grad = param.grad = _arrays((grad.numel(), torch.float32))[0] if row.kind == "whole" else grad
+    param.grad = _arrays((grad.numel(), torch.float32))[0] if row.kind == "whole" else grad
     adam = torch.optim.AdamW([param], lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, fused=True)
     exp_avg, exp_avg_sq = parts.moments
     adam.state[param] = {"step": torch.tensor(1.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
-    @torch.no_grad()
-    def whole_step() -> None:
-        """From low-precision gradients to low-precision parameters with torch's parts."""
-        norm = torch.linalg.vector_norm(grad, dtype=torch.float32).item() / _SCALE
-        own_grad.copy_(grad)
-        own_grad.mul_(min(1.0, _MAX_NORM / (norm + 1e-6)) / _SCALE)
-        adam.step()
-        low.copy_(param)
-
-    return whole_step if row.kind == "whole" else adam.step
+    return functools.partial(whole_step, adam, param, low, grad) if row.kind == "whole" else adam.step
 
 
 def _fastest(step: Callable[[], object]) -> float:
     """Seconds of the fastest of PASSES calls, after a moment of rest."""
     time.sleep(_REST_S)
-    best = math.inf
-    for _ in range(PASSES):
-        start = time.perf_counter()
-        step()
-        best = min(best, time.perf_counter() - start)
-    return best
+    return min(timeit.repeat(step, number=1, repeat=PASSES))
 
 
 def _asked(program: LineProgram, verb: str, factor: float = 1.0) -> float:
-    return program.ask_numbers(f"{verb} {PASSES}", 1, "seconds")[0] * factor
+    return program.ask(f"{verb} {PASSES}", 1, "seconds")[0] * factor
 
 
-def _prepare(
+def _timers(
     row: AdamRow, numel: int, workers: Workers, programs: Mapping[str, LineProgram]
-) -> dict[str, Callable[[], float]]:
-    """Makes ready the contestants that have a row; returns by name a function for the seconds of the fastest pass."""
+) -> Iterator[tuple[str, Callable[[], float]]]:
+    """Makes ready the contestants that have a row; each with a function for the seconds of its fastest pass."""
     for program in programs.values():
-        program.ask_numbers("release", 1, "a number")
+        program.ask("release", 1, "a number")
     parts = _parts_of(row, numel)
-    steps: dict[str, Callable[[], object]] = {"tiermem": functools.partial(_our_step, row, parts, workers)}
+    our_step = functools.partial(_our_step, row, parts, workers)
+    our_step()
+    yield "tiermem", functools.partial(_fastest, our_step)
     if row.peer_kind is not None:
-        steps["torch"] = _torch_step(row, parts)
-    for step in steps.values():
-        step()
-    timers: dict[str, Callable[[], float]] = {name: functools.partial(_fastest, step) for name, step in steps.items()}
+        torch_step = _torch_step(row, parts)
+        torch_step()
+        yield "torch", functools.partial(_fastest, torch_step)
     if "deepspeed" in programs and row.peer_kind is not None and row.rounding == "nearest":
-        line = f"prepare {row.peer_kind} {numel} {workers.num_threads}"
-        programs["deepspeed"].ask_numbers(line, 1, "bytes")
-        timers["deepspeed"] = functools.partial(_asked, programs["deepspeed"], "step")
+        programs["deepspeed"].ask(f"prepare {row.peer_kind} {numel} {workers.num_threads}", 1, "bytes")
+        yield "deepspeed", functools.partial(_asked, programs["deepspeed"], "step")
     if "yardstick" in programs:
         line = f"prepare {numel} {workers.num_threads} {' '.join(map(str, row.streams))}"
-        programs["yardstick"].ask_numbers(line, 2, "seconds plain and streaming")
+        programs["yardstick"].ask(line, 2, "seconds plain and streaming")
         factor = row.bytes_per_param / row.stream_bytes  # scales of 8-bit moments are no whole byte
-        timers["yardstick"] = functools.partial(_asked, programs["yardstick"], "pass", factor)
-    return timers
+        yield "yardstick", functools.partial(_asked, programs["yardstick"], "pass", factor)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -308,7 +290,7 @@ def _seconds_of(
     row: AdamRow, numel: int, loops: int, workers: Workers, programs: Mapping[str, LineProgram]
 ) -> dict[str, list[float]]:
     """Seconds of each loop by contestant. The row's arrays are gone when it returns."""
-    timers = _prepare(row, numel, workers, programs)
+    timers = dict(_timers(row, numel, workers, programs))
     seconds: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(loops):
         for name, timer in timers.items():

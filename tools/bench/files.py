@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from tiermem.tools.words import format_bytes
 _MEMORY_FRACTION = 0.8
 
 
-class BenchFiles:
+class BenchFiles(AbstractContextManager["BenchFiles"]):
     """Open files of `file_bytes` each. A context manager.
 
     Args:
@@ -52,9 +53,6 @@ class BenchFiles:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> BenchFiles:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import itertools
 import mmap
-import shutil
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,8 @@ from tiermem.swap.ranges import ByteRange, round_up
 from tiermem.tools.bench.small_training import MOST_APART, PLACES, Sizes, compare, train_in
 from tiermem.tools.machine import available_bytes, caption, machine_facts, read_word
 from tiermem.tools.words import (
+    EXIT_INTERRUPTED,
+    EXIT_USER,
     check_outputs,
     format_bytes,
     one_of,
@@ -173,7 +174,7 @@ def _time_copies(copies: Sequence[Copy], count: int) -> float:
 # 130 stopped.
 
 MADE_BY = "tiermem bench gpu"
-EXIT_FAILED, EXIT_USER, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED = 1
 PARTS = ("environment", "registration", "copies", "tests", "training")
 _TESTS_TIMEOUT_S = 900
 _ROOT = Path(__file__).resolve().parents[2]
@@ -330,13 +331,13 @@ def _training(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def _totals(root: ElementTree.Element) -> dict[str, Any]:
     """Of a JUnit file: how many passed, failed and were skipped, and which failed with their first lines."""
     cases = list(root.iter("testcase"))
-    failed, skipped = [], 0
-    for case in cases:
-        faults = [each for each in case if each.tag in ("failure", "error")]
-        skipped += any(each.tag == "skipped" for each in case)
-        if faults:
-            name = f"{case.get('classname')}::{case.get('name')}"
-            failed.append({"test": name, "message": (faults[0].get("message") or "")[:500]})
+    faults = {case: [each for each in case if each.tag in ("failure", "error")] for case in cases}
+    failed = [
+        {"test": f"{case.get('classname')}::{case.get('name')}", "message": (found[0].get("message") or "")[:500]}
+        for case, found in faults.items()
+        if found
+    ]
+    skipped = sum(case.find("skipped") is not None for case in cases)
     passed = len(cases) - len(failed) - skipped
     return {"num_passed": passed, "num_failed": len(failed), "num_skipped": skipped, "failed": failed}
 
@@ -344,34 +345,32 @@ def _totals(root: ElementTree.Element) -> dict[str, Any]:
 def _driver() -> str:
     """The driver's own words; empty where it is not known."""
     said = read_word("/proc/driver/nvidia/version").splitlines()
-    return said[0] if said else read_word("/sys/module/amdgpu/version") or _nvidia_smi("driver_version")
+    return (
+        said[0] if said else read_word("/sys/module/amdgpu/version") or "".join(_nvidia_smi("driver_version").values())
+    )
 
 
 def _link(facts: dict[str, Any]) -> dict[str, str]:
     """Speed and width of the device's PCIe link, now and at most; a link that rests may be slow now. Empty: not known."""
-    keys = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    known = (facts.get(key) for key in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
+    place = [number for number in known if isinstance(number, int)]
     found: dict[str, str] = {}
-    if all(isinstance(facts.get(key), int) for key in keys):
-        domain, bus, number = (int(facts[key]) for key in keys)
-        place = f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{number:02x}.0"
+    if len(place) == 3:
+        folder = "/sys/bus/pci/devices/{:04x}:{:02x}:{:02x}.0".format(*place)
         names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width", "numa_node")
-        found = {name: word for name in names if (word := read_word(f"{place}/{name}"))}
-    asked = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
-    if said := _nvidia_smi(asked):
-        found |= dict(zip(asked.split(","), (word.strip() for word in said.split(",")), strict=False))
-    return found
+        found = {name: word for name in names if (word := read_word(f"{folder}/{name}"))}
+    return found | _nvidia_smi("pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max")
 
 
-def _nvidia_smi(asked: str) -> str:
+def _nvidia_smi(asked: str) -> dict[str, str]:
     """What nvidia-smi says of its first device; empty without it."""
-    if shutil.which("nvidia-smi") is None:
-        return ""
     command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
         if done.returncode == 0 and done.stdout.strip():
-            return done.stdout.strip().splitlines()[0].strip()
-    return ""
+            first = done.stdout.strip().splitlines()[0]
+            return dict(zip(asked.split(","), (word.strip() for word in first.split(",")), strict=False))
+    return {}
 
 
 def _faults(report: dict[str, Any]) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import functools
 import logging
 import multiprocessing
 import os
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch
 from tiermem.swap.move import Move
 from tiermem.swap.native import READ, WRITE, Counters, IoSettings, Queue
 from tiermem.swap.passes import Pass, Passes, Quota, memory_bytes
-from tiermem.swap.queue import Queues
+from tiermem.swap.queue import InFlight, Queues
 from tiermem.swap.run_folder import remove_dead_runs
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
@@ -36,22 +37,41 @@ from tiermem.tools.words import handling, message_of
 # ---- what passes between the benchmark and its processes -------------------------------------------------------------
 
 
-class Job(NamedTuple):
-    """One pass of one rank. Its files are opened by these names, which may be those of descriptors in /proc."""
+class Setting(NamedTuple):
+    """What a row of the report is about. `places` are the indices of the paths that take part, `path` is their name in it."""
 
     mode: str
     engine: str
     block_bytes: int
     depth: int
-    threads: int  # of the threads engine; 0 lets it choose
+    ranks: int
+    path: str
+    places: tuple[int, ...]
+
+    def describe(self) -> str:
+        """The setting on one line."""
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{self.mode} {self.engine}, {self.block_bytes >> 10} KiB x {self.depth}, {ranks}, {self.path}"
+
+
+class Job(NamedTuple):
+    """One pass of one rank. Its files are opened by these names, which may be those of descriptors in /proc."""
+
+    setting: Setting
     files: tuple[str, ...]  # one on each path that takes part
     folders: tuple[str, ...]  # the paths themselves, where "tensors" opens its store
     file_bytes: int  # of each file
     num_bytes: int  # to move in all, "mixed" and "tensors": each way
     is_direct: bool
+    threads: int = 0  # of the threads engine; 0 lets it choose
     sync: bool = False
     seed: int = 0
     seconds: float | None = None  # after which "sustained" ends
+
+    @property
+    def io(self) -> IoSettings:
+        """Of its queues. Raises ValueError."""
+        return IoSettings(self.setting.engine, self.setting.block_bytes, self.setting.depth, self.threads)
 
 
 class Outcome(NamedTuple):
@@ -92,7 +112,7 @@ TENSOR_BYTES = 4 << 20
 _SPARE_TENSORS = 4
 
 
-class TensorPass:
+class TensorPass(AbstractContextManager["TensorPass"]):
     """A store on some folders and tensors for it. A context manager: the store's files go with it.
 
     Raises OSError when the engine cannot run, or a folder is not usable.
@@ -103,75 +123,55 @@ class TensorPass:
         self._names = [f"tensor {number}" for number in range(self.num_bytes // TENSOR_BYTES)]
         self._generator = np.random.default_rng(seed)
         self._window = -(-io.depth * io.block_bytes // TENSOR_BYTES) * len(folders) + _SPARE_TENSORS
-        self._store = TensorStore(folders, host_bytes=2 * self._window * TENSOR_BYTES, io=io)
+        self.store = TensorStore(folders, host_bytes=2 * self._window * TENSOR_BYTES, io=io)
         try:
-            self._store.reserve_disk(self.num_bytes)
+            self.store.reserve_disk(self.num_bytes)
             values = self._generator.integers(0, 256, TENSOR_BYTES, dtype=np.uint8)
             self._tensor = torch.from_numpy(values)
             self._put_all()  # first writes to preallocated blocks are slower, and memory is registered when it is known
-            self.settle()
+            self.store.settle()
         except BaseException:
-            self._store.close()
+            self.store.close()
             raise
 
-    def __enter__(self) -> TensorPass:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self._store.close()
-
-    @property
-    def queues(self) -> Queues:
-        """The store's queues, for their counters."""
-        return self._store.queues
-
-    def settle(self) -> None:
-        """Ends every write-back."""
-        self._store.settle()
+        self.store.close()
 
     def put(self) -> float:
-        """Puts every tensor anew; GB/s, the last write included."""
+        """Puts every tensor anew; GB/s."""
         for name in self._names:
-            self._store.drop(name)
-        start = time.monotonic()
-        self._put_all()
-        self._store.settle()
-        return self._rate(start)
+            self.store.drop(name)
+        return self._rate(self._put_all)
 
     def fetch(self) -> float:
         """Fetches every tensor; GB/s."""
-        start = time.monotonic()
-        self._visit(dirty=False)
-        return self._rate(start)
+        return self._rate(functools.partial(self._visit, dirty=False))
 
     def change(self) -> float:
         """Fetches every tensor and writes it back; GB/s, both directions together."""
-        start = time.monotonic()
-        self._visit(dirty=True)
-        self._store.settle()
-        return 2 * self._rate(start)
+        return 2 * self._rate(functools.partial(self._visit, dirty=True))
 
     def _put_all(self) -> None:
         for name in self._in_random_order():
-            self._store.put(name, self._tensor, Tier.NVME)
+            self.store.put(name, self._tensor, Tier.NVME)
 
     def _visit(self, dirty: bool) -> None:
-        under_way: collections.deque[tuple[str, Move]] = collections.deque()
-        for name in self._in_random_order():
-            if len(under_way) == self._window:
-                self._leave(*under_way.popleft(), dirty)
-            under_way.append((name, self._store.fetch(name)))
-        while under_way:
-            self._leave(*under_way.popleft(), dirty)
+        with InFlight(self._window) as in_flight:
+            for name in self._in_random_order():
+                in_flight.add(functools.partial(self._leave, name, self.store.fetch(name), dirty))
 
     def _leave(self, name: str, move: Move, dirty: bool) -> None:
         move.wait()
-        self._store.release(name, dirty)
+        self.store.release(name, dirty)
 
     def _in_random_order(self) -> list[str]:
         return [self._names[index] for index in self._generator.permutation(len(self._names))]
 
-    def _rate(self, start: float) -> float:
+    def _rate(self, work: Callable[[], None]) -> float:
+        """GB/s of one direction, the last write-back included."""
+        start = time.monotonic()
+        work()
+        self.store.settle()
         return self.num_bytes / (time.monotonic() - start) / 1e9
 
 
@@ -187,7 +187,7 @@ class CannotRun(Exception):
     """A job that no rank can prepare, with the reason: the engine cannot run here, or memory is missing."""
 
 
-class Ranks:
+class Ranks(AbstractContextManager["Ranks"]):
     """Processes of one benchmark. A context manager.
 
     Args:
@@ -205,9 +205,6 @@ class Ranks:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Ranks:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -327,10 +324,10 @@ def _obey(connection: Connection, job: Job) -> None:
 @contextlib.contextmanager
 def prepare(job: Job) -> Iterator[Callable[[], Outcome]]:
     """Opens what a job needs; yields what does it. Raises OSError and ValueError."""
-    io = IoSettings(job.engine, job.block_bytes, job.depth, job.threads)
+    io = job.io
     with contextlib.ExitStack() as closing:
         descriptors = [_open(job, file, closing) for file in job.files]
-        if job.mode == "tensors":
+        if job.setting.mode == "tensors":
             pair = closing.enter_context(Passes(descriptors[0], job.file_bytes, io)) if len(descriptors) == 1 else None
             tensors = closing.enter_context(TensorPass(job.folders, job.num_bytes, io, job.seed))
             yield lambda: _measure_tensors(tensors, pair, job)
@@ -350,9 +347,9 @@ def _open(job: Job, file: str, closing: contextlib.ExitStack) -> int:
 
 def _measure(several: list[Passes], job: Job) -> Outcome:
     """Moves the job's bytes on all files at once; each takes what it can of them."""
-    quota, mode = Quota(job.num_bytes), job.mode
+    quota, mode = Quota(job.num_bytes), job.setting.mode
     if mode == "sustained":
-        ahead = len(several) * memory_bytes(IoSettings(job.engine, job.block_bytes, job.depth))
+        ahead = len(several) * memory_bytes(job.io)
         quota, mode = _Metered(job.num_bytes, job.seconds, ahead), "write"
 
     def run(number: int) -> Pass:
@@ -372,8 +369,7 @@ def _measure_tensors(tensors: TensorPass, pair: Passes | None, job: Job) -> Outc
         return pair.run(mode, tensors.num_bytes).gbps if pair else 0.0
 
     put = ("put", tensors.put(), beside("write"))
-    tensors.settle()
-    gauge = _Gauge([tensors.queues])
+    gauge = _Gauge([tensors.store.queues])
     fetched = tensors.fetch()
     outcome = gauge.outcome(tensors.num_bytes, 0)
     return outcome._replace(

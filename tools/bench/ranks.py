@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import json
 import statistics
 import tempfile
@@ -24,7 +23,7 @@ from torch.multiprocessing.spawn import start_processes
 
 import tiermem
 from tiermem import OffloadPolicy
-from tiermem.tools.bench.small_training import Block, Tower
+from tiermem.tools.bench.small_training import PHASES, Block, Tower, timed
 from tiermem.tools.machine import caption, machine_facts
 from tiermem.tools.options import RanksBenchOptions
 from tiermem.tools.reports import table
@@ -41,7 +40,6 @@ from tiermem.zero.joining import hold_no_group
 
 _TIMEOUT = timedelta(seconds=120)
 _EMPTY_NUMEL = 8
-_PHASES = ("forward", "backward", "step")
 _WARM_UP_LOOPS = 2
 
 Loops = list[dict[str, float]]
@@ -95,7 +93,8 @@ def _steps(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str, Lo
 
 
 def _step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> dict[str, float]:
-    return _timed(time.perf_counter, lambda: model(x).square().mean(), optim.step, optim.zero_grad)
+    _, seconds = timed(time.perf_counter, lambda: model(x).square().mean(), optim.step, optim.zero_grad)
+    return seconds | {"whole": sum(seconds.values())}
 
 
 def _overhead(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str, Loops]:
@@ -117,25 +116,10 @@ def _overhead(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str,
 
 
 def _pass(model: nn.Module, x: torch.Tensor) -> dict[str, float]:
-    seconds = _timed(time.thread_time, lambda: model(x).sum())
+    _, seconds = timed(time.thread_time, lambda: model(x).sum())
     for param in model.parameters():
         param.grad = None
     return seconds
-
-
-def _timed(
-    clock: Callable[[], float], forward: Callable[[], torch.Tensor], *step: Callable[[], object]
-) -> dict[str, float]:
-    marks = [clock()]
-    loss = forward()
-    marks.append(clock())
-    loss.backward()
-    marks.append(clock())
-    for each in step:
-        each()
-    marks.append(clock())
-    phases = dict(zip(_PHASES, (end - start for start, end in itertools.pairwise(marks)), strict=True))
-    return phases | {"whole": marks[-1] - marks[0]}
 
 
 def _in_turn(options: RanksBenchOptions, **contestants: Callable[[], dict[str, float]]) -> dict[str, Loops]:
@@ -169,7 +153,7 @@ def _sharded(ours: Tower, theirs: Tower, group: dist.ProcessGroup) -> Iterator[N
 # Both systems shard the same model over the same gloo processes and step in turn, so that a disturbance meets both;
 # medians are compared.
 
-_COLUMNS = ("forward", "backward", "step", "whole")
+_COLUMNS = (*PHASES, "whole")
 _PASSES = ("forward", "backward")
 _WAYS = {"python": "Python", "gloo": "with gloo"}
 _MOST_US = 150

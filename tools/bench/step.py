@@ -206,14 +206,7 @@ def _figures_of(model: SteppedModel, options: StepBenchOptions, memory_bytes_s: 
     memory_s = model.memory_bytes / memory_bytes_s
     roofline_s, roofline_by = ceiling(options.yardstick, list(model.rooflines.items()), memory_s)
     figures: dict[str, Any] = {
-        "num_params": model.num_params,
-        "precision": options.precision,
-        "preset": model.case.preset,
-        "verify": model.case.verify,
-        "state_bytes": model.state_bytes,
-        "resident_bytes": model.resident_bytes,
-        "resident_fraction": model.resident_bytes / model.state_bytes,
-        "engine": model.engine,
+        **model.facts,
         "step_s": [step.seconds for step in steps],
         "step_s_median": step_s,
         "read_bytes": moved.read_bytes,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import statistics
 import time
+import timeit
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -105,7 +106,7 @@ class StepRun:
         return 1.0 - busy_fraction(moved, self.start_ns, self.end_ns)
 
 
-class SteppedModel:
+class SteppedModel(AbstractContextManager["SteppedModel"]):
     """A sharded model with its optimizer and gradients, and what is measured of it. A context manager.
 
     Its first two steps have been made: the first writes states that were never read, the second shows a step's bytes. Raises
@@ -130,8 +131,6 @@ class SteppedModel:
             verify=case.verify,
         )
         model = _blocks(options.num_params, DTYPES[options.precision])
-        self.num_params = sum(p.numel() for p in model.parameters())
-        self.case = case
         self._shards = shard(model, policy)
         try:
             self._optimizer = AdamW(model.parameters(), lr=1e-4)
@@ -144,22 +143,26 @@ class SteppedModel:
             raise
         self.steps: dict[Pipelining, list[StepRun]] = {way: [] for way in ways}
         self.rooflines: dict[BareSetting, list[float]] = {setting: [] for setting in SETTINGS}
-        self.engine = self._shards.store.stats().engine
         self.tile_names = [f"tile {tile.entry}" for tile in tiles]
-        self.state_bytes = sum(tile.state_bytes for tile in tiles)
-        self.resident_bytes = sum(tile.state_bytes for tile in tiles if tile.home is Tier.HOST)
+        state_bytes = sum(tile.state_bytes for tile in tiles)
+        resident_bytes = sum(tile.state_bytes for tile in tiles if tile.home is Tier.HOST)
+        self.facts = {
+            "num_params": sum(p.numel() for p in model.parameters()),
+            "precision": options.precision,
+            "preset": case.preset,
+            "verify": case.verify,
+            "state_bytes": state_bytes,
+            "resident_bytes": resident_bytes,
+            "resident_fraction": resident_bytes / state_bytes,
+            "engine": self._shards.store.stats().engine,
+        }
         params, grads = sum(tile.slice_bytes for tile in tiles), sum(tile.grad_bytes for tile in tiles)
         read_params = sum(tile.slice_bytes for tile in tiles if tile.layout.reads_weight)
-        self.memory_bytes = (
-            2 * self.state_bytes + params + read_params + grads
-        )  # read and written in memory, in one pass
-        streamed = self.state_bytes - self.resident_bytes
+        self.memory_bytes = 2 * state_bytes + params + read_params + grads  # read and written in memory, in one pass
+        streamed = state_bytes - resident_bytes
         self.expected = IoCounts(streamed, streamed)
         if not options.only_states:
             self.expected = IoCounts(streamed + read_params + grads, streamed + params)
-
-    def __enter__(self) -> SteppedModel:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._shards.close()
@@ -232,7 +235,7 @@ class BareSetting(NamedTuple):
 SETTINGS = (BareSetting(1 << 20, 16), BareSetting(1 << 20, 32), BareSetting(4 << 20, 8))
 
 
-class Roofline:
+class Roofline(AbstractContextManager["Roofline"]):
     """What moves the bytes of a step without its arithmetic. A context manager.
 
     Args:
@@ -251,18 +254,15 @@ class Roofline:
         largest = max((max(moved) for load in loads for moved in load), default=0)
         self._file_bytes = round_up(max(largest, _FILE_UNIT), _FILE_UNIT)
         self._loops: list[BareLoop] = []
-        with contextlib.ExitStack() as opened:
+        with ExitStack() as opened:
             self._files = opened.enter_context(BenchFiles(paths, 1, self._file_bytes))
             for place in range(len(paths)):
                 if yardstick is not None:
-                    loop = BareLoop(yardstick, Path(self._files.name(place, 0, "mixed")))
-                    self._loops.append(opened.enter_context(loop))
+                    self._loops.append(BareLoop(yardstick, Path(self._files.name(place, 0, "mixed"))))
+                    opened.callback(self._loops[-1].close)
                 with self._passes(place, IoSettings(engine)) as passes:
                     passes.run("write")  # first writes to preallocated blocks are slower: not what a step does
             self._opened = opened.pop_all()
-
-    def __enter__(self) -> Roofline:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
@@ -302,12 +302,7 @@ def ceiling(
 def memory_rate() -> float:
     """Bytes per second that memory takes when one vector is added to another in place, all threads; the best of a few."""
     a, b = torch.zeros(_STREAM_NUMEL), torch.ones(_STREAM_NUMEL)
-    seconds = []
-    for _ in range(_NUM_STREAMS):
-        start = time.monotonic()
-        a.add_(b)
-        seconds.append(time.monotonic() - start)
-    return 3 * a.nbytes / min(seconds)
+    return 3 * a.nbytes / min(timeit.repeat(lambda: a.add_(b), number=1, repeat=_NUM_STREAMS))
 
 
 # ---- the picture of one step -----------------------------------------------------------------------------------------

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import statistics
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from tiermem.tools.bench.files import BenchFiles
+from tiermem.tools.bench.io_ranks import Setting
 from tiermem.tools.bench.peers.runs import peer_variables
-from tiermem.tools.bench.sweep import Setting, Witness
 
 # ---- programs that are asked a line and answer one -------------------------------------------------------------------
 #
@@ -23,10 +25,9 @@ from tiermem.tools.bench.sweep import Setting, Witness
 # stderr is kept, and its last line is told when the program ends without an answer.
 
 _STOP_S = 10.0
-Program = TypeVar("Program", bound="LineProgram")
 
 
-class LineProgram:
+class LineProgram(AbstractContextManager["LineProgram"]):
     """A running program. A context manager; for one thread.
 
     Args:
@@ -54,14 +55,14 @@ class LineProgram:
             self._words.close()
             raise
 
-    def __enter__(self: Program) -> Program:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ask(self, line: str) -> str:
-        """Sends one line and waits for the answer, which is returned without its end. Raises OSError when it ended."""
+    def ask(self, line: str, how_many: int, what: str) -> list[float]:
+        """Sends one line and waits for the numbers that answer it; `what` they are.
+
+        Raises OSError when the program ended, ValueError with its words for another answer.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(line + "\n")
@@ -71,11 +72,7 @@ class LineProgram:
             answer = self._process.stdout.readline()  # it may have said why before it ended
         if not answer:
             raise OSError(f"{self.name} ended (status {self._end()}) at {line!r}: {self._last_words()}")
-        return answer.strip()
-
-    def ask_numbers(self, line: str, how_many: int, what: str) -> list[float]:
-        """Sends one line that is answered with numbers. Raises ValueError with the program's words for another answer."""
-        answer = self.ask(line)
+        answer = answer.strip()
         try:
             numbers = list(map(float, answer.split()))
         except ValueError:
@@ -107,8 +104,13 @@ class LineProgram:
 
     def _last_words(self) -> str:
         self._words.seek(0)
-        said = self._words.read().decode(errors="replace").strip().splitlines()
-        return said[-1] if said else "it said nothing"
+        return _words(self._words.read().decode(errors="replace"), -1)
+
+
+def _words(said: str, number: int) -> str:
+    """One of the lines that a program has said."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[number] if lines else "it said nothing"
 
 
 # ---- the bare loop ---------------------------------------------------------------------------------------------------
@@ -149,7 +151,7 @@ class BareLoop(LineProgram):
         Raises ValueError with the program's words when it refuses or does not speak the protocol, OSError when it ended.
         """
         line = " ".join(map(str, (command, block_bytes, depth, *numbers)))
-        return BareRun(*self.ask_numbers(line, len(BareRun._fields), "seconds, user_s and system_s"))
+        return BareRun(*self.ask(line, len(BareRun._fields), "seconds, user_s and system_s"))
 
 
 # ---- fio -------------------------------------------------------------------------------------------------------------
@@ -201,7 +203,7 @@ def run_fio(
     except subprocess.TimeoutExpired:
         raise OSError(f"fio ({engine}) took more than {_PATIENCE_S:.0f} s") from None
     if done.returncode:
-        raise OSError(f"fio ({engine}) failed: {_first_words(done.stderr + done.stdout)}")
+        raise OSError(f"fio ({engine}) failed: {_words(done.stderr + done.stdout, 0)}")
     return read_rate(done.stdout)
 
 
@@ -218,17 +220,37 @@ def read_rate(report: str) -> float:
     return num_bytes / max(milliseconds, 1) / 1e6
 
 
-def _first_words(said: str) -> str:
-    lines = [line for line in said.splitlines() if line.strip()]
-    return lines[0] if lines else "it said nothing"
-
-
 # ---- witnesses -------------------------------------------------------------------------------------------------------
 #
 # fio, a bare loop and a peer are measured in the same loops and on the same files as our own settings. A witness that fails
 # says why once and is left out after that.
 
 _PEER_SCRIPT = Path(__file__).parent / "peers" / "peer_operators.py"
+
+
+class Witness:
+    """Another program that measures the same pattern on the same file. It keeps a figure of each loop."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.notes: list[str] = []
+        self._figures: dict[Any, list[float]] = collections.defaultdict(list)
+
+    def measure(self, setting: Setting, num_bytes: int, loop: int) -> None:
+        """Measures once where it can; what it cannot it leaves out, and says so in its notes."""
+        raise NotImplementedError
+
+    def loops_gbps(self, setting: Setting) -> list[float]:
+        """The rate of each loop; empty for a setting that it has not measured."""
+        return self._series(setting)
+
+    def user_us(self, setting: Setting) -> float | None:
+        """Microseconds of user CPU for a block: the mean, since a loop may be shorter than the kernel's tick."""
+        return statistics.fmean(series) if (series := self._series(setting, "user")) else None
+
+    def _series(self, setting: Setting, kind: str = "") -> list[float]:
+        """What was measured of a setting so far. The engine and the ranks are ours: a witness has neither."""
+        return self._figures[kind, setting.mode, setting.block_bytes, setting.depth, setting.places[0]]
 
 
 class FioWitness(Witness):
@@ -253,13 +275,12 @@ class FioWitness(Witness):
             else:
                 self._series(setting, engine).append(rate)
 
-    def gbps(self, setting: Setting) -> float | None:
-        """The higher of the engines' medians."""
+    def loops_gbps(self, setting: Setting) -> list[float]:
         series = (self._series(setting, engine) for engine in ENGINES)
-        return max((statistics.median(rates) for rates in series if rates), default=None)
+        return max((rates for rates in series if rates), key=statistics.median, default=[])
 
 
-class LoopWitness(Witness):
+class LoopWitness(Witness, AbstractContextManager["LoopWitness"]):
     """A program that speaks the protocol of witnesses.py, a process for each path. A context manager.
 
     Args:
@@ -288,9 +309,6 @@ class LoopWitness(Witness):
         if len(self._modes) < len(modes):
             self.notes.append(f"{name} does not sync: with --fsync it stands beside reads alone")
 
-    def __enter__(self) -> LoopWitness:
-        return self
-
     def __exit__(self, *_: object) -> None:
         for program in self._programs.values():
             program.close()
@@ -311,14 +329,6 @@ class LoopWitness(Witness):
             return
         self._series(setting).append(ways * num_bytes / run.seconds / 1e9)
         self._series(setting, "user").append(run.user_s * setting.block_bytes / (ways * num_bytes) * 1e6)
-
-    def loops_gbps(self, setting: Setting) -> list[float]:
-        """The rate of each loop."""
-        return self._series(setting)
-
-    def user_us(self, setting: Setting) -> float | None:
-        """Microseconds of user CPU for a block: the mean, since a loop may be shorter than the kernel's tick."""
-        return statistics.fmean(series) if (series := self._series(setting, "user")) else None
 
     def _program_on(self, setting: Setting) -> BareLoop:
         place = setting.places[0]
