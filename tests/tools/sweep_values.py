@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from tiermem.tools.bench.io_ranks import Outcome
-from tiermem.tools.bench.sweep import Setting
+from tiermem.tools.bench.io_ranks import Outcome, Setting
 
 MIB = 1 << 20
 
@@ -31,3 +32,11 @@ def outcome(seconds: float = 1.0, read: int = 0, written: int = 0, **changed: An
         kernel_written_bytes=written,
         num_blocks=100,
     )._replace(**changed)
+
+
+def options(*paths: str, **changed: Any) -> Any:
+    """Options of the benchmark on paths that need not exist: files of 64 MiB, one read of 1 MiB x 8 in one loop."""
+    lists = {"modes": ["read"], "engines": ["auto"], "blocks": [MIB], "depths": [8], "ranks": [1]}
+    sizes = {"size_bytes": 64 * MIB, "random_block_bytes": 4096, "sustained_bytes": 0, "sustained_s": None}
+    others = {"loops": 1, "threads": 0, "sync": False}
+    return SimpleNamespace(paths=[Path(path) for path in paths or ["/a"]], **(lists | sizes | others | changed))

@@ -82,7 +82,7 @@ def test_a_part_that_fails_is_told_and_the_others_go_on(
 
     monkeypatch.setattr("tiermem.swap.accelerator.find_device", lambda: torch.device("meta", 0))
     monkeypatch.setattr("tiermem.swap.accelerator.is_accelerator", lambda device: True)
-    monkeypatch.setattr(gpu, "_registration_rows", fails)
+    monkeypatch.setattr(gpu, "measure_registration", fails)
     monkeypatch.setattr(gpu, "run_tests", lambda paths: {"not_run": "pytest is not installed"})
     file = tmp_path / "gpu.json"
     assert gpu.main(["--part", "registration,tests", "--json", str(file)]) == gpu.EXIT_FAILED

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tiermem.tools.bench.witnesses import ENGINES, find_fio, read_rate, run_fio
+from tiermem.tools.bench.witnesses import ENGINES, read_rate, run_fio
 
 
 def report(read: tuple[int, int], write: tuple[int, int], error: int = 0) -> str:
@@ -47,7 +48,7 @@ def test_a_failure_has_the_words_of_the_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["read", "write", "mixed", "random"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_program_measures_a_file_without_a_name(tmp_path: Path, engine: str, mode: str) -> None:
-    program = find_fio()
+    program = shutil.which("fio")
     if program is None:
         pytest.skip("fio is not installed")
     fd = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR, 0o600)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from sweep_values import MIB, outcome, setting
+from sweep_values import MIB, options, outcome, setting
 
-from tiermem.tools.bench.io_ranks import CannotRun, Job, Outcome, Ranks
-from tiermem.tools.bench.sweep import Bounds, Setting, count_passes, is_witnessed, jobs_of, settings_of, sweep
+from tiermem.tools.bench.io import bytes_of, count_passes, is_witnessed, jobs_of, settings_of, sweep
+from tiermem.tools.bench.io_ranks import CannotRun, Job, Outcome, Ranks, Setting
 
 GIB = 1 << 30
 
@@ -23,7 +23,7 @@ class FakeRanks(Ranks):
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         """An outcome for each."""
         self.jobs.append(jobs)
-        if jobs[0].engine == self._cannot:
+        if jobs[0].setting.engine == self._cannot:
             raise CannotRun("no ring here")
         return [outcome(read=job.num_bytes) for job in jobs]
 
@@ -58,51 +58,57 @@ class FakeWitness:
 
 
 def test_settings_take_turns_within_a_mode() -> None:
-    settings = settings_of(["read", "write"], ["auto", "aio"], [MIB], [1, 8], [1], ["/a"], 4096)
+    given = options(modes=["read", "write"], engines=["auto", "aio"], depths=[1, 8], loops=2)
     ranks = FakeRanks()
-    sweep(settings, 2, Bounds(64 * MIB), FakeFiles(), ranks)
-    order = [(jobs[0].mode, jobs[0].depth, jobs[0].engine) for jobs in ranks.jobs]
+    sweep(settings_of(given), given, FakeFiles(), ranks)
+    order = [(jobs[0].setting.mode, jobs[0].setting.depth, jobs[0].setting.engine) for jobs in ranks.jobs]
     loop = [(1, "auto"), (1, "aio"), (8, "auto"), (8, "aio")]
     assert order == [(mode, *which) for mode in ("read", "write") for _ in range(2) for which in loop]
 
 
 def test_a_witness_stands_after_the_settings_it_judges_in_every_loop() -> None:
-    settings = settings_of(["read", "tensors"], ["auto", "aio"], [MIB], [1, 8], [1, 2], ["/a"], 4096)
+    given = options(modes=["read", "tensors"], engines=["auto", "aio"], depths=[1, 8], ranks=[1, 2], loops=2)
+    settings = settings_of(given)
     ranks = FakeRanks()
     witness = FakeWitness(ranks)
     told: list[str] = []
-    sweep(settings, 2, Bounds(64 * MIB), FakeFiles(), ranks, [witness], told.append)
+    sweep(settings, given, FakeFiles(), ranks, [witness], told.append)
     asked = [(4, 0), (8, 0), (12, 1), (16, 1)]  # after how many passes, in which loop
     assert witness.asked == [(passes, "read", 64 * MIB, loop) for passes, loop in asked]
     assert len(told) == count_passes(settings, 2, [witness])
 
 
 def test_an_engine_that_cannot_run_is_tried_once_and_the_others_go_on() -> None:
-    settings = settings_of(["read"], ["uring", "threads"], [MIB], [8], [1], ["/a"], 4096)
+    given = options(engines=["uring", "threads"], loops=3)
     ranks = FakeRanks(cannot="uring")
-    refused, measured = sweep(settings, 3, Bounds(64 * MIB), FakeFiles(), ranks)
-    assert [jobs[0].engine for jobs in ranks.jobs] == ["uring", "threads", "threads", "threads"]
+    refused, measured = sweep(settings_of(given), given, FakeFiles(), ranks)
+    assert [jobs[0].setting.engine for jobs in ranks.jobs] == ["uring", "threads", "threads", "threads"]
     assert (refused.error, refused.outcomes) == ("no ring here", [])
     assert (measured.error, len(measured.gbps())) == (None, 3)
 
 
 def test_several_paths_are_measured_alone_and_all_at_once() -> None:
-    settings = settings_of(["read"], ["auto"], [MIB], [8], [1], ["/a", "/b"], 4096)
+    given = options("/a", "/b")
+    settings = settings_of(given)
     assert [(each.path, each.places) for each in settings] == [("/a", (0,)), ("/b", (1,)), ("all", (0, 1))]
     assert [is_witnessed(each) for each in settings] == [True, True, False]
     ranks = FakeRanks()
-    measured = sweep(settings, 1, Bounds(64 * MIB), FakeFiles(), ranks)
+    measured = sweep(settings, given, FakeFiles(), ranks)
     assert [each.is_direct for each in measured] == [True, False, False]
     assert ranks.jobs[2][0].files == ("file 0.0 of read", "file 1.0 of read")
     assert [jobs[0].num_bytes for jobs in ranks.jobs] == [64 * MIB] * 3
 
 
 def test_one_path_has_no_all() -> None:
-    assert {each.path for each in settings_of(["read"], ["auto"], [MIB], [8], [1], ["/a"], 4096)} == {"/a"}
+    assert {each.path for each in settings_of(options())} == {"/a"}
 
 
 def test_random_has_its_own_block_and_sustained_one_setting() -> None:
-    settings = settings_of(["random", "sustained"], ["auto", "aio"], [MIB, 4 * MIB], [1, 8], [1, 2], ["/a"], 4096)
+    settings = settings_of(
+        options(
+            modes=["random", "sustained"], engines=["auto", "aio"], blocks=[MIB, 4 * MIB], depths=[1, 8], ranks=[1, 2]
+        )
+    )
     assert {each.block_bytes for each in settings if each.mode == "random"} == {4096}
     assert [each for each in settings if each.mode == "sustained"] == [setting("sustained", block_bytes=4 * MIB)]
 
@@ -119,11 +125,11 @@ def test_random_has_its_own_block_and_sustained_one_setting() -> None:
     ],
 )
 def test_bytes_of_a_pass(mode: str, block: int, depth: int, expected: int) -> None:
-    assert Bounds(64 * MIB, sustained_bytes=GIB).bytes_of(setting(mode, block_bytes=block, depth=depth)) == expected
+    assert bytes_of(setting(mode, block_bytes=block, depth=depth), options(sustained_bytes=GIB)) == expected
 
 
 def test_each_rank_has_a_file_and_a_seed_of_its_own() -> None:
-    jobs = jobs_of(setting("random", ranks=3), Bounds(64 * MIB, threads=5), FakeFiles(), seed=2)
+    jobs = jobs_of(setting("random", ranks=3), options(threads=5), FakeFiles(), seed=2)
     assert [job.files for job in jobs] == [(f"file 0.{rank} of random",) for rank in range(3)]
     assert len({job.seed for job in jobs}) == 3
     assert {job.threads for job in jobs} == {5}
@@ -133,4 +139,4 @@ def test_each_rank_has_a_file_and_a_seed_of_its_own() -> None:
     ("mode", "is_synced"), [("read", False), ("random", False), ("tensors", False), ("write", True), ("mixed", True)]
 )
 def test_only_what_writes_ends_with_a_sync(mode: str, is_synced: bool) -> None:
-    assert jobs_of(setting(mode), Bounds(64 * MIB, sync=True), FakeFiles())[0].sync is is_synced
+    assert jobs_of(setting(mode), options(sync=True), FakeFiles())[0].sync is is_synced

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("_tiermem_native")
 
 from tiermem.tools.bench.files import BenchFiles
-from tiermem.tools.bench.io_ranks import CannotRun, Job, Ranks
+from tiermem.tools.bench.io_ranks import CannotRun, Job, Ranks, Setting
 
 MIB = 1 << 20
 
@@ -32,14 +32,12 @@ def content(file: str) -> bytes:
     return Path(file).read_bytes()
 
 
-def job(files: BenchFiles, rank: int, mode: str = "write", **changed: object) -> Job:
-    """A job that moves the rank's file once."""
+def job(
+    files: BenchFiles, rank: int, mode: str = "write", io: tuple[str, int, int] = ("auto", MIB, 2), **changed: object
+) -> Job:
+    """A job that moves the rank's file once. `io`: engine, block_bytes, depth."""
     plain = Job(
-        mode=mode,
-        engine="auto",
-        block_bytes=MIB,
-        depth=2,
-        threads=0,
+        Setting(mode, *io, 1, files.folder(0), (0,)),
         files=(files.name(0, rank, mode),),
         folders=(files.folder(0),),
         file_bytes=files.file_bytes(mode),
@@ -57,7 +55,7 @@ def test_ranks_measure_together_refuse_together_and_go_on(files: BenchFiles, tmp
         assert 0 <= first.idle_fraction <= 1
         held = content(files.name(0, 0, "write"))
         with pytest.raises(CannotRun, match="engine"):
-            ranks.run([job(files, 0), job(files, 1, engine="floppy")])
+            ranks.run([job(files, 0), job(files, 1, io=("floppy", MIB, 2))])
         assert content(files.name(0, 0, "write")) == held, "one that cannot keeps the other from starting"
         mixed = ranks.run([job(files, 0, "mixed", num_bytes=4 * MIB)])
         assert [(each.read_bytes, each.written_bytes) for each in mixed] == [(4 * MIB, 4 * MIB)]
@@ -77,7 +75,7 @@ def test_tensors_are_set_beside_sequential_passes_and_their_store_goes(files: Be
 
 def test_a_sustained_write_is_a_series_that_grows(files: BenchFiles, tmp_path: Path) -> None:
     with Ranks(1, [tmp_path]) as ranks:
-        (outcome,) = ranks.run([job(files, 0, "sustained", block_bytes=65536, depth=1, num_bytes=96 * MIB)])
+        (outcome,) = ranks.run([job(files, 0, "sustained", ("auto", 65536, 1), num_bytes=96 * MIB)])
         assert outcome.written_bytes == 96 * MIB, "beyond the file it begins again"
         sizes, times = zip(*outcome.series, strict=True)
         assert len(sizes) > 2

@@ -100,21 +100,20 @@ def rows_of(losses: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
         name: [statistics.fmean(curve[-max(1, len(curve) // 10) :]) for curve in own] for name, own in losses.items()
     }
     first = next(iter(finals.values()))
-    rows = []
-    for name, own in losses.items():
-        apart = [mine / other - 1.0 for mine, other in zip(finals[name], first, strict=True)]
-        row = {
+    apart = {name: [mine / other - 1.0 for mine, other in zip(own, first, strict=True)] for name, own in finals.items()}
+    return [
+        {
             "preset": name,
             **{part: getattr(PRESETS[name], part) for part in ("master", "moments", "grads", "rounding")},
             "final_loss": statistics.fmean(finals[name]),
-            "against_first": statistics.fmean(apart),
-            "standard_error": statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else None,
-            "against_first_by_seed": apart,
+            "against_first": statistics.fmean(apart[name]),
+            "standard_error": statistics.stdev(apart[name]) / len(own) ** 0.5 if len(own) > 1 else None,
+            "against_first_by_seed": apart[name],
             "losses": [statistics.fmean(at_step) for at_step in zip(*own, strict=True)],
             "losses_by_seed": own,
         }
-        rows.append(row)
-    return rows
+        for name, own in losses.items()
+    ]
 
 
 def draw_curves(figures: dict[str, Any]) -> Figure:

@@ -7,12 +7,14 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
 from tiermem.swap.direct import open_unnamed, preallocate
 from tiermem.swap.native import IoSettings
 from tiermem.swap.passes import Passes
+from tiermem.tools.machine import available_bytes
 from tiermem.tools.words import format_bytes
 
 # ---- files: one on each path for each rank, preallocated, without a name ---------------------------------------------
@@ -21,7 +23,10 @@ from tiermem.tools.words import format_bytes
 # (ranks, fio, a bare loop) open it as /proc/<pid>/fd/<n>, with a position and flags of their own.
 
 
-class BenchFiles:
+_MEMORY_FRACTION = 0.8
+
+
+class BenchFiles(AbstractContextManager["BenchFiles"]):
     """Open files of `file_bytes` each. A context manager.
 
     Args:
@@ -48,9 +53,6 @@ class BenchFiles:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> BenchFiles:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -111,6 +113,13 @@ def check_room(paths: Sequence[Path], parts: Sequence[tuple[str, int]]) -> None:
             f"{format_bytes(needed)} are needed, {format_bytes(free)} are free: {said}. Free space, or ask for less"
         )
         raise OSError(errno.ENOSPC, reason, ", ".join(map(str, on_one)))
+
+
+def check_memory(num_bytes: int, needed: str, advice: str) -> None:
+    """Sees that memory leaves some room beside what a benchmark takes. Raises ValueError with the arithmetic."""
+    available = available_bytes()
+    if num_bytes > _MEMORY_FRACTION * available:
+        raise ValueError(f"{needed}, {format_bytes(available)} of memory are available: {advice}")
 
 
 # ---- the rate of a folder's disk -------------------------------------------------------------------------------------

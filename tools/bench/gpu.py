@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import itertools
 import mmap
-import shutil
 import statistics
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree import ElementTree
 
 import torch
@@ -29,6 +28,8 @@ from tiermem.swap.ranges import ByteRange, round_up
 from tiermem.tools.bench.small_training import MOST_APART, PLACES, Sizes, compare, train_in
 from tiermem.tools.machine import available_bytes, caption, machine_facts, read_word
 from tiermem.tools.words import (
+    EXIT_INTERRUPTED,
+    EXIT_USER,
     check_outputs,
     format_bytes,
     one_of,
@@ -47,57 +48,48 @@ from tiermem.tools.words import (
 # streams.
 
 _NUM_LOOPS = 3
+_COPY_SIZES = tuple(1 << shift for shift in range(16, 30, 2))  # 64 KiB to 256 MiB
 DIRECTIONS = ("to device", "to host", "both")
 
 
-class Registration(NamedTuple):
-    """What it took to register a piece of host memory; medians of three."""
-
-    num_bytes: int
-    is_touched: bool
-    is_pinned: bool
-    register_s: float
-    unregister_s: float
-
-    @property
-    def s_per_gib(self) -> float:
-        """Seconds of registering one GiB."""
-        return self.register_s * (1 << 30) / self.num_bytes
+Copy = tuple[torch.Stream, torch.Tensor, torch.Tensor]
+"""(stream, to, from)"""
 
 
-class CopyRate(NamedTuple):
-    """Bytes per second of copies of one size; of both directions the sum."""
-
-    num_bytes: int
-    direction: str
-    is_pinned: bool
-    bytes_s: float
-
-
-def measure_registration(device: torch.device, sizes: Sequence[int]) -> list[Registration]:
-    """Registers fresh and touched memory of each size. Blocks; takes the largest size of memory."""
-    return [_registration(device, size, is_touched) for size in sizes for is_touched in (False, True)]
+def measure_registration(device: torch.device, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Registers fresh and touched memory of each size, those too large for this machine left out. Blocks."""
+    most = available_bytes() // 2
+    rows = [_registration(device, size, touched) for size in sizes if size <= most for touched in (False, True)]
+    left_out = f"{format_bytes(2 * most)} are free"
+    return rows + [{"num_bytes": size, "left_out": left_out} for size in sizes if size > most]
 
 
-def measure_copies(device: torch.device, sizes: Sequence[int], least_s: float) -> list[CopyRate]:
-    """Copies each size for `least_s` seconds or more, each way. Blocks; takes four times the largest size of memory."""
-    most = max(sizes)
+def measure_copies(device: torch.device, most: int, least_s: float) -> list[dict[str, Any]]:
+    """Copies each size up to `most` bytes for `least_s` seconds or more, each way. Blocks; takes four times `most` of memory.
+
+    A rate is in bytes per second; of both directions it is the sum.
+    """
+    sizes = [size for size in _COPY_SIZES if size <= most]
+    if not sizes:
+        raise ValueError(f"--most is {most} bytes; the smallest copy is {format_bytes(_COPY_SIZES[0])}")
     streams = new_stream(device), new_stream(device)
     rates = []
-    with _pinned(device, most) as (pinned, is_pinned):
-        pageable = [torch.ones(most, dtype=torch.uint8) for _ in range(2)]
-        there = [torch.ones(most, dtype=torch.uint8, device=device) for _ in range(2)]
+    with _pinned(device, sizes[-1]) as (pinned, is_pinned):
+        pageable = [torch.ones(sizes[-1], dtype=torch.uint8) for _ in range(2)]
+        there = [torch.ones(sizes[-1], dtype=torch.uint8, device=device) for _ in range(2)]
         torch.accelerator.synchronize(device)
         for size in sizes:
             for here, is_fast in ((pinned, is_pinned), (pageable, False)):
                 up = streams[0], there[0][:size], here[0][:size]
                 down = streams[1], here[1][:size], there[1][:size]
                 for direction, copies in zip(DIRECTIONS, ([up], [down], [up, down]), strict=True):
-                    rates.append(CopyRate(size, direction, is_fast, _rate(copies, size, least_s)))
+                    rate = _rate(copies, size, least_s)
+                    rates.append({"num_bytes": size, "direction": direction, "is_pinned": is_fast, "bytes_s": rate})
     return rates
 
 
-def _registration(device: torch.device, num_bytes: int, is_touched: bool) -> Registration:
+def _registration(device: torch.device, num_bytes: int, is_touched: bool) -> dict[str, Any]:
+    """Seconds to register and to give back a piece of host memory; medians of three."""
     times, is_pinned = [], True
     for _ in range(_NUM_LOOPS):
         memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -117,7 +109,14 @@ def _registration(device: torch.device, num_bytes: int, is_touched: bool) -> Reg
         del whole, piece
         memory.close()
     register_s, unregister_s = (statistics.median(column) for column in zip(*times, strict=True))
-    return Registration(num_bytes, is_touched, is_pinned, register_s, unregister_s)
+    return {
+        "num_bytes": num_bytes,
+        "is_touched": is_touched,
+        "is_pinned": is_pinned,
+        "register_s": register_s,
+        "unregister_s": unregister_s,
+        "s_per_gib": register_s * (1 << 30) / num_bytes,
+    }
 
 
 @contextlib.contextmanager
@@ -135,8 +134,8 @@ def _pinned(device: torch.device, num_bytes: int) -> Iterator[tuple[list[torch.T
         arena.close()
 
 
-def _rate(copies: Sequence[tuple[torch.Stream, torch.Tensor, torch.Tensor]], num_bytes: int, least_s: float) -> float:
-    """Bytes per second of copies (stream, to, from), issued in turn."""
+def _rate(copies: Sequence[Copy], num_bytes: int, least_s: float) -> float:
+    """Bytes per second of copies issued in turn."""
     _time_copies(copies, 1)
     count = 1
     while (seconds := _time_copies(copies, count)) < least_s:
@@ -144,7 +143,7 @@ def _rate(copies: Sequence[tuple[torch.Stream, torch.Tensor, torch.Tensor]], num
     return count * len(copies) * num_bytes / seconds
 
 
-def _time_copies(copies: Sequence[tuple[torch.Stream, torch.Tensor, torch.Tensor]], count: int) -> float:
+def _time_copies(copies: Sequence[Copy], count: int) -> float:
     start = time.monotonic()
     if len(copies) == 1:
         ((stream, to, source),) = copies
@@ -175,14 +174,14 @@ def _time_copies(copies: Sequence[tuple[torch.Stream, torch.Tensor, torch.Tensor
 # 130 stopped.
 
 MADE_BY = "tiermem bench gpu"
-EXIT_FAILED, EXIT_USER, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED = 1
 PARTS = ("environment", "registration", "copies", "tests", "training")
-_COPY_SIZES = tuple(1 << shift for shift in range(16, 30, 2))  # 64 KiB to 256 MiB
 _TESTS_TIMEOUT_S = 900
 _ROOT = Path(__file__).resolve().parents[2]
 _GPU_TESTS = ("tests/gpu", "tests/swap/test_torch_step.py")
 
-Row = tuple[str, str, str]
+Row = tuple[str, str]
+"""What, and its figure."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -213,8 +212,8 @@ def bench_gpu(given: argparse.Namespace) -> int:
     folder = given.path or (given.json.parent if given.json is not None else Path())
     measures: dict[str, Callable[[], Any]] = {
         "environment": lambda: find_environment(device),
-        "registration": lambda: _registration_rows(device, [parse_bytes(size) for size in given.register.split(",")]),
-        "copies": lambda: _copies(device, parse_bytes(given.most), given.seconds),
+        "registration": lambda: measure_registration(device, [parse_bytes(size) for size in given.register.split(",")]),
+        "copies": lambda: measure_copies(device, parse_bytes(given.most), given.seconds),
         "tests": lambda: run_tests(given.tests or [_ROOT / each for each in _GPU_TESTS]),
         "training": lambda: _training(given, folder),
     }
@@ -281,12 +280,13 @@ def run_tests(paths: Sequence[Path]) -> dict[str, Any]:
 
 def print_report(report: dict[str, Any]) -> None:
     """One table of plain text: part, what, figure."""
-    rows = list(_rows(report))
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
-    before = ""
-    for part, what, figure in rows:
-        print(f"{part if part != before else '':<{widths[0]}}  {what:<{widths[1]}}  {figure}")
-        before = part
+    parts = {part: list(rows_of(report[part])) for part, rows_of in _ROWS_OF.items() if part in report}
+    for part, words in report["failures"].items():
+        parts.setdefault(part, []).append(("failed", words.strip().splitlines()[-1][:200]))
+    widths = max(map(len, parts), default=0), max((len(what) for rows in parts.values() for what, _ in rows), default=0)
+    for part, rows in parts.items():
+        for number, (what, figure) in enumerate(rows):
+            print(f"{'' if number else part:<{widths[0]}}  {what:<{widths[1]}}  {figure}")
     print(caption(report["machine"]))
     faults = _faults(report)
     print(f"{MADE_BY}: " + ("all went well" if not faults else "; ".join(faults)))
@@ -316,20 +316,6 @@ def _noting_failure(failures: dict[str, str], part: str) -> Iterator[None]:
         print(failures[part], file=sys.stderr)
 
 
-def _registration_rows(device: Any, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    most = available_bytes() // 2
-    rows = measure_registration(device, [size for size in sizes if size <= most])
-    left_out = [{"num_bytes": size, "left_out": f"{format_bytes(2 * most)} are free"} for size in sizes if size > most]
-    return [{**row._asdict(), "s_per_gib": row.s_per_gib} for row in rows] + left_out
-
-
-def _copies(device: Any, most: int, least_s: float) -> list[dict[str, Any]]:
-    sizes = [size for size in _COPY_SIZES if size <= most]
-    if not sizes:
-        raise ValueError(f"--most is {most} bytes; the smallest copy is {format_bytes(_COPY_SIZES[0])}")
-    return [rate._asdict() for rate in measure_copies(device, sizes, least_s)]
-
-
 def _training(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     sizes = Sizes(given.width, given.blocks, given.samples, given.steps)
     runs: dict[str, Any] = {}
@@ -345,13 +331,13 @@ def _training(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def _totals(root: ElementTree.Element) -> dict[str, Any]:
     """Of a JUnit file: how many passed, failed and were skipped, and which failed with their first lines."""
     cases = list(root.iter("testcase"))
-    failed, skipped = [], 0
-    for case in cases:
-        faults = [each for each in case if each.tag in ("failure", "error")]
-        skipped += any(each.tag == "skipped" for each in case)
-        if faults:
-            name = f"{case.get('classname')}::{case.get('name')}"
-            failed.append({"test": name, "message": (faults[0].get("message") or "")[:500]})
+    faults = {case: [each for each in case if each.tag in ("failure", "error")] for case in cases}
+    failed = [
+        {"test": f"{case.get('classname')}::{case.get('name')}", "message": (found[0].get("message") or "")[:500]}
+        for case, found in faults.items()
+        if found
+    ]
+    skipped = sum(case.find("skipped") is not None for case in cases)
     passed = len(cases) - len(failed) - skipped
     return {"num_passed": passed, "num_failed": len(failed), "num_skipped": skipped, "failed": failed}
 
@@ -359,34 +345,32 @@ def _totals(root: ElementTree.Element) -> dict[str, Any]:
 def _driver() -> str:
     """The driver's own words; empty where it is not known."""
     said = read_word("/proc/driver/nvidia/version").splitlines()
-    return said[0] if said else read_word("/sys/module/amdgpu/version") or _nvidia_smi("driver_version")
+    return (
+        said[0] if said else read_word("/sys/module/amdgpu/version") or "".join(_nvidia_smi("driver_version").values())
+    )
 
 
 def _link(facts: dict[str, Any]) -> dict[str, str]:
     """Speed and width of the device's PCIe link, now and at most; a link that rests may be slow now. Empty: not known."""
-    keys = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    known = (facts.get(key) for key in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
+    place = [number for number in known if isinstance(number, int)]
     found: dict[str, str] = {}
-    if all(isinstance(facts.get(key), int) for key in keys):
-        domain, bus, number = (int(facts[key]) for key in keys)
-        place = f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{number:02x}.0"
+    if len(place) == 3:
+        folder = "/sys/bus/pci/devices/{:04x}:{:02x}:{:02x}.0".format(*place)
         names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width", "numa_node")
-        found = {name: word for name in names if (word := read_word(f"{place}/{name}"))}
-    asked = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
-    if said := _nvidia_smi(asked):
-        found |= dict(zip(asked.split(","), (word.strip() for word in said.split(",")), strict=False))
-    return found
+        found = {name: word for name in names if (word := read_word(f"{folder}/{name}"))}
+    return found | _nvidia_smi("pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max")
 
 
-def _nvidia_smi(asked: str) -> str:
+def _nvidia_smi(asked: str) -> dict[str, str]:
     """What nvidia-smi says of its first device; empty without it."""
-    if shutil.which("nvidia-smi") is None:
-        return ""
     command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
         if done.returncode == 0 and done.stdout.strip():
-            return done.stdout.strip().splitlines()[0].strip()
-    return ""
+            first = done.stdout.strip().splitlines()[0]
+            return dict(zip(asked.split(","), (word.strip() for word in first.split(",")), strict=False))
+    return {}
 
 
 def _faults(report: dict[str, Any]) -> list[str]:
@@ -403,37 +387,27 @@ def _faults(report: dict[str, Any]) -> list[str]:
     return faults
 
 
-def _rows(report: dict[str, Any]) -> Iterator[Row]:
-    if "environment" in report:
-        yield from _environment_rows(report["environment"])
-    for row in report.get("registration", []):
-        kind = "" if "left_out" in row else ", touched" if row["is_touched"] else ", fresh"
-        yield "registration", format_bytes(row["num_bytes"]) + kind, _registration_figure(row)
-    yield from _copy_rows(report.get("copies", []))
-    if "tests" in report:
-        yield from _test_rows(report["tests"])
-    if "training" in report:
-        yield from _training_rows(report["training"])
-    for part, words in report["failures"].items():
-        yield part, "failed", words.strip().splitlines()[-1][:200]
-
-
 def _environment_rows(found: dict[str, Any]) -> Iterator[Row]:
     others = f", one of {found['num_devices']}" if found["num_devices"] > 1 else ""
     memory = f"{format_bytes(found['total_bytes'])}, {format_bytes(found['free_bytes'])} free"
-    yield "environment", "device", f"{found['facts']['name']} ({found['device']}{others}), {memory}"
+    yield "device", f"{found['facts']['name']} ({found['device']}{others}), {memory}"
     runtimes = ", ".join(f"{key} {value}" for key, value in found["runtimes"].items())
-    yield "environment", "torch", found["torch"] + (f" ({runtimes})" if runtimes else "")
-    yield "environment", "driver", found["driver"] or "unknown"
-    yield "environment", "link", ", ".join(f"{key} {value}" for key, value in found["link"].items()) or "unknown"
+    yield "torch", found["torch"] + (f" ({runtimes})" if runtimes else "")
+    yield "driver", found["driver"] or "unknown"
+    yield "link", ", ".join(f"{key} {value}" for key, value in found["link"].items()) or "unknown"
 
 
-def _registration_figure(row: dict[str, Any]) -> str:
-    if "left_out" in row:
-        return f"left out: {row['left_out']}"
-    if not row["is_pinned"]:
-        return "refused by the driver"
-    return f"{row['s_per_gib']:.3f} s/GiB ({row['register_s'] * 1e3:.2f} ms; taken back in {row['unregister_s'] * 1e3:.2f})"
+def _registration_rows(registrations: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    for row in registrations:
+        size = format_bytes(row["num_bytes"])
+        if "left_out" in row:
+            yield size, f"left out: {row['left_out']}"
+            continue
+        figure = "refused by the driver"
+        if row["is_pinned"]:
+            times = f"{row['register_s'] * 1e3:.2f} ms; taken back in {row['unregister_s'] * 1e3:.2f}"
+            figure = f"{row['s_per_gib']:.3f} s/GiB ({times})"
+        yield f"{size}, {'touched' if row['is_touched'] else 'fresh'}", figure
 
 
 def _copy_rows(copies: Sequence[dict[str, Any]]) -> Iterator[Row]:
@@ -445,17 +419,17 @@ def _copy_rows(copies: Sequence[dict[str, Any]]) -> Iterator[Row]:
             said.append(f"{direction} {' / '.join(pair)}")
         is_pinned = any(rate["is_pinned"] for rate in rates)
         note = "pinned / pageable" if is_pinned else "refused to pin / pageable"
-        yield "copies", format_bytes(size), f"{', '.join(said)} GB/s ({note})"
+        yield format_bytes(size), f"{', '.join(said)} GB/s ({note})"
 
 
 def _test_rows(tests: dict[str, Any]) -> Iterator[Row]:
     if "not_run" in tests:
-        yield "tests", "pytest -m gpu", f"not run: {tests['not_run']}"
+        yield "pytest -m gpu", f"not run: {tests['not_run']}"
         return
     totals = f"{tests['num_passed']} passed, {tests['num_failed']} failed, {tests['num_skipped']} skipped"
-    yield "tests", "pytest -m gpu", totals
+    yield "pytest -m gpu", totals
     for each in tests["failed"]:
-        yield "tests", "failed", f"{each['test']}: {each['message'].splitlines()[0] if each['message'] else ''}"
+        yield "failed", f"{each['test']}: {each['message'].splitlines()[0] if each['message'] else ''}"
 
 
 def _training_rows(training: dict[str, Any]) -> Iterator[Row]:
@@ -466,15 +440,22 @@ def _training_rows(training: dict[str, Any]) -> Iterator[Row]:
         if "peak_allocated_bytes" in run:
             device = format_bytes(run["peak_allocated_bytes"])
             memory += f", device {device} ({format_bytes(run['peak_reserved_bytes'])} reserved)"
-        figure = f"{times} ms forward / backward / step, {losses}, peak {memory}"
-        yield "training", f"{place} on {run['device']}", figure
+        yield f"{place} on {run['device']}", f"{times} ms forward / backward / step, {losses}, peak {memory}"
     for place, words in training.get("failures", {}).items():
-        yield "training", f"{place} failed", words.strip().splitlines()[-1][:200]
+        yield f"{place} failed", words.strip().splitlines()[-1][:200]
     if "is_equal_to_the_bit" in training:
         said = "equal to the bit" if training["is_equal_to_the_bit"] else "DIFFERENT"
         apart = ", ".join(f"{place} {part:.3%} apart" for place, part in training["apart"].items())
-        yield "training", "losses", f"of weights, host and nvme {said}; from host: {apart}"
+        yield "losses", f"of weights, host and nvme {said}; from host: {apart}"
 
+
+_ROWS_OF: dict[str, Callable[[Any], Iterator[Row]]] = {
+    "environment": _environment_rows,
+    "registration": _registration_rows,
+    "copies": _copy_rows,
+    "tests": _test_rows,
+    "training": _training_rows,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,6 +7,14 @@
 
     options -> checks (outputs, room, memory) -> BenchFiles -> Ranks (processes) -> sweep -> rows -> table, JSON, CSV, PNG
 
+Every setting is measured in turn, loop after loop:
+
+    for each mode:  loop 1: A B C w(A) ...   loop 2: A B C w(A) ...        A, B, C settings; w a witness of the same file
+
+The rate of a disk drifts, and so does that of a host that others use. Settings of one mode are comparable because they take
+turns, and their medians are compared. Witnesses (fio, a bare loop, a peer) are measured in the same loops, after the settings
+with their block and depth.
+
 Several paths are measured each alone and then all at once, each with a queue and a depth of its own.
 Whatever is wrong with the options is said before anything is measured; however the benchmark ends, no file is left.
 """
@@ -14,6 +22,8 @@ Whatever is wrong with the options is said before anything is measured; however 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,9 +31,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tiermem.tools.bench.files import BenchFiles, check_room
-from tiermem.tools.bench.io_ranks import Ranks
+from tiermem.tools.bench.files import BenchFiles, check_memory, check_room
+from tiermem.tools.bench.io_ranks import CannotRun, Job, Ranks, Setting
 from tiermem.tools.bench.io_report import (
+    Measured,
     add_witness,
     best_of,
     byte_counts,
@@ -33,29 +44,19 @@ from tiermem.tools.bench.io_report import (
     row_of,
     save_csv,
 )
-from tiermem.tools.bench.sweep import Bounds, Setting, count_passes, is_witnessed, jobs_of, settings_of, sweep
-from tiermem.tools.bench.witnesses import FioWitness, LoopWitness, bare_witness, find_fio, peer_witness
-from tiermem.tools.machine import MEMORY_FILE_SYSTEMS, available_bytes, caption, machine_facts, place_of, try_engines
-from tiermem.tools.options import IoBenchOptions
+from tiermem.tools.bench.witnesses import FioWitness, Witness, bare_witness, peer_witness
+from tiermem.tools.machine import MEMORY_FILE_SYSTEMS, caption, machine_facts, place_of, try_engines
+from tiermem.tools.options import SEQUENTIAL, IoBenchOptions
 from tiermem.tools.words import format_bytes, stopped_by_sigterm
 
 EXIT_FAILED = 1
 _FILL_BLOCKS = (1 << 20, 1 << 16, 4096)
 _FILL_DEPTH = 32
-_MEMORY_FRACTION = 0.8
 
 
 def bench_io(options: IoBenchOptions, console: Console) -> int:
     """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError and OSError."""
-    settings = settings_of(
-        options.modes,
-        options.engines,
-        options.blocks,
-        options.depths,
-        options.ranks,
-        [str(path) for path in options.paths],
-        options.random_block_bytes,
-    )
+    settings = settings_of(options)
     _check_memory(settings)
     check_room(options.paths, _room(options))
     start = time.monotonic()
@@ -81,24 +82,25 @@ def measure(
         num_ranks, sustained = max(options.ranks), _sustained_bytes(options)
         files = closing.enter_context(BenchFiles(options.paths, num_ranks, options.size_bytes, sustained))
         ranks = closing.enter_context(Ranks(num_ranks, options.paths))
-        program = find_fio() if options.has_fio else None
+        program = shutil.which("fio") if options.has_fio else None
         notes = ["fio is not installed: its column is absent"] if options.has_fio and program is None else []
-        fio = FioWitness(program, files, options.sync) if program else None
-        bare = bare_witness(options.yardstick, files, options.sync) if options.yardstick else None
-        peer = peer_witness(options.peer_python, files, options.sync) if options.peer_python else None
-        loops = [closing.enter_context(witness) for witness in (bare, peer) if witness is not None]
-        witnesses: list[FioWitness | LoopWitness] = [*loops, *([fio] if fio else [])]
-        bounds = Bounds(options.size_bytes, options.threads, options.sync, sustained, options.sustained_s)
+        judges: dict[str, Witness] = {}
+        if options.yardstick:
+            judges["yardstick"] = closing.enter_context(bare_witness(options.yardstick, files, options.sync))
+        if options.peer_python:
+            judges["peer"] = closing.enter_context(peer_witness(options.peer_python, files, options.sync))
+        if program:
+            judges["fio"] = FioWitness(program, files, options.sync)
+        witnesses, absent = list(judges.values()), Witness("none")
         with _progress(count_passes(settings, options.loops, witnesses), console) as told:
             told("writing the files once")
             _fill(options, files, ranks)
-            measured = sweep(settings, options.loops, bounds, files, ranks, witnesses, told)
+            measured = sweep(settings, options, files, ranks, witnesses, told)
         rows = [row_of(each) for each in measured]
         for row, setting in zip(rows, settings, strict=True):
             if is_witnessed(setting):
-                beside, other = ([] if each is None else each.loops_gbps(setting) for each in (bare, peer))
-                rate, user_us = fio.gbps(setting) if fio else None, bare.user_us(setting) if bare else None
-                add_witness(row, rate, beside, other, user_us)
+                loops = {name: judges.get(name, absent).loops_gbps(setting) for name in ("fio", "yardstick", "peer")}
+                add_witness(row, **loops, bare_user_us=judges.get("yardstick", absent).user_us(setting))
         notes += [note for witness in witnesses for note in witness.notes]
         in_memory = [path for path in options.paths if place_of(path).file_system in MEMORY_FILE_SYSTEMS]
         notes += [f"{path} lies in memory: no disk was measured" for path in in_memory]
@@ -110,7 +112,7 @@ def _fill(options: IoBenchOptions, files: BenchFiles, ranks: Ranks) -> None:
     block = next(size for size in _FILL_BLOCKS if options.size_bytes % size == 0)
     for place, path in enumerate(options.paths):
         setting = Setting("write", "auto", block, _FILL_DEPTH, max(options.ranks), str(path), (place,))
-        ranks.run(jobs_of(setting, Bounds(options.size_bytes), files))
+        ranks.run(jobs_of(setting, options, files))
 
 
 def _sustained_bytes(options: IoBenchOptions) -> int:
@@ -128,12 +130,9 @@ def _room(options: IoBenchOptions) -> list[tuple[str, int]]:
 def _check_memory(settings: Sequence[Setting]) -> None:
     """Sees that the buffers of the largest setting fit. Raises ValueError with the arithmetic."""
     largest = max(settings, key=_buffer_bytes)
-    needed, available = _buffer_bytes(largest), available_bytes()
-    if needed > _MEMORY_FRACTION * available:
-        raise ValueError(
-            f"{format_bytes(needed)} of buffers are needed for {largest.describe()}, {format_bytes(available)} of memory "
-            "are available: ask for smaller blocks, less depth or fewer ranks"
-        )
+    needed = _buffer_bytes(largest)
+    said = f"{format_bytes(needed)} of buffers are needed for {largest.describe()}"
+    check_memory(needed, said, "ask for smaller blocks, less depth or fewer ranks")
 
 
 def _buffer_bytes(setting: Setting) -> int:
@@ -148,3 +147,115 @@ def _progress(total: int, console: Console) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=console, transient=True, refresh_per_second=2) as bar:
         task = bar.add_task("starting", total=total + 1)
         yield lambda what: bar.update(task, description=what, advance=1)
+
+
+# ---- the sweep -------------------------------------------------------------------------------------------------------
+
+_RANDOM_BLOCKS = 2048  # of a pass, for each block in flight
+_MOST_RANDOM_DEPTH = 32
+
+
+def settings_of(options: IoBenchOptions) -> list[Setting]:
+    """Every setting, those of one block and depth together. Several paths: each alone, then "all" at once.
+
+    "random" has its own block; "sustained" is measured once per path, on one rank, with the largest block and depth.
+    """
+    places = [(str(path), (number,)) for number, path in enumerate(options.paths)]
+    everywhere = [("all", tuple(range(len(places))))] if len(places) > 1 else []
+    found = []
+    for mode, (path, where) in itertools.product(options.modes, [*places, *everywhere]):
+        sizes, depths, ranks, engines = options.blocks, options.depths, options.ranks, options.engines
+        if mode == "sustained":
+            sizes, depths, ranks, engines = [max(sizes)], [max(depths)], [1], engines[:1]
+        elif mode == "random":
+            sizes = [options.random_block_bytes]
+        found += [
+            Setting(mode, engine, block, depth, num_ranks, path, where)
+            for block, depth, num_ranks, engine in itertools.product(sizes, depths, ranks, engines)
+        ]
+    return found
+
+
+def sweep(
+    settings: Sequence[Setting],
+    options: IoBenchOptions,
+    files: BenchFiles,
+    ranks: Ranks,
+    witnesses: Sequence[Witness] = (),
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Measured]:
+    """Measures every setting in every loop ("sustained": once). Blocks; raises OSError when a transfer fails.
+
+    A setting whose engine cannot run gets its reason and is not tried again.
+    """
+    measured = {setting: Measured(setting, files.is_direct(setting.places)) for setting in settings}
+    for setting, witness, loop in _turns(settings, options.loops, witnesses):
+        if witness is not None:
+            progress(f"{witness.name}, {setting.describe()}")
+            witness.measure(setting, bytes_of(setting, options), loop)
+            continue
+        progress(setting.describe())
+        found = measured[setting]
+        if found.error is None:
+            try:
+                found.outcomes.append(ranks.run(jobs_of(setting, options, files, loop)))
+            except CannotRun as refusal:
+                found.error = str(refusal)
+    return list(measured.values())
+
+
+def count_passes(settings: Sequence[Setting], loops: int, witnesses: Sequence[Witness]) -> int:
+    """How often `progress` will be called."""
+    return sum(1 for _ in _turns(settings, loops, witnesses))
+
+
+def _turns(
+    settings: Sequence[Setting], loops: int, witnesses: Sequence[Witness]
+) -> Iterator[tuple[Setting, Witness | None, int]]:
+    """Whose turn it is: a setting's own, or a witness's of it, and in which loop."""
+    for mode, of_mode in itertools.groupby(settings, key=lambda each: each.mode):
+        rows = list(of_mode)
+        for loop in range(1 if mode == "sustained" else loops):
+            for _, group in itertools.groupby(rows, key=lambda each: (each.path, each.block_bytes, each.depth)):
+                together = list(group)
+                yield from ((setting, None, loop) for setting in together)
+                judged = next(filter(is_witnessed, together), None)
+                if judged is not None:
+                    yield from ((judged, witness, loop) for witness in witnesses)
+
+
+def is_witnessed(setting: Setting) -> bool:
+    """Whether witnesses can measure the same: one process on one file."""
+    return setting.ranks == 1 and len(setting.places) == 1 and setting.mode in (*SEQUENTIAL, "random")
+
+
+def jobs_of(setting: Setting, options: IoBenchOptions, files: BenchFiles, seed: int = 0) -> list[Job]:
+    """The job of each rank."""
+    return [
+        Job(
+            setting,
+            files=tuple(files.name(place, rank, setting.mode) for place in setting.places),
+            folders=tuple(files.folder(place) for place in setting.places),
+            file_bytes=files.file_bytes(setting.mode),
+            num_bytes=bytes_of(setting, options),
+            is_direct=files.is_direct(setting.places),
+            threads=options.threads,
+            sync=options.sync and setting.mode in ("write", "mixed", "sustained"),
+            seed=seed * 1000 + rank,
+            seconds=options.sustained_s if setting.mode == "sustained" else None,
+        )
+        for rank in range(setting.ranks)
+    ]
+
+
+def bytes_of(setting: Setting, options: IoBenchOptions) -> int:
+    """Bytes that one rank moves in a pass: each way when it goes both ways. Whole blocks."""
+    block = setting.block_bytes
+    if setting.mode == "sustained":
+        return options.sustained_bytes // block * block
+    if setting.mode == "random":
+        most = _RANDOM_BLOCKS * min(setting.depth, _MOST_RANDOM_DEPTH) * block
+        return min(most, options.size_bytes // block * block)
+    if setting.mode == "mixed":  # one half of the file is read while the other is written
+        return max(block, options.size_bytes // 2 // block * block)
+    return options.size_bytes // block * block

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import functools
 import logging
 import multiprocessing
 import os
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch
 from tiermem.swap.move import Move
 from tiermem.swap.native import READ, WRITE, Counters, IoSettings, Queue
 from tiermem.swap.passes import Pass, Passes, Quota, memory_bytes
-from tiermem.swap.queue import Queues
+from tiermem.swap.queue import InFlight, Queues
 from tiermem.swap.run_folder import remove_dead_runs
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
@@ -36,22 +37,41 @@ from tiermem.tools.words import handling, message_of
 # ---- what passes between the benchmark and its processes -------------------------------------------------------------
 
 
-class Job(NamedTuple):
-    """One pass of one rank. Its files are opened by these names, which may be those of descriptors in /proc."""
+class Setting(NamedTuple):
+    """What a row of the report is about. `places` are the indices of the paths that take part, `path` is their name in it."""
 
     mode: str
     engine: str
     block_bytes: int
     depth: int
-    threads: int  # of the threads engine; 0 lets it choose
+    ranks: int
+    path: str
+    places: tuple[int, ...]
+
+    def describe(self) -> str:
+        """The setting on one line."""
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{self.mode} {self.engine}, {self.block_bytes >> 10} KiB x {self.depth}, {ranks}, {self.path}"
+
+
+class Job(NamedTuple):
+    """One pass of one rank. Its files are opened by these names, which may be those of descriptors in /proc."""
+
+    setting: Setting
     files: tuple[str, ...]  # one on each path that takes part
     folders: tuple[str, ...]  # the paths themselves, where "tensors" opens its store
     file_bytes: int  # of each file
     num_bytes: int  # to move in all, "mixed" and "tensors": each way
     is_direct: bool
+    threads: int = 0  # of the threads engine; 0 lets it choose
     sync: bool = False
     seed: int = 0
     seconds: float | None = None  # after which "sustained" ends
+
+    @property
+    def io(self) -> IoSettings:
+        """Of its queues. Raises ValueError."""
+        return IoSettings(self.setting.engine, self.setting.block_bytes, self.setting.depth, self.threads)
 
 
 class Outcome(NamedTuple):
@@ -72,18 +92,12 @@ class Outcome(NamedTuple):
     series: tuple[tuple[int, float], ...] = ()  # "sustained": bytes written so far, and when
     shares: tuple[tuple[str, float, float], ...] = ()  # "tensors": what, its GB/s, and the sequential GB/s beside it
 
-    @property
-    def seconds(self) -> float:
-        """From the start to the last answer."""
-        return self.end_s - self.start_s
-
 
 class Failed(NamedTuple):
     """A job that could not be prepared (the engine cannot run, memory is missing), or broke."""
 
     message: str
     errno: int | None
-    is_prepared: bool  # it broke while it ran
 
 
 # ---- tensors of 4 MiB through the TensorStore, in random order -------------------------------------------------------
@@ -98,7 +112,7 @@ TENSOR_BYTES = 4 << 20
 _SPARE_TENSORS = 4
 
 
-class TensorPass:
+class TensorPass(AbstractContextManager["TensorPass"]):
     """A store on some folders and tensors for it. A context manager: the store's files go with it.
 
     Raises OSError when the engine cannot run, or a folder is not usable.
@@ -109,75 +123,55 @@ class TensorPass:
         self._names = [f"tensor {number}" for number in range(self.num_bytes // TENSOR_BYTES)]
         self._generator = np.random.default_rng(seed)
         self._window = -(-io.depth * io.block_bytes // TENSOR_BYTES) * len(folders) + _SPARE_TENSORS
-        self._store = TensorStore(folders, host_bytes=2 * self._window * TENSOR_BYTES, io=io)
+        self.store = TensorStore(folders, host_bytes=2 * self._window * TENSOR_BYTES, io=io)
         try:
-            self._store.reserve_disk(self.num_bytes)
+            self.store.reserve_disk(self.num_bytes)
             values = self._generator.integers(0, 256, TENSOR_BYTES, dtype=np.uint8)
             self._tensor = torch.from_numpy(values)
             self._put_all()  # first writes to preallocated blocks are slower, and memory is registered when it is known
-            self.settle()
+            self.store.settle()
         except BaseException:
-            self._store.close()
+            self.store.close()
             raise
 
-    def __enter__(self) -> TensorPass:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self._store.close()
-
-    @property
-    def queues(self) -> Queues:
-        """The store's queues, for their counters."""
-        return self._store.queues
-
-    def settle(self) -> None:
-        """Ends every write-back."""
-        self._store.settle()
+        self.store.close()
 
     def put(self) -> float:
-        """Puts every tensor anew; GB/s, the last write included."""
+        """Puts every tensor anew; GB/s."""
         for name in self._names:
-            self._store.drop(name)
-        start = time.monotonic()
-        self._put_all()
-        self._store.settle()
-        return self._rate(start)
+            self.store.drop(name)
+        return self._rate(self._put_all)
 
     def fetch(self) -> float:
         """Fetches every tensor; GB/s."""
-        start = time.monotonic()
-        self._visit(dirty=False)
-        return self._rate(start)
+        return self._rate(functools.partial(self._visit, dirty=False))
 
     def change(self) -> float:
         """Fetches every tensor and writes it back; GB/s, both directions together."""
-        start = time.monotonic()
-        self._visit(dirty=True)
-        self._store.settle()
-        return 2 * self._rate(start)
+        return 2 * self._rate(functools.partial(self._visit, dirty=True))
 
     def _put_all(self) -> None:
         for name in self._in_random_order():
-            self._store.put(name, self._tensor, Tier.NVME)
+            self.store.put(name, self._tensor, Tier.NVME)
 
     def _visit(self, dirty: bool) -> None:
-        under_way: collections.deque[tuple[str, Move]] = collections.deque()
-        for name in self._in_random_order():
-            if len(under_way) == self._window:
-                self._leave(*under_way.popleft(), dirty)
-            under_way.append((name, self._store.fetch(name)))
-        while under_way:
-            self._leave(*under_way.popleft(), dirty)
+        with InFlight(self._window) as in_flight:
+            for name in self._in_random_order():
+                in_flight.add(functools.partial(self._leave, name, self.store.fetch(name), dirty))
 
     def _leave(self, name: str, move: Move, dirty: bool) -> None:
         move.wait()
-        self._store.release(name, dirty)
+        self.store.release(name, dirty)
 
     def _in_random_order(self) -> list[str]:
         return [self._names[index] for index in self._generator.permutation(len(self._names))]
 
-    def _rate(self, start: float) -> float:
+    def _rate(self, work: Callable[[], None]) -> float:
+        """GB/s of one direction, the last write-back included."""
+        start = time.monotonic()
+        work()
+        self.store.settle()
         return self.num_bytes / (time.monotonic() - start) / 1e9
 
 
@@ -193,7 +187,7 @@ class CannotRun(Exception):
     """A job that no rank can prepare, with the reason: the engine cannot run here, or memory is missing."""
 
 
-class Ranks:
+class Ranks(AbstractContextManager["Ranks"]):
     """Processes of one benchmark. A context manager.
 
     Args:
@@ -211,9 +205,6 @@ class Ranks:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Ranks:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -252,14 +243,11 @@ class Ranks:
             if rank.process.is_alive():
                 rank.process.kill()
                 rank.process.join()
-            self._remove_left(rank.process.pid)
+            assert rank.process.pid is not None
+            for folder in self._folders:
+                remove_dead_runs(folder, rank.process.pid)
             rank.process.close()
         self._ranks.clear()
-
-    def _remove_left(self, pid: int | None) -> None:
-        for folder in self._folders:
-            if pid is not None:
-                remove_dead_runs(folder, pid)
 
 
 class _Rank(NamedTuple):
@@ -314,7 +302,6 @@ def _unwind(*_: object) -> None:
 
 
 def _obey(connection: Connection, job: Job) -> None:
-    is_prepared = False
     signal.signal(signal.SIGTERM, _unwind)
     try:
         with prepare(job) as run:
@@ -322,14 +309,13 @@ def _obey(connection: Connection, job: Job) -> None:
             start_s = connection.recv()
             if start_s is None:  # another rank cannot
                 return
-            is_prepared = True
             time.sleep(max(0.0, start_s - time.monotonic()))
             outcome = run()
         connection.send(outcome)
     except ConnectionError:  # the benchmark has ended
         raise
     except (OSError, ValueError, MemoryError) as error:
-        connection.send(Failed(message_of(error), getattr(error, "errno", None), is_prepared))
+        connection.send(Failed(message_of(error), getattr(error, "errno", None)))
     finally:
         if signal.getsignal(signal.SIGTERM) is _unwind:  # nothing is open: the process may end where it stands
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -338,10 +324,10 @@ def _obey(connection: Connection, job: Job) -> None:
 @contextlib.contextmanager
 def prepare(job: Job) -> Iterator[Callable[[], Outcome]]:
     """Opens what a job needs; yields what does it. Raises OSError and ValueError."""
-    io = IoSettings(job.engine, job.block_bytes, job.depth, job.threads)
+    io = job.io
     with contextlib.ExitStack() as closing:
         descriptors = [_open(job, file, closing) for file in job.files]
-        if job.mode == "tensors":
+        if job.setting.mode == "tensors":
             pair = closing.enter_context(Passes(descriptors[0], job.file_bytes, io)) if len(descriptors) == 1 else None
             tensors = closing.enter_context(TensorPass(job.folders, job.num_bytes, io, job.seed))
             yield lambda: _measure_tensors(tensors, pair, job)
@@ -361,36 +347,34 @@ def _open(job: Job, file: str, closing: contextlib.ExitStack) -> int:
 
 def _measure(several: list[Passes], job: Job) -> Outcome:
     """Moves the job's bytes on all files at once; each takes what it can of them."""
-    quota, mode = Quota(job.num_bytes), job.mode
+    quota, mode = Quota(job.num_bytes), job.setting.mode
     if mode == "sustained":
-        ahead = len(several) * memory_bytes(IoSettings(job.engine, job.block_bytes, job.depth))
+        ahead = len(several) * memory_bytes(job.io)
         quota, mode = _Metered(job.num_bytes, job.seconds, ahead), "write"
 
     def run(number: int) -> Pass:
         return several[number].run(mode, quota, job.sync, job.seed + number)
 
-    with _Gauge([p.queue for p in several]) as gauge:
-        if len(several) == 1:
-            passes = [run(0)]
-        else:
-            with ThreadPoolExecutor(len(several)) as threads:
-                passes = list(threads.map(run, range(len(several))))
-    read, written = sum(p.read_bytes for p in passes), sum(p.written_bytes for p in passes)
-    series = tuple(quota.series) if isinstance(quota, _Metered) else ()
-    return gauge.outcome(read, written, series=series)
+    gauge = _Gauge([p.queue for p in several])
+    with ThreadPoolExecutor(len(several)) as threads:
+        passes = list(threads.map(run, range(len(several)))) if len(several) > 1 else [run(0)]
+    outcome = gauge.outcome(sum(p.read_bytes for p in passes), sum(p.written_bytes for p in passes))
+    return outcome._replace(series=tuple(quota.series)) if isinstance(quota, _Metered) else outcome
 
 
 def _measure_tensors(tensors: TensorPass, pair: Passes | None, job: Job) -> Outcome:
     """Tensors through the store, and beside each kind of pass the sequential one that moves as much."""
-    shares = [("put", tensors.put(), pair.run("write", tensors.num_bytes).gbps if pair else 0.0)]
-    tensors.settle()
-    with _Gauge([tensors.queues]) as gauge:
-        fetched = tensors.fetch()
+
+    def beside(mode: str) -> float:
+        return pair.run(mode, tensors.num_bytes).gbps if pair else 0.0
+
+    put = ("put", tensors.put(), beside("write"))
+    gauge = _Gauge([tensors.store.queues])
+    fetched = tensors.fetch()
     outcome = gauge.outcome(tensors.num_bytes, 0)
-    shares.append(("fetch", fetched, pair.run("read", tensors.num_bytes).gbps if pair else 0.0))
-    changed = tensors.change()
-    shares.append(("change", changed, pair.run("mixed", tensors.num_bytes).gbps if pair else 0.0))
-    return outcome._replace(shares=tuple(shares))
+    return outcome._replace(
+        shares=(put, ("fetch", fetched, beside("read")), ("change", tensors.change(), beside("mixed")))
+    )
 
 
 class _Metered(Quota):
@@ -423,43 +407,34 @@ class _Metered(Quota):
 
 
 class _Gauge:
-    """Reads clocks and counters before and after a pass."""
+    """Clocks and counters as they stand before a pass."""
 
-    def __init__(self, queues: list[Queue] | list[Queues]) -> None:
-        self._queues: list[Any] = list(queues)
-
-    def __enter__(self) -> _Gauge:
+    def __init__(self, queues: Sequence[Queue] | Sequence[Queues]) -> None:
+        self._queues = queues
         self._latencies, self._counters = self._look()
         self._kernel = kernel_counts()
         self._usage, self._start_s = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._end_s = time.monotonic()
-        self._usage_after = resource.getrusage(resource.RUSAGE_SELF)
-        self._kernel_after = kernel_counts()
-        self._latencies_after, self._counters_after = self._look()
-
-    def outcome(self, read: int, written: int, series: tuple[tuple[int, float], ...] = ()) -> Outcome:
-        """What was read and written between the two looks, and at what cost."""
-        kernel, seconds = self._kernel_after.since(self._kernel), self._end_s - self._start_s
-        pairs = list(zip(self._counters, self._counters_after, strict=True))
+    def outcome(self, read: int, written: int) -> Outcome:
+        """What was read and written from then to now, and at what cost."""
+        end_s, usage = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
+        kernel = kernel_counts().since(self._kernel)
+        latencies, counters = self._look()
+        pairs = list(zip(self._counters, counters, strict=True))
         busy_s = sum(after.busy_ns - before.busy_ns for before, after in pairs) / 1e9
-        engines = dict.fromkeys(queue.engine for queue in self._queues)
         return Outcome(
             start_s=self._start_s,
-            end_s=self._end_s,
+            end_s=end_s,
             read_bytes=read,
             written_bytes=written,
-            user_s=self._usage_after.ru_utime - self._usage.ru_utime,
-            system_s=self._usage_after.ru_stime - self._usage.ru_stime,
-            idle_fraction=max(0.0, 1 - busy_s / (seconds * len(pairs))),
-            latencies=(self._latencies_after - self._latencies).tolist(),
-            engine=", ".join(engines),
+            user_s=usage.ru_utime - self._usage.ru_utime,
+            system_s=usage.ru_stime - self._usage.ru_stime,
+            idle_fraction=max(0.0, 1 - busy_s / ((end_s - self._start_s) * len(pairs))),
+            latencies=(latencies - self._latencies).tolist(),
+            engine=", ".join(dict.fromkeys(queue.engine for queue in self._queues)),
             kernel_read_bytes=kernel.read_bytes,
             kernel_written_bytes=kernel.written_bytes,
             num_blocks=sum(after.blocks - before.blocks for before, after in pairs),
-            series=series,
         )
 
     def _look(self) -> tuple[npt.NDArray[np.int64], list[Counters]]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,8 +19,7 @@ from rich.text import Text
 
 from tiermem.swap import durable
 from tiermem.swap.native import latency_quantiles
-from tiermem.tools.bench.io_ranks import Outcome
-from tiermem.tools.bench.sweep import Measured
+from tiermem.tools.bench.io_ranks import Outcome, Setting
 from tiermem.tools.plots import save_figure
 from tiermem.tools.reports import table
 from tiermem.tools.run_record import IoCounts, disagreements
@@ -50,16 +52,15 @@ def find_knee(rates: Sequence[float]) -> Knee | None:
     cuts = range(_LEAST_POINTS, len(rates) - _LEAST_POINTS + 1)
     if not cuts:
         return None
-    index = min(cuts, key=lambda cut: _scatter(rates[:cut]) + _scatter(rates[cut:]))
-    before, after = statistics.fmean(rates[:index]), statistics.fmean(rates[index:])
-    low = sum(rate < before * (1 - _LEAST_DROP) for rate in rates[index:])
-    is_knee = after < before * (1 - _LEAST_DROP) and low >= max(_LEAST_POINTS, _LEAST_PART * (len(rates) - index))
-    return Knee(index, before, after) if is_knee else None
-
-
-def _scatter(rates: Sequence[float]) -> float:
-    mean = statistics.fmean(rates)
-    return sum((rate - mean) ** 2 for rate in rates)
+    parts = min(
+        ((rates[:cut], rates[cut:]) for cut in cuts),
+        key=lambda parts: sum(len(p) * statistics.pvariance(p) for p in parts),
+    )
+    before, after = map(statistics.fmean, parts)
+    most = before * (1 - _LEAST_DROP)
+    low = sum(rate < most for rate in parts[1])
+    is_knee = after < most and low >= max(_LEAST_POINTS, _LEAST_PART * len(parts[1]))
+    return Knee(len(parts[0]), before, after) if is_knee else None
 
 
 # ---- rows: the results of a sweep, as JSON and CSV have them ---------------------------------------------------------
@@ -67,24 +68,38 @@ def _scatter(rates: Sequence[float]) -> float:
 Row = dict[str, Any]
 
 
-def _quantiles(counts: list[int]) -> list[float | None]:
-    """p50 and p99 in microseconds."""
-    found = latency_quantiles(np.array(counts, dtype=np.uint64), (0.5, 0.99))
-    return [None if math.isnan(value) else value for value in found]
+@dataclasses.dataclass
+class Measured:
+    """What came of one setting: an outcome per rank and loop, or why there is none."""
+
+    setting: Setting
+    is_direct: bool
+    outcomes: list[list[Outcome]] = dataclasses.field(default_factory=list)
+    error: str | None = None
+
+    def gbps(self) -> list[float]:
+        """The total rate of each loop, all ranks and both directions together, from the first start to the last end."""
+        return [
+            sum(o.read_bytes + o.written_bytes for o in ranks)
+            / (max(o.end_s for o in ranks) - min(o.start_s for o in ranks))
+            / 1e9
+            for ranks in self.outcomes
+        ]
 
 
-def row_of(measured: Measured, quantiles: Callable[[list[int]], Sequence[float | None]] = _quantiles) -> Row:
-    """The row as JSON takes it; `quantiles` gives p50 and p99 in microseconds of counts per bucket."""
-    row, rates = _empty_row(measured), measured.gbps()
+def row_of(measured: Measured) -> Row:
+    """The row as JSON takes it."""
+    row, rates = dict.fromkeys(CSV_COLUMNS) | measured.setting._asdict(), measured.gbps()
+    del row["places"]
+    row |= {"is_direct": measured.is_direct, "error": measured.error}
     if not rates:
         return row
     outcomes = [outcome for loop in measured.outcomes for outcome in loop]
     moved = sum(o.read_bytes + o.written_bytes for o in outcomes)
-    p50, p99 = quantiles([sum(counts) for counts in zip(*(o.latencies for o in outcomes), strict=True)])
+    latencies = np.array([o.latencies for o in outcomes], dtype=np.uint64).sum(axis=0)
+    p50, p99 = (None if math.isnan(value) else value for value in latency_quantiles(latencies, (0.5, 0.99)))
     row |= {
-        "gbps_median": statistics.median(rates),
-        "gbps_min": min(rates),
-        "gbps_max": max(rates),
+        **_spread_of(rates),
         "p50_us": p50,
         "p99_us": p99,
         "cpu_s_per_gb": sum(o.user_s + o.system_s for o in outcomes) / moved * 1e9,
@@ -98,17 +113,13 @@ def row_of(measured: Measured, quantiles: Callable[[list[int]], Sequence[float |
 
 
 def add_witness(
-    row: dict[str, Any],
-    fio: float | None,
-    yardstick: Sequence[float],
-    peer: Sequence[float],
-    bare_user_us: float | None,
+    row: Row, fio: Sequence[float], yardstick: Sequence[float], peer: Sequence[float], bare_user_us: float | None
 ) -> None:
     """Enters what witnesses reached, in GB/s, and what part of it is ours: yardstick and peer loop by loop.
 
     A part is the median of the loops' own: a disk that moves from one loop to the next moves both of a pair.
     """
-    row |= {"fio_gbps": fio, "yardstick_gbps": _median(yardstick), "peer_gbps": _median(peer)}
+    row |= {"fio_gbps": _median(fio), "yardstick_gbps": _median(yardstick), "peer_gbps": _median(peer)}
     if row["gbps_median"] is None:
         return
     row["fraction"] = _paired(row["loops_gbps"], yardstick)
@@ -128,48 +139,32 @@ def _paired(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
 
 def best_of(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The row with the highest median of each mode."""
-    best: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        rate = row["gbps_median"]
-        if rate is not None and (row["mode"] not in best or rate > best[row["mode"]]["gbps_median"]):
-            best[row["mode"]] = row
-    return best
+    measured = [row for row in rows if row["gbps_median"] is not None]
+    modes = dict.fromkeys(row["mode"] for row in measured)
+    return {mode: max((r for r in measured if r["mode"] == mode), key=itemgetter("gbps_median")) for mode in modes}
 
 
 def byte_counts(measured: Sequence[Measured]) -> tuple[IoCounts, IoCounts]:
     """Bytes moved past the page cache, as the passes count them and as the kernel does."""
-    ours, kernel = IoCounts(0, 0), IoCounts(0, 0)
-    direct = [each for each in measured if each.is_direct]
-    for outcome in (outcome for each in direct for outcomes in each.outcomes for outcome in outcomes):
-        ours = IoCounts(ours.read_bytes + outcome.read_bytes, ours.written_bytes + outcome.written_bytes)
-        kernel = IoCounts(
-            kernel.read_bytes + outcome.kernel_read_bytes, kernel.written_bytes + outcome.kernel_written_bytes
-        )
-    return ours, kernel
+    direct = [outcome for each in measured if each.is_direct for outcomes in each.outcomes for outcome in outcomes]
+    return (
+        IoCounts(sum(o.read_bytes for o in direct), sum(o.written_bytes for o in direct)),
+        IoCounts(sum(o.kernel_read_bytes for o in direct), sum(o.kernel_written_bytes for o in direct)),
+    )
 
 
-def _empty_row(measured: Measured) -> dict[str, Any]:
-    """Every key, and what is known without a measurement."""
-    known = measured.setting._asdict()
-    del known["places"]
-    return {
-        **dict.fromkeys(CSV_COLUMNS),
-        **known,
-        "is_direct": measured.is_direct,
-        "error": measured.error,
-    }
+def _spread_of(rates: Sequence[float]) -> dict[str, float]:
+    return {"gbps_median": statistics.median(rates), "gbps_min": min(rates), "gbps_max": max(rates)}
 
 
 def _shares(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What tensors through the store reach of the sequential pass beside them: medians of each kind."""
-    if not outcomes[0].shares:
-        return {}
     found: dict[str, Any] = {}
-    for number, (what, _, beside) in enumerate(outcomes[0].shares):
-        found[f"{what}_gbps"] = statistics.median(o.shares[number][1] for o in outcomes)
+    for kind in zip(*(outcome.shares for outcome in outcomes), strict=True):
+        what, rate, beside = kind[0][0], *(statistics.median(each[column] for each in kind) for column in (1, 2))
+        found[f"{what}_gbps"] = rate
         if beside:
-            sequential = statistics.median(o.shares[number][2] for o in outcomes)
-            found[f"{what}_share"] = found[f"{what}_gbps"] / sequential
+            found[f"{what}_share"] = rate / beside
     return found
 
 
@@ -184,9 +179,7 @@ def _sustained(outcome: Outcome, row: dict[str, Any]) -> dict[str, Any]:
     rates = [point["gbps"] for point in points]
     knee = find_knee(rates)
     return {
-        "gbps_median": statistics.median(rates),
-        "gbps_min": min(rates),
-        "gbps_max": max(rates),
+        **_spread_of(rates),
         "gbps_overall": row["gbps_median"],
         "series": points,
         "knee_bytes": points[knee.num_before - 1]["written_bytes"] if knee else None,
@@ -207,14 +200,6 @@ _COLOURS = "viridis"
 _CAPTION_WIDTH = 150
 
 
-class Panel(NamedTuple):
-    """The rows of one little map."""
-
-    title: str
-    mode: str
-    rows: list[Row]
-
-
 def draw_heatmap(rows: Sequence[Row], caption: str, file: Path, made_by: str) -> None:
     """Draws and saves the picture. Raises OSError; needs matplotlib."""
     import matplotlib
@@ -222,52 +207,42 @@ def draw_heatmap(rows: Sequence[Row], caption: str, file: Path, made_by: str) ->
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines = [list(line) for line in _lines(panels_of(rows))]
+    panels = panels_of(rows)
+    lines = _lines(panels)
     num_columns = max(map(len, lines))
     width, height = _PANEL_INCHES
-    folded = _fold(caption, int(_CAPTION_WIDTH * max(2, num_columns) / _MOST_COLUMNS))
-    figure, axes = pyplot.subplots(
-        len(lines),
-        num_columns,
-        figsize=(width * max(2, num_columns), height * len(lines) + 0.5 + 0.16 * len(folded.splitlines())),
-        squeeze=False,
-        layout="constrained",
-    )
-    for line, row_axes in zip(lines, axes, strict=True):
-        for number, ax in enumerate(row_axes):
-            if number >= len(line):
-                ax.set_axis_off()
-            elif line[number].mode == "sustained":
-                _draw_series(ax, line[number])
-            else:
-                _draw_map(ax, line[number], _scale(rows, line[number].mode))
+    columns = int(_CAPTION_WIDTH * max(2, num_columns) / _MOST_COLUMNS)
+    folded = [part for line in caption.splitlines() for part in textwrap.wrap(line, columns)]
+    size = width * max(2, num_columns), height * len(lines) + 0.5 + 0.16 * len(folded)
+    figure = pyplot.figure(figsize=size, layout="constrained")
+    grid = figure.add_gridspec(len(lines), num_columns)
+    for title, place in ((title, grid[y, x]) for y, line in enumerate(lines) for x, title in enumerate(line)):
+        ax, mode = figure.add_subplot(place, title=title), panels[title][0]["mode"]
+        if mode == "sustained":
+            _draw_series(ax, panels[title])
+        else:
+            _draw_map(ax, panels[title], _scale(rows, mode))
+        ax.title.set_fontsize(9)
     figure.suptitle("GB/s by block size and blocks in flight", fontsize=11)
-    figure.supxlabel(folded, fontsize=7, color="#555555")
+    figure.supxlabel("\n".join(folded), fontsize=7, color="#555555")
     save_figure(figure, file, made_by)
 
 
-def panels_of(rows: Sequence[Row]) -> list[Panel]:
-    """Rows by mode, engine, path and number of ranks; a title names what differs between panels."""
-    shown = [key for key in ("path", "ranks") if len({row[key] for row in rows}) > 1]
-    found: dict[tuple[Any, ...], Panel] = {}
+def panels_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by title: mode, engine, and the number of ranks and the path where these differ between panels."""
+    differ = [key for key in ("ranks", "path") if len({row[key] for row in rows}) > 1]
+    found: dict[str, list[Row]] = {}
     for row in rows:
-        key = (row["mode"], row["engine"], row["path"], row["ranks"])
-        words = [row["mode"], row["engine"]]
-        if "ranks" in shown:
-            words.append("1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks")
-        if "path" in shown:
-            words.append(str(row["path"]))
-        found.setdefault(key, Panel(", ".join(words), row["mode"], [])).rows.append(row)
-    return list(found.values())
+        words = {"ranks": "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks", "path": str(row["path"])}
+        found.setdefault(", ".join([row["mode"], row["engine"], *map(words.__getitem__, differ)]), []).append(row)
+    return found
 
 
-def _lines(panels: Sequence[Panel]) -> list[list[Panel]]:
-    """Panels as they stand: a mode begins a new line, long ones are folded."""
-    lines = []
-    for _, of_mode in itertools.groupby(panels, key=lambda panel: panel.mode):
-        together = list(of_mode)
-        lines += [together[i : i + _MOST_COLUMNS] for i in range(0, len(together), _MOST_COLUMNS)]
-    return lines
+def _lines(panels: dict[str, list[Row]]) -> list[list[str]]:
+    """Titles as panels stand: a mode begins a new line, long lines are folded."""
+    by_mode = itertools.groupby(panels, key=lambda title: panels[title][0]["mode"])
+    modes = [list(titles) for _, titles in by_mode]
+    return [line[i : i + _MOST_COLUMNS] for line in modes for i in range(0, len(line), _MOST_COLUMNS)]
 
 
 def _scale(rows: Sequence[Row], mode: str) -> tuple[float, float]:
@@ -275,13 +250,13 @@ def _scale(rows: Sequence[Row], mode: str) -> tuple[float, float]:
     return (min(rates), max(rates)) if rates else (0.0, 1.0)
 
 
-def _draw_map(ax: Axes, panel: Panel, scale: tuple[float, float]) -> None:
+def _draw_map(ax: Axes, rows: Sequence[Row], scale: tuple[float, float]) -> None:
     from matplotlib.patches import Rectangle
 
-    blocks = sorted({row["block_bytes"] for row in panel.rows})
-    depths = sorted({row["depth"] for row in panel.rows})
+    blocks = sorted({row["block_bytes"] for row in rows})
+    depths = sorted({row["depth"] for row in rows})
     values = np.full((len(blocks), len(depths)), np.nan)
-    for row in panel.rows:
+    for row in rows:
         if row["gbps_median"] is not None:
             values[blocks.index(row["block_bytes"]), depths.index(row["depth"])] = row["gbps_median"]
     low, high = scale
@@ -295,11 +270,10 @@ def _draw_map(ax: Axes, panel: Panel, scale: tuple[float, float]) -> None:
     ax.set_xticks(range(len(depths)), [str(depth) for depth in depths], fontsize=8)
     ax.set_yticks(range(len(blocks)), [block_label(block) for block in blocks], fontsize=8)
     ax.set_xlabel("blocks in flight", fontsize=8)
-    ax.set_title(panel.title, fontsize=9)
 
 
-def _draw_series(ax: Axes, panel: Panel) -> None:
-    for row in panel.rows:
+def _draw_series(ax: Axes, rows: Sequence[Row]) -> None:
+    for row in rows:
         points = row.get("series") or []
         ax.plot([p["written_bytes"] / 1e9 for p in points], [p["gbps"] for p in points], marker=".", linewidth=1)
         if row.get("knee_bytes"):
@@ -308,18 +282,11 @@ def _draw_series(ax: Axes, panel: Panel) -> None:
     ax.set_xlabel("GB written", fontsize=8)
     ax.set_ylabel("GB/s", fontsize=8)
     ax.tick_params(labelsize=8)
-    ax.set_title(panel.title, fontsize=9)
 
 
 def block_label(num_bytes: int) -> str:
     """A block size without a fraction where that is exact: "256 KiB", "4 MiB"."""
     return f"{num_bytes >> 20} MiB" if num_bytes % (1 << 20) == 0 else f"{num_bytes / 1024:g} KiB"
-
-
-def _fold(text: str, width: int) -> str:
-    import textwrap
-
-    return "\n".join(part for line in text.splitlines() for part in textwrap.wrap(line, width))
 
 
 # ---- table, CSV and notes --------------------------------------------------------------------------------------------
@@ -370,13 +337,11 @@ def print_rows(rows: Sequence[Row], best: dict[str, Row], notes: Sequence[str], 
     )
     for column in printed.columns:
         column.no_wrap = column.header != "path"
-    last = None
-    for row in rows:
-        if last not in (None, row["mode"]):
-            printed.add_section()
-        last = row["mode"]
-        style = "bold green" if best.get(row["mode"]) is row else "dim" if row["error"] else ""
-        printed.add_row(*(Text(cell(row)) for _, cell, _ in shown), style=style)
+    for _, of_mode in itertools.groupby(rows, key=itemgetter("mode")):
+        for row in of_mode:
+            style = "bold green" if best.get(row["mode"]) is row else "dim" if row["error"] else ""
+            printed.add_row(*(Text(cell(row)) for _, cell, _ in shown), style=style)
+        printed.add_section()
     console.print(printed)
     console.print(caption, style="dim")
     for row in rows:

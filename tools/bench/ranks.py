@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
+import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import multiprocessing, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import start_processes
 
 import tiermem
 from tiermem import OffloadPolicy
-from tiermem.tools.bench.small_training import Block, Tower
+from tiermem.tools.bench.small_training import PHASES, Block, Tower, timed
 from tiermem.tools.machine import caption, machine_facts
 from tiermem.tools.options import RanksBenchOptions
 from tiermem.tools.reports import table
@@ -40,7 +40,10 @@ from tiermem.zero.joining import hold_no_group
 
 _TIMEOUT = timedelta(seconds=120)
 _EMPTY_NUMEL = 8
-_PHASES = ("forward", "backward", "step")
+_WARM_UP_LOOPS = 2
+
+Loops = list[dict[str, float]]
+"""Seconds of each phase, of each loop."""
 
 
 class Empty(nn.Module):
@@ -54,11 +57,11 @@ class Empty(nn.Module):
         return x + self.weight
 
 
-def run_rank(rank: int, options: RanksBenchOptions, store_file: str, answers: Any) -> None:
-    """Measures on one rank; rank 0 puts the answer, a dict of lists of seconds, into the queue."""
+def run_rank(rank: int, options: RanksBenchOptions, folder: Path) -> None:
+    """Measures on one rank; rank 0 writes the answer, lists of seconds, into measured.json."""
     torch.set_num_threads(max(1, torch.get_num_threads() // options.num_ranks))
     hold_no_group()
-    store = torch._C._distributed_c10d.FileStore(store_file, options.num_ranks)
+    store = torch._C._distributed_c10d.FileStore(str(folder / "store"), options.num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.num_ranks, timeout=_TIMEOUT)
     group, idle = dist.group.WORLD, _idle_group()
     assert group is not None
@@ -66,7 +69,7 @@ def run_rank(rank: int, options: RanksBenchOptions, store_file: str, answers: An
     if idle is not None:
         overhead["python"] = _overhead(options, idle)
     if rank == 0:
-        answers.put({"steps": steps, "overhead": overhead})
+        (folder / "measured.json").write_text(json.dumps({"steps": steps, "overhead": overhead}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -80,63 +83,53 @@ def _idle_group() -> dist.ProcessGroup | None:
     return None
 
 
-def _steps(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str, list[dict[str, float]]]:
+def _steps(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str, Loops]:
     """Of each contestant, the seconds of every step's phases."""
     ours, theirs = _tower(options), _tower(options)
-    shards = tiermem.shard(ours, OffloadPolicy(stage=3, persistence_numel=0), group=group)
-    _fully_shard(theirs, group)
-    optims = {"tiermem": tiermem.AdamW(ours.parameters()), "fsdp2": torch.optim.AdamW(theirs.parameters(), fused=True)}
     x = torch.randn(options.num_samples, options.width)
-    found: dict[str, list[dict[str, float]]] = {"tiermem": [], "fsdp2": []}
-    for loop in range(options.loops + 2):
-        for name, model in (("tiermem", ours), ("fsdp2", theirs)):
-            dist.barrier()
-            seconds = _step(model, optims[name], x)
-            if loop >= 2:  # the first learn the order and warm memory
-                found[name].append(seconds)
-    shards.close()
-    return found
+    with _sharded(ours, theirs, group):
+        first, second = tiermem.AdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters(), fused=True)
+        return _in_turn(options, tiermem=lambda: _step(ours, first, x), fsdp2=lambda: _step(theirs, second, x))
 
 
 def _step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> dict[str, float]:
-    marks = [time.perf_counter()]
-    loss = model(x).square().mean()
-    marks.append(time.perf_counter())
-    loss.backward()
-    marks.append(time.perf_counter())
-    optim.step()
-    optim.zero_grad()
-    marks.append(time.perf_counter())
-    phases = dict(zip(_PHASES, (end - start for start, end in itertools.pairwise(marks)), strict=True))
-    return phases | {"whole": marks[-1] - marks[0]}
+    _, seconds = timed(time.perf_counter, lambda: model(x).square().mean(), optim.step, optim.zero_grad)
+    return seconds | {"whole": sum(seconds.values())}
 
 
-def _overhead(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str, list[dict[str, float]]]:
+def _overhead(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str, Loops]:
     """Of each contestant, CPU seconds of this thread per unit in forward and in backward, beyond the plain modules'."""
     plain, ours, theirs = (Tower([Empty() for _ in range(options.num_empty)]) for _ in range(3))
-    shards = tiermem.shard(ours, OffloadPolicy(stage=3, persistence_numel=0), group=group)
-    _fully_shard(theirs, group)
     x = torch.randn(2, _EMPTY_NUMEL)
-    found: dict[str, list[dict[str, float]]] = {"tiermem": [], "fsdp2": []}
-    for loop in range(options.loops + 2):
-        bare = _pass(plain, x, time.thread_time)
-        for name, model in (("tiermem", ours), ("fsdp2", theirs)):
+    with _sharded(ours, theirs, group):
+        found = _in_turn(
+            options, plain=lambda: _pass(plain, x), tiermem=lambda: _pass(ours, x), fsdp2=lambda: _pass(theirs, x)
+        )
+    bare = found.pop("plain")
+    return {
+        who: [
+            {phase: (seconds[phase] - without[phase]) / options.num_empty for phase in _PASSES}
+            for seconds, without in zip(loops, bare, strict=True)
+        ]
+        for who, loops in found.items()
+    }
+
+
+def _pass(model: nn.Module, x: torch.Tensor) -> dict[str, float]:
+    _, seconds = timed(time.thread_time, lambda: model(x).sum())
+    for param in model.parameters():
+        param.grad = None
+    return seconds
+
+
+def _in_turn(options: RanksBenchOptions, **contestants: Callable[[], dict[str, float]]) -> dict[str, Loops]:
+    """What each contestant gave in every loop; the first two loops learn the order and warm memory."""
+    found: dict[str, Loops] = {name: [] for name in contestants}
+    for _ in range(options.loops + _WARM_UP_LOOPS):
+        for name, measure_once in contestants.items():
             dist.barrier()
-            seconds = _pass(model, x, time.thread_time)
-            if loop >= 2:
-                found[name].append({phase: (seconds[phase] - bare[phase]) / options.num_empty for phase in bare})
-            for param in model.parameters():
-                param.grad = None
-    shards.close()
-    return found
-
-
-def _pass(model: nn.Module, x: torch.Tensor, clock: Callable[[], float]) -> dict[str, float]:
-    start = clock()
-    loss = model(x).sum()
-    middle = clock()
-    loss.backward()
-    return {"forward": middle - start, "backward": clock() - middle}
+            found[name].append(measure_once())
+    return {name: loops[_WARM_UP_LOOPS:] for name, loops in found.items()}
 
 
 def _tower(options: RanksBenchOptions) -> Tower:
@@ -144,11 +137,15 @@ def _tower(options: RanksBenchOptions) -> Tower:
     return Tower([Block(options.width, nn.functional.gelu) for _ in range(options.num_blocks)])
 
 
-def _fully_shard(model: Tower, group: dist.ProcessGroup) -> None:
+@contextlib.contextmanager
+def _sharded(ours: Tower, theirs: Tower, group: dist.ProcessGroup) -> Iterator[None]:
+    """Within: one tower is sharded by tiermem. The other is sharded by FSDP2, also afterwards."""
     mesh = DeviceMesh.from_group(group, "cpu")
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    with tiermem.shard(ours, OffloadPolicy(stage=3, persistence_numel=0), group=group):
+        for layer in theirs.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(theirs, mesh=mesh)
+        yield
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -156,7 +153,7 @@ def _fully_shard(model: Tower, group: dist.ProcessGroup) -> None:
 # Both systems shard the same model over the same gloo processes and step in turn, so that a disturbance meets both;
 # medians are compared.
 
-_COLUMNS = ("forward", "backward", "step", "whole")
+_COLUMNS = (*PHASES, "whole")
 _PASSES = ("forward", "backward")
 _WAYS = {"python": "Python", "gloo": "with gloo"}
 _MOST_US = 150
@@ -178,42 +175,37 @@ def bench_ranks(options: RanksBenchOptions, console: Console) -> int:
 def measure(options: RanksBenchOptions) -> dict[str, Any]:
     """Seconds of every loop, as rank 0 saw them. Blocks; raises RuntimeError when a rank fails."""
     with tempfile.TemporaryDirectory() as folder:
-        answers = multiprocessing.get_context("spawn").SimpleQueue()
-        given = (options, str(Path(folder) / "store"), answers)
-        ranks = start_processes(run_rank, given, options.num_ranks, join=False)
+        ranks = start_processes(run_rank, (options, Path(folder)), options.num_ranks, join=False)
         assert ranks is not None
         deadline = time.monotonic() + _PATIENCE_S
-        while answers.empty():  # joining raises what a rank raised
-            if ranks.join(timeout=0.2) and answers.empty():
-                raise RuntimeError("the ranks have ended without an answer")
+        while not ranks.join(timeout=0.2):  # raises what a rank raised
             if time.monotonic() > deadline:
                 for process in ranks.processes:
                     process.kill()
                 raise RuntimeError(f"no answer from the ranks in {_PATIENCE_S:.0f} s")
-        measured: dict[str, Any] = answers.get()
-        while not ranks.join(timeout=1.0):
-            pass
+        measured: dict[str, Any] = json.loads((Path(folder) / "measured.json").read_text())
         return measured
 
 
 def summary(measured: dict[str, Any]) -> dict[str, Any]:
     """Medians of the loops, and what they mean."""
-    steps = {
-        who: {phase: statistics.median(loop[phase] for loop in loops) for phase in _COLUMNS}
-        for who, loops in measured["steps"].items()
-    }
-    overhead = {
-        way: {
-            who: {phase: statistics.median(loop[phase] for loop in loops) * 1e6 for phase in _PASSES}
-            for who, loops in contestants.items()
-        }
-        for way, contestants in measured["overhead"].items()
-    }
+    overhead = {way: _medians(contestants, 1e6) for way, contestants in measured["overhead"].items()}
     ratios = [
         ours["whole"] / theirs["whole"]
         for ours, theirs in zip(measured["steps"]["tiermem"], measured["steps"]["fsdp2"], strict=True)
     ]
-    return {"step_s": steps, "ratio": statistics.median(ratios), "overhead_us_per_unit_and_pass": overhead}
+    return {
+        "step_s": _medians(measured["steps"]),
+        "ratio": statistics.median(ratios),
+        "overhead_us_per_unit_and_pass": overhead,
+    }
+
+
+def _medians(contestants: dict[str, Loops], scale: float = 1.0) -> dict[str, dict[str, float]]:
+    return {
+        who: {phase: statistics.median(loop[phase] for loop in loops) * scale for phase in loops[0]}
+        for who, loops in contestants.items()
+    }
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -37,6 +38,7 @@ SAME = ("weights", "host", "nvme")
 """Places whose losses are equal to the bit."""
 MOST_APART = 0.02
 """Of losses in bf16 whose sums were made in another order."""
+PHASES = ("forward", "backward", "step")
 _NUM_CLASSES = 1000
 
 
@@ -79,6 +81,21 @@ class Tower(nn.Module):
         return x
 
 
+def timed(
+    clock: Callable[[], float], forward: Callable[[], torch.Tensor], *step: Callable[[], object]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Makes one step; returns the loss that `forward` made, and the seconds of each of PHASES by a clock."""
+    marks = [clock()]
+    loss = forward()
+    marks.append(clock())
+    loss.backward()
+    marks.append(clock())
+    for each in step:
+        each()
+    marks.append(clock())
+    return loss, dict(zip(PHASES, (end - start for start, end in itertools.pairwise(marks)), strict=True))
+
+
 def train_in(place: str, sizes: Sizes, folder: Path) -> dict[str, Any]:
     """Trains in one of PLACES; returns losses, seconds of each phase (medians, the first step left out) and bytes. Blocks."""
     params, optim = PLACES[place]
@@ -91,24 +108,29 @@ def train_in(place: str, sizes: Sizes, folder: Path) -> dict[str, Any]:
     )  # matrices come and go
     num_params = sum(param.numel() for param in model.parameters())
     losses: list[float] = []
-    seconds: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
+    seconds: list[dict[str, float]] = []
     with tiermem.shard(model, policy, device="cpu" if place == "cpu" else None) as shards:
         device = shards.device
+
+        def clock() -> float:
+            if is_accelerator(device):
+                torch.accelerator.synchronize(device)
+            return time.monotonic()
+
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
         if is_accelerator(device):
             reset_peak(device)
         for step in range(sizes.steps):
             x, y = _batch(sizes, step, device)
-            loss = _timed(seconds, "forward", device, functools.partial(_loss_of, model, x, y))
-            _timed(seconds, "backward", device, loss.backward)
-            _timed(seconds, "step", device, optimizer.step)
+            loss, taken = timed(clock, functools.partial(_loss_of, model, x, y), optimizer.step)
             optimizer.zero_grad()
             losses.append(loss.item())
+            seconds.append(taken)
         stats = shards.store.stats()
         return {
             "device": str(device),
             "losses": losses,
-            **{f"{phase}_s": statistics.median(each[1:] or each) for phase, each in seconds.items()},
+            **{f"{phase}_s": statistics.median(each[phase] for each in seconds[1:] or seconds) for phase in PHASES},
             "num_params": num_params,
             "host_peak_bytes": stats.host_peak_bytes,
             "nvme_read_bytes": stats.nvme_read_bytes,
@@ -147,12 +169,3 @@ def _batch(sizes: Sizes, step: int, device: torch.device) -> tuple[torch.Tensor,
 
 def _loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(x).float(), y)
-
-
-def _timed(seconds: dict[str, list[float]], phase: str, device: torch.device, work: Callable[[], Any]) -> Any:
-    start = time.monotonic()
-    found = work()
-    if is_accelerator(device):
-        torch.accelerator.synchronize(device)
-    seconds[phase].append(time.monotonic() - start)
-    return found

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from rich.console import Console
 from rich.table import Table
 
 from tiermem.precision import Precision
 from tiermem.swap.checksum import Verify
-from tiermem.tools.bench.files import check_room
+from tiermem.tools.bench.files import check_memory, check_room
 from tiermem.tools.bench.stepped_model import (
     DTYPES,
     MOST_FRACTION,
     SETTINGS,
-    BareSetting,
     Case,
     Pipelining,
     Roofline,
     SteppedModel,
-    StepRun,
     ceiling,
     draw_tiles,
     memory_rate,
     state_bytes_of,
 )
-from tiermem.tools.machine import Written, available_bytes, caption, endurance_lines, machine_facts
+from tiermem.tools.machine import Written, caption, endurance_lines, machine_facts
 from tiermem.tools.options import StepBenchOptions
 from tiermem.tools.reports import table
 from tiermem.tools.run_record import IoCounts, disagreements
-from tiermem.tools.words import format_bytes, parse_bytes, stopped_by_sigterm
+from tiermem.tools.words import format_bytes, one_of, parse_bytes, stopped_by_sigterm
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
@@ -133,7 +130,6 @@ def _spread(seconds: Sequence[float]) -> str:
 # of the queues' completions, checked against the kernel's.
 
 _COUNT_TOLERANCE = 0.01
-_MEMORY_FRACTION = 0.8
 _ALL_WAYS = tuple(Pipelining(*way) for way in itertools.product((True, False), repeat=2))
 
 
@@ -143,11 +139,14 @@ def cases_of(options: StepBenchOptions) -> list[Case]:
     for preset in presets:
         Precision.preset(preset)  # raises for one that does not exist
     sizes = _words("--resident", options.resident, "sizes or percentages with commas between, such as 0,25%,50%")
-    ways = [
-        _verify(word) for word in _words("--verify", options.verify, "always, sample or resume, with commas between")
-    ]
+    ways = _words("--verify", options.verify, "always, sample or resume, with commas between")
+    one_of(*get_args(Verify))("--verify", ways)
     return [
-        Case(preset, _resident_bytes(size, state_bytes_of(options.num_params, options.precision, preset)), way)
+        Case(
+            preset,
+            _resident_bytes(size, state_bytes_of(options.num_params, options.precision, preset)),
+            cast(Verify, way),
+        )
         for preset in presets
         for size in sizes
         for way in ways
@@ -159,16 +158,6 @@ def _ways(options: StepBenchOptions) -> tuple[Pipelining, ...]:
     return _ALL_WAYS if options.compares else (Pipelining(options.pipelines, options.pipelines),)
 
 
-@dataclasses.dataclass
-class _Series:
-    """What was measured of one model."""
-
-    model: SteppedModel
-    load: tuple[IoCounts, ...]  # a step's bytes on each path
-    steps: dict[Pipelining, list[StepRun]]
-    rooflines: dict[BareSetting, list[float]]
-
-
 def bench_step(options: StepBenchOptions, console: Console) -> int:
     """Measures, shows the figures, writes JSON and picture. Leaves nothing on the paths. Blocks.
 
@@ -177,60 +166,47 @@ def bench_step(options: StepBenchOptions, console: Console) -> int:
     cases = cases_of(options)
     _check_room(options, cases)
     facts = machine_facts(options.paths)
-    first = _ways(options)[0]
+    ways = _ways(options)
     with stopped_by_sigterm(), contextlib.ExitStack() as open_models:
         with console.status("building the models and making their first steps"):
-            models = [open_models.enter_context(SteppedModel(options, case, first)) for case in cases]
-            series = [_warm_up(model, _ways(options)) for model in models]
-        _measure(options, series, console)
+            models = [open_models.enter_context(SteppedModel(options, case, ways)) for case in cases]
+        _measure(options, models, console)
         rate = memory_rate()
-        rows = [_figures_of(each, options, rate) for each in series]
-    figures = {"machine": facts, **rows[0], "rows": rows, "compare": _comparison(series[0])}
-    figures["endurance"] = _endurance(series[0], options)
+        rows = [_figures_of(model, options, rate) for model in models]
+    figures = {"machine": facts, **rows[0], "rows": rows, "compare": _comparison(models[0])}
+    figures["endurance"] = _endurance(models[0], options)
     print_figures(figures, console)
     options.save_json(figures)
     if options.plot_file is not None:
-        last = series[0].steps[first][-1]
-        draw_tiles(last, series[0].model.tile_names, figures, caption(facts), options.plot_file, options.MADE_BY)
+        last = models[0].steps[ways[0]][-1]
+        draw_tiles(last, models[0].tile_names, figures, caption(facts), options.plot_file, options.MADE_BY)
     return 0
 
 
-def _warm_up(model: SteppedModel, ways: Sequence[Pipelining]) -> _Series:
-    load = model.step(ways[0]).moved
-    return _Series(model, load, {way: [] for way in ways}, {setting: [] for setting in SETTINGS})
-
-
-def _measure(options: StepBenchOptions, series: Sequence[_Series], console: Console) -> None:
-    """Fills the series: every step is followed by a setting of the yardstick, every setting has its turn in each loop."""
-    loads = [each.load for each in series]
+def _measure(options: StepBenchOptions, models: Sequence[SteppedModel], console: Console) -> None:
+    """Every step is followed by a setting of the yardstick; every setting has its turn in each loop."""
+    loads = [model.load for model in models]
     with Roofline(options.paths, loads, options.yardstick, options.engine) as roofline:
         for loop in range(options.loops):
             for way, setting in itertools.zip_longest(_ways(options), SETTINGS):
-                for number, each in enumerate(series):
-                    with console.status(f"loop {loop + 1} of {options.loops}, model {number + 1} of {len(series)}"):
+                for number, model in enumerate(models):
+                    with console.status(f"loop {loop + 1} of {options.loops}, model {number + 1} of {len(models)}"):
                         if way is not None:
-                            each.steps[way].append(each.model.step(way))
+                            model.steps[way].append(model.step(way))
                         if setting is not None:
-                            each.rooflines[setting].append(roofline.measure(each.load, setting))
+                            model.rooflines[setting].append(roofline.measure(model.load, setting))
 
 
-def _figures_of(series: _Series, options: StepBenchOptions, memory_bytes_s: float) -> dict[str, Any]:
+def _figures_of(model: SteppedModel, options: StepBenchOptions, memory_bytes_s: float) -> dict[str, Any]:
     """The figures of one model with the pipeline as asked."""
-    model, steps = series.model, series.steps[_ways(options)[0]]
+    steps = model.steps[_ways(options)[0]]
     step_s = statistics.median(step.seconds for step in steps)
     moved = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.total for step in steps), strict=True)))
     kernel = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.kernel for step in steps), strict=True)))
     memory_s = model.memory_bytes / memory_bytes_s
-    top = ceiling(options.yardstick, list(series.rooflines.items()), memory_s)
+    roofline_s, roofline_by = ceiling(options.yardstick, list(model.rooflines.items()), memory_s)
     figures: dict[str, Any] = {
-        "num_params": model.num_params,
-        "precision": options.precision,
-        "preset": model.case.preset,
-        "verify": model.case.verify,
-        "state_bytes": model.state_bytes,
-        "resident_bytes": model.resident_bytes,
-        "resident_fraction": model.resident_bytes / model.state_bytes,
-        "engine": model.engine,
+        **model.facts,
         "step_s": [step.seconds for step in steps],
         "step_s_median": step_s,
         "read_bytes": moved.read_bytes,
@@ -240,17 +216,16 @@ def _figures_of(series: _Series, options: StepBenchOptions, memory_bytes_s: floa
         "compute_s": statistics.median(step.lane_s("compute") for step in steps),
         "wait_s": statistics.median(step.lane_s("wait") for step in steps),
         "disk_idle_fraction": statistics.median(step.idle_fraction() for step in steps),
-        "roofline_s": top.seconds,
-        "roofline_by": top.what,
-        "roofline_fraction": top.seconds / step_s,
-        "rooflines": [{"by": s.name, "seconds": times} for s, times in series.rooflines.items()],
+        "roofline_s": roofline_s,
+        "roofline_by": roofline_by,
+        "roofline_fraction": roofline_s / step_s,
+        "rooflines": [{"by": s.name, "seconds": times} for s, times in model.rooflines.items()],
         "memory_gbps": memory_bytes_s / 1e9,
         "memory_s": memory_s,
         "kernel_read_bytes": kernel.read_bytes,
         "kernel_written_bytes": kernel.written_bytes,
         "paths": [
-            {"path": str(path), "read_bytes": on_path.read_bytes, "written_bytes": on_path.written_bytes}
-            for path, on_path in zip(options.paths, series.load, strict=True)
+            {"path": str(path), **on_path._asdict()} for path, on_path in zip(options.paths, model.load, strict=True)
         ],
     }
     figures["notes"] = list(_notes(figures, moved, kernel, model.expected))
@@ -270,28 +245,27 @@ def _notes(figures: dict[str, Any], moved: IoCounts, kernel: IoCounts, expected:
     yield from disagreements(moved, kernel, "in a step the queue", _COUNT_TOLERANCE, IoCounts(0, 0))
 
 
-def _comparison(series: _Series) -> list[dict[str, Any]]:
+def _comparison(model: SteppedModel) -> list[dict[str, Any]]:
     """What each half of the pipeline is worth: seconds with it switched so, and how much longer that is."""
-    found, first = [], None
-    for way, steps in series.steps.items():
-        median = statistics.median(step.seconds for step in steps)
-        first = first or median
-        found.append(
-            {
-                "pipeline_read": way.reads_ahead,
-                "pipeline_write": way.writes_behind,
-                "name": way.name,
-                "step_s": [step.seconds for step in steps],
-                "step_s_median": median,
-                "slower": median / first,
-            }
-        )
-    return found if len(found) > 1 else []
+    seconds = {way: [step.seconds for step in steps] for way, steps in model.steps.items()}
+    medians = {way: statistics.median(times) for way, times in seconds.items()}
+    first = next(iter(medians.values()))
+    rows = [
+        {
+            **way._asdict(),
+            "name": way.name,
+            "step_s": seconds[way],
+            "step_s_median": median,
+            "slower": median / first,
+        }
+        for way, median in medians.items()
+    ]
+    return rows if len(rows) > 1 else []
 
 
-def _endurance(series: _Series, options: StepBenchOptions) -> list[str]:
+def _endurance(model: SteppedModel, options: StepBenchOptions) -> list[str]:
     """What the timed steps wrote: neither building the models nor the yardstick is what training does."""
-    steps = [step for several in series.steps.values() for step in several]
+    steps = [step for several in model.steps.values() for step in several]
     written = [
         Written(path, sum(step.moved[place].written_bytes for step in steps))
         for place, path in enumerate(options.paths)
@@ -305,11 +279,8 @@ def _check_room(options: StepBenchOptions, cases: Sequence[Case]) -> None:
     others = 2 * size * itemsize
     sizes = [(state_bytes_of(size, options.precision, case.preset), case.resident_bytes) for case in cases]
     needed = size * itemsize + sum(min(resident, states) + others * options.only_states for states, resident in sizes)
-    if needed > _MEMORY_FRACTION * available_bytes():
-        raise ValueError(
-            f"{format_bytes(needed)} of memory are needed (parameters while they are made, and what rests in memory), "
-            f"{format_bytes(available_bytes())} are available: ask for fewer parameters or less --resident"
-        )
+    said = f"{format_bytes(needed)} of memory are needed (parameters while they are made, and what rests in memory)"
+    check_memory(needed, said, "ask for fewer parameters or less --resident")
     stores = sum(max(0, states - resident) + others * (not options.only_states) for states, resident in sizes)
     largest = max(states for states, _ in sizes)
     parts = [("the states", stores // len(options.paths)), ("the yardstick", (largest + others) // len(options.paths))]
@@ -321,14 +292,6 @@ def _words(option: str, text: str, wanted: str) -> list[str]:
     if not all(words):
         raise ValueError(f"{option} is {text!r}; write {wanted}")
     return words
-
-
-def _verify(word: str) -> Verify:
-    allowed: tuple[Verify, ...] = get_args(Verify)
-    for each in allowed:
-        if word == each:
-            return each
-    raise ValueError(f"--verify: {word!r}; allowed are {', '.join(allowed)}")
 
 
 def _resident_bytes(word: str, state_bytes: int) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import statistics
 import time
+import timeit
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,13 +19,13 @@ from torch import nn
 
 from tiermem.engine.sharding import shard
 from tiermem.optim.classes import AdamW
-from tiermem.optim.tile import Tile
 from tiermem.policy import IoSettings, OffloadPolicy, Tier
 from tiermem.precision import Precision
 from tiermem.swap.checksum import Verify
 from tiermem.swap.passes import Passes
 from tiermem.swap.ranges import round_up
 from tiermem.tools.bench.files import BenchFiles
+from tiermem.tools.bench.small_training import Tower
 from tiermem.tools.bench.witnesses import BareLoop
 from tiermem.tools.options import StepBenchOptions
 from tiermem.tools.plots import new_figure, save_figure, stack_bands
@@ -62,17 +63,17 @@ class Case(NamedTuple):
 
 
 class Pipelining(NamedTuple):
-    """Which half of the pipeline is on."""
+    """Which half of the pipeline is on, by the names of the policy."""
 
-    reads_ahead: bool = True
-    writes_behind: bool = True
+    pipeline_read: bool = True
+    pipeline_write: bool = True
 
     @property
     def name(self) -> str:
         """As a table says it."""
-        if self.reads_ahead:
-            return "both on" if self.writes_behind else "only reads ahead"
-        return "only writes behind" if self.writes_behind else "both off"
+        if self.pipeline_read:
+            return "both on" if self.pipeline_write else "only reads ahead"
+        return "only writes behind" if self.pipeline_write else "both off"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +106,14 @@ class StepRun:
         return 1.0 - busy_fraction(moved, self.start_ns, self.end_ns)
 
 
-class SteppedModel:
-    """A sharded model with its optimizer and gradients; its first step has been made. A context manager.
+class SteppedModel(AbstractContextManager["SteppedModel"]):
+    """A sharded model with its optimizer and gradients, and what is measured of it. A context manager.
 
-    Raises OSError when a path has too little room or fails. Leaves nothing on the paths when it is closed.
+    Its first two steps have been made: the first writes states that were never read, the second shows a step's bytes. Raises
+    OSError when a path has too little room or fails. Leaves nothing on the paths when it ends.
     """
 
-    def __init__(self, options: StepBenchOptions, case: Case, pipelining: Pipelining) -> None:
+    def __init__(self, options: StepBenchOptions, case: Case, ways: Sequence[Pipelining]) -> None:
         others = Tier.HOST if options.only_states else Tier.NVME
         policy = OffloadPolicy(
             params=others,
@@ -121,54 +123,54 @@ class SteppedModel:
             num_moments=_NUM_MOMENTS,
             paths=tuple(options.paths),
             resident_bytes=case.resident_bytes,
-            pipeline_read=pipelining.reads_ahead,
-            pipeline_write=pipelining.writes_behind,
+            **ways[0]._asdict(),
             persistence_numel=0,
             prefetch_numel=0,  # no forward comes: what is read for it would be counted
             io=IoSettings(options.engine),
             durability="none",  # nothing is saved
             verify=case.verify,
         )
-        model = _Blocks(options.num_params, DTYPES[options.precision])
-        self.num_params = sum(p.numel() for p in model.parameters())
-        self.case = case
+        model = _blocks(options.num_params, DTYPES[options.precision])
         self._shards = shard(model, policy)
         try:
             self._optimizer = AdamW(model.parameters(), lr=1e-4)
             self._give_gradients()
-            self._optimizer.step()  # writes states that were never read: not what is measured
+            self._optimizer.step()
+            self.load = self.step(ways[0]).moved  # of a step, on each path
             tiles = self._optimizer.tiles_of(self._shards).tiles
         except BaseException:
             self._shards.close()
             raise
+        self.steps: dict[Pipelining, list[StepRun]] = {way: [] for way in ways}
+        self.rooflines: dict[BareSetting, list[float]] = {setting: [] for setting in SETTINGS}
         self.tile_names = [f"tile {tile.entry}" for tile in tiles]
-        self.state_bytes = sum(tile.state_bytes for tile in tiles)
-        self.resident_bytes = sum(tile.state_bytes for tile in tiles if tile.home is Tier.HOST)
-        self.memory_bytes = sum(_memory_bytes(tile) for tile in tiles)
-        streamed = self.state_bytes - self.resident_bytes
+        state_bytes = sum(tile.state_bytes for tile in tiles)
+        resident_bytes = sum(tile.state_bytes for tile in tiles if tile.home is Tier.HOST)
+        self.facts = {
+            "num_params": sum(p.numel() for p in model.parameters()),
+            "precision": options.precision,
+            "preset": case.preset,
+            "verify": case.verify,
+            "state_bytes": state_bytes,
+            "resident_bytes": resident_bytes,
+            "resident_fraction": resident_bytes / state_bytes,
+            "engine": self._shards.store.stats().engine,
+        }
+        params, grads = sum(tile.slice_bytes for tile in tiles), sum(tile.grad_bytes for tile in tiles)
+        read_params = sum(tile.slice_bytes for tile in tiles if tile.layout.reads_weight)
+        self.memory_bytes = 2 * state_bytes + params + read_params + grads  # read and written in memory, in one pass
+        streamed = state_bytes - resident_bytes
         self.expected = IoCounts(streamed, streamed)
         if not options.only_states:
-            params, grads = sum(tile.slice_bytes for tile in tiles), sum(tile.grad_bytes for tile in tiles)
-            reads_params = any(tile.layout.reads_weight for tile in tiles)
-            self.expected = IoCounts(streamed + params * reads_params + grads, streamed + params)
-
-    def __enter__(self) -> SteppedModel:
-        return self
+            self.expected = IoCounts(streamed + read_params + grads, streamed + params)
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def engine(self) -> str:
-        """What the queues run on."""
-        return self._shards.store.stats().engine
+        self._shards.close()
 
     def step(self, pipelining: Pipelining) -> StepRun:
         """Makes one step with the pipeline switched so. Blocks; raises OSError."""
         recorder = self._shards.store.recorder
-        self._shards.policy = dataclasses.replace(
-            self._shards.policy, pipeline_read=pipelining.reads_ahead, pipeline_write=pipelining.writes_behind
-        )
+        self._shards.policy = dataclasses.replace(self._shards.policy, **pipelining._asdict())
         recorder.events.clear()
         before, kernel_before = self._counts(), kernel_counts()
         start_ns = time.monotonic_ns()
@@ -177,10 +179,6 @@ class SteppedModel:
         kernel = kernel_counts().since(kernel_before)
         moved = tuple(now.since(then) for now, then in zip(self._counts(), before, strict=True))
         return StepRun(start_ns, end_ns, moved, kernel, [Span(*event) for event in recorder.events])
-
-    def close(self) -> None:
-        """Removes it from the paths and from memory."""
-        self._shards.close()
 
     def _give_gradients(self) -> None:
         for live in self._shards.units:
@@ -200,26 +198,11 @@ def state_bytes_of(num_params: int, precision: str, preset: str) -> int:
     return sum(part.num_bytes(num_params) for part in layout.parts)
 
 
-def _memory_bytes(tile: Tile) -> int:
-    """What a step of a tile reads and writes in memory, in one pass."""
-    return 2 * tile.state_bytes + tile.slice_bytes * (1 + tile.layout.reads_weight) + tile.grad_bytes
-
-
-class _Blocks(nn.Module):
+def _blocks(num_params: int, dtype: torch.dtype) -> Tower:
     """Nothing but parameters, in units of at most 16 M elements."""
-
-    def __init__(self, num_params: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        count = math.ceil(num_params / _MOST_BLOCK_NUMEL)
-        self.layers = nn.ModuleList(_Block(num_params // count // _BLOCK_PARAMS, dtype) for _ in range(count))
-
-
-class _Block(nn.Module):
-    def __init__(self, numel: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(
-            nn.Parameter(torch.full((numel,), 0.01, dtype=dtype)) for _ in range(_BLOCK_PARAMS)
-        )
+    count = math.ceil(num_params / _MOST_BLOCK_NUMEL)
+    values = torch.full((num_params // count // _BLOCK_PARAMS,), 0.01, dtype=dtype)
+    return Tower(nn.ParameterList(nn.Parameter(values.clone()) for _ in range(_BLOCK_PARAMS)) for _ in range(count))
 
 
 # ---- the roofline: the shortest time in which this machine could make the step ---------------------------------------
@@ -252,7 +235,7 @@ class BareSetting(NamedTuple):
 SETTINGS = (BareSetting(1 << 20, 16), BareSetting(1 << 20, 32), BareSetting(4 << 20, 8))
 
 
-class Roofline:
+class Roofline(AbstractContextManager["Roofline"]):
     """What moves the bytes of a step without its arithmetic. A context manager.
 
     Args:
@@ -267,28 +250,22 @@ class Roofline:
     def __init__(
         self, paths: Sequence[Path], loads: Sequence[Sequence[IoCounts]], yardstick: Path | None, engine: str
     ) -> None:
-        self._paths = list(paths)
         self._engine = engine
-        self._loops: list[BareLoop] = []
-        self._open = contextlib.ExitStack()
         largest = max((max(moved) for load in loads for moved in load), default=0)
         self._file_bytes = round_up(max(largest, _FILE_UNIT), _FILE_UNIT)
-        self._files = self._open.enter_context(BenchFiles(paths, 1, self._file_bytes))
-        try:
+        self._loops: list[BareLoop] = []
+        with ExitStack() as opened:
+            self._files = opened.enter_context(BenchFiles(paths, 1, self._file_bytes))
             for place in range(len(paths)):
-                file = Path(self._files.name(place, 0, "mixed"))
                 if yardstick is not None:
-                    self._loops.append(self._open.enter_context(BareLoop(yardstick, file)))
-            self._write_once()
-        except BaseException:
-            self._open.close()
-            raise
-
-    def __enter__(self) -> Roofline:
-        return self
+                    self._loops.append(BareLoop(yardstick, Path(self._files.name(place, 0, "mixed"))))
+                    opened.callback(self._loops[-1].close)
+                with self._passes(place, IoSettings(engine)) as passes:
+                    passes.run("write")  # first writes to preallocated blocks are slower: not what a step does
+            self._opened = opened.pop_all()
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._opened.close()
 
     def measure(self, load: Sequence[IoCounts], setting: BareSetting) -> float:
         """Seconds in which a step's bytes are read and written, on all paths at once. Blocks; raises OSError."""
@@ -297,10 +274,6 @@ class Roofline:
             return 0.0
         with ThreadPoolExecutor(len(busy)) as threads:
             return max(threads.map(lambda item: self._move(item[0], item[1], setting), busy))
-
-    def close(self) -> None:
-        """Ends the yardsticks; the files are gone."""
-        self._open.close()
 
     def _move(self, place: int, moved: IoCounts, setting: BareSetting) -> float:
         if self._loops:
@@ -311,41 +284,25 @@ class Roofline:
         with self._passes(place, IoSettings(self._engine, setting.block_bytes, 2 * setting.depth)) as passes:
             return sum(passes.run(mode, num_bytes).seconds for mode, num_bytes in parts.items() if num_bytes)
 
-    def _write_once(self) -> None:
-        """First writes to preallocated blocks are slower: not what a step does."""
-        for place in range(len(self._paths)):
-            with self._passes(place, IoSettings(self._engine)) as passes:
-                passes.run("write")
-
     def _passes(self, place: int, io: IoSettings) -> Passes:
         return Passes(self._files.descriptor(place), self._file_bytes, io)
 
 
-class Ceiling(NamedTuple):
-    """The shortest time of a step, and what sets it."""
-
-    seconds: float
-    what: str
-
-
-def ceiling(yardstick: Path | None, series: Sequence[tuple[BareSetting, Sequence[float]]], memory_s: float) -> Ceiling:
-    """The best median of the disk's settings, or the memory's time if that is longer."""
+def ceiling(
+    yardstick: Path | None, series: Sequence[tuple[BareSetting, Sequence[float]]], memory_s: float
+) -> tuple[float, str]:
+    """The shortest time of a step in seconds, and what sets it: the best median of the disk's settings, or the memory."""
     best, seconds = min(((s, statistics.median(times)) for s, times in series), key=lambda item: item[1])
     if memory_s > seconds:
-        return Ceiling(memory_s, "memory traffic of Adam")
+        return memory_s, "memory traffic of Adam"
     by = "bare loop" if yardstick is not None else "by the queue without arithmetic"
-    return Ceiling(seconds, f"{by}, {best.name}")
+    return seconds, f"{by}, {best.name}"
 
 
 def memory_rate() -> float:
     """Bytes per second that memory takes when one vector is added to another in place, all threads; the best of a few."""
     a, b = torch.zeros(_STREAM_NUMEL), torch.ones(_STREAM_NUMEL)
-    seconds = []
-    for _ in range(_NUM_STREAMS):
-        start = time.monotonic()
-        a.add_(b)
-        seconds.append(time.monotonic() - start)
-    return 3 * a.nbytes / min(seconds)
+    return 3 * a.nbytes / min(timeit.repeat(lambda: a.add_(b), number=1, repeat=_NUM_STREAMS))
 
 
 # ---- the picture of one step -----------------------------------------------------------------------------------------
@@ -380,7 +337,7 @@ def draw_tiles(
     stretches = _stretches(step, spans)
     figure, axes = new_figure(13, 1.2 + 4.2 * len(stretches), (1.0, 2.6) * len(stretches), is_shared=False)
     for number, stretch in enumerate(stretches):
-        rates, lanes = axes[2 * number], axes[2 * number + 1]
+        rates, lanes = axes[2 * number : 2 * number + 2]
         part = within(spans, *stretch)
         _draw_rates(rates, part, stretch, step)
         _draw_lanes(lanes, part, stretch, step, order)
@@ -413,21 +370,19 @@ def _stretches(step: StepRun, spans: Sequence[Span]) -> list[tuple[int, int]]:
 
 def _draw_rates(ax: Axes, spans: Sequence[Span], stretch: tuple[int, int], step: StepRun) -> None:
     """Read and written GB/s: a transfer's bytes are spread evenly over its time."""
-    start, end = stretch
-    width = (end - start) / _NUM_BINS
-    edges = [(start - step.start_ns + (number + 0.5) * width) / 1e6 for number in range(_NUM_BINS)]
+    edges = np.linspace(*stretch, _NUM_BINS + 1)
+    times = ((edges[:-1] + edges[1:]) / 2 - step.start_ns) / 1e6
     for lane, colour in (("read", _READ_COLOUR), ("write", _WRITE_COLOUR)):
-        rates = [0.0] * _NUM_BINS
+        moved = np.zeros(len(edges))  # bytes until each edge
         for span in (span for span in step.spans if span.lane == lane and span.end_ns > span.start_ns):
-            rate = span.num_bytes / (span.end_ns - span.start_ns)
-            first, last = (span.start_ns - start) / width, (span.end_ns - start) / width
-            for number in range(max(0, int(first)), min(_NUM_BINS, int(last) + 1)):
-                rates[number] += rate * max(0.0, min(last, number + 1) - max(first, number))
-        ax.plot(edges, rates, color=colour, linewidth=1.2, label=f"{lane}, {_gigabytes(spans, lane)}")
-        ax.fill_between(edges, rates, color=colour, alpha=0.15)
+            moved += np.interp(edges, (span.start_ns, span.end_ns), (0, span.num_bytes))
+        rates = np.diff(moved) / np.diff(edges)
+        carried = sum(span.num_bytes for span in spans if span.lane == lane) / 1e9
+        ax.plot(times, rates, color=colour, linewidth=1.2, label=f"{lane}, {carried:.2f} GB")
+        ax.fill_between(times, rates, color=colour, alpha=0.15)
     ax.set_ylabel("GB/s", fontsize=9)
     ax.set_ylim(bottom=0)
-    ax.set_xlim((start - step.start_ns) / 1e6, (end - step.start_ns) / 1e6)
+    ax.set_xlim(*((edge - step.start_ns) / 1e6 for edge in stretch))
     ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, fontsize=8, frameon=False)
     ax.tick_params(labelbottom=False)
     ax.grid(alpha=0.25)
@@ -458,8 +413,3 @@ def _draw_lanes(
     bar = ax.figure.colorbar(scale, ax=ax, pad=0.01, aspect=18)
     bar.set_label("tile", fontsize=8)
     bar.ax.tick_params(labelsize=7)
-
-
-def _gigabytes(spans: Sequence[Span], lane: str) -> str:
-    """What a lane's transfers carry that touch the stretch."""
-    return f"{sum(span.num_bytes for span in spans if span.lane == lane) / 1e9:.2f} GB"

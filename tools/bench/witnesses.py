@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from tiermem.tools.bench.files import BenchFiles
+from tiermem.tools.bench.io_ranks import Setting
 from tiermem.tools.bench.peers.runs import peer_variables
-from tiermem.tools.bench.sweep import Setting
 
 # ---- programs that are asked a line and answer one -------------------------------------------------------------------
 #
@@ -25,10 +25,9 @@ from tiermem.tools.bench.sweep import Setting
 # stderr is kept, and its last line is told when the program ends without an answer.
 
 _STOP_S = 10.0
-Program = TypeVar("Program", bound="LineProgram")
 
 
-class LineProgram:
+class LineProgram(AbstractContextManager["LineProgram"]):
     """A running program. A context manager; for one thread.
 
     Args:
@@ -56,16 +55,14 @@ class LineProgram:
             self._words.close()
             raise
 
-    def __enter__(self: Program) -> Program:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ask(self, line: str) -> str:
-        """Sends one line and waits for the answer, which is returned without its end. Raises OSError when it ended."""
+    def ask(self, line: str, how_many: int, what: str) -> list[float]:
+        """Sends one line and waits for the numbers that answer it; `what` they are.
+
+        Raises OSError when the program ended, ValueError with its words for another answer.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(line + "\n")
@@ -75,11 +72,7 @@ class LineProgram:
             answer = self._process.stdout.readline()  # it may have said why before it ended
         if not answer:
             raise OSError(f"{self.name} ended (status {self._end()}) at {line!r}: {self._last_words()}")
-        return answer.strip()
-
-    def ask_numbers(self, line: str, how_many: int, what: str) -> list[float]:
-        """Sends one line that is answered with numbers. Raises ValueError with the program's words for another answer."""
-        answer = self.ask(line)
+        answer = answer.strip()
         try:
             numbers = list(map(float, answer.split()))
         except ValueError:
@@ -111,8 +104,13 @@ class LineProgram:
 
     def _last_words(self) -> str:
         self._words.seek(0)
-        said = self._words.read().decode(errors="replace").strip().splitlines()
-        return said[-1] if said else "it said nothing"
+        return _words(self._words.read().decode(errors="replace"), -1)
+
+
+def _words(said: str, number: int) -> str:
+    """One of the lines that a program has said."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[number] if lines else "it said nothing"
 
 
 # ---- the bare loop ---------------------------------------------------------------------------------------------------
@@ -121,7 +119,7 @@ class LineProgram:
 #
 # Commands are `read BLOCK DEPTH BYTES`, `write BLOCK DEPTH BYTES`, `mixed BLOCK DEPTH READ_BYTES WRITE_BYTES` (both at
 # once, DEPTH each way) and `random BLOCK DEPTH BYTES SEED`. The program is tests/native/bare_loop (`make yardsticks`) or
-# another that speaks so, such as peer_aio.py. It opens the file itself, and overwrites what the file held.
+# another that speaks so, such as peer_operators.py. It opens the file itself, and overwrites what the file held.
 
 
 class BareRun(NamedTuple):
@@ -153,7 +151,7 @@ class BareLoop(LineProgram):
         Raises ValueError with the program's words when it refuses or does not speak the protocol, OSError when it ended.
         """
         line = " ".join(map(str, (command, block_bytes, depth, *numbers)))
-        return BareRun(*self.ask_numbers(line, len(BareRun._fields), "seconds, user_s and system_s"))
+        return BareRun(*self.ask(line, len(BareRun._fields), "seconds, user_s and system_s"))
 
 
 # ---- fio -------------------------------------------------------------------------------------------------------------
@@ -164,11 +162,6 @@ class BareLoop(LineProgram):
 ENGINES = {"io_uring": ("--fixedbufs=1", "--registerfiles=1"), "libaio": ()}
 _PATTERNS = {"read": "read", "write": "write", "mixed": "rw", "random": "randread"}
 _PATIENCE_S = 600.0
-
-
-def find_fio() -> str | None:
-    """The program, if it is installed."""
-    return shutil.which("fio")
 
 
 def run_fio(
@@ -210,7 +203,7 @@ def run_fio(
     except subprocess.TimeoutExpired:
         raise OSError(f"fio ({engine}) took more than {_PATIENCE_S:.0f} s") from None
     if done.returncode:
-        raise OSError(f"fio ({engine}) failed: {_first_words(done.stderr + done.stdout)}")
+        raise OSError(f"fio ({engine}) failed: {_words(done.stderr + done.stdout, 0)}")
     return read_rate(done.stdout)
 
 
@@ -227,47 +220,51 @@ def read_rate(report: str) -> float:
     return num_bytes / max(milliseconds, 1) / 1e6
 
 
-def _first_words(said: str) -> str:
-    lines = [line for line in said.splitlines() if line.strip()]
-    return lines[0] if lines else "it said nothing"
-
-
 # ---- witnesses -------------------------------------------------------------------------------------------------------
 #
-# fio, a bare loop and a peer are measured in the same loops and on the same files as our own settings. Each gives a rate
-# per (mode, block, depth, path), the median of its loops. A witness that fails says why once and is left out after that.
+# fio, a bare loop and a peer are measured in the same loops and on the same files as our own settings. A witness that fails
+# says why once and is left out after that.
 
-_PEER_SCRIPT = Path(__file__).parent / "peers" / "peer_aio.py"
-
-
-class _Key(NamedTuple):
-    mode: str
-    block_bytes: int
-    depth: int
-    place: int
-
-    @classmethod
-    def of(cls, setting: Setting) -> _Key:
-        return cls(setting.mode, setting.block_bytes, setting.depth, setting.places[0])
+_PEER_SCRIPT = Path(__file__).parent / "peers" / "peer_operators.py"
 
 
-class FioWitness:
+class Witness:
+    """Another program that measures the same pattern on the same file. It keeps a figure of each loop."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.notes: list[str] = []
+        self._figures: dict[Any, list[float]] = collections.defaultdict(list)
+
+    def measure(self, setting: Setting, num_bytes: int, loop: int) -> None:
+        """Measures once where it can; what it cannot it leaves out, and says so in its notes."""
+        raise NotImplementedError
+
+    def loops_gbps(self, setting: Setting) -> list[float]:
+        """The rate of each loop; empty for a setting that it has not measured."""
+        return self._series(setting)
+
+    def user_us(self, setting: Setting) -> float | None:
+        """Microseconds of user CPU for a block: the mean, since a loop may be shorter than the kernel's tick."""
+        return statistics.fmean(series) if (series := self._series(setting, "user")) else None
+
+    def _series(self, setting: Setting, kind: str = "") -> list[float]:
+        """What was measured of a setting so far. The engine and the ranks are ours: a witness has neither."""
+        return self._figures[kind, setting.mode, setting.block_bytes, setting.depth, setting.places[0]]
+
+
+class FioWitness(Witness):
     """fio's better engine of two."""
 
-    name = "fio"
-
     def __init__(self, program: str, files: BenchFiles, sync: bool) -> None:
-        self.notes: list[str] = []
+        super().__init__("fio")
         self._program = program
         self._files = files
         self._sync = sync
         self._engines = list(ENGINES)
-        self._rates: dict[tuple[_Key, str], list[float]] = {}
 
     def measure(self, setting: Setting, num_bytes: int, loop: int) -> None:
-        """Runs both engines once."""
-        key, file = _Key.of(setting), self._files.name(setting.places[0], 0, setting.mode)
-        is_direct = self._files.is_direct(setting.places)
+        file, is_direct = self._files.name(setting.places[0], 0, setting.mode), self._files.is_direct(setting.places)
         for engine in list(self._engines):
             what = (setting.mode, setting.block_bytes, setting.depth, num_bytes, is_direct, self._sync)
             try:
@@ -276,15 +273,14 @@ class FioWitness:
                 self._engines.remove(engine)
                 self.notes.append(f"{error}; left out from here on")
             else:
-                self._rates.setdefault((key, engine), []).append(rate)
+                self._series(setting, engine).append(rate)
 
-    def gbps(self, setting: Setting) -> float | None:
-        """The higher of the engines' medians."""
-        series = (self._rates.get((_Key.of(setting), engine)) for engine in ENGINES)
-        return max((statistics.median(rates) for rates in series if rates), default=None)
+    def loops_gbps(self, setting: Setting) -> list[float]:
+        series = (self._series(setting, engine) for engine in ENGINES)
+        return max((rates for rates in series if rates), key=statistics.median, default=[])
 
 
-class LoopWitness:
+class LoopWitness(Witness, AbstractContextManager["LoopWitness"]):
     """A program that speaks the protocol of witnesses.py, a process for each path. A context manager.
 
     Args:
@@ -301,23 +297,17 @@ class LoopWitness:
         files: BenchFiles,
         modes: Sequence[str],
         sync: bool,
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.name = name
-        self.notes: list[str] = []
+        super().__init__(name)
         self._command = command
         self._environment = environment
         self._files = files
         self._modes = [mode for mode in modes if not (sync and mode in ("write", "mixed"))]
         self._programs: dict[int, BareLoop] = {}
         self._has_failed = False
-        self._rates: dict[_Key, list[float]] = {}
-        self._user_us: dict[_Key, list[float]] = {}
         if len(self._modes) < len(modes):
             self.notes.append(f"{name} does not sync: with --fsync it stands beside reads alone")
-
-    def __enter__(self) -> LoopWitness:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for program in self._programs.values():
@@ -325,49 +315,29 @@ class LoopWitness:
         self._programs.clear()
 
     def measure(self, setting: Setting, num_bytes: int, loop: int) -> None:
-        """Sends one command."""
-        depth, place = setting.depth, setting.places[0]
-        numbers = [num_bytes]
-        if setting.mode == "mixed":  # our depth counts both ways, theirs each
-            depth //= 2
-            numbers *= 2
-        elif setting.mode == "random":
-            numbers.append(loop)
+        ways = 2 if setting.mode == "mixed" else 1
+        depth = setting.depth // ways  # ours counts both ways, theirs each
         if self._has_failed or not depth or setting.mode not in self._modes:
             return
-        if not self._files.is_direct(setting.places):
-            self._fail("it opens its file with O_DIRECT, which this path refuses")
-            return
         try:
-            program = self._programs.get(place)
-            if program is None:
-                file = Path(self._files.name(place, 0, setting.mode))
-                program = self._programs[place] = BareLoop(self._command, file, self._environment)
-            run = program.run(setting.mode, setting.block_bytes, depth, *numbers)
+            seed = [loop] if setting.mode == "random" else []
+            program = self._program_on(setting)
+            run = program.run(setting.mode, setting.block_bytes, depth, *[num_bytes] * ways, *seed)
         except (OSError, ValueError) as error:
-            self._fail(str(error))
+            self._has_failed = True
+            self.notes.append(f"{self.name} is left out: {error}")
             return
-        key = _Key.of(setting)
-        total = num_bytes * (2 if setting.mode == "mixed" else 1)
-        self._rates.setdefault(key, []).append(total / run.seconds / 1e9)
-        self._user_us.setdefault(key, []).append(run.user_s * setting.block_bytes / total * 1e6)
+        self._series(setting).append(ways * num_bytes / run.seconds / 1e9)
+        self._series(setting, "user").append(run.user_s * setting.block_bytes / (ways * num_bytes) * 1e6)
 
-    def gbps(self, setting: Setting) -> float | None:
-        """The median of its loops."""
-        return _median(self.loops_gbps(setting))
-
-    def loops_gbps(self, setting: Setting) -> list[float]:
-        """The rate of each loop."""
-        return self._rates.get(_Key.of(setting), [])
-
-    def user_us(self, setting: Setting) -> float | None:
-        """Microseconds of user CPU for a block: the mean, since a loop may be shorter than the kernel's tick."""
-        series = self._user_us.get(_Key.of(setting))
-        return statistics.fmean(series) if series else None
-
-    def _fail(self, why: str) -> None:
-        self._has_failed = True
-        self.notes.append(f"{self.name} is left out: {why}")
+    def _program_on(self, setting: Setting) -> BareLoop:
+        place = setting.places[0]
+        if not self._files.is_direct(setting.places):
+            raise ValueError("it opens its file with O_DIRECT, which this path refuses")
+        if place not in self._programs:
+            file = Path(self._files.name(place, 0, setting.mode))
+            self._programs[place] = BareLoop(self._command, file, self._environment)
+        return self._programs[place]
 
 
 def bare_witness(program: Path, files: BenchFiles, sync: bool) -> LoopWitness:
@@ -377,10 +347,10 @@ def bare_witness(program: Path, files: BenchFiles, sync: bool) -> LoopWitness:
 
 def peer_witness(python: Path, files: BenchFiles, sync: bool) -> LoopWitness:
     """DeepSpeed's aio_handle, in the interpreter that has it; its operator compiles before the first answer."""
-    command = [str(python.absolute()), "-I", str(_PEER_SCRIPT)]
-    environment = {**os.environ, **peer_variables(python)}
+    command, environment = peer_program(python, "aio")
     return LoopWitness("aio_handle", command, files, ("read", "write"), sync, environment)
 
 
-def _median(series: list[float] | None) -> float | None:
-    return statistics.median(series) if series else None
+def peer_program(python: Path, operator: str) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of DeepSpeed's operator ("adam" or "aio") behind lines, in the interpreter that has it."""
+    return [str(python.absolute()), "-I", str(_PEER_SCRIPT), operator], {**os.environ, **peer_variables(python)}

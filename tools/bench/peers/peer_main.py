@@ -1,34 +1,27 @@
 """The loop that every peer runs, as a script of its own: `python -I peer_main.py plain JOB TOKENS --channel FD`.
 
 It imports no tiermem, so that any environment with torch and transformers can run it: job and tokens come as files, what
-it tells goes down the same channel as our trainer's. The peer itself, peer_<name>.py beside this file, gives it four
-verbs; times, warm-up and tokens are the same for all.
+it tells goes down the same channel as our trainer's. The peer itself is peer_<name>.py beside this file; times, warm-up
+and tokens are the same for all. A peer has
+
+    PACKAGES                        whose versions are told
+    build(job, setting)             the model
+    Training(model, job, setting)   forward (token batch -> loss), backward, step, close; its `device`
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
 import os
+import platform
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-
-class PeerModel(NamedTuple):
-    """What a peer has built: the verbs of one training step, and its end."""
-
-    num_params: int
-    device: str
-    forward: Callable[[Any], Any]  # token batch -> loss
-    backward: Callable[[Any], None]
-    step: Callable[[], None]
-    close: Callable[[], None]
-    versions: dict[str, str]
+from typing import Any
 
 
 def main() -> int:
@@ -72,21 +65,41 @@ def train(
     if job["threads"] is not None:
         torch.set_num_threads(job["threads"])
     tokens = numpy.load(tokens_file)
-    model: PeerModel = _load(name).build(job, setting, phase)
+    sys.path.append(str(Path(__file__).parent))
+    peer = importlib.import_module(f"peer_{name}")
+    phase("building the model")
+    model = peer.build(job, setting)
+    model.train()
+    if job["is_checkpointing"]:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    phase("initialize")
+    training = peer.Training(model, job, setting)
+    num_params = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     tell(
         "ready",
-        num_params=model.num_params,
+        num_params=num_params,
         threads=torch.get_num_threads(),
-        device=model.device,
-        versions=model.versions,
-        state_bytes=model.num_params * (12 if job["precision"] == "fp32" else 14),
+        device=training.device,
+        versions={package: sys.modules[package].__version__ for package in peer.PACKAGES}
+        | {"python": platform.python_version()},
+        state_bytes=num_params * (12 if job["precision"] == "fp32" else 14),
     )
+    _run_steps(training, job, tokens, tell)
+    phase("close")
+    on_device = _device_fields(training.device)
+    training.close()
+    tell("done", peak_rss_bytes=_peak_resident(), **on_device)
+
+
+def _run_steps(training: Any, job: dict[str, Any], tokens: Any, tell: Callable[..., None]) -> None:
+    import torch
 
     def timed(seconds: dict[str, float], what: str, step: int, verb: Callable[..., Any], *arguments: Any) -> Any:
-        phase(f"{what} of step {step}")
+        tell("phase", name=f"{what} of step {step}")
         begin = time.monotonic()
         answer = verb(*arguments)
-        if model.device != "cpu":
+        if training.device != "cpu":
             torch.cuda.synchronize()
         seconds[what] += time.monotonic() - begin
         return answer
@@ -97,40 +110,23 @@ def train(
         seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
         loss_sum = 0.0
         for micro in range(num_micro):
-            batch = torch.from_numpy(tokens[(step - 1) * num_micro + micro].astype("int64")).to(model.device)
+            batch = torch.from_numpy(tokens[(step - 1) * num_micro + micro].astype("int64")).to(training.device)
 
-            loss = timed(seconds, "forward", step, model.forward, batch)
-            timed(seconds, "backward", step, model.backward, loss)
+            loss = timed(seconds, "forward", step, training.forward, batch)
+            timed(seconds, "backward", step, training.backward, loss)
             loss_sum += float(loss.detach())
             del loss
-            timed(seconds, "step", step, model.step)
+            timed(seconds, "step", step, training.step)
         tell(
             "step",
             step=step,
             start_ns=started,
             end_ns=time.monotonic_ns(),
             loss=loss_sum / num_micro,
-            forward_s=seconds["forward"],
-            backward_s=seconds["backward"],
-            step_s=seconds["step"],
+            **{f"{what}_s": taken for what, taken in seconds.items()},
             tokens=num_micro * int(batch.numel()),
-            **_device_fields(model.device),
+            **_device_fields(training.device),
         )
-    phase("close")
-    on_device = _device_fields(model.device)
-    model.close()
-    tell("done", peak_rss_bytes=_peak_resident(), **on_device)
-
-
-def _load(name: str) -> Any:
-    file = Path(__file__).with_name(f"peer_{name}.py")
-    spec = importlib.util.spec_from_file_location(f"peer_{name}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _device_fields(device: str) -> dict[str, Any]:

@@ -7,47 +7,19 @@ copied back. With fp32 the parameters are their own masters. Imports torch and t
 from __future__ import annotations
 
 import importlib
-import platform
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 transformers: Any = importlib.import_module("transformers")  # Any: it is typed in parts only
 
+PACKAGES = ("torch", "transformers")
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def build(job: dict[str, Any], setting: dict[str, Any], phase: Callable[[str], None]) -> Any:
-    """A PeerModel; see peer_main.py."""
-    phase("building the model")
-    transformers.logging.set_verbosity_error()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = _model(job).to(device)
-    model.train()
-    if job["is_checkpointing"]:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable()
-    phase("initialize")
-    training = _Training(model, job)
-    return sys.modules["__main__"].PeerModel(
-        num_params=sum(p.numel() for p in model.parameters()),
-        device=device,
-        forward=lambda tokens: model(input_ids=tokens, labels=tokens).loss,
-        backward=training.backward,
-        step=training.step,
-        close=lambda: None,
-        versions={
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-    )
-
-
-def _model(job: dict[str, Any]) -> Any:
+def build(job: dict[str, Any], setting: dict[str, Any]) -> Any:
     """The job's model: built in fp32 from its seed, then its parameters cast (buffers stay, as everywhere)."""
+    transformers.logging.set_verbosity_error()
     if job["checkpoint"] is not None:
         model = transformers.AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype=torch.float32)
         model.config.use_cache = False
@@ -56,13 +28,15 @@ def _model(job: dict[str, Any]) -> Any:
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**job["shape"]))
     for param in model.parameters():
         param.data = param.data.to(_DTYPES[job["precision"]])
-    return model
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-class _Training:
+class Training:
     """Masters, optimizer, accumulation."""
 
-    def __init__(self, model: Any, job: dict[str, Any]) -> None:
+    def __init__(self, model: Any, job: dict[str, Any], setting: dict[str, Any]) -> None:
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = model
         self._params = [p for p in model.parameters() if p.requires_grad]
         self._is_low = job["precision"] != "fp32"
         self._masters = [p.detach().float() for p in self._params] if self._is_low else self._params
@@ -78,6 +52,9 @@ class _Training:
             weight_decay=settings.get("weight_decay", 0.0),
             fused=True,
         )
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self._model(input_ids=tokens, labels=tokens).loss
 
     def backward(self, loss: torch.Tensor) -> None:
         (loss / self._num_micro if self._num_micro > 1 else loss).backward()
@@ -98,3 +75,6 @@ class _Training:
             with torch.no_grad():
                 for master, param in zip(self._masters, self._params, strict=True):
                     param.copy_(master)
+
+    def close(self) -> None:
+        pass
