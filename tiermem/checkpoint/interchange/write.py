@@ -10,7 +10,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -231,9 +231,9 @@ def _write_folder(
 
 
 def _parameter(p: ForeignParameter) -> Parameter:
-    role = "buffer" if p.is_buffer else "parameter"
-    is_trainable = p.is_trainable and not p.is_buffer
-    return Parameter(p.name, p.aliases, role, p.shape, kinds.name_of(p.dtype), is_trainable, p.num_steps, p.group)
+    is_trainable, dtype = p.is_trainable and not p.is_buffer, kinds.name_of(p.dtype)
+    role: Literal["buffer", "parameter"] = "buffer" if p.is_buffer else "parameter"
+    return Parameter(p.name, p.aliases, role, p.shape, dtype, is_trainable, p.num_steps, p.group)
 
 
 def _stretches(foreign: Foreign) -> Iterator[Stretch]:
