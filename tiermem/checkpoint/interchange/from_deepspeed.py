@@ -23,7 +23,6 @@ import torch
 
 from tiermem.checkpoint.format.manifest import WEIGHT
 from tiermem.checkpoint.interchange.foreign import (
-    STATES,
     STEP,
     Foreign,
     ForeignParameter,
@@ -31,6 +30,7 @@ from tiermem.checkpoint.interchange.foreign import (
     LossScale,
     check_state,
     of_tensor,
+    states_in,
     steps_in,
     tie,
 )
@@ -152,11 +152,7 @@ class _Reader:
         if dtype != torch.float32:
             states[MASTER] = master
         kept = [optim.states.get(sub_group, {}) for optim in self._optims]
-        for state in kept[0]:
-            if state not in STATES:
-                if state != STEP:
-                    self._left_behind.add(f"state {state!r} of the optimizer")
-                continue
+        for state in states_in(kept[0], self._left_behind):
             moments = [rank.get(state) for rank in kept]
             for moment, flat in zip(moments, flats, strict=True):
                 check_state(f"{self._folder}: sub-group {sub_group}", state, moment, flat.numel())

@@ -43,7 +43,6 @@ from tiermem.swap.durable import NEW_SUFFIX
 from tiermem.swap.entry import Freeze
 from tiermem.swap.run_folder import RunFolder, RunName, is_of_one_host, run_folders
 from tiermem.zero.shards import Shards
-from tiermem.zero.topology import Topology
 
 # ---- the content of a commit or a copy -------------------------------------------------------------------------------
 
@@ -84,9 +83,12 @@ def write_part(
 
 
 def manifest_of(
-    content: Content, run_id: str, commit: int, topology: Topology, told: Sequence[Any], folder: Path
+    content: Content, run_id: str, commit: int, ranks: tuple[int, int], told: Sequence[Any], folder: Path
 ) -> Manifest:
-    """The manifest, for a file in `folder`, from the values of all ranks. Raises RuntimeError if a state is not whole."""
+    """The manifest, for a file in `folder`, from the values of all ranks. Raises RuntimeError if a state is not whole.
+
+    ranks: the number of all ranks, and of those that share one copy of a parameter.
+    """
     parts = tuple(
         PartFile(rank, written(Path(each["folder"]), folder), each["file"], each["bytes"], each["crc32c"])
         for rank, each in enumerate(told)
@@ -100,8 +102,8 @@ def manifest_of(
         commit=commit,
         tag=content.tag,
         step=content.step,
-        world=topology.world,
-        num_shards=topology.num_shards,
+        world=ranks[0],
+        num_shards=ranks[1],
         parts=parts,
         parameters=tuple(content.parameters),
         excluded=tuple(content.excluded),

@@ -286,16 +286,13 @@ def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValida
 
     Raises ValueError where arguments, or the size or dtype of a state, differ between ranks.
     """
-    drafts: list[_Draft] = []
 
-    def tell() -> Json:
-        drafts.append(make())
-        [draft] = drafts
+    def tell(draft: _Draft) -> Json:
         sums = [[each.param, each.state, [each.kind, each.numel], _sum(each)] for each in draft.own]
         return {"tag": draft.content.tag, "is_copy": draft.is_copy, "facts": draft.facts, "own": sums}
 
-    told = together(talk_over(shards.topology), WHAT, tell)
-    [draft], rank = drafts, shards.topology.rank
+    draft, told = together(talk_over(shards.topology), WHAT, make, tell)
+    rank = shards.topology.rank
     for other, each in enumerate(told):
         for name, value in told[0]["facts"].items():
             if each["facts"][name] != value:
