@@ -97,7 +97,10 @@ def record(kind: type[T]) -> type[T]:
 
 
 def read(kind: type[T], value: Json, source: str) -> T:
-    """A record from JSON. Raises ManifestError, also for a key that is none of its fields."""
+    """A record from JSON, or a value of another type that pydantic knows. Raises ManifestError (a ValueError).
+
+    A key that is none of a record's fields is an error.
+    """
     adapter: TypeAdapter[T] = _adapter(cast(Hashable, kind))
     try:
         return adapter.validate_python(value)
@@ -171,7 +174,7 @@ Records = Annotated[tuple[Annotated[T, BeforeValidator(_few_keys)], ...], FailFa
 
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(Annotated[kind, BeforeValidator(_few_keys)])
+    return TypeAdapter(Annotated[kind, BeforeValidator(_few_keys)] if dataclasses.is_dataclass(kind) else kind)
 
 
 def _said(detail: Any) -> str:
