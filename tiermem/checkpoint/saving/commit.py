@@ -138,11 +138,6 @@ class Commits:
         self.steps: list[Kept] = []  # all durable steps, oldest first; at most one has no tag (durability="step")
         self._opened: Path | None = None  # manifest of an earlier run's untagged step that this model was loaded from
 
-    @property
-    def newest(self) -> Kept | None:
-        """The newest durable step; None if there is none."""
-        return self.steps[-1] if self.steps else None
-
     def make(self, content: Content) -> None:
         """Makes the states durable as they are now. Collective; blocks. Errors: see the module."""
         self.number += 1

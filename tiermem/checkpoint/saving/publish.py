@@ -18,7 +18,6 @@ from tiermem.checkpoint.format.fields import Json, ManifestError, crc32c
 from tiermem.checkpoint.format.finding import (
     Found,
     Opened,
-    latest_path,
     pointer_path,
     read_latest,
     read_manifest,
@@ -28,6 +27,7 @@ from tiermem.checkpoint.format.finding import (
     written,
 )
 from tiermem.checkpoint.format.manifest import (
+    LATEST_FILE,
     POINTER_FILE,
     Manifest,
     Parameter,
@@ -173,7 +173,7 @@ def publish(content: Content, manifest: Manifest, path: Path, undo: contextlib.E
         said = Pointer(manifest.run_id, manifest.commit, where, path.name, len(data), crc32c(data))
         replace(pointer, said.dump(), undo)
     if content.save_latest:
-        replace(latest_path(content.save_dir), content.tag.encode(), undo)
+        replace(content.save_dir / LATEST_FILE, content.tag.encode(), undo)
 
 
 def replace(path: Path, data: bytes, undo: contextlib.ExitStack) -> None:

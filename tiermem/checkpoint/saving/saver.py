@@ -155,11 +155,6 @@ class Saver:
         self.wait()
 
     @property
-    def newest(self) -> Kept | None:
-        """The newest durable step in the store; None if there is none."""
-        return self.commits.newest
-
-    @property
     def _has_free_slot(self) -> bool:
         """Whether optimizer steps have a slot to write to while a copy holds one."""
         return len(self.commits.steps) + 2 <= self._shards.policy.num_slots
