@@ -148,7 +148,9 @@ class Segment:
         except FileNotFoundError:
             is_found = False
         if not is_found:
-            what = "somebody removed or replaced this file while the run uses it: what is saved in it could not be found again"
+            what = (
+                "this file was removed or replaced while the run uses it, so that its states could not be found again"
+            )
             raise FileNotFoundError(errno.ENOENT, f"{what}. Save a copy elsewhere", str(self.file))
 
     def close(self, keep: bool) -> None:

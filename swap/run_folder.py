@@ -77,76 +77,6 @@ UNKNOWN = Owner(0, "", "")
 """The owner of an unreadable lock file: its process was killed, or the machine stopped, while it wrote the file."""
 
 
-class RunLock:
-    """A folder's lock, held by this process until `remove`. `lock_new` and `take_over` make it."""
-
-    def __init__(self, folder: Path, fd: int, folder_fd: int = -1) -> None:
-        self.folder = folder
-        self._fd = fd
-        self._folder_fd = folder_fd  # of a folder that was taken over: its flock keeps others from sharing it
-        self._pid = os.getpid()
-        _watch_forks()
-        _held.add(self)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether this process holds the lock; False in a forked child."""
-        return self._fd >= 0 and os.getpid() == self._pid
-
-    def remove(self) -> None:
-        """Removes the lock file and then unlocks, also after an OSError. Does nothing in a second call or a forked child."""
-        if not self.is_held:
-            return
-        try:
-            durable.remove(self.folder / LOCK, syncs=False)
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        fds, self._fd, self._folder_fd = (self._fd, self._folder_fd), -1, -1
-        for fd in fds:
-            if fd >= 0:
-                os.close(fd)
-
-
-def lock_new(folder: Path) -> RunLock:
-    """Locks a folder that this process has just made. Raises OSError; then no lock file is left."""
-    fd = -1
-    try:
-        fd = _write_held(folder)
-        durable.rename(folder / _NEW_LOCK, folder / LOCK)
-        return RunLock(folder, fd)
-    except BaseException:
-        if fd >= 0:
-            os.close(fd)
-        (folder / _NEW_LOCK).unlink(missing_ok=True)
-        raise
-
-
-def take_over(folder: Path) -> RunLock:
-    """Locks the folder of a run that was closed or killed; a warning names a killed owner.
-
-    Raises OSError: EBUSY when the run lives, or may live on another host, or a process reads the folder.
-    """
-    while True:
-        old = durable.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
-        try:
-            _hold(old, folder)
-            if not _is_lock_of(folder, old):  # another process took it over and has ended since: try again
-                continue
-            was_kept = not os.fstat(old).st_size  # empty: there was none, or its run was killed before it wrote it
-            try:
-                if not was_kept:
-                    _check_host(folder, owner_of(folder) or UNKNOWN)
-                return _take_over(folder, None if was_kept else owner_of(folder))
-            except BaseException:
-                if was_kept:
-                    (folder / LOCK).unlink(missing_ok=True)
-                raise
-        finally:
-            os.close(old)
-
-
 @contextlib.contextmanager
 def share(folder: Path, run_id: str | None = None) -> Iterator[None]:
     """Prevents takeover and removal of a folder while the block reads it. Never writes there.
@@ -212,8 +142,11 @@ def this_process() -> Owner:
     return Owner(os.getpid(), socket.gethostname(), _started(os.getpid()))
 
 
-def _write_held(folder: Path) -> int:
-    """Writes lock.new, which names this process, and holds it. Only the maker or the lock's holder may call this."""
+def _lock(folder: Path) -> int:
+    """Puts a lock file that this process holds in place of any other one; returns its descriptor.
+
+    Only the maker of the folder or the holder of its lock file may call this. Raises OSError; then the lock file is as it was.
+    """
     new = folder / _NEW_LOCK
     new.unlink(missing_ok=True)  # left by a process that was killed at this point
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -221,6 +154,7 @@ def _write_held(folder: Path) -> int:
         with durable.named(new):
             fcntl.flock(fd, fcntl.LOCK_EX)  # at most `is_live` of another process holds it, for a moment
             durable.write_all(fd, json.dumps(this_process()._asdict()).encode(), new)
+        durable.rename(new, folder / LOCK)
     except BaseException:
         os.close(fd)
         new.unlink(missing_ok=True)
@@ -228,22 +162,35 @@ def _write_held(folder: Path) -> int:
     return fd
 
 
-def _take_over(folder: Path, owner: Owner | None) -> RunLock:
-    """Replaces a lock file that this process holds by its own. owner: the killed owner, for the warning."""
-    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    fd = -1
-    try:
-        _flock_folder(folder_fd, folder, fcntl.LOCK_EX)
-        fd = _write_held(folder)
-        durable.rename(folder / _NEW_LOCK, folder / LOCK)
-    except BaseException:
-        for opened in (fd, folder_fd):
-            if opened >= 0:
-                os.close(opened)
-        raise
-    if owner is not None:
-        logger.warning("%s was left by %s, which has ended: its lock is taken over", folder, owner)
-    return RunLock(folder, fd, folder_fd)
+def _take_over(folder: Path) -> tuple[int, int]:
+    """Locks the folder of a run that was closed or killed; a warning names a killed owner.
+
+    Returns the descriptors of the lock file and of the folder. Raises OSError: EBUSY when the run lives, or may live on
+    another host, or a process reads the folder.
+    """
+    while True:
+        old = durable.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            _hold(old, folder)
+            if not _is_lock_of(folder, old):  # another process took it over and has ended since: try again
+                continue
+            owner = None  # of an empty file: there was none, or its run was killed before it wrote it
+            with contextlib.ExitStack() as undo:
+                if os.fstat(old).st_size:
+                    owner = owner_of(folder) or UNKNOWN
+                    _check_host(folder, owner)
+                else:
+                    undo.callback((folder / LOCK).unlink, missing_ok=True)
+                folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                undo.callback(os.close, folder_fd)
+                _flock_folder(folder_fd, folder, fcntl.LOCK_EX)
+                fd = _lock(folder)
+                undo.pop_all()
+            if owner is not None:
+                logger.warning("%s was left by %s, which has ended: its lock is taken over", folder, owner)
+            return fd, folder_fd
+        finally:
+            os.close(old)
 
 
 def _hold(fd: int, folder: Path) -> None:
@@ -270,9 +217,7 @@ def _flock_folder(fd: int, folder: Path, kind: int) -> None:
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        doing = (
-            "somebody reads it" if kind == fcntl.LOCK_EX else "somebody has taken it over, to resume or to remove it"
-        )
+        doing = "another process reads it" if kind == fcntl.LOCK_EX else "another process has taken it over"
         raise OSError(errno.EBUSY, f"{doing}: wait for its end", str(folder)) from None
     except OSError as error:
         if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
@@ -284,8 +229,8 @@ def _check_host(folder: Path, owner: Owner) -> None:
     if owner != UNKNOWN and owner.host != here and not is_of_one_host(folder):
         raise OSError(
             errno.EBUSY,
-            f"it belongs to {owner}, and from {here} nobody can see whether that lives: this is {kind}, which several machines "
-            f"may share. Open it on {owner.host}; or, when that process has ended for certain, remove the file {LOCK}",
+            f"it belongs to {owner}, and it cannot be seen from {here} whether that lives: this is {kind}, which several "
+            f"machines may share. Open it on {owner.host}; or, when that process has ended for certain, remove the file {LOCK}",
             str(folder),
         )
 
@@ -322,7 +267,7 @@ def _started(pid: int) -> str:
     return ""
 
 
-_held: weakref.WeakSet[RunLock] = weakref.WeakSet()  # the locks whose descriptors a forked child must close
+_held: weakref.WeakSet[RunFolder] = weakref.WeakSet()  # the folders whose descriptors a forked child must close
 
 
 @functools.cache
@@ -331,8 +276,8 @@ def _watch_forks() -> None:
 
 
 def _close_copies() -> None:
-    for lock in tuple(_held):
-        lock._close()
+    for folder in tuple(_held):
+        folder._unlock()
 
 
 FOLDER_PREFIX = "tiermem-"
@@ -377,10 +322,14 @@ class RunName(NamedTuple):
 class RunFolder:
     """A folder whose lock this process holds: a new one (`new`), or one that an earlier run left (`claim`)."""
 
-    def __init__(self, folder: Path, lock: RunLock) -> None:
+    def __init__(self, folder: Path, fd: int, folder_fd: int = -1) -> None:
         self.folder = folder
-        self._lock = lock
+        self._fd = fd  # of the lock file
+        self._folder_fd = folder_fd  # of a folder that was taken over: its flock keeps others from sharing it
+        self._pid = os.getpid()
         self._made: list[str] = []  # files that this object made
+        _watch_forks()
+        _held.add(self)
 
     @classmethod
     def new(cls, path: Path, run: RunName) -> RunFolder:
@@ -389,7 +338,7 @@ class RunFolder:
         with durable.step("folder", folder):
             folder.mkdir()
         try:
-            return cls(folder, lock_new(folder))
+            return cls(folder, _lock(folder))
         except BaseException:
             folder.rmdir()
             raise
@@ -403,7 +352,7 @@ class RunFolder:
         is_left = any((folder / name).exists() for name in (LOCK, SEGMENT)) or is_stillborn(folder)
         if RunName.of(folder) is None or not is_left:
             raise FileNotFoundError(errno.ENOENT, "this is no folder that a run has left", str(folder))
-        return cls(folder, take_over(folder))
+        return cls(folder, *_take_over(folder))
 
     def make(self, name: str, flags: int) -> int:
         """Makes a new file, open for reading and writing with `flags`. Returns its descriptor, which the caller closes.
@@ -420,18 +369,22 @@ class RunFolder:
         Never raises OSError: a warning names files that cannot be removed and files that were missing already. Does nothing
         in a forked child.
         """
-        if not self._lock.is_held:
+        if self._fd < 0 or os.getpid() != self._pid:
             return
         if not keep:
             _remove_made(self.folder, self._made)
         try:
-            self._lock.remove()
-        except FileNotFoundError:
-            logger.warning("%s had been removed by somebody else while the run used it", self.folder / LOCK)
-        except OSError as error:
-            logger.warning("%s is left: %s", self.folder / LOCK, error.strerror)
+            _remove_file(self.folder / LOCK, syncs=False)
+        finally:
+            self._unlock()
         if not keep:
             _remove_folder(self.folder)
+
+    def _unlock(self) -> None:
+        fds, self._fd, self._folder_fd = (self._fd, self._folder_fd), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
 
 
 def remove_dead_runs(path: Path, pid: int) -> list[str]:
@@ -491,12 +444,17 @@ def _remove_made(folder: Path, expected: list[str]) -> None:
     except FileNotFoundError:
         names = []
     for name in sorted({*names, *expected}, key=lambda name: (not _MANIFEST.fullmatch(name), name)):
-        try:
-            durable.remove(folder / name, syncs=_MANIFEST.fullmatch(name) is not None)
-        except FileNotFoundError:
-            logger.warning("%s had been removed by somebody else while the run used it", folder / name)
-        except OSError as error:
-            logger.warning("%s is left: %s", folder / name, error.strerror)
+        _remove_file(folder / name, syncs=_MANIFEST.fullmatch(name) is not None)
+
+
+def _remove_file(file: Path, syncs: bool) -> None:
+    """Removes a file of a run; a warning says why it cannot."""
+    try:
+        durable.remove(file, syncs)
+    except FileNotFoundError:
+        logger.warning("%s had been removed while the run used it", file)
+    except OSError as error:
+        logger.warning("%s is left: %s", file, error.strerror)
 
 
 def _remove_folder(folder: Path) -> None:

@@ -21,6 +21,7 @@ Each call reads and writes the bytes of that parameter only. The vectorised form
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -81,8 +82,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     `Shards.weight(param)` returns a frozen parameter's value. Raises ValueError when the parameter is not sharded, OSError
     when a transfer fails.
     """
-    place = _find(param)
-    return _assemble(place, _fp32_part(place)) if param.requires_grad else None
+    return _whole(_find(param), _fp32_part)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -91,9 +91,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     Returns None for a frozen parameter, and for a parameter without gradient while others have one. Raises RuntimeError when
     no reduced gradient exists (before backward, after the step), ValueError when the parameter is not sharded.
     """
-    place = _find(param)
-    mine = _gradient_part(place)
-    return None if mine is None else _assemble(place, mine)
+    return _whole(_find(param), _gradient_part)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -101,9 +99,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
     Raises ValueError, with the names of all states, for an unknown state; RuntimeError when there is no optimizer yet.
     """
-    place = _find(param)
-    mine = _state_part(place, optim_state_key)
-    return None if mine is None else _assemble(place, mine)
+    return _whole(_find(param), functools.partial(_state_part, key=optim_state_key))
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -121,9 +117,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     value: in the parameter's shape, equal on every rank, with the loss scale, as `safe_get_full_grad` returns it. Raises
     RuntimeError as that does, ValueError for another shape and for a frozen parameter.
     """
-    place = _find(param)
-    _check_phase(place)
-    put_gradient(place.shards, place.live, place.shard, _whole_part(place, value))
+    _put_gradient(_find(param), _whole_part, value)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -141,22 +135,17 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Returns this rank's part of `safe_get_full_fp32_param`. Blocks. Raises RuntimeError in stage 0, which has no parts."""
-    place = _find_part(param)
-    return _padded(place, _fp32_part(place)) if param.requires_grad else None
+    return _padded(_find_part(param), _fp32_part)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Returns this rank's part of `safe_get_full_grad`. Blocks. Raises as that does, and RuntimeError in stage 0."""
-    place = _find_part(param)
-    mine = _gradient_part(place)
-    return None if mine is None else _padded(place, mine)
+    return _padded(_find_part(param), _gradient_part)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Returns this rank's part of `safe_get_full_optimizer_state`. Blocks. Raises as that does, and RuntimeError in stage 0."""
-    place = _find_part(param)
-    mine = _state_part(place, optim_state_key)
-    return None if mine is None else _padded(place, mine)
+    return _padded(_find_part(param), functools.partial(_state_part, key=optim_state_key))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -170,9 +159,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Sets this rank's part of the gradient that the next step uses. Blocks; raises as `safe_set_full_grad`."""
-    place = _find_part(param)
-    _check_phase(place)
-    put_gradient(place.shards, place.live, place.shard, _local_part(place, value))
+    _put_gradient(_find_part(param), _local_part, value)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -193,9 +180,9 @@ def safe_update_full_grad_vectorized(
     once. Collective; blocks. Raises as `safe_set_full_grad`.
     """
     for place in _in_order(param_list):
-        mine = _gradient_part(place)
-        if mine is not None:
-            value = update_func(_assemble(place, mine), place.shard.param)
+        gradient = _whole(place, _gradient_part)
+        if gradient is not None:
+            value = update_func(gradient, place.shard.param)
             put_gradient(place.shards, place.live, place.shard, _whole_part(place, value))
 
 
@@ -262,7 +249,9 @@ def _in_order(params: Iterable[nn.Parameter]) -> list[_Place]:
 # ---- fp32 values and states ------------------------------------------------------------------------------------------
 
 
-def _fp32_part(place: _Place) -> torch.Tensor:
+def _fp32_part(place: _Place) -> torch.Tensor | None:
+    if not place.shard.param.requires_grad:
+        return None
     tiles = tiles_of(place.shards)
     if tiles is not None and place.live.unit.is_trainable:
         return tiles.state(place.shard, MASTER)
@@ -306,6 +295,11 @@ def _gradient_part(place: _Place) -> torch.Tensor | None:
     return place.shards.local_gradient(place.shard.param)
 
 
+def _put_gradient(place: _Place, part_of: Callable[[_Place, torch.Tensor], torch.Tensor], value: torch.Tensor) -> None:
+    _check_phase(place)
+    put_gradient(place.shards, place.live, place.shard, part_of(place, value))
+
+
 def _check_phase(place: _Place) -> None:
     """Raises RuntimeError unless reduced gradients exist now; ValueError for a frozen parameter."""
     shards, shard = place.shards, place.shard
@@ -331,8 +325,13 @@ def _has_gradient(shard: Shard) -> bool:
 # ---- parts of ranks --------------------------------------------------------------------------------------------------
 
 
-def _assemble(place: _Place, mine: torch.Tensor) -> torch.Tensor:
-    return place.shards.values.assemble(place.shard, mine).view(place.shard.shape)
+_Part = Callable[[_Place], torch.Tensor | None]
+"""Reads this rank's part of a value, flat and without padding; None if there is none."""
+
+
+def _whole(place: _Place, part: _Part) -> torch.Tensor | None:
+    mine = part(place)
+    return None if mine is None else place.shards.values.assemble(place.shard, mine).view(place.shard.shape)
 
 
 def _whole_part(place: _Place, value: torch.Tensor) -> torch.Tensor:
@@ -354,5 +353,6 @@ def _local_part(place: _Place, value: torch.Tensor) -> torch.Tensor:
     return value.detach()[: place.shards.values.num_mine(place.shard)].to("cpu", torch.float32)
 
 
-def _padded(place: _Place, mine: torch.Tensor) -> torch.Tensor:
-    return nn.functional.pad(mine, (0, place.shard.shard_numel - mine.numel()))
+def _padded(place: _Place, part: _Part) -> torch.Tensor | None:
+    mine = part(place)
+    return None if mine is None else nn.functional.pad(mine, (0, place.shard.shard_numel - mine.numel()))

@@ -324,7 +324,7 @@ def test_the_store_of_another_live_process_is_refused(saved: tiermem.Engine, tmp
         assert holder.stdout is not None
         assert holder.stdin is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(OSError, match=r"somebody has taken it over, to resume or to remove it.*tag='old'"):
+        with pytest.raises(OSError, match=r"another process has taken it over.*tag='old'"):
             other.load_checkpoint(tmp_path / "ck")
         other.load_checkpoint(tmp_path / "ck", "old")
         holder.stdin.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import random
 from collections.abc import Sequence
@@ -119,7 +120,7 @@ def test_pieces_and_checksums_are_those_of_the_bytes(seed: int, tmp_path: Path) 
         assert resting.sums(known, read_entry, workers) == sums
         assert len(read) - num_read < num_read or not known.of("entry1")  # what had a place in a table is known since
     for (param, state, kind), data in made.bytes.items():
-        [own] = [each for each in rows.states() if each[:3] == (param, state, kind)]
+        [own] = [each for each in rows.states() if (each.param, each.state, each.kind) == (param, state, kind)]
         assert crc32c([data]) == whole(own.pieces, kind, freeze.files())
         assert len(sums[param, state]) == 1
         assert checksums(sums[param, state], state) == tuple(crc32c([part.clone() for part in data.split(MIB)]))
@@ -130,7 +131,7 @@ def test_pieces_and_checksums_are_those_of_the_bytes(seed: int, tmp_path: Path) 
         copy[place : place + num_bytes] = freeze.files()[file].read_bytes()[offset : offset + num_bytes]
     (tmp_path / "copy").write_bytes(copy)
     for own in moved.states():
-        data = made.bytes[own[:3]]
+        data = made.bytes[own.param, own.state, own.kind]
         assert crc32c([data]) == whole(own.pieces, own.kind, [tmp_path / "copy"])
 
 
@@ -147,7 +148,7 @@ def test_nothing_rests_on_nvme(tmp_path: Path) -> None:
 def test_keys_of_several_rows_become_one() -> None:
     a = rows_of([("w", "m", "fp32"), ("v", "m", "fp32")], [(1, 0, 5, 0, 64, 20), (0, 3, 3, 0, 0, 12)])
     b = rows_of([("v", "m", "fp32"), ("w", "m", "fp32")], [(1, 0, 3, 1, 0, 12)])
-    assert [tuple(each) for each in joined_rows([a, b]).states()] == [
+    assert [dataclasses.astuple(each) for each in joined_rows([a, b]).states()] == [
         ("w", "m", "fp32", [[0, 3, 1, 0], [3, 3, 0, 0]]),
         ("v", "m", "fp32", [[0, 5, 0, 64]]),
     ]

@@ -378,7 +378,7 @@ def test_segment_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOLCK, "no locks here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "lock_new", fail)
+        patch.setattr(run_folder, "_lock", fail)
         with pytest.raises(OSError, match="no locks here"):
             Files([tmp_path])
     assert list(tmp_path.iterdir()) == []

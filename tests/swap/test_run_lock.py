@@ -221,7 +221,7 @@ def test_of_processes_that_race_for_one_folder_one_wins(dead: Path, is_kept: boo
 
 def test_readers_share_a_folder_and_nobody_takes_it_from_them(dead: Path) -> None:
     with share(dead), share(dead):
-        with pytest.raises(OSError, match="somebody reads it") as refusal:
+        with pytest.raises(OSError, match="another process reads it") as refusal:
             RunFolder.claim(dead)
         assert refusal.value.errno == errno.EBUSY
     claimed = RunFolder.claim(dead)
@@ -280,7 +280,7 @@ def test_folder_deleted_under_a_claim_does_no_harm(dead: Path, caplog: pytest.Lo
         file.unlink()
     dead.rmdir()
     claimed.close(keep=False)
-    assert "removed by somebody else" in caplog.text
+    assert "removed while the run used it" in caplog.text
 
 
 # ---- removal -------------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def test_folder_deleted_under_a_store_does_no_harm(
     with caplog.at_level(logging.WARNING, "tiermem"):
         store.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"{folder / name} had been removed by somebody else while the run used it" for name in ("segment.bin", "lock")
+        f"{folder / name} had been removed while the run used it" for name in ("segment.bin", "lock")
     ]
     assert list(tmp_path.iterdir()) == []
 
@@ -76,7 +76,7 @@ def test_lock_removed_by_somebody_is_a_warning(
     with caplog.at_level(logging.WARNING, "tiermem"):
         store.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"{folder / 'lock'} had been removed by somebody else while the run used it"
+        f"{folder / 'lock'} had been removed while the run used it"
     ]
     assert list(tmp_path.iterdir()) == []
 

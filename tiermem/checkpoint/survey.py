@@ -8,7 +8,7 @@ import errno
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from tiermem.checkpoint.format.fields import ManifestError
 from tiermem.checkpoint.format.finding import (
@@ -38,9 +38,11 @@ Ranges = Sequence[tuple[int, int]]
 """(start, stop) of byte ranges, sorted; no two ranges touch."""
 
 
-class Space(NamedTuple):
-    """Bytes on the disk, by use. The sum equals the blocks that stat reports for the files.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Space:
+    """Bytes on the disk, by use.
 
+    file      the blocks that stat reports for the files: the sum of the next five
     durable   blocks of 4096 bytes that a durable step names
     live      of a run that is live or may be: other blocks that were written. Its steps write to these slots. Only its process
               knows which of them are free for the next step
@@ -51,20 +53,18 @@ class Space(NamedTuple):
     On a file system that compresses, `durable` may be less than the blocks that steps name.
     """
 
+    file_bytes: int = 0
     durable_bytes: int = 0
     live_bytes: int = 0
     free_bytes: int = 0
     unclear_bytes: int = 0
     record_bytes: int = 0
 
-    @property
-    def total_bytes(self) -> int:
-        """The bytes that stat reports."""
-        return sum(self)
 
-    def plus(self, other: Space) -> Space:
-        """The sum of both."""
-        return Space(*(a + b for a, b in zip(self, other, strict=True)))
+def total_of(spaces: Collection[Space]) -> Space:
+    """The sums over several spaces."""
+    names = [field.name for field in dataclasses.fields(Space)]
+    return Space(**{name: sum(getattr(each, name) for each in spaces) for name in names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +119,11 @@ def space_of(files: Iterable[Path], named: Named, goes_on: bool, is_clear: bool)
 
     goes_on: whether the run is live, or may be. is_clear: whether every step of the run has been read.
     """
-    total = Space()
+    found = []
     for file in files:
         with contextlib.suppress(FileNotFoundError):
-            total = total.plus(_of_file(file, named, goes_on, is_clear))
-    return total
+            found.append(_of_file(file, named, goes_on, is_clear))
+    return total_of(found)
 
 
 def blocks(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -146,7 +146,7 @@ def length(ranges: Ranges) -> int:
 def _of_file(file: Path, named: Named, goes_on: bool, is_clear: bool) -> Space:
     taken = file.stat().st_blocks * 512
     if not holds_states(file.name):
-        return Space(record_bytes=taken)
+        return Space(file_bytes=taken, record_bytes=taken)
     frozen = named.blocks_of(file)
     durable_bytes = min(length(frozen), taken)
     live_bytes = 0
@@ -154,7 +154,8 @@ def _of_file(file: Path, named: Named, goes_on: bool, is_clear: bool) -> Space:
         written = blocks(_data_of(file))
         live_bytes = min(length(blocks([*frozen, *written])) - length(frozen), taken - durable_bytes)
     rest = taken - durable_bytes - live_bytes
-    return Space(durable_bytes, live_bytes, rest if is_clear else 0, 0 if is_clear else rest)
+    unnamed = {"free_bytes" if is_clear else "unclear_bytes": rest}
+    return Space(file_bytes=taken, durable_bytes=durable_bytes, live_bytes=live_bytes, **unnamed)
 
 
 def _data_of(file: Path) -> Iterator[tuple[int, int]]:
@@ -187,43 +188,26 @@ differs. removed: a removal was cut short after the manifest and before the poin
 this process lacks memory, threads, descriptors or a permission to read it; `why` says which."""
 
 _OF_THE_FILES = frozenset(
-    {
-        errno.ENOENT,
-        errno.ENOTDIR,
-        errno.EISDIR,
-        errno.ELOOP,
-        errno.EINVAL,
-        errno.ENXIO,
-        errno.ENAMETOOLONG,
-        errno.ENODATA,
-        errno.EIO,
-        errno.EBADMSG,
-        errno.EUCLEAN,
-        errno.EREMOTEIO,
-        errno.ESTALE,
-    }
-)
+    (
+        errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.ENAMETOOLONG,
+        errno.ENODATA, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO, errno.ESTALE,
+    )
+)  # fmt: skip
 """Errors of the files or their disk. Other errors concern this process and its limits."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes just verified."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RunReport:
-    """The folder of one rank of a run on one path."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunReport(Space):
+    """The folder of one rank of a run on one path, and the disk space of its files."""
 
     folder: Path
     run_id: str
     rank: int | None
     state: RunState
     owner: str  # from its lock; empty without one
-    file_bytes: int  # disk space of its files: the sum of the next five
-    durable_bytes: int  # these five: see Space
-    live_bytes: int
-    free_bytes: int
-    unclear_bytes: int
-    record_bytes: int
     unknown: tuple[str, ...]  # files that no run makes
 
 
@@ -256,17 +240,11 @@ class StepReport:
         return sum(place.own_bytes for place in self.places)
 
 
-@dataclasses.dataclass(frozen=True)
-class PathReport:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PathReport(Space):
     """Disk space of the folders of all runs on one path."""
 
     path: Path
-    file_bytes: int
-    durable_bytes: int
-    live_bytes: int
-    free_bytes: int
-    unclear_bytes: int
-    record_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -465,19 +443,17 @@ def _run(folder: Path, named: Named, unread: Collection[str | None]) -> RunRepor
         rank=name.rank,
         state=state,
         owner="" if owner is None else str(owner),
-        file_bytes=space.total_bytes,
-        **space._asdict(),
+        **vars(space),
         unknown=tuple(sorted(each.name for each in folder.iterdir() if not (each.is_file() and is_made(each.name)))),
     )
 
 
 def _paths(runs: Iterable[RunReport]) -> tuple[PathReport, ...]:
     """The sums over runs, by path."""
-    found: dict[Path, Space] = {}
+    found: dict[Path, list[RunReport]] = {}
     for run in runs:
-        own = Space(*(getattr(run, field) for field in Space._fields))
-        found[run.folder.parent] = found.get(run.folder.parent, Space()).plus(own)
-    return tuple(PathReport(path, space.total_bytes, *space) for path, space in sorted(found.items()))
+        found.setdefault(run.folder.parent, []).append(run)
+    return tuple(PathReport(path=path, **vars(total_of(own))) for path, own in sorted(found.items()))
 
 
 def _state(folder: Path) -> RunState:

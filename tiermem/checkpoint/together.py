@@ -38,23 +38,24 @@ def talk_over(topology: Topology) -> Talk:
 
 
 def together(
-    talk: Talk, what: str, stage: Callable[[], Any], unheard: Callable[[bool], None] | None = None
-) -> list[Any]:
-    """Runs a stage and returns the stage's values of all ranks, JSON values in the order of ranks. Collective; blocks.
+    talk: Talk,
+    what: str,
+    stage: Callable[[], T],
+    tell: Callable[[T], Any] = lambda own: own,
+    unheard: Callable[[bool], None] | None = None,
+) -> tuple[T, list[Any]]:
+    """Runs a stage; returns its result here, and what all ranks tell of theirs, in the order of ranks. Collective; blocks.
 
+    tell: makes a JSON value from the stage's result, for the other ranks.
     unheard: called when the exchange itself fails because another rank is lost. Its argument says whether this rank's own
         stage succeeded. The effect of the stage on other ranks is then unknown: a rank takes its work back only if it knows
         that no other rank relies on it.
 
     Raises this rank's own error unchanged. Where only other ranks failed, raises OSError or RuntimeError that names them.
     """
-    value, own = None, None
+    done, told, own = _attempt(stage, tell)
     try:
-        value = stage()
-    except Exception as error:  # raised below, after the other ranks know of it
-        own = error
-    try:
-        values, failed = _heard(talk, value, own)
+        values, failed = _heard(talk, told, own)
     except BaseException:
         if unheard is not None:
             unheard(own is None)
@@ -64,7 +65,7 @@ def together(
     if failed:
         text, number = _told_of(what, failed), failed[0].errno
         raise RuntimeError(text) if number is None else OSError(number, text)
-    return values
+    return done[0], values
 
 
 def everywhere(topology: Topology, what: str, act: Callable[[], T]) -> T:
@@ -73,13 +74,8 @@ def everywhere(topology: Topology, what: str, act: Callable[[], T]) -> T:
     If every failed rank found damage, a failed rank raises its own error and the other ranks raise DamageElsewhere. If a
     rank failed for another reason, it raises its own error; ranks that succeeded or found damage raise RuntimeError.
     """
-    done: list[T] = []
-    own: Exception | None = None
-    try:
-        done.append(act())
-    except Exception as error:  # raised below, after the other ranks know of it
-        own = error
-    _, failed = _heard(talk_over(topology), None, own)
+    done, told, own = _attempt(act, lambda _: None)
+    _, failed = _heard(talk_over(topology), told, own)
     if not failed:
         return done[0]
     is_all_damage = all(each.is_damage for each in failed)
@@ -88,6 +84,15 @@ def everywhere(topology: Topology, what: str, act: Callable[[], T]) -> T:
     if is_all_damage:
         raise DamageElsewhere(errno.EIO, _told_of(what, failed))
     raise RuntimeError(_told_of(what, failed)) from own
+
+
+def _attempt(stage: Callable[[], T], tell: Callable[[T], Any]) -> tuple[list[T], Any, Exception | None]:
+    """The stage's result, if it has one, its value for other ranks, and its error, which is raised after they know of it."""
+    try:
+        done = stage()
+        return [done], tell(done), None
+    except Exception as error:
+        return [], None, error
 
 
 class _Failed(NamedTuple):

@@ -7,22 +7,19 @@ be converted with `tiermem import` first.
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
+from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.interchange.export import Weight, export_weights, weights_of
 from tiermem.checkpoint.opening.source import Source
+from tiermem.config.base import Bytes, DtypeName
 
 PathLike = str | os.PathLike[str]
-_UNITS = (
-    {"": 1, "B": 1}
-    | {f"{u}B": 1000**i for i, u in enumerate("KMGT", 1)}
-    | {f"{u}iB": 1024**i for i, u in enumerate("KMGT", 1)}
-)
 
 
 class LazyTensor:
@@ -98,23 +95,18 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
-_DTYPES = {
-    "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
-}  # fmt: skip
-
-
 def dtype_of(given: torch.dtype | str) -> torch.dtype:
     """The dtype of a name. Raises ValueError that lists the allowed names."""
-    found = _DTYPES.get(given.removeprefix("torch.").lower()) if isinstance(given, str) else given
-    if found not in _DTYPES.values():
-        raise ValueError(f"the dtype is {given!r}; allowed are {', '.join(_DTYPES)}")
-    assert found is not None
-    return found
+    return kinds.dtype_of(_valid(DtypeName, given, f"the dtype is {given!r}; allowed are fp32, bf16 and fp16"))
 
 
 def _bytes(size: str | int) -> int:
-    match = re.fullmatch(r"\s*(\d+)\s*([KMGT]?i?B?)\s*", str(size))
-    if match is None or match[2] not in _UNITS:
-        raise ValueError(f"max_shard_size is {size!r}; write bytes, or for example 5GB or 500MiB")
-    return int(match[1]) * int(_UNITS[match[2]])
+    return int(_valid(Bytes, size, f"max_shard_size is {size!r}; write bytes, or for example 5GB or 500MiB"))
+
+
+def _valid(kind: Any, value: Any, otherwise: str) -> Any:
+    """A value as a config takes it. Raises ValueError."""
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError:
+        raise ValueError(otherwise) from None

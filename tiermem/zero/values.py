@@ -96,13 +96,16 @@ class Values:
         assert self._bounce is not None
         self._bounce.write(entry, offset, data)
 
-    def put_initial_master(self, unit: Unit, part: Shard, values: torch.Tensor) -> None:
-        """Stores a parameter's fp32 values until its first step. Blocks; raises OSError."""
-        entry = initial_master(unit)
+    def put_initial_master(self, unit: Unit, part: Shard, values: torch.Tensor, start: int = 0) -> None:
+        """Stores fp32 values until a parameter's first step, from element `start` of this rank's part on. Blocks.
+
+        Raises OSError.
+        """
+        entry, first = initial_master(unit), part.shard_offset + start
         if self.store.home_of(entry) is Tier.HOST:
-            self.store.view(entry)[part.shard_offset : part.shard_offset + values.numel()].copy_(values)
+            self.store.view(entry)[first : first + values.numel()].copy_(values)
         else:
-            self.write_part(entry, part.shard_offset * 4, values.float().contiguous().view(torch.uint8))
+            self.write_part(entry, first * 4, values.float().contiguous().view(torch.uint8))
 
     # ---- by parameter, over ranks ---------------------------------------------------------------------------------------
 

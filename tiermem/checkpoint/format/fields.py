@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import base64
-import binascii
+import dataclasses
 import functools
 import json
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn, TypeVar, get_type_hints
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import numpy as np
+import pydantic
 import torch
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, PlainSerializer, TypeAdapter
+from typing_extensions import dataclass_transform
 
 from tiermem.checkpoint.format.kinds import DTYPES, dtype_of, name_of
 from tiermem.swap.native import crc32c_of
@@ -30,12 +33,12 @@ def crc32c(data: bytes | memoryview) -> int:
 # ---- strict readers of JSON files ------------------------------------------------------------------------------------
 #
 #     text(data, source)    bytes -> one JSON object: UTF-8, no NaN, no key twice
-#     Fields(...)           the keys of an object; each is read once, and an unread key is an error
-#     Rule                  how the value of a field is checked, read and written
-#     read, write           a record whose annotations hold the rules: `num_bytes: Annotated[int, whole(), "bytes"]`
+#     Whole, Name, ...      the types of fields, for pydantic: `num_bytes: Annotated[Whole, Field(alias="bytes")]`
+#     record                a class of such fields; `read` and `write` convert it; an unknown key is an error
 #
 # Files may be hostile. Every error is a ManifestError that names the file and the field. Nothing in a file is executed.
-# Time is linear in a file's bytes. The result takes at most 26 bytes of memory for each byte of the file, usually 5.
+# Time is linear in a file's bytes. The result takes at most 26 bytes of memory for each byte of the file, usually 5: lists
+# stop at their first error (FailFast), and an object with more keys than fields is refused before its fields are read.
 
 T = TypeVar("T")
 
@@ -66,7 +69,7 @@ def unseal(data: bytes, source: str) -> dict[str, Any]:
     match = _TRAILER.search(data, max(0, len(data) - _TRAILER_BYTES))
     if match is None:
         raise ManifestError(
-            f"{source}: its {len(data)} bytes do not end as a checkpoint's file does: cut, or no such file"
+            f"{source}: its {len(data)} bytes do not end as a checkpoint's file does: it was cut, or is another file"
         )
     said, found = int(match[1], 16), crc32c(memoryview(data)[: match.start()])
     if found != said:
@@ -79,7 +82,7 @@ def unseal(data: bytes, source: str) -> dict[str, Any]:
 def text(data: bytes, source: str) -> dict[str, Any]:
     """The JSON object of a file. Raises ManifestError."""
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_once, parse_float=_finite, parse_constant=_refuse)
+        value = json.loads(data.decode(), object_pairs_hook=once, parse_float=_finite, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{source}: is not JSON that a checkpoint holds: {error}") from None
     if not isinstance(value, dict):
@@ -87,145 +90,114 @@ def text(data: bytes, source: str) -> dict[str, Any]:
     return value
 
 
-class Fields:
-    """The keys of one JSON object. Raises ManifestError if the value is not an object.
+@dataclass_transform(frozen_default=True)
+def record(kind: type[T]) -> type[T]:
+    """Makes a class of fields a frozen dataclass for `read` and `write`; its JSON has no other keys."""
+    return pydantic.with_config(extra="forbid")(dataclasses.dataclass(frozen=True)(kind))
 
-    Args:
-        value: the value in the file.
-        where: the file and the field, for errors.
+
+def read(kind: type[T], value: Json, source: str) -> T:
+    """A record from JSON, or a value of another type that pydantic knows. Raises ManifestError (a ValueError).
+
+    A key that is none of a record's fields is an error.
     """
-
-    def __init__(self, value: Any, where: str) -> None:
-        self.where = where
-        if not isinstance(value, dict):
-            raise ManifestError(f"{where}: is {_kind(value)}; an object is due")
-        self._left = dict(value)
-
-    def any(self, name: str) -> Any:
-        """Any value. Raises ManifestError if the field is missing."""
-        if name not in self._left:
-            raise ManifestError(f"{self.where}: {name} is missing")
-        return self._left.pop(name)
-
-    def items(self, name: str) -> Iterator[tuple[str, Any]]:
-        """(where, value) of every item of a list."""
-        value = self.any(name)
-        if not isinstance(value, list):
-            self.refuse(name, value, "a list")
-        return ((f"{self.where}: {name}[{i}]", item) for i, item in enumerate(value))
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        """A list of different strings."""
-        value = self.any(name)
-        if not isinstance(value, list) or not all(_is_text(each, MOST_TEXT) for each in value):
-            self.refuse(name, value, f"a list of strings of 1 to {MOST_TEXT} characters, without NUL, in UTF-8,")
-        seen: set[str] = set()
-        for each in value:
-            if each in seen:
-                raise ManifestError(f"{self.where}: {name}: {each!r} is listed twice")
-            seen.add(each)
-        return tuple(value)
-
-    def names(self) -> list[str]:
-        """The names of fields that have not been read."""
-        return list(self._left)
-
-    def done(self) -> None:
-        """Raises ManifestError when a field has not been read."""
-        if self._left:
-            raise ManifestError(f"{self.where}: {', '.join(map(repr, list(self._left)[:4]))}: no such field")
-
-    def refuse(self, name: str, value: Any, due: str) -> NoReturn:
-        """Raises ManifestError for a field."""
-        raise ManifestError(f"{self.where}: {name} is {_kind(value)}; {due} is due")
+    adapter: TypeAdapter[T] = _adapter(cast(Hashable, kind))
+    try:
+        return adapter.validate_python(value)
+    except pydantic.ValidationError as error:
+        raise ManifestError(f"{source}: {_said(error.errors(include_url=False)[0])}") from None
 
 
-class Rule(NamedTuple):
-    """How a field is read, and how its value is written. Reading may raise ManifestError."""
-
-    read: Callable[[Fields, str], Any]
-    write: Callable[[Any], Json] = lambda value: value
-
-
-def rule(fits: Callable[[Any], Any], due: str, make: Callable[[Any], Any] | None = None) -> Rule:
-    """A rule for values that `fits` accepts. `due` describes them in errors; `make` converts an accepted value."""
-
-    def read(fields: Fields, name: str) -> Any:
-        value = fields.any(name)
-        if not fits(value):
-            fields.refuse(name, value, due)
-        return value if make is None else make(value)
-
-    return Rule(read)
+def write(value: Any) -> dict[str, Json]:
+    """A record as JSON."""
+    found: dict[str, Json] = _adapter(cast(Hashable, type(value))).dump_python(value, by_alias=True, warnings=False)
+    return found
 
 
-def whole(most: int = LARGEST, least: int = 0) -> Rule:
-    """A whole number within bounds."""
-    return rule(lambda value: type(value) is int and least <= value <= most, f"a whole number of {least} to {most}")
+def whole(most: int = LARGEST, least: int = 0) -> Any:
+    """The bounds of a whole number."""
+    return Field(strict=True, ge=least, le=most)
 
 
-def wholes(most: int = LARGEST) -> Rule:
-    """A list of whole numbers of 0 to `most`."""
-    due = f"a list of whole numbers of 0 to {most}"
-    return rule(lambda value: are_whole(value, most), due, tuple)
+def string(most: int = MOST_TEXT) -> Any:
+    """The bounds of a string: 1 to `most` characters, without NUL and half surrogate pairs, which UTF-8 cannot hold."""
+    return Field(strict=True, min_length=1, max_length=most, pattern=r"^[^\x00]*$")
 
 
-def are_whole(value: Any, most: int = LARGEST) -> bool:
+def one_of(allowed: Collection[str]) -> AfterValidator:
+    """One of these strings."""
+    return AfterValidator(functools.partial(_among, allowed=allowed))
+
+
+def are_whole(value: Json, most: int = LARGEST) -> bool:
     """Whether a value is a list of whole numbers of 0 to `most`. It runs no Python code per number."""
     is_list = isinstance(value, list)
     return is_list and (not value or ({*map(type, value)} == {int} and min(value) >= 0 and max(value) <= most))
 
 
-def string(most: int = MOST_TEXT) -> Rule:
-    """A string of 1 to `most` characters, without NUL and half surrogate pairs."""
-    due = f"a string of 1 to {most} characters, without NUL, that UTF-8 can hold,"
-    return rule(lambda value: _is_text(value, most), due)
+def _few_keys(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > _MOST_KEYS:
+        raise ValueError(f"{len(value)} keys are more than any such object has")
+    return value
 
 
-def one_of(allowed: Collection[str]) -> Rule:
-    """One of these strings."""
-    return rule(lambda value: isinstance(value, str) and value in allowed, f"one of {', '.join(sorted(allowed))}")
+def _different(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) < len(names):
+        seen: set[str] = set()
+        twice = next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice!r} is listed twice")
+    return names
 
 
-def records(kind: type[Any]) -> Rule:
-    """A list of records."""
-    return Rule(
-        lambda fields, name: tuple(read(kind, Fields(value, where)) for where, value in fields.items(name)),
-        lambda found: [write(each) for each in found],
-    )
+def _crc(value: Any) -> int:
+    is_crc = isinstance(value, str) and re.fullmatch("[0-9a-f]{8}", value) is not None
+    return int(_checked(value, is_crc, "a string of 8 hexadecimal digits"), 16)
 
 
-FLAG = rule(lambda value: type(value) is bool, "true or false")
-NAMES = Rule(Fields.texts)
-DIGEST = Rule(
-    rule(
-        lambda v: isinstance(v, str) and re.fullmatch("[0-9a-f]{8}", v), "8 hexadecimal digits", lambda v: int(v, 16)
-    ).read,
-    "{:08x}".format,
-)
-"""A CRC-32C."""
+def _plain(value: Json) -> Json:
+    decode(value, "value")
+    return value
 
 
-def read(kind: type[T], fields: Fields) -> T:
-    """Reads a record. Raises ManifestError, also for fields that the record does not have."""
-    found = kind(**{attribute: rule.read(fields, name) for attribute, name, rule in _keys(kind)})  # type: ignore[arg-type]
-    fields.done()
-    return found
-
-
-def write(record: Any) -> dict[str, Json]:
-    """A record as JSON."""
-    return {name: rule.write(getattr(record, attribute)) for attribute, name, rule in _keys(type(record))}  # type: ignore[arg-type]
+_MOST_KEYS = 32  # more than any record has
+Whole = Annotated[int, whole()]
+Name = Annotated[str, string()]
+Names = Annotated[tuple[Name, ...], FailFast(), AfterValidator(_different)]
+"""Different strings."""
+Digest = Annotated[int, BeforeValidator(_crc), PlainSerializer(lambda crc: f"{crc:08x}")]
+"""A CRC-32C; 8 hexadecimal digits in the file."""
+Plain = Annotated[Json, AfterValidator(_plain)]
+"""A value that `decode` accepts; it stays encoded."""
+Records = Annotated[tuple[Annotated[T, BeforeValidator(_few_keys)], ...], FailFast()]
+"""A list of records."""
 
 
 @functools.cache
-def _keys(kind: Any) -> list[tuple[str, str, Rule]]:
-    """(attribute, name in the file, rule) of each attribute of a record. The name follows the rule if it differs."""
-    hints = get_type_hints(kind, include_extras=True)
-    return [(name, (*hint.__metadata__, name)[1], hint.__metadata__[0]) for name, hint in hints.items()]
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(Annotated[kind, BeforeValidator(_few_keys)] if dataclasses.is_dataclass(kind) else kind)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _said(detail: Any) -> str:
+    """An error of pydantic: the field, its value and the allowed values."""
+    place = ""
+    for each in detail["loc"]:
+        place += f"[{each}]" if isinstance(each, int) else f"{': ' if place else ''}{each:.80}"
+    if (found := _SAID.get(detail["type"])) is not None:
+        return f"{place}{found}"
+    if detail["type"] == "value_error":
+        return f"{place}: {detail['ctx']['error']}"
+    return f"{place} is {_kind(detail['input'])}; {detail['msg'].replace('Input', 'it', 1)}"
+
+
+_SAID = {
+    "missing": " is missing",
+    "unexpected_keyword_argument": ": no such field",
+    "string_pattern_mismatch": ": NUL is not allowed in a string",
+}
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values; for json.loads. Raises ValueError for a key that is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key is there twice")
@@ -241,13 +213,6 @@ def _finite(digits: str) -> float:
 
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
-
-
-def _is_text(value: Any, most: int) -> bool:
-    """Whether a value is a string that UTF-8 can hold. JSON escapes can encode half a surrogate pair, which UTF-8 cannot."""
-    if not isinstance(value, str) or not 0 < len(value) <= most or "\0" in value:
-        return False
-    return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _kind(value: Any) -> str:
@@ -288,7 +253,7 @@ def encode(value: Any, where: str, depth: int = 0) -> Json:
     for name, codec in _CODECS.items():
         if type(value) in codec.kinds or (codec.takes_more and isinstance(value, codec.kinds)):
             said = codec.write(value, where, depth)
-            return {_TYPE: name, **(said if isinstance(said, dict) else {"value": said})}
+            return {_TYPE: name, **(said if codec.is_array else {"value": said})}
     raise TypeError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: a checkpoint holds numbers, "
         "strings, lists, tuples, sets, dicts, bytes, tensors and arrays, and nothing is pickled. Save what it is made of"
@@ -307,20 +272,15 @@ def decode(value: Json, where: str, depth: int = 0) -> Any:
         return {
             key: decode(item, f"{where}[{key!r:.80}]" if depth < 3 else where, depth + 1) for key, item in value.items()
         }
-    fields = Fields(value, where[:200])
-    found = _CODECS[one_of(_CODECS).read(fields, _TYPE)].read(fields, where, depth + 1)
-    fields.done()
-    return found
-
-
-def _read_plain(fields: Fields, name: str) -> Json:
-    value = fields.any(name)
-    decode(value, f"{fields.where}: {name}")
-    return value
-
-
-PLAIN = Rule(_read_plain)
-"""A value that `decode` accepts; it stays encoded."""
+    try:
+        codec = _CODECS[kind := _among(value[_TYPE], _CODECS)]
+        due = ("dtype", "shape", "value") if codec.is_array else ("value",)
+        _checked(value, value.keys() == {_TYPE, *due}, f"{', '.join(due)} of a {kind}, and nothing else,")
+        return codec.read(value if codec.is_array else value["value"], where, depth)
+    except ManifestError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise ManifestError(f"{where[:200]}: {str(error)[:300]}") from None
 
 
 def _encode_items(value: Iterable[Any], where: str, depth: int) -> Json:
@@ -354,80 +314,95 @@ def _encode_array(value: np.ndarray[Any, Any] | np.generic, where: str, depth: i
     return {"dtype": array.dtype.str[1:], "shape": list(array.shape), "value": _base64(little.tobytes())}
 
 
-def _decode_complex(fields: Fields, where: str, depth: int) -> complex:
-    given = fields.any("value")
-    try:
-        real, imag = (float(each[:40]) for each in given)
-    except (ValueError, TypeError):
-        raise ManifestError(f"{where[:200]}: is no complex number") from None
+# Readers raise ValueError or TypeError for JSON that is never written; `decode` names the place.
+
+
+def _decode_items(value: Json, where: str, depth: int) -> Any:
+    return decode(_checked(value, isinstance(value, list), "a list"), where, depth)
+
+
+def _decode_dict(value: Json, where: str, depth: int) -> dict[Any, Any]:
+    pairs = _decode_items(value, where, depth - 1)
+    for pair in pairs:
+        _checked(pair, isinstance(pair, list) and len(pair) == 2, "a list of a key and a value")
+    return dict(pairs)
+
+
+def _decode_complex(value: Json, where: str, depth: int) -> complex:
+    real, imag = (float(each[:40]) for each in value)
     return complex(real, imag)
 
 
-def _decode_dict(fields: Fields, where: str, depth: int) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for place, pair in fields.items("value"):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise ManifestError(f"{place[:200]}: a key and a value are due")
-        found[_hashable(decode(pair[0], place, depth), place)] = decode(pair[1], place, depth)
-    return found
-
-
-def _decode_items(fields: Fields, where: str, depth: int) -> list[Any]:
-    return [decode(item, place, depth) for place, item in fields.items("value")]
-
-
-def _decode_keys(fields: Fields, where: str, depth: int) -> list[Any]:
-    return [_hashable(item, "an item of a set") for item in _decode_items(fields, where, depth)]
-
-
-def _decode_tensor(fields: Fields, where: str, depth: int) -> torch.Tensor:
-    dtype, shape = dtype_of(_DTYPE.read(fields, "dtype")), _SHAPE.read(fields, "shape")
-    raw = _raw(fields, math.prod(shape) * dtype.itemsize, shape)
+def _decode_tensor(value: Json, where: str, depth: int) -> torch.Tensor:
+    dtype = dtype_of(_among(value["dtype"], DTYPES))
+    shape, raw = _shape_and_bytes(value, dtype.itemsize)
     if not raw:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).clone().view(dtype).view(shape)
 
 
-def _decode_array(fields: Fields, where: str, depth: int) -> Any:
-    dtype = np.dtype("<" + one_of(_ARRAYS).read(fields, "dtype"))
-    shape = _SHAPE.read(fields, "shape")
-    raw = _raw(fields, math.prod(shape) * dtype.itemsize, shape)
+def _decode_array(value: Json, where: str, depth: int) -> Any:
+    dtype = np.dtype("<" + _among(value["dtype"], _ARRAYS))
+    shape, raw = _shape_and_bytes(value, dtype.itemsize)
     return np.frombuffer(raw, dtype).reshape(shape).astype(dtype.newbyteorder("="))  # a copy: writable
 
 
-def _decode_scalar(fields: Fields, where: str, depth: int) -> Any:
-    array = _decode_array(fields, where, depth)
-    if array.shape != ():
-        raise ManifestError(f"{where[:200]}: a scalar has no dimensions")
-    return array[()]
+def _decode_scalar(value: Json, where: str, depth: int) -> Any:
+    array = _decode_array(value, where, depth)
+    return _checked(array, array.shape == (), "a value without dimensions")[()]
+
+
+def _decode_bytes(value: Json, *_: Any) -> bytes:
+    return base64.b64decode(_checked(value, isinstance(value, str), "a string in base64"), validate=True)
+
+
+def _shape_and_bytes(value: Json, itemsize: int) -> tuple[tuple[int, ...], bytes]:
+    shape, raw = _sizes(value["shape"]), _decode_bytes(value["value"])
+    is_small = len(shape) <= 32 and math.prod(max(size, 1) for size in shape) <= 1 << 48
+    _checked(value["shape"], is_small, f"at most 32 dimensions and {1 << 48} elements")
+    _checked(len(raw), len(raw) == math.prod(shape) * itemsize, f"{math.prod(shape) * itemsize} bytes, in base64,")
+    return shape, raw
+
+
+def _sizes(value: Json) -> tuple[int, ...]:
+    return tuple(_checked(value, are_whole(value), f"a list of whole numbers of 0 to {LARGEST}"))
+
+
+def _among(value: Json, allowed: Collection[str]) -> str:
+    is_one = isinstance(value, str) and value in allowed
+    return str(_checked(value, is_one, f"one of {', '.join(sorted(allowed))}"))
+
+
+def _checked(value: Any, fits: bool, due: str) -> Any:
+    if not fits:
+        raise ValueError(f"{_kind(value)} is there; {due} is due")
+    return value
 
 
 class _Codec(NamedTuple):
-    """How values of a type are written, as {"value": ...} or with more fields, and how they are read."""
+    """How values of a type are written and read: as {"value": ...}, or with a dtype and a shape if `is_array`."""
 
     kinds: tuple[type, ...]
     write: Callable[[Any, str, int], Json]
-    read: Callable[[Fields, str, int], Any]
+    read: Callable[[Json, str, int], Any]
     takes_more: bool = True  # also accepts subclasses, which hold nothing more
+    is_array: bool = False
 
 
 _ARRAYS = frozenset(["b1", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)), "f2", "f4", "f8", "c8", "c16"])
-_DTYPE, _SHAPE = one_of(DTYPES), wholes()
-_NOT_FINITE = one_of(("inf", "-inf", "nan"))
+_NOT_FINITE = ("inf", "-inf", "nan")
 _CODECS: dict[str, _Codec] = {
-    "float": _Codec((float,), lambda v, *_: str(v), lambda fields, *_: float(_NOT_FINITE.read(fields, "value")), False),
+    "float": _Codec((float,), lambda v, *_: str(v), lambda v, *_: float(_among(v, _NOT_FINITE)), False),
     "dict": _Codec((dict, OrderedDict), _encode_dict, _decode_dict, False),
-    "size": _Codec((torch.Size,), _encode_items, lambda fields, *_: torch.Size(_SHAPE.read(fields, "value"))),
+    "size": _Codec((torch.Size,), _encode_items, lambda value, *_: torch.Size(_sizes(value))),
     "tuple": _Codec((tuple,), _encode_items, lambda *given: tuple(_decode_items(*given)), False),
-    "set": _Codec((set,), _encode_items, lambda *given: set(_decode_keys(*given)), False),
-    "frozenset": _Codec((frozenset,), _encode_items, lambda *given: frozenset(_decode_keys(*given)), False),
-    "tensor": _Codec((torch.Tensor, torch.nn.Parameter), _encode_tensor, _decode_tensor, False),
-    "bytes": _Codec((bytes,), lambda value, *_: _base64(value), lambda fields, *_: _raw(fields, None, ())),
-    "scalar": _Codec((np.generic,), _encode_array, _decode_scalar),
-    "ndarray": _Codec((np.ndarray,), _encode_array, _decode_array),
-    "dtype": _Codec(
-        (torch.dtype,), lambda value, *_: name_of(value), lambda fields, *_: dtype_of(_DTYPE.read(fields, "value"))
-    ),
+    "set": _Codec((set,), _encode_items, lambda *given: set(_decode_items(*given)), False),
+    "frozenset": _Codec((frozenset,), _encode_items, lambda *given: frozenset(_decode_items(*given)), False),
+    "tensor": _Codec((torch.Tensor, torch.nn.Parameter), _encode_tensor, _decode_tensor, False, True),
+    "bytes": _Codec((bytes,), lambda value, *_: _base64(value), _decode_bytes),
+    "scalar": _Codec((np.generic,), _encode_array, _decode_scalar, is_array=True),
+    "ndarray": _Codec((np.ndarray,), _encode_array, _decode_array, is_array=True),
+    "dtype": _Codec((torch.dtype,), lambda v, *_: name_of(v), lambda v, *_: dtype_of(_among(v, DTYPES))),
     "complex": _Codec((complex,), lambda value, *_: [str(value.real), str(value.imag)], _decode_complex),
 }
 """Codecs by the name in "$". The first codec that accepts a value writes it."""
@@ -435,27 +410,3 @@ _CODECS: dict[str, _Codec] = {
 
 def _base64(raw: bytes) -> str:
     return base64.b64encode(raw).decode()
-
-
-def _raw(fields: Fields, due: int | None, shape: tuple[int, ...]) -> bytes:
-    """The bytes of a base64 field. Raises ManifestError unless there are `due` bytes; None accepts any number."""
-    if len(shape) > 32 or math.prod(max(size, 1) for size in shape) > 1 << 48:
-        fields.refuse("shape", list(shape)[:33], f"at most 32 dimensions and {1 << 48} elements")
-    given = fields.any("value")
-    if not isinstance(given, str):
-        fields.refuse("value", given, "a string in base64")
-    try:
-        raw = base64.b64decode(given, validate=True)
-    except (binascii.Error, ValueError):
-        fields.refuse("value", given, "a string in base64")
-    if due is not None and len(raw) != due:
-        fields.refuse("value", len(raw), f"{due} bytes, in base64,")
-    return raw
-
-
-def _hashable(value: Any, where: str) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        raise ManifestError(f"{where[:200]}: a {type(value).__name__} is no key") from None
-    return value

@@ -174,11 +174,6 @@ def pointer_path(save_dir: Path, tag: str) -> Path:
     return tag_folder(save_dir, tag) / POINTER_FILE
 
 
-def latest_path(save_dir: Path) -> Path:
-    """The file that names the newest tag."""
-    return save_dir / LATEST_FILE
-
-
 def copy_name(run_id: str, commit: int, rank: int | None, suffix: str) -> str:
     """The file name of a complete copy's manifest (rank None), part or data. Every run and commit has its own names."""
     if rank is None:

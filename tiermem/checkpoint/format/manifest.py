@@ -45,35 +45,32 @@ has written with the same functions: a checkpoint that opening would refuse is n
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
+
+from pydantic import AfterValidator, FailFast, Field, PlainValidator
 
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.fields import (
-    DIGEST,
-    FLAG,
     LARGEST,
-    NAMES,
-    PLAIN,
-    Fields,
+    Digest,
     Json,
     ManifestError,
-    Rule,
+    Name,
+    Names,
+    Plain,
+    Records,
+    Whole,
     are_whole,
     one_of,
     read,
-    records,
-    rule,
+    record,
     seal,
     string,
-    text,
     unseal,
     whole,
-    wholes,
     write,
 )
 
@@ -86,49 +83,33 @@ _MOST_RANKS = 1 << 24
 _MOST_CRC = (1 << 32) - 1
 
 
-# ---- rules of fields -------------------------------------------------------------------------------------------------
+# ---- records ---------------------------------------------------------------------------------------------------------
+#
+# Each attribute has the type of its field (fields.py), and the field's name as alias where that differs.
 
 
-def _read_shape(fields: Fields, name: str) -> tuple[int, ...]:
-    shape: tuple[int, ...] = wholes().read(fields, name)
+def _check_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(shape) > _MOST_DIMENSIONS or math.prod(max(n, 1) for n in shape) > LARGEST:
-        fields.refuse(name, list(shape), f"at most {_MOST_DIMENSIONS} dimensions and {LARGEST} elements")
+        raise ValueError(f"at most {_MOST_DIMENSIONS} dimensions and {LARGEST} elements are allowed")
     return shape
 
 
-def _read_pieces(fields: Fields, name: str) -> list[Sequence[int]]:
-    found: list[Sequence[int]] = []
-    for where, value in fields.items(name):
-        if not are_whole(value) or len(value) != 4:
-            raise ManifestError(f"{where}: four whole numbers of 0 to {LARGEST} are due: start, numel, file, offset")
-        found.append(tuple(value))
-    return found
+def _checksums(found: Json) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Checksums by parameter and state. There may be millions of them: no Python code runs per checksum."""
+    for param, states in found.items() if isinstance(found, dict) else [("checksums", None)]:
+        if not isinstance(states, dict):
+            raise ValueError(f"{param[:80]!r} has no object of its states")
+        for state, sums in states.items():
+            if not are_whole(sums, _MOST_CRC):
+                raise ValueError(f"{state[:80]} of {param[:80]!r}: a list of whole numbers of 0 to {_MOST_CRC} is due")
+    return {param: {state: tuple(sums) for state, sums in states.items()} for param, states in found.items()}
 
 
-def _read_checksums(fields: Fields, name: str) -> dict[str, dict[str, tuple[int, ...]]]:
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
-    params = Fields(fields.any(name), f"{fields.where}: {name}")
-    for param in params.names():
-        states = Fields(params.any(param), f"{params.where} of {param[:80]!r}")
-        found[param] = {state: wholes(_MOST_CRC).read(states, state) for state in states.names()}
-    return found
-
-
-_RUN_ID = string(64)
-_TAG = rule(
-    lambda tag: tag is None or (isinstance(tag, str) and 0 < len(tag) <= 255),
-    "a string of 1 to 255 characters, or null",
-)
-_GROUP = rule(
-    lambda group: group is None or (type(group) is int and 0 <= group <= LARGEST),
-    "the number of a parameter group, or null",
-)
-_CHECKSUMS = Rule(_read_checksums, lambda found: {name: dict(states) for name, states in found.items()})
-
-
-# ---- records ---------------------------------------------------------------------------------------------------------
-#
-# Each attribute is annotated with its rule, and with its name in the file where that differs.
+_RunId = Annotated[str, string(64)]
+_File = Annotated[str, string(255)]
+_Rank = Annotated[int, whole(_MOST_RANKS)]
+_Ranks = Annotated[int, whole(_MOST_RANKS, 1)]
+_Shape = Annotated[tuple[Whole, ...], FailFast(), AfterValidator(_check_shape)]
 
 
 class Piece(NamedTuple):
@@ -144,34 +125,35 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-class PartState(NamedTuple):
+@record
+class PartState:
     """The pieces of one state of one parameter in a part. A piece is (start, numel, file, offset), as in Piece."""
 
-    param: Annotated[str, string()]
-    state: Annotated[str, string(255)]
+    param: Name
+    state: _File
     kind: Annotated[str, one_of(kinds.KINDS)]
-    pieces: Annotated[list[Sequence[int]], Rule(_read_pieces)]
+    pieces: Annotated[list[tuple[Whole, Whole, Whole, Whole]], FailFast()]
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Part:
     """One rank's part of a durable step: the pieces of states in its files, and its generators and loader state."""
 
-    run_id: Annotated[str, _RUN_ID]
-    commit: Annotated[int, whole()]
-    rank: Annotated[int, whole(_MOST_RANKS)]
-    rng: Annotated[Json, PLAIN]
-    data: Annotated[Json, PLAIN]
-    files: Annotated[tuple[str, ...], NAMES]
-    states: Annotated[tuple[PartState, ...], records(PartState)]
+    run_id: _RunId
+    commit: Whole
+    rank: _Rank
+    rng: Plain
+    data: Plain
+    files: Names
+    states: Records[PartState]
 
     @functools.cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """All pieces, one by one."""
         return tuple(
-            Piece(param, state, kind, start, numel, file, offset, kinds.bytes_of(kind, numel))
-            for param, state, kind, pieces in self.states
-            for start, numel, file, offset in pieces
+            Piece(of.param, of.state, of.kind, start, numel, file, offset, kinds.bytes_of(of.kind, numel))
+            for of in self.states
+            for start, numel, file, offset in of.pieces
         )
 
     def dump(self) -> bytes:
@@ -179,29 +161,29 @@ class Part:
         return _sealed(self, parse_part, f"the part of rank {self.rank}")
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class PartFile:
     """The file of a rank's part: its folder, name, size and CRC-32C."""
 
-    rank: Annotated[int, whole(_MOST_RANKS)]
-    folder: Annotated[str, string()]
-    file: Annotated[str, string(255)]
-    num_bytes: Annotated[int, whole(), "bytes"]
-    crc32c: Annotated[int, DIGEST]
+    rank: _Rank
+    folder: Name
+    file: _File
+    num_bytes: Annotated[Whole, Field(alias="bytes")]
+    crc32c: Digest
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Parameter:
     """One tensor of the model or the optimizer, whole."""
 
-    name: Annotated[str, string()]
-    aliases: Annotated[tuple[str, ...], NAMES]
-    role: Annotated[str, one_of(("parameter", "buffer", "ordinary"))]
-    shape: Annotated[tuple[int, ...], Rule(_read_shape)]
+    name: Name
+    aliases: Names
+    role: Literal["parameter", "buffer", "ordinary"]
+    shape: _Shape
     dtype: Annotated[str, one_of(kinds.DTYPES)]
-    is_trainable: Annotated[bool, FLAG, "trainable"]
-    num_steps: Annotated[int, whole()]
-    group: Annotated[int | None, _GROUP]
+    is_trainable: Annotated[bool, Field(strict=True, alias="trainable")]
+    num_steps: Whole
+    group: Whole | None
 
     @property
     def numel(self) -> int:
@@ -209,42 +191,42 @@ class Parameter:
         return math.prod(self.shape)
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Manifest:
     """A durable step of all ranks. The fields are described in the module's docstring."""
 
-    run_id: Annotated[str, _RUN_ID]
-    commit: Annotated[int, whole()]
-    tag: Annotated[str | None, _TAG]
-    step: Annotated[int, whole()]
-    world: Annotated[int, whole(_MOST_RANKS, 1)]
-    num_shards: Annotated[int, whole(_MOST_RANKS, 1)]
-    parts: Annotated[tuple[PartFile, ...], records(PartFile)]
-    optimizer: Annotated[Json, PLAIN]
-    scheduler: Annotated[Json, PLAIN]
-    loss_scaler: Annotated[Json, PLAIN]
-    engine: Annotated[Json, PLAIN]
-    client_state: Annotated[Json, PLAIN]
-    config: Annotated[Json, PLAIN]
-    parameters: Annotated[tuple[Parameter, ...], records(Parameter)]
-    excluded: Annotated[tuple[str, ...], NAMES]
-    checksums: Annotated[Mapping[str, Mapping[str, tuple[int, ...]]], _CHECKSUMS]
+    run_id: _RunId
+    commit: Whole
+    tag: _File | None
+    step: Whole
+    world: _Ranks
+    num_shards: _Ranks
+    parts: Records[PartFile]
+    optimizer: Plain
+    scheduler: Plain
+    loss_scaler: Plain
+    engine: Plain
+    client_state: Plain
+    config: Plain
+    parameters: Records[Parameter]
+    excluded: Names
+    checksums: Annotated[Mapping[str, Mapping[str, tuple[int, ...]]], PlainValidator(_checksums)]
 
     def dump(self) -> bytes:
         """The file's bytes. Raises ManifestError for what `parse_manifest` refuses."""
         return _sealed(self, parse_manifest, "the manifest")
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Pointer:
     """The manifest file of a tag: its folder, name, size and CRC-32C, its run and commit."""
 
-    run_id: Annotated[str, _RUN_ID]
-    commit: Annotated[int, whole()]
-    folder: Annotated[str, string()]
-    file: Annotated[str, string(255)]
-    num_bytes: Annotated[int, whole(), "bytes"]
-    crc32c: Annotated[int, DIGEST, "crc32c_of"]
+    run_id: _RunId
+    commit: Whole
+    folder: Name
+    file: _File
+    num_bytes: Annotated[Whole, Field(alias="bytes")]
+    crc32c: Annotated[Digest, Field(alias="crc32c_of")]
 
     def dump(self) -> bytes:
         """The file's bytes. Raises ManifestError for what `parse_pointer` refuses."""
@@ -306,34 +288,48 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
     return found
 
 
-def check_parameters(parameters: Iterable[Parameter], excluded: Sequence[str]) -> None:
+def check_parameters(parameters: Sequence[Parameter], excluded: Sequence[str]) -> None:
     """Raises ManifestError for parameters that `parse_manifest` would refuse. Call it before anything is written."""
-    content = {"parameters": [write(each) for each in parameters], "excluded": excluded}
-    fields = Fields(text(json.dumps(content).encode(), _NOT_SAVED), _NOT_SAVED)
-    _check_names(records(Parameter).read(fields, "parameters"), fields.texts("excluded"), _NOT_SAVED)
+    listed = read(_Listed, write(_Listed(tuple(parameters), tuple(excluded))), _NOT_SAVED)
+    _check_names(listed.parameters, listed.excluded, _NOT_SAVED)
 
 
 _NOT_SAVED = "this cannot be saved, because it would not open again"
 _Record = TypeVar("_Record", Pointer, Part, Manifest)
 
 
-def _sealed(record: _Record, parse: Callable[[bytes, str], _Record], what: str) -> bytes:
+@record
+class _Listed:
+    """The fields of a manifest that list tensors."""
+
+    parameters: Records[Parameter]
+    excluded: Names
+
+
+@record
+class _Head:
+    """The first fields of every file."""
+
+    format: Literal["tiermem"]
+    version: Annotated[int, whole(least=1)]
+
+
+def _sealed(value: _Record, parse: Callable[[bytes, str], _Record], what: str) -> bytes:
     """The bytes of a file, checked by its own parser. Raises ManifestError."""
-    data = seal({"format": FORMAT, "version": VERSION, **write(record)})
+    data = seal({"format": FORMAT, "version": VERSION, **write(value)})
     parse(data, f"{_NOT_SAVED}: {what}")
     return data
 
 
 def _opened(kind: type[_Record], data: bytes, source: str) -> _Record:
-    fields = Fields(unseal(data, source), source)
-    if (found := fields.any("format")) != FORMAT:
-        fields.refuse("format", found, f'"{FORMAT}"')
-    version = whole(least=1).read(fields, "version")
-    if version > VERSION:
+    content = unseal(data, source)
+    head = read(_Head, {name: content.pop(name) for name in ("format", "version") if name in content}, source)
+    if head.version > VERSION:
         raise ManifestError(
-            f"{source}: is of version {version} of the format; this tiermem reads version {VERSION}: open it with a newer one"
+            f"{source}: is of version {head.version} of the format; this tiermem reads version {VERSION}: open it with a "
+            "newer one"
         )
-    return read(kind, fields)
+    return read(kind, content, source)
 
 
 def _check_names(parameters: Iterable[Parameter], excluded: Sequence[str], source: str) -> set[str]:

@@ -22,6 +22,8 @@ from tiermem.zero.state_layout import EXP_AVG, EXP_AVG_SQ, MASTER
 # ---- the form --------------------------------------------------------------------------------------------------------
 
 STEP = "step"
+STEP_KEYS = ("global_step", "global_steps", "step")
+"""Keys of a file under which it may say how many steps were made."""
 STATES = (MASTER, EXP_AVG, EXP_AVG_SQ, "max_exp_avg_sq", "sum", "momentum_buffer")
 """States of a parameter that are imported, under torch's and tiermem's names. Others are left out and listed."""
 
@@ -108,6 +110,18 @@ def steps_in(value: Any, what: str) -> int:
     if not is_number or not number >= 0 or number != int(number) or number >= 1 << 53:
         raise ValueError(f"{what}: the step is {number!r}, which counts no steps")
     return int(number)
+
+
+def global_steps_of(found: Mapping[str, Any], parameters: Iterable[ForeignParameter], what: str) -> int:
+    """The number of steps that a file says, else the most steps that a parameter has seen. Raises ValueError."""
+    said = [found[key] for key in STEP_KEYS if key in found]
+    return steps_in(said[0], f"{what}: step") if said else max((p.num_steps for p in parameters), default=0)
+
+
+def states_in(entry: Mapping[Any, Any], left_behind: set[str]) -> dict[str, Any]:
+    """The imported states of a parameter's entry in an optimizer's state dict; describes the others in `left_behind`."""
+    left_behind.update(f"state {name!r} of the optimizer" for name in entry if name not in (*STATES, STEP))
+    return {name: value for name, value in entry.items() if name in STATES}
 
 
 def check_state(name: str, state: str, value: Any, numel: int) -> None:

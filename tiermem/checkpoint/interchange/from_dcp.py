@@ -15,21 +15,17 @@ import torch
 
 from tiermem.checkpoint.format.manifest import WEIGHT
 from tiermem.checkpoint.interchange.foreign import (
-    STATES,
     STEP,
+    STEP_KEYS,
     Foreign,
     ForeignParameter,
     ForeignState,
+    global_steps_of,
     is_buffer_like,
+    states_in,
     steps_in,
 )
-from tiermem.checkpoint.interchange.from_torch import (
-    MODEL_KEYS,
-    OPTIMIZER_KEYS,
-    STEP_KEYS,
-    Attributes,
-    load_torch_bytes,
-)
+from tiermem.checkpoint.interchange.from_torch import MODEL_KEYS, OPTIMIZER_KEYS, Attributes, load_torch_bytes
 from tiermem.swap import durable
 
 # ---- the files -------------------------------------------------------------------------------------------------------
@@ -329,8 +325,6 @@ class _Reader:
         client = {
             keys[0]: value.load() for keys, value in self._rest.items() if len(keys) == 1 and isinstance(value, Plain)
         }
-        steps = [client.pop(key) for key in STEP_KEYS if key in client]
-        most = max((p.num_steps for p in parameters), default=0)
         scheduler = {
             str(keys[1]): value.load()
             for keys, value in self._rest.items()
@@ -341,9 +335,9 @@ class _Reader:
             kind="torch.distributed.checkpoint",
             parameters=parameters,
             groups=groups,
-            global_steps=steps_in(steps[0], f"{self._path}: step") if steps else most,
+            global_steps=global_steps_of(client, parameters, str(self._path)),
             scheduler=scheduler or None,
-            client_state=client,
+            client_state={key: value for key, value in client.items() if key not in STEP_KEYS},
             left_behind=[*sorted(self._left_behind), *(f"{key!r} of the checkpoint" for key in sorted(deeper))],
         )
 
@@ -387,11 +381,7 @@ class _Reader:
     def _parameter(self, name: str, weight: Tensor, group: int | None) -> ForeignParameter:
         states = {WEIGHT: ForeignState(weight.dtype, weight.pieces)}
         kept = self._states.get(name, {})
-        for key, value in kept.items():
-            if key not in STATES:
-                if key != STEP:
-                    self._left_behind.add(f"state {key!r} of the optimizer")
-                continue
+        for key, value in states_in(kept, self._left_behind).items():
             if not isinstance(value, Tensor) or math.prod(value.shape) != math.prod(weight.shape):
                 shown = value.shape if isinstance(value, Tensor) else "no tensor"
                 raise ValueError(f"{self._path}: {key} of {name} is {shown} where {weight.shape} is due")

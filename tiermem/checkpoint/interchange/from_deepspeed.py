@@ -19,11 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pydantic
 import torch
+from typing_extensions import NotRequired, TypedDict
 
+from tiermem.checkpoint.format.fields import Whole, read
 from tiermem.checkpoint.format.manifest import WEIGHT
 from tiermem.checkpoint.interchange.foreign import (
-    STATES,
     STEP,
     Foreign,
     ForeignParameter,
@@ -31,6 +33,7 @@ from tiermem.checkpoint.interchange.foreign import (
     LossScale,
     check_state,
     of_tensor,
+    states_in,
     steps_in,
     tie,
 )
@@ -152,11 +155,7 @@ class _Reader:
         if dtype != torch.float32:
             states[MASTER] = master
         kept = [optim.states.get(sub_group, {}) for optim in self._optims]
-        for state in kept[0]:
-            if state not in STATES:
-                if state != STEP:
-                    self._left_behind.add(f"state {state!r} of the optimizer")
-                continue
+        for state in states_in(kept[0], self._left_behind):
             moments = [rank.get(state) for rank in kept]
             for moment, flat in zip(moments, flats, strict=True):
                 check_state(f"{self._folder}: sub-group {sub_group}", state, moment, flat.numel())
@@ -211,33 +210,41 @@ def _loss_scale(scaler: Any) -> LossScale | None:
     return LossScale(float(scale), is_dynamic, max(0, good), kept.get("cur_hysteresis"))
 
 
+_Shapes = dict[str, tuple[Whole, ...]]
+
+
+class _ModelFile(TypedDict):
+    """The keys of a model file that are read by their types."""
+
+    module: dict[str, Any]
+    param_shapes: list[_Shapes]
+    buffer_names: list[str]
+    frozen_param_shapes: NotRequired[_Shapes | None]
+    frozen_param_fragments: NotRequired[dict[str, Any] | None]
+    shared_params: NotRequired[dict[str, str] | None]
+
+
+@pydantic.with_config(extra="allow")
+class _Group(TypedDict):
+    """A parameter group: its sub-groups, and settings."""
+
+    params: NotRequired[list[pydantic.StrictInt]]
+
+
+class _States(TypedDict):
+    """A torch optimizer's state dict: states by sub-group, and groups."""
+
+    state: NotRequired[dict[Any, dict[Any, Any]]]
+    param_groups: NotRequired[list[_Group]]
+
+
 def _model_file(file: Path) -> Mapping[str, Any]:
     found = load_torch(file, _CLASSES)
-    needs = {"module": dict, "param_shapes": list, "buffer_names": list}
-    if not isinstance(found, dict) or not all(isinstance(found.get(key), kind) for key, kind in needs.items()):
-        raise ValueError(f"{file}: no model states of ZeRO: {', '.join(needs)} are due")
-    if found.get("mp_world_size", 1) != 1:
+    if isinstance(found, dict) and found.get("mp_world_size", 1) != 1:
         raise ValueError(
             f"{file}: the model was cut over {found['mp_world_size']} tensor-parallel ranks; only ZeRO-3 alone is read"
         )
-    for shapes in (*found["param_shapes"], found.get("frozen_param_shapes") or {}):
-        _check_shapes(file, shapes)
-    names = (*found["module"], *found["buffer_names"])
-    fragments, tied = found.get("frozen_param_fragments") or {}, found.get("shared_params") or {}
-    is_named = all(isinstance(name, str) for name in names) and isinstance(fragments, dict) and isinstance(tied, dict)
-    if not is_named or not all(isinstance(name, str) for pair in tied.items() for name in pair):
-        raise ValueError(
-            f"{file}: module, buffer_names, shared_params and frozen_param_fragments go by names, as strings"
-        )
-    return found
-
-
-def _check_shapes(file: Path, shapes: Any) -> None:
-    is_map = isinstance(shapes, dict) and all(isinstance(name, str) for name in shapes)
-    if not is_map or not all(
-        isinstance(shape, tuple | list) and all(type(n) is int and n >= 0 for n in shape) for shape in shapes.values()
-    ):
-        raise ValueError(f"{file}: param_shapes must map names to shapes")
+    return {**found, **read(_ModelFile, found, f"{file}: no model states of ZeRO")}
 
 
 def _optim_file(file: Path, num_ranks: int) -> _Optim:
@@ -261,24 +268,9 @@ def _optim_file(file: Path, num_ranks: int) -> _Optim:
     flat, inner = kept.get("fp32_flat_groups"), kept.get("optimizer_state_dict")
     if not isinstance(flat, list) or not all(isinstance(group, torch.Tensor) for group in flat):
         raise ValueError(f"{file}: fp32_flat_groups must be a list of tensors")
-    states, groups = _optimizer_of(file, inner)
-    return _Optim([group.reshape(-1) for group in flat], states, groups, kept.get("loss_scaler"))
-
-
-def _optimizer_of(file: Path, inner: Any) -> tuple[Mapping[int, Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-    """The states by sub-group, and the groups, of a torch optimizer's state dict; empty if the file has none."""
-    inner = inner or {}
-    states, groups = (
-        (inner.get("state", {}), inner.get("param_groups", [])) if isinstance(inner, dict) else (None, None)
-    )
-    if not isinstance(states, dict) or not isinstance(groups, list):
-        raise ValueError(f"{file}: the optimizer's state dict has no state and param_groups")
-    if not all(isinstance(entry, dict) for entry in (*states.values(), *groups)):
-        raise ValueError(f"{file}: the optimizer's states and groups must be dicts")
-    numbers = [group.get("params", []) for group in groups]
-    if not all(isinstance(each, list | tuple) and all(type(n) is int for n in each) for each in numbers):
-        raise ValueError(f"{file}: the params of the optimizer's groups must be numbers of sub-groups")
-    return states, groups
+    found = read(_States, inner or {}, f"{file}: the optimizer's state dict")
+    groups = found.get("param_groups", [])
+    return _Optim([group.reshape(-1) for group in flat], found.get("state", {}), groups, kept.get("loss_scaler"))
 
 
 def _find_ranks(folder: Path, kind: str) -> list[Path]:

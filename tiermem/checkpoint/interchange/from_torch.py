@@ -21,12 +21,15 @@ from tiermem.checkpoint.format.manifest import WEIGHT
 from tiermem.checkpoint.interchange.foreign import (
     STATES,
     STEP,
+    STEP_KEYS,
     Foreign,
     ForeignParameter,
     ForeignState,
     check_state,
+    global_steps_of,
     is_buffer_like,
     of_tensor,
+    states_in,
     steps_in,
 )
 from tiermem.swap import durable
@@ -188,7 +191,6 @@ def _check_tensor(what: object, tensor: torch.Tensor) -> None:
 
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
-STEP_KEYS = ("global_step", "global_steps", "step")
 BIN_NAME, BIN_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _READ_BYTES = 16 << 20
 _MOST_VIEWS = 8  # limit of (bytes of all tensors on a storage) / (bytes of the storage)
@@ -220,9 +222,7 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
         parameters, more = _with_states(parameters, kept, names)
         groups = [{**group, "params": [names[key] for key in group["params"]]} for group in kept["param_groups"]]
         left_behind += more
-    steps = [rest[key] for key in STEP_KEYS if key in rest]
-    most = max((p.num_steps for p in parameters), default=0)
-    global_steps = steps_in(steps[0], f"{path}: {STEP_KEYS}") if steps else most
+    global_steps = global_steps_of(rest, parameters, str(path))
     return Foreign(kind, parameters, groups, global_steps, left_behind=left_behind)
 
 
@@ -407,14 +407,11 @@ def _with_states(
         if key is None:
             found.append(dataclasses.replace(p, is_trainable=p.is_trainable and not kept["param_groups"]))
             continue
-        states = dict(p.states)
-        entry = kept["state"].get(key, {})
-        for name, value in entry.items():
-            if name in STATES and value is not None:
+        states, entry = dict(p.states), kept["state"].get(key, {})
+        for name, value in states_in(entry, left_behind).items():
+            if value is not None:
                 check_state(p.name, name, value, math.prod(p.shape))
                 states[name] = of_tensor(value)
-            elif name not in (*STATES, STEP):
-                left_behind.add(f"state {name!r} of the optimizer")
         steps = steps_in(entry.get(STEP, 0), p.name)
         found.append(dataclasses.replace(p, states=states, num_steps=steps, group=group_of[key], is_buffer=False))
     return found, sorted(left_behind)

@@ -10,26 +10,21 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.fields import Json, crc32c, encode
-from tiermem.checkpoint.format.finding import NothingSaved, copy_name, cover, find, is_tag
-from tiermem.checkpoint.format.manifest import (
-    LATEST_FILE,
-    Manifest,
-    Parameter,
-    Part,
-    PartFile,
-    check_parameters,
-)
+from tiermem.checkpoint.format.fields import Json, encode
+from tiermem.checkpoint.format.finding import Found, NothingSaved, copy_name, find, is_tag, read_manifest
+from tiermem.checkpoint.format.manifest import LATEST_FILE, Parameter, check_parameters
 from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, ForeignState, LossScale, optimizer_of
 from tiermem.checkpoint.interchange.from_dcp import is_dcp, read_dcp
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed, read_deepspeed
 from tiermem.checkpoint.interchange.from_torch import read_torch
-from tiermem.checkpoint.saving.pieces import CHUNK_BYTES, Stretch, checksums, in_memory, write_data
+from tiermem.checkpoint.opening.source import Source
+from tiermem.checkpoint.saving.pieces import CHUNK_BYTES, Resting, Stretch, in_memory, write_data
+from tiermem.checkpoint.saving.publish import Content, manifest_of, write_part
 from tiermem.swap import durable
 
 # ---- reading a checkpoint of any known system ------------------------------------------------------------------------
@@ -202,38 +197,23 @@ def _write_folder(
     foreign: Foreign, parameters: tuple[Parameter, ...], folder: Path, tag: str, step: int, progress: Progress | None
 ) -> tuple[list[str], int]:
     run_id = secrets.token_hex(6)
-    data = copy_name(run_id, _COMMIT, 0, "bin")
-    stretches = list(_stretches(foreign))
-    rows, runs = write_data(stretches, folder / data, 0, progress=progress or (lambda _: None))
-    sums: dict[str, dict[str, tuple[int, ...]]] = {p.name: {} for p in foreign.parameters}
-    for (param, state), found in runs.items():
-        sums[param][state] = checksums(found, f"{state} of {param}")
     scalars, lost = scalars_of(foreign)
-    part = Part(run_id, _COMMIT, 0, None, None, (data,), rows.states())
-    name, text = copy_name(run_id, _COMMIT, 0, "json"), part.dump()
-    durable.write_file(folder / name, text)
-    manifest = Manifest(
-        run_id=run_id,
-        commit=_COMMIT,
-        tag=tag,
-        step=step,
-        world=1,
-        num_shards=1,
-        parts=(PartFile(0, ".", name, len(text), crc32c(text)),),
-        parameters=parameters,
-        excluded=(),
-        checksums=sums,
-        **scalars,
-    )
-    cover(manifest, [part], str(folder))
-    durable.write_file(folder / copy_name(run_id, _COMMIT, None, "json"), manifest.dump())
-    return [*foreign.left_behind, *lost], sum(each.num_bytes for each in stretches)
+    content = Content(
+        step, tag, None, False, scalars, parameters, (), None, None, Resting([]), list(_stretches(foreign))
+    )  # fmt: skip
+    data = copy_name(run_id, _COMMIT, 0, "bin")
+    placed = write_data(content.in_memory, folder / data, 0, progress=progress or (lambda _: None))
+    part, file = folder / copy_name(run_id, _COMMIT, 0, "json"), folder / copy_name(run_id, _COMMIT, None, "json")
+    told = write_part(part, run_id, _COMMIT, 0, content, [data], placed)
+    durable.write_file(file, manifest_of(content, run_id, _COMMIT, (1, 1), [told], folder).dump())
+    Source(read_manifest(Found(file, None))).close()  # raises if it would not open
+    return [*foreign.left_behind, *lost], sum(each.num_bytes for each in content.in_memory)
 
 
 def _parameter(p: ForeignParameter) -> Parameter:
-    role = "buffer" if p.is_buffer else "parameter"
-    is_trainable = p.is_trainable and not p.is_buffer
-    return Parameter(p.name, p.aliases, role, p.shape, kinds.name_of(p.dtype), is_trainable, p.num_steps, p.group)
+    is_trainable, dtype = p.is_trainable and not p.is_buffer, kinds.name_of(p.dtype)
+    role: Literal["buffer", "parameter"] = "buffer" if p.is_buffer else "parameter"
+    return Parameter(p.name, p.aliases, role, p.shape, dtype, is_trainable, p.num_steps, p.group)
 
 
 def _stretches(foreign: Foreign) -> Iterator[Stretch]:

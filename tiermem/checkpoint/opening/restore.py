@@ -7,8 +7,7 @@
 
 The saved step may come from any number of ranks, tiers, tile sizes and precisions. A rank reads its own elements and the
 1 MiB blocks around them, tile by tile, and gathers no parameter. The next tiles are read while one tile is filled and others
-are written, all within the buffers of the optimizer's tiles. Two reads are not cut into pieces: a buffer of the model, and
-this rank's part of a parameter whose fp32 initial values are kept for a master.
+are written, all within the buffers of the optimizer's tiles. Only a buffer of the model is read at once.
 
 When a rank fails, all ranks raise. The model then holds a mixture of old and new values, and every step refuses to run until
 another restore succeeds.
@@ -327,11 +326,12 @@ def _in_order(
 def _put_weight(shards: Shards, live: LiveUnit, shard: Shard, name: str, filling: Filling) -> None:
     """Fills the weight of a parameter without tiles, in pieces, and the fp32 values that its master will start from."""
     first, numel = shard.shard_numel * shards.topology.shard_rank, shards.values.num_mine(shard)
-    if initial_master(live.unit) in shards.store:
-        shards.values.put_initial_master(live.unit, shard, filling.weight(name, first, numel, torch.float32))
+    keeps_initial = initial_master(live.unit) in shards.store
     for start in range(0, numel, CHUNK_NUMEL):
-        values = filling.weight(name, first + start, min(CHUNK_NUMEL, numel - start), live.unit.dtype)
-        shards.values.put_elements(live, shard.shard_offset + start, values)
+        due = name, first + start, min(CHUNK_NUMEL, numel - start)
+        if keeps_initial:
+            shards.values.put_initial_master(live.unit, shard, filling.weight(*due, torch.float32), start)
+        shards.values.put_elements(live, shard.shard_offset + start, filling.weight(*due, live.unit.dtype))
 
 
 def _put_buffer(tensor: torch.Tensor, name: str, source: Source, topology: Topology) -> None:

@@ -13,10 +13,10 @@ import torch
 
 from tiermem.checkpoint.format.kinds import BLOCK, OF_SCALES, SCALED, bytes_of
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, Piece
+from tiermem.checkpoint.saving.pieces import run_of
 from tiermem.swap.arena import Arena
-from tiermem.swap.checksum import crc32c
 from tiermem.swap.errors import CorruptionError
-from tiermem.swap.native import Workers, crc32c_combine
+from tiermem.swap.native import Workers
 from tiermem.swap.ranges import FileRange
 from tiermem.swap.stream import ReadAhead, Reading
 
@@ -349,20 +349,9 @@ class Verified:
 
     def _compare(self, chunk: _Chunk, ranges: Sequence[torch.Tensor]) -> None:
         """Raises DamagedState for the first block whose checksum differs."""
-        stream, parts, of_block = chunk.stream, [], []
-        at = chunk.first * CHECKSUM_BYTES
-        for data in ranges:
-            start = 0
-            while start < data.numel():
-                length = min(data.numel() - start, CHECKSUM_BYTES - at % CHECKSUM_BYTES)
-                parts.append(data[start : start + length])
-                of_block.append(at // CHECKSUM_BYTES)
-                start, at = start + length, at + length
-        found: dict[int, int] = {}
-        for block, part, crc in zip(of_block, parts, crc32c(parts, self._workers()), strict=True):
-            found[block] = crc32c_combine(found[block], crc, part.numel()) if block in found else crc
-        due = self._checksums[stream.param][stream.state]
-        for block, crc in found.items():
+        stream, due = chunk.stream, self._checksums[chunk.stream.param][chunk.stream.state]
+        seen = run_of(chunk.first * CHECKSUM_BYTES, ranges, self._workers()).crcs
+        for block, crc in enumerate(seen, chunk.first):
             if crc != due[block]:
                 begin = block * CHECKSUM_BYTES
                 raise self._damage(stream, begin, min(begin + CHECKSUM_BYTES, stream.num_bytes), due[block], crc)

@@ -138,30 +138,20 @@ class Commits:
         self.steps: list[Kept] = []  # all durable steps, oldest first; at most one has no tag (durability="step")
         self._opened: Path | None = None  # manifest of an earlier run's untagged step that this model was loaded from
 
-    @property
-    def newest(self) -> Kept | None:
-        """The newest durable step; None if there is none."""
-        return self.steps[-1] if self.steps else None
-
     def make(self, content: Content) -> None:
         """Makes the states durable as they are now. Collective; blocks. Errors: see the module."""
         self.number += 1
         commit, topology, talk = self.number, self._shards.topology, talk_over(self._shards.topology)
         with _no_collection(), contextlib.ExitStack() as undo:
-            saved: list[Kept] = []
-
-            def save_own() -> Any:
-                kept, told = self._save_own(content, commit, undo)
-                saved.append(kept)
-                return told
-
-            told = together(talk, WHAT, save_own)
-            [kept] = saved
+            (kept, _), told = together(
+                talk, WHAT, lambda: self._save_own(content, commit, undo), tell=lambda own: own[1]
+            )
             doomed = self._doomed(kept, content.is_whole)
 
             def save_all() -> None:
                 if topology.rank == 0:
-                    manifest = manifest_of(content, self.run_id, commit, topology, told, kept.manifest.parent)
+                    ranks = topology.world, topology.num_shards
+                    manifest = manifest_of(content, self.run_id, commit, ranks, told, kept.manifest.parent)
                     publish(content, manifest, kept.manifest, undo)
                     for each in doomed:
                         remove(each.manifest)
@@ -171,7 +161,7 @@ class Commits:
                     undo.pop_all()
                     self._shards.store.keep_files()
 
-            together(talk, WHAT, save_all, unheard)
+            together(talk, WHAT, save_all, unheard=unheard)
             undo.pop_all()
         self._take_over(kept, doomed, content.save_dir)
         self._sweep()

@@ -239,16 +239,13 @@ class Copies:
         topology = self._shards.topology
         self._pace = Pace(_BUSY_SHARE if is_behind else 1.0)
         with contextlib.ExitStack() as undo:
-            begun: list[_Work] = []
-
-            def begin() -> bool:
-                begun.append(self._begin(content, commit, undo))
-                return bool(begun[0].extents)
-
-            has_rest = any(together(talk_over(topology), WHAT, begin))
-            work = begun[0]._replace(undo=undo.pop_all())
-        if not (has_rest and is_behind):
-            self._end(work, talk_over(topology))
+            talk = talk_over(topology)
+            work, has_rest = together(
+                talk, WHAT, lambda: self._begin(content, commit, undo), tell=lambda work: bool(work.extents)
+            )
+            work = work._replace(undo=undo.pop_all())
+        if not (any(has_rest) and is_behind):
+            self._end(work, talk)
             return
         talk = self._talk_aside(topology)
         self._thread = threading.Thread(target=self._run, args=(work, talk), name="tiermem-copy", daemon=True)
@@ -308,12 +305,13 @@ class Copies:
         assert content.save_dir is not None and content.tag is not None
         replaced = self._commits.in_place_of(pointer_path(content.save_dir, content.tag))
         with contextlib.closing(work.held), work.undo:
-            told = together(talk, WHAT, lambda: self._copy_own(work))
+            _, told = together(talk, WHAT, lambda: self._copy_own(work))
 
             def save_all() -> None:
                 if topology.rank == 0:
                     self._check_seen(told)
-                    manifest = manifest_of(content, self._run_id, work.commit, topology, told, work.folder)
+                    ranks = topology.world, topology.num_shards
+                    manifest = manifest_of(content, self._run_id, work.commit, ranks, told, work.folder)
                     name = copy_name(self._run_id, work.commit, None, "json")
                     publish(content, manifest, work.folder / name, work.undo)
                     for each in replaced:
@@ -323,7 +321,7 @@ class Copies:
                 if topology.rank or went_well:  # a manifest may name these files
                     work.undo.pop_all()
 
-            together(talk, WHAT, save_all, unheard)
+            together(talk, WHAT, save_all, unheard=unheard)
             work.undo.pop_all()
         self._commits.forget(replaced)
         if work.freeze is not None:

@@ -169,6 +169,19 @@ def joined(runs: Iterable[Run]) -> list[Run]:
     return found
 
 
+def run_of(start: int, tensors: Sequence[torch.Tensor], workers: Workers | None) -> Run:
+    """The checksums of tensors of bytes that follow one another from byte `start` of a state. Blocks; GIL free."""
+    ranges: list[tuple[int, int]] = []
+    parts: list[torch.Tensor] = []
+    for data in tensors:
+        own = cuts(start, data.numel())
+        start += data.numel()
+        ranges += own
+        parts += data.split([num_bytes for _, num_bytes in own])
+    [run] = joined(Run(*at, [crc]) for at, crc in zip(ranges, crc32c(parts, workers), strict=True))
+    return run
+
+
 def checksums(runs: Iterable[Run], what: str) -> tuple[int, ...]:
     """The checksum of every block of a state. Raises RuntimeError unless the runs hold every byte exactly once."""
     found = joined(runs)
@@ -380,8 +393,7 @@ def write_data(
             at, found = stretch.first_byte, sums.setdefault((stretch.param, stretch.state), [])
             for data in stretch.chunks():
                 out.put(data)
-                lengths = [num_bytes for _, num_bytes in cuts(at, data.numel())]
-                found.append(Run(at, data.numel(), crc32c(data.split(lengths), workers)))
+                found.append(run_of(at, [data], workers))
                 at += data.numel()
                 progress(data.numel())
     return Placed(rows_of(list(keys), rows), {key: joined(runs) for key, runs in sums.items()})

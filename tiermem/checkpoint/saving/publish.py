@@ -18,7 +18,6 @@ from tiermem.checkpoint.format.fields import Json, ManifestError, crc32c
 from tiermem.checkpoint.format.finding import (
     Found,
     Opened,
-    latest_path,
     pointer_path,
     read_latest,
     read_manifest,
@@ -28,6 +27,7 @@ from tiermem.checkpoint.format.finding import (
     written,
 )
 from tiermem.checkpoint.format.manifest import (
+    LATEST_FILE,
     POINTER_FILE,
     Manifest,
     Parameter,
@@ -43,7 +43,6 @@ from tiermem.swap.durable import NEW_SUFFIX
 from tiermem.swap.entry import Freeze
 from tiermem.swap.run_folder import RunFolder, RunName, is_of_one_host, run_folders
 from tiermem.zero.shards import Shards
-from tiermem.zero.topology import Topology
 
 # ---- the content of a commit or a copy -------------------------------------------------------------------------------
 
@@ -84,9 +83,12 @@ def write_part(
 
 
 def manifest_of(
-    content: Content, run_id: str, commit: int, topology: Topology, told: Sequence[Any], folder: Path
+    content: Content, run_id: str, commit: int, ranks: tuple[int, int], told: Sequence[Any], folder: Path
 ) -> Manifest:
-    """The manifest, for a file in `folder`, from the values of all ranks. Raises RuntimeError if a state is not whole."""
+    """The manifest, for a file in `folder`, from the values of all ranks. Raises RuntimeError if a state is not whole.
+
+    ranks: the number of all ranks, and of those that share one copy of a parameter.
+    """
     parts = tuple(
         PartFile(rank, written(Path(each["folder"]), folder), each["file"], each["bytes"], each["crc32c"])
         for rank, each in enumerate(told)
@@ -100,8 +102,8 @@ def manifest_of(
         commit=commit,
         tag=content.tag,
         step=content.step,
-        world=topology.world,
-        num_shards=topology.num_shards,
+        world=ranks[0],
+        num_shards=ranks[1],
         parts=parts,
         parameters=tuple(content.parameters),
         excluded=tuple(content.excluded),
@@ -171,7 +173,7 @@ def publish(content: Content, manifest: Manifest, path: Path, undo: contextlib.E
         said = Pointer(manifest.run_id, manifest.commit, where, path.name, len(data), crc32c(data))
         replace(pointer, said.dump(), undo)
     if content.save_latest:
-        replace(latest_path(content.save_dir), content.tag.encode(), undo)
+        replace(content.save_dir / LATEST_FILE, content.tag.encode(), undo)
 
 
 def replace(path: Path, data: bytes, undo: contextlib.ExitStack) -> None:

@@ -155,11 +155,6 @@ class Saver:
         self.wait()
 
     @property
-    def newest(self) -> Kept | None:
-        """The newest durable step in the store; None if there is none."""
-        return self.commits.newest
-
-    @property
     def _has_free_slot(self) -> bool:
         """Whether optimizer steps have a slot to write to while a copy holds one."""
         return len(self.commits.steps) + 2 <= self._shards.policy.num_slots
@@ -286,16 +281,13 @@ def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValida
 
     Raises ValueError where arguments, or the size or dtype of a state, differ between ranks.
     """
-    drafts: list[_Draft] = []
 
-    def tell() -> Json:
-        drafts.append(make())
-        [draft] = drafts
+    def tell(draft: _Draft) -> Json:
         sums = [[each.param, each.state, [each.kind, each.numel], _sum(each)] for each in draft.own]
         return {"tag": draft.content.tag, "is_copy": draft.is_copy, "facts": draft.facts, "own": sums}
 
-    told = together(talk_over(shards.topology), WHAT, tell)
-    [draft], rank = drafts, shards.topology.rank
+    draft, told = together(talk_over(shards.topology), WHAT, make, tell)
+    rank = shards.topology.rank
     for other, each in enumerate(told):
         for name, value in told[0]["facts"].items():
             if each["facts"][name] != value:
