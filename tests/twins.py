@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -38,13 +38,20 @@ class Block(nn.Module):
 class Tower(nn.Module):
     """Embedding, blocks in a ModuleList, head. The defaults make every parameter's size odd and cut by small tiles."""
 
-    def __init__(self, width: int = 31, inner: int = 97, num_blocks: int = 4) -> None:
+    def __init__(
+        self,
+        width: int = 31,
+        inner: int = 97,
+        num_blocks: int = 4,
+        bias: bool = True,
+        block: Callable[[int, int], nn.Module] = Block,
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, width)
-        self.layers = nn.ModuleList([Block(width, inner) for _ in range(num_blocks)])
-        self.head = nn.Linear(width, VOCAB)
+        self.layers = nn.ModuleList([block(width, inner) for _ in range(num_blocks)])
+        self.head = nn.Linear(width, VOCAB, bias=bias)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> Any:
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -61,19 +68,34 @@ def batch(step: int, samples: int = 2, length: int = 11, vocab: int = VOCAB) -> 
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits in the output of a model, which is a tensor, a dict or an object with a field `logits`."""
+    if isinstance(output, torch.Tensor):
+        return output
+    return output["logits"] if isinstance(output, dict) else output.logits
+
+
+def loss_of(model: Callable[[torch.Tensor], Any], step: int) -> torch.Tensor:
     inputs, targets = batch(step)
-    return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+    return F.cross_entropy(logits_of(model(inputs)).flatten(0, 1).float(), targets.flatten())
 
 
-def train_plain(model: nn.Module, optim: torch.optim.Optimizer, num_steps: int, clip: float = 0.0) -> list[float]:
+def train_steps(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    steps: Iterable[int],
+    loss_of: Callable[[nn.Module, int], torch.Tensor] = loss_of,
+    **of_step: Any,
+) -> list[float]:
+    """The plain loop: one forward, backward and step for each number in `steps`. Returns the losses.
+
+    of_step: arguments of `optim.step`.
+    """
     losses = []
-    for step in range(num_steps):
+    for step in steps:
         loss = loss_of(model, step)
         loss.backward()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optim.step()
+        optim.step(**of_step)
         optim.zero_grad()
         losses.append(loss.item())
     return losses
@@ -99,13 +121,7 @@ def train(
     model = copy.deepcopy(model)
     with tiermem.shard(model, policy) as shards:
         optim = optimizer(model.parameters(), **({"lr": 1e-2} | settings))
-        losses = []
-        for step in range(num_steps):
-            loss = loss_of(model, step)
-            loss.backward()
-            optim.step(max_norm=max_norm)
-            optim.zero_grad()
-            losses.append(loss.item())
+        losses = train_steps(model, optim, range(num_steps), max_norm=max_norm)
         return Result(losses, dict(model.state_dict()), states_of(shards, optim), shards.store.stats().nvme_read_bytes)
 
 

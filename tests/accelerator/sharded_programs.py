@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import twins
 import zoo
 from torch import nn
 from torch.nn import functional as F
@@ -40,7 +41,7 @@ class Place:
 
     def loss_of(self, model: nn.Module, step: int) -> torch.Tensor:
         tokens, targets = (each.to(self.device) for each in batch(step))
-        return F.cross_entropy(zoo.logits_of(model(tokens)).flatten(0, 1).float(), targets.flatten())
+        return F.cross_entropy(twins.logits_of(model(tokens)).flatten(0, 1).float(), targets.flatten())
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

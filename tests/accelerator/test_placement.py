@@ -12,7 +12,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from twins import Tower, batch, loss_of, seeded
+from twins import Tower, batch, logits_of, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -68,7 +68,7 @@ def test_stages_without_offload_keep_everything_on_the_device(stage: int, sim: M
     losses = []
     for step in range(3):
         tokens, targets = (each.to(engine.device) for each in batch(step % 2))
-        loss = nn.functional.cross_entropy(zoo.logits_of(engine(tokens)).flatten(0, 1), targets.flatten())
+        loss = nn.functional.cross_entropy(logits_of(engine(tokens)).flatten(0, 1), targets.flatten())
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -85,7 +85,7 @@ def test_resident_weights_leave_the_device_and_come_back_as_they_were(sim: Modul
     engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config)
     for step in range(2):
         tokens, targets = (each.to(engine.device) for each in batch(step))
-        loss = nn.functional.cross_entropy(zoo.logits_of(engine(tokens)).flatten(0, 1), targets.flatten())
+        loss = nn.functional.cross_entropy(logits_of(engine(tokens)).flatten(0, 1), targets.flatten())
         engine.backward(loss)
         engine.step()
         before = [param.cpu() for param in engine.module.parameters()]
@@ -122,7 +122,7 @@ def test_parameters_under_init_stay_on_the_device_that_they_are_made_on(
     plain.load_state_dict({name: value.cpu() for name, value in _values(model).items()})
     with tiermem.shard(model, policy):
         tokens = batch(0)[0]
-        assert torch.equal(zoo.logits_of(model(tokens.to("sim"))).cpu(), zoo.logits_of(plain(tokens)))
+        assert torch.equal(logits_of(model(tokens.to("sim"))).cpu(), logits_of(plain(tokens)))
 
 
 def _values(model: nn.Module) -> dict[str, torch.Tensor]:

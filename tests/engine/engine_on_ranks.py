@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zoo
-from twins import seeded
+from twins import loss_of, seeded
 
 import tiermem
 from tiermem.utils import safe_get_full_fp32_param
@@ -75,7 +75,7 @@ def weights_of(stage: int, out: Path, nvme: Path) -> dict[str, Any]:
 
 
 def train(engine: tiermem.Engine, number: int) -> None:
-    engine.backward(zoo.loss_of(engine, number))
+    engine.backward(loss_of(engine, number))
     engine.step()
 
 

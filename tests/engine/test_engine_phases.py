@@ -36,7 +36,7 @@ def started(folder: Path, model: torch.nn.Module, device: str = "nvme", **keys: 
 
 
 def micro_batch(engine: tiermem.Engine, number: int) -> float:
-    loss = zoo.loss_of(engine, number)
+    loss = loss_of(engine, number)
     engine.backward(loss)
     engine.step()
     return loss.item()
@@ -67,7 +67,7 @@ def test_states_are_offloaded_and_training_goes_on(device: str, tmp_path: Path) 
     for number in range(3):
         assert micro_batch(engine, number) == micro_batch(twin, number)
         engine.eval()
-        zoo.loss_of(engine, number)
+        loss_of(engine, number)
         engine.offload_states()
         assert num_present(engine) == 0
         engine.reload_states()
@@ -134,7 +134,7 @@ def test_units_are_streamed_again_after_an_error_in_the_block(tmp_path: Path) ->
 
 def test_weights_do_not_change_while_all_are_present(tmp_path: Path) -> None:
     engine = started(tmp_path, seeded(zoo.Tower))
-    engine.backward(zoo.loss_of(engine, 0))
+    engine.backward(loss_of(engine, 0))
     with unwrap_model_for_generation(engine):
         for change in (
             engine.step,
@@ -201,7 +201,7 @@ def test_closing_one_engine_leaves_the_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", ["building", "backward", "a step", "an error"])
 def test_an_engine_that_is_forgotten_leaves_nothing(after: str, tmp_path: Path) -> None:
     engine = started(tmp_path, seeded(zoo.Tower))
-    loss = zoo.loss_of(engine, 0) if after != "building" else None
+    loss = loss_of(engine, 0) if after != "building" else None
     if loss is not None:
         engine.backward(loss)
     if after == "a step":

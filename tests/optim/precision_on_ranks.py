@@ -17,7 +17,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from twins import Tower, loss_of, seeded, states_of
+from twins import Tower, seeded, states_of, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -63,16 +63,10 @@ def train(name: str, nvme: Path) -> dict[str, Any]:
     build, precision, fields = CASES[name]
     settings = {"params": Tier.HOST, "optim": Tier.HOST, "paths": [nvme], "persistence_numel": 100, "tile_numel": 4096}
     model = seeded(build).bfloat16()
-    losses = []
     with tiermem.shard(model, OffloadPolicy(precision=precision, **(settings | fields))) as shards:
         torch.set_num_threads(1)  # forward and backward are torch's, whose sums depend on how many threads share them
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        for step in range(NUM_STEPS):
-            loss = loss_of(model, step)
-            loss.backward()
-            optim.step()
-            optim.zero_grad()
-            losses.append(loss.item())
+        losses = train_steps(model, optim, range(NUM_STEPS))
         return {"losses": losses, "weights": dict(model.state_dict()), "states": states_of(shards, optim)}
 
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from twins import Tower, loss_of, seeded
+from twins import Tower, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier
@@ -46,16 +45,16 @@ def save_and_resume(name: str, nvme: Path) -> dict[str, Any]:
     with tiermem.shard(model, policy):
         torch.set_num_threads(1)
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        train(model, optim, 0, 3)
+        train_steps(model, optim, range(3))
         weights, saved = copy.deepcopy((model.state_dict(), optim.state_dict()))
-        went_on = train(model, optim, 3, 5)
+        went_on = train_steps(model, optim, range(3, 5))
     other = seeded(Tower).to(dtype)
     other.load_state_dict(weights)
     with tiermem.shard(other, policy):
         torch.set_num_threads(1)
         optim = tiermem.AdamW(other.parameters())
         optim.load_state_dict(saved)
-        resumed = train(other, optim, 3, 5)
+        resumed = train_steps(other, optim, range(3, 5))
     return {"saved": saved, "went_on": went_on, "resumed": resumed}
 
 
@@ -67,17 +66,6 @@ def refusal_of_muon() -> str:
         except ValueError as error:
             return str(error)
     return "none"
-
-
-def train(model: nn.Module, optim: torch.optim.Optimizer, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        loss = loss_of(model, step)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import twins
 import zoo
 from gather_cases import CASES, NUM_STEPS, Case
-from twins import seeded
+from twins import loss_of, seeded
 
 import tiermem
 from tiermem.config import load_config
@@ -56,7 +56,7 @@ def train_twin(plain: nn.Module) -> list[float]:
     optim = tiermem.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(NUM_STEPS):
-        loss = zoo.loss_of(model, dist.get_rank() + 100 * step)
+        loss = loss_of(model, dist.get_rank() + 100 * step)
         loss.backward()
         optim.step()
         optim.zero_grad()
@@ -73,7 +73,7 @@ def run(case: Case, nvme: Path) -> dict[str, Any]:
     losses, steps, saved, seen = [], [], SavedBytes(shards), {}
     for step in range(NUM_STEPS):
         with saved:
-            loss = zoo.loss_of(engine, dist.get_rank() + 100 * step)
+            loss = loss_of(engine, dist.get_rank() + 100 * step)
         seen = {name: str(p.dtype) for name, p in model.named_parameters()} if step == 0 else seen
         engine.backward(loss)
         events = sorted(shards.store.recorder.events, key=lambda event: event.start_ns)

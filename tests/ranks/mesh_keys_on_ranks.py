@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import zoo
 from launch import as_rank
-from twins import seeded
+from twins import loss_of, seeded
 
 import tiermem
 
@@ -53,7 +53,7 @@ def train(case: str) -> dict[str, Any]:
     engine, _, _, _ = tiermem.initialize(model=model, config=config | {"tiermem": {"timeout_s": 60}})
     losses, phases = [], []
     for step in range(NUM_STEPS):
-        loss = zoo.loss_of(engine, dist.get_rank() + 10 * step)
+        loss = loss_of(engine, dist.get_rank() + 10 * step)
         phases.append(taken(engine))
         engine.backward(loss)
         phases.append(taken(engine))

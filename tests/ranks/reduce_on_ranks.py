@@ -18,7 +18,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import zoo
-from twins import seeded
+from twins import loss_of, seeded
 
 import tiermem
 
@@ -52,7 +52,7 @@ def sums(keys: dict[str, Any], stage: int) -> dict[str, list[str]]:
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "zero_optimization": zero} | keys
     engine, _, _, _ = tiermem.initialize(model=model, config=config)
-    engine.backward(zoo.loss_of(engine, dist.get_rank()))
+    engine.backward(loss_of(engine, dist.get_rank()))
     found = {}
     for _, shard in engine.shards.parameters():
         mine = engine.shards.gradient(shard.param)
@@ -70,7 +70,7 @@ def gradients_of_ranks(model: nn.Module, is_autocast: bool) -> list[dict[str, to
     found = []
     for rank in range(dist.get_world_size()):
         with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-            loss = zoo.loss_of(model, rank)
+            loss = loss_of(model, rank)
         loss.backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
         model.zero_grad()

@@ -28,7 +28,7 @@ import zoo
 from launch import as_rank
 from master_twin import MasterTwin
 from twin_cases import ALL, DECAY, LOSS_SCALE, LR, MAX_NORM, NUM_STEPS, Case, Run, config_of, selection
-from twins import seeded
+from twins import loss_of, seeded
 
 import tiermem
 from tiermem.zero import Init
@@ -70,7 +70,7 @@ def train(case: Case, nvme: Path) -> Run:
     engine, _, _, _ = tiermem.initialize(model=model, config=config)
     run = Run([], [], {})
     for micro in range(NUM_STEPS * case.accumulation):
-        loss = zoo.loss_of(engine, _sample(micro))
+        loss = loss_of(engine, _sample(micro))
         engine.backward(loss)
         run.losses.append(loss.item())
         is_last = engine.is_gradient_accumulation_boundary()
@@ -91,7 +91,7 @@ def train_twin(precision: str, accumulation: int, ranks_first: bool) -> Run:
     for step in range(NUM_STEPS):
         added: dict[nn.Parameter, torch.Tensor] = {}
         for micro in range(accumulation):
-            loss = zoo.loss_of(model, _sample(step * accumulation + micro))
+            loss = loss_of(model, _sample(step * accumulation + micro))
             (loss / accumulation * scale if accumulation > 1 else loss * scale).backward()
             run.losses.append(loss.item())
             if ranks_first or micro == accumulation - 1:
@@ -115,7 +115,7 @@ def train_ddp(accumulation: int) -> Run:
     for step in range(NUM_STEPS):
         for micro in range(accumulation):
             model.require_backward_grad_sync = micro == accumulation - 1
-            loss = zoo.loss_of(model, _sample(step * accumulation + micro))
+            loss = loss_of(model, _sample(step * accumulation + micro))
             (loss / accumulation).backward()
             run.losses.append(loss.item())
         run.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())

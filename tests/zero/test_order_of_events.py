@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from twins import Tower, assert_same_tensors, loss_of, seeded
+from twins import Tower, assert_same_tensors, loss_of, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
@@ -186,16 +186,8 @@ def test_an_order_that_changes_costs_only_time(unit_buffers: int, tmp_path: Path
     model = seeded(Wandering)
     plain = copy.deepcopy(model)
     with tiermem.shard(model, policy(tmp_path, optim=Tier.NVME, unit_buffers=unit_buffers)):
-        losses = []
-        for each in (model, plain):
-            optim = tiermem.AdamW(each.parameters(), lr=1e-2)
-            for step in range(8):
-                loss = loss_of(each, step)
-                loss.backward()
-                optim.step()
-                optim.zero_grad()
-                losses.append(loss.item())
-        assert losses[:8] == losses[8:]
+        losses = [train_steps(each, tiermem.AdamW(each.parameters(), lr=1e-2), range(8)) for each in (model, plain)]
+        assert losses[0] == losses[1]
         assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
 
 

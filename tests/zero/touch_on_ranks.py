@@ -108,7 +108,7 @@ def what_one_rank_writes_is_everybodys(nvme: Path) -> None:
 
 
 def loss_of_tower(model: nn.Module) -> float:
-    return zoo.loss_of(model, 0).item()
+    return loss_of(model, 0).item()
 
 
 @case
@@ -117,7 +117,7 @@ def masters_follow_between_steps(nvme: Path) -> None:
         model = seeded(zoo.tied_tower).bfloat16()
         with tiermem.shard(model, policy_at(nvme, home, precision=Precision(master="split"))) as shards:
             optim = tiermem.AdamW(model.parameters(), lr=1e-3)
-            zoo.loss_of(model, dist.get_rank()).backward()
+            loss_of(model, dist.get_rank()).backward()
             optim.step()
             optim.zero_grad()
             for param in (model.layers[1].down.weight, model.layers[1].norm.weight):
