@@ -101,6 +101,17 @@ def train_steps(
     return losses
 
 
+def train_engine(engine: tiermem.Engine, micros: Iterable[int]) -> list[float]:
+    """An engine's loop over micro-batches: it steps when it has seen enough of them. Returns the losses."""
+    losses = []
+    for micro in micros:
+        loss = loss_of(engine, micro)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
 @dataclasses.dataclass
 class Result:
     losses: list[float]

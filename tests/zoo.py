@@ -3,6 +3,7 @@
 
     Tower(outputs=...)     blocks and root return tensors, dicts or dataclasses      Tower(checkpoint=...)  both kinds
     Tower(rounds=2)        every block is used twice in a forward                    Tower(skips=True)      unused blocks
+    Wandering              blocks in another order in every forward
     BareContainers         parameters in lists and dicts that have no forward of their own
     tied_tower             head and embedding share a weight                         frozen_tower           some frozen
     NanoGPT                weight tying, apply(_init_weights), a re-init by name     llama                  Hugging Face's
@@ -73,6 +74,20 @@ class Tower(twins.Tower):
         if self.checkpoint is None or not self.training:
             return logits_of(layer(x))
         return recompute(lambda y: logits_of(layer(y)), x, use_reentrant=self.checkpoint)
+
+
+class Wandering(twins.Tower):
+    """Goes through its blocks in another order in every forward, with repetitions; the same on every rank."""
+
+    num_forwards = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        chosen = torch.randint(0, 4, (5,), generator=torch.Generator().manual_seed(self.num_forwards))
+        self.num_forwards += 1
+        for index in chosen.tolist():
+            x = self.layers[index](x)
+        return self.head(x)
 
 
 def tied_tower(**settings: Any) -> Tower:

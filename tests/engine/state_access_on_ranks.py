@@ -6,16 +6,13 @@ state_access_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: what that cas
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from launch import as_rank
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from twins import Tower, loss_of, seeded
 
 import tiermem
@@ -50,12 +47,6 @@ CASES: dict[str, tuple[int, str, str]] = {  # stage, where things rest, precisio
     "stage 3 nvme tiny": (3, "nvme", "tiny"),
 }
 KEY = "exp_avg"
-
-
-def main(out: Path, nvme: Path) -> None:
-    dist.init_process_group("gloo")
-    torch.save({case: look_and_put(case, nvme) for case in CASES}, out / f"{dist.get_rank()}.pt")
-    dist.destroy_process_group()
 
 
 def look_and_put(case: str, nvme: Path) -> dict[str, Any]:
@@ -152,4 +143,5 @@ def count_up(states: dict[str, torch.Tensor], param: nn.Parameter, elements: sli
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    with as_rank() as (_, out, (nvme,)):
+        torch.save({case: look_and_put(case, Path(nvme)) for case in CASES}, out)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from twins import assert_same_tensors, loss_of, seeded
+from twins import assert_same_tensors, loss_of, seeded, train_engine
 
 import tiermem
 from tiermem.zero import Init
@@ -37,13 +37,7 @@ def config(offload: str, folder: Path, stage: int = 3, **keys: Any) -> dict[str,
 
 
 def run(engine: tiermem.Engine, num_steps: int = 4) -> list[float]:
-    losses = []
-    for micro in range(num_steps * engine.gradient_accumulation_steps()):
-        loss = loss_of(engine, micro)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train_engine(engine, range(num_steps * engine.gradient_accumulation_steps()))
 
 
 def plain_run(model: nn.Module, num_steps: int = 4, accumulation: int = 1, lr: float = 1e-2) -> list[float]:
@@ -108,7 +102,7 @@ def test_fp16_with_a_dynamic_scale_skips_and_recovers(offload: str, tmp_path: Pa
         (loss * scale).backward()
         overflows = not all(p.grad.isfinite().all() for p in twin.parameters())
         before = dict(model.state_dict())
-        losses.append((run_one(engine, micro), loss.item()))
+        losses.append((*train_engine(engine, [micro]), loss.item()))
         if overflows:
             assert_same_tensors(before, dict(model.state_dict()))
             scale, good = scale / 2, 0
@@ -121,13 +115,6 @@ def test_fp16_with_a_dynamic_scale_skips_and_recovers(offload: str, tmp_path: Pa
     assert all(mine == other for mine, other in losses)
     assert_same_tensors(dict(model.state_dict()), dict(twin.state_dict()))
     engine.close()
-
-
-def run_one(engine: tiermem.Engine, micro: int) -> float:
-    loss = loss_of(engine, micro)
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
@@ -145,7 +132,7 @@ def test_clipping_and_the_global_norm(tmp_path: Path) -> None:
     model = seeded(zoo.Tower)
     plain = copy.deepcopy(model)
     engine, _, _, _ = tiermem.initialize(model=model, config=config("nvme", tmp_path, gradient_clipping=0.05))
-    run_one(engine, 0)
+    train_engine(engine, [0])
     loss_of(plain, 0).backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05).item()
     assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6)

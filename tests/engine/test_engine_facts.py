@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from twins import loss_of, seeded
+from twins import loss_of, seeded, train_engine
 
 import tiermem
 
@@ -24,11 +24,6 @@ def started(tmp_path: Path, **keys: Any) -> tiermem.Engine:
     }
     engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config | keys)
     return engine
-
-
-def micro_batch(engine: tiermem.Engine, number: int = 0) -> None:
-    engine.backward(loss_of(engine, number))
-    engine.step()
 
 
 def test_the_answers_are_the_configs(tmp_path: Path) -> None:
@@ -64,7 +59,7 @@ def test_counters_count_steps_samples_and_micro_batches(tmp_path: Path) -> None:
     engine = started(tmp_path)
     applied = []
     for number in range(7):
-        micro_batch(engine, number)
+        train_engine(engine, [number])
         applied.append(engine.was_step_applied())
     assert applied == [False, False, True, False, False, True, False]
     assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (2, 12, 7)
@@ -78,7 +73,7 @@ def test_a_skipped_step_was_not_applied_and_shows_as_overflow(tmp_path: Path) ->
     engine.backward(loss_of(engine, 0) * float("inf"))
     engine.step()
     assert (engine.was_step_applied(), optimizer.overflow, engine.skipped_steps) == (False, True, 1)
-    micro_batch(engine)
+    train_engine(engine, [0])
     assert (engine.was_step_applied(), optimizer.overflow, engine.skipped_steps) == (True, False, 1)
     engine.close()
 
@@ -105,7 +100,7 @@ def test_the_batch_size_changes_by_micro_batches(tmp_path: Path) -> None:
     engine.set_train_batch_size(4)
     assert engine.get_batch_info() == (4, 2, 2)
     for number in range(4):
-        micro_batch(engine, number)
+        train_engine(engine, [number])
     assert engine.global_steps == 2
     with pytest.raises(ValueError, match="train_batch_size 5 is not a multiple of train_micro_batch_size_per_gpu 2"):
         engine.set_train_batch_size(5)

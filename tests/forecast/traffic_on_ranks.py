@@ -6,14 +6,10 @@ traffic_on_ranks.py FOLDER NVME     every rank writes {case: {"said": ..., "sent
 from __future__ import annotations
 
 import collections
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import zoo
 from launch import as_rank
 from traffic_cases import CASES, NUM_STEPS, Case

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from twins import Block
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -22,20 +23,10 @@ OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.01}
 SETTINGS: dict[str, Any] = {"persistence_numel": 100, "tile_numel": 100_000, "unit_buffers": 3}
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.layers = nn.ModuleList(Block(WIDTH, 4 * WIDTH) for _ in range(DEPTH))
         self.head = nn.Linear(WIDTH, 127)
         self.register_buffer("scale", torch.ones(WIDTH))
 

@@ -7,15 +7,11 @@ state_dicts_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: {"saved": stat
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+from launch import as_rank
 from twins import Tower, seeded, train_steps
 
 import tiermem
@@ -27,14 +23,6 @@ CASES: dict[str, tuple[torch.dtype, str, dict[str, Any]]] = {
     "compact": (torch.bfloat16, "compact", {}),
     "compact, on NVMe": (torch.bfloat16, "compact", {"params": Tier.NVME, "optim": Tier.NVME, "grads": Tier.NVME}),
 }
-
-
-def main(out: Path, nvme: Path) -> None:
-    dist.init_process_group("gloo")
-    found: dict[str, Any] = {name: save_and_resume(name, nvme) for name in CASES}
-    found["muon"] = refusal_of_muon()
-    torch.save(found, out / f"{dist.get_rank()}.pt")
-    dist.destroy_process_group()
 
 
 def save_and_resume(name: str, nvme: Path) -> dict[str, Any]:
@@ -69,4 +57,5 @@ def refusal_of_muon() -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    with as_rank() as (_, out, (nvme,)):
+        torch.save({name: save_and_resume(name, Path(nvme)) for name in CASES} | {"muon": refusal_of_muon()}, out)

@@ -6,15 +6,10 @@ mesh_keys_on_ranks.py FOLDER      every rank writes {case: {"losses", "phases", 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import zoo
 from launch import as_rank
 from twins import loss_of, seeded

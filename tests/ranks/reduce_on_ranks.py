@@ -1,23 +1,18 @@
 """Run once per rank by test_reduced_dtypes.py: reduces gradients of two ranks and says what came of them.
 
-reduce_on_ranks.py OUT    writes OUT/<rank>.json: {case: {parameter: whether its gradient is the sum in each dtype}}
+reduce_on_ranks.py OUT    writes OUT/<rank>.pt: {case: {parameter: whether its gradient is the sum in each dtype}}
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import zoo
+from launch import as_rank
+from torch import nn
 from twins import loss_of, seeded
 
 import tiermem
@@ -35,13 +30,6 @@ CASES: dict[str, dict[str, Any]] = {
     "autocast, fp32_allreduce": {"torch_autocast": AUTOCAST, "fp32_allreduce": True},
 }
 STAGES = (0, 1, 3)
-
-
-def main(out: Path) -> None:
-    dist.init_process_group("gloo")
-    found = {f"{case}, stage {stage}": sums(keys, stage) for case, keys in CASES.items() for stage in STAGES}
-    (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
 
 
 def sums(keys: dict[str, Any], stage: int) -> dict[str, list[str]]:
@@ -78,4 +66,7 @@ def gradients_of_ranks(model: nn.Module, is_autocast: bool) -> list[dict[str, to
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    with as_rank() as (_, out, _):
+        torch.save(
+            {f"{case}, stage {stage}": sums(keys, stage) for case, keys in CASES.items() for stage in STAGES}, out
+        )

@@ -13,20 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import zoo
 from launch import as_rank
 from master_twin import MasterTwin
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from twin_cases import ALL, DECAY, LOSS_SCALE, LR, MAX_NORM, NUM_STEPS, Case, Run, config_of, selection
 from twins import loss_of, seeded
 
