@@ -75,8 +75,8 @@ def logits_of(output: Any) -> torch.Tensor:
     return output["logits"] if isinstance(output, dict) else output.logits
 
 
-def loss_of(model: Callable[[torch.Tensor], Any], step: int) -> torch.Tensor:
-    inputs, targets = batch(step)
+def loss_of(model: Callable[[torch.Tensor], Any], step: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    inputs, targets = (each.to(device) for each in batch(step))
     return F.cross_entropy(logits_of(model(inputs)).flatten(0, 1).float(), targets.flatten())
 
 
@@ -101,11 +101,13 @@ def train_steps(
     return losses
 
 
-def train_engine(engine: tiermem.Engine, micros: Iterable[int]) -> list[float]:
+def train_engine(
+    engine: tiermem.Engine, micros: Iterable[int], loss_of: Callable[..., torch.Tensor] = loss_of
+) -> list[float]:
     """An engine's loop over micro-batches: it steps when it has seen enough of them. Returns the losses."""
     losses = []
     for micro in micros:
-        loss = loss_of(engine, micro)
+        loss = loss_of(engine, micro, engine.device)
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

@@ -42,11 +42,11 @@ def reads(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     By the Move, the number of those in the recording; one that was begun before it is taken for done.
     """
     numbers: dict[int, int] = {}
-    fetch, wait = TensorStore.fetch, Move.wait
+    read, wait = TensorStore.read, Move.wait
 
-    def started(store: TensorStore, name: str, *args: Any, **kwargs: Any) -> Move:
-        move = fetch(store, name, *args, **kwargs)
-        numbers.setdefault(id(move), sim.mark(f"read {name}", "disk read", store._entries[name].num_bytes))
+    def started(store: TensorStore, ranges: Any, name: str, *args: Any, **kwargs: Any) -> Move:
+        move = read(store, ranges, name, *args, **kwargs)
+        numbers[id(move)] = sim.mark(f"read {name}", "disk read", store._entries[name].num_bytes)
         return move
 
     def awaited(move: Move, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def reads(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
             sim.mark("await a read", needs=[numbers.pop(id(move))], blocks=True)
         return wait(move, *args, **kwargs)
 
-    monkeypatch.setattr(TensorStore, "fetch", started)
+    monkeypatch.setattr(TensorStore, "read", started)
     monkeypatch.setattr(Move, "wait", awaited)
     return numbers
 

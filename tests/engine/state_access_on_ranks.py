@@ -49,6 +49,10 @@ CASES: dict[str, tuple[int, str, str]] = {  # stage, where things rest, precisio
 KEY = "exp_avg"
 
 
+def built() -> nn.Module:
+    return seeded(lambda: Tower(num_blocks=2))
+
+
 def look_and_put(case: str, nvme: Path) -> dict[str, Any]:
     stage, tier, preset = CASES[case]
     policy = OffloadPolicy(
@@ -61,7 +65,7 @@ def look_and_put(case: str, nvme: Path) -> dict[str, Any]:
         tile_numel=4096,
         precision=Precision.preset(preset or "exact"),
     )
-    model: nn.Module = seeded(Tower).to(torch.bfloat16 if preset else torch.float32)
+    model: nn.Module = built().to(torch.bfloat16 if preset else torch.float32)
     found: dict[str, Any] = {}
     with tiermem.shard(model, policy):
         torch.set_num_threads(1)

@@ -14,12 +14,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import zoo
 from forked_ranks import Body, World, die, run_worlds
+from torch import nn
 from twins import loss_of, seeded
 
 import tiermem

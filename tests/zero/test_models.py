@@ -41,9 +41,16 @@ for _outputs in ("tensor", "dict", "dataclass"):
             )
 
 
-@pytest.mark.parametrize("step_in_backward", [False, True], ids=["", "step in backward"])
-@pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize("kind", MODELS)
+# Each pair of any two values is in `make test`, all combinations in `make test-all`.
+COMBINATIONS = [
+    pytest.param(kind, home, in_backward, marks=[pytest.mark.slow] if (i + j + in_backward) % 2 else [])
+    for i, kind in enumerate(MODELS)
+    for j, home in enumerate(HOMES)
+    for in_backward in (False, True)
+]
+
+
+@pytest.mark.parametrize(("kind", "home", "step_in_backward"), COMBINATIONS)
 def test_model_trains_as_its_plain_twin(kind: str, home: Tier, step_in_backward: bool, tmp_path: Path) -> None:
     model = seeded(MODELS[kind])
     plain = copy.deepcopy(model)
