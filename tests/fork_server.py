@@ -96,7 +96,7 @@ def _connected() -> socket.socket:
         try:
             connection.connect(_server["address"])
             return connection
-        except (FileNotFoundError, ConnectionRefusedError):
+        except ConnectionRefusedError:
             if _server["process"].poll() is not None or time.monotonic() > deadline:
                 connection.close()
                 raise
@@ -107,37 +107,34 @@ _server: dict[str, Any] = {}  # the one of this process
 
 
 def _start_server() -> None:
-    folder = tempfile.mkdtemp(prefix="forks-")
-    address = f"{folder}/server"
+    name = f"tiermem-tests-{os.getpid()}-{time.monotonic_ns()}"
     process = subprocess.Popen(
-        [sys.executable, __file__, address],
+        [sys.executable, __file__, name],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
-    _server.update(pid=os.getpid(), address=address, process=process)
-    atexit.register(_end_server, os.getpid(), process, Path(folder))
+    _server.update(pid=os.getpid(), address=f"\0{name}", process=process)
+    atexit.register(_end_server, os.getpid(), process)
 
 
-def _end_server(pid: int, process: subprocess.Popen[bytes], folder: Path) -> None:
+def _end_server(pid: int, process: subprocess.Popen[bytes]) -> None:
     if os.getpid() == pid:
         process.kill()
         process.wait()
-        (folder / "server").unlink(missing_ok=True)
-        folder.rmdir()
 
 
 # ---- in the server ---------------------------------------------------------------------------------------------------
 
 
-def _serve(address: str) -> None:
+def _serve(name: str) -> None:
     """Answers each connection in a fork, until the process that started this one ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable()
     _import_everything()
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
+    listener.bind(f"\0{name}")  # which leaves no file
     listener.listen(64)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks that answer
     while True:
