@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from master_twin import MasterTwin
-from twins import Tower, loss_of, seeded, train, train_steps
+from twins import MasterTwin, Tower, loss_of, seeded, train, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
