@@ -3,8 +3,8 @@
     in the test      found = launch(HERE / "twin_on_ranks.py", 2, tmp_path, str(nvme))     what every rank wrote, by rank
     in the script    with as_rank() as (rank, out, words): torch.save({...}, out)
 
-The processes are forks of one that has imported what the script imports, and has computed nothing. The first rank that fails
-ends the others, and its output is the error. Nothing outlives the call.
+The processes are forks of one that has imported what the script imports, and has computed nothing (fork_server.py). The
+first rank that fails ends the others, and its output is the error. Nothing outlives the call.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import functools
 import os
 import runpy
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import torch
 import torch.distributed as dist
 
@@ -39,17 +39,9 @@ def launch(script: Path, num_ranks: int, folder: Path, *words: str, timeout_s: f
 
 def launch_ranks(script: Path, num_ranks: int, *words: str, timeout_s: float = 400.0) -> None:
     """Runs a script once per rank, with these words and the variables that torchrun sets. Blocks."""
-    command = [sys.executable, __file__, str(num_ranks), str(script), *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True, start_new_session=True
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout_s)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, f"{script.name} failed on {num_ranks} ranks:\n{output[-8000:]}"
+    done = fork_server.run([__file__, str(num_ranks), str(script), *words], timeout_s, OMP_NUM_THREADS="1")
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, f"{script.name} failed on {num_ranks} ranks:\n{output[-8000:]}"
 
 
 @contextlib.contextmanager
@@ -71,7 +63,6 @@ def _fork_ranks(num_ranks: int, script: str) -> int:
     """Forks the ranks and waits for them; the exit status."""
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="imported")
-    _import_what_is_used_later()
     os.environ |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     os.environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -84,13 +75,6 @@ def _fork_ranks(num_ranks: int, script: str) -> int:
                 os.kill(each, signal.SIGKILL)
             return 1
     return 0
-
-
-def _import_what_is_used_later() -> None:
-    """Once here, not in every rank."""
-
-    import tiermem.engine
-    import tiermem.optim  # noqa: F401
 
 
 def _be_a_rank(rank: int, script: str) -> None:

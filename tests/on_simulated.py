@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,3 +21,11 @@ def environment(**settings: str) -> dict[str, str]:
     if missing:
         pytest.skip(missing)
     return {**os.environ, "PYTHONPATH": str(_SITE), "OMP_NUM_THREADS": "1", **settings}
+
+
+def python(*words: str, **settings: str) -> str:
+    """Starts Python there with these words and returns what it prints. Blocks. Raises AssertionError when it fails."""
+    command = [sys.executable, *words]
+    done = subprocess.run(command, env=environment(**settings), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout

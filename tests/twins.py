@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -38,13 +39,20 @@ class Block(nn.Module):
 class Tower(nn.Module):
     """Embedding, blocks in a ModuleList, head. The defaults make every parameter's size odd and cut by small tiles."""
 
-    def __init__(self, width: int = 31, inner: int = 97, num_blocks: int = 4) -> None:
+    def __init__(
+        self,
+        width: int = 31,
+        inner: int = 97,
+        num_blocks: int = 4,
+        bias: bool = True,
+        block: Callable[[int, int], nn.Module] = Block,
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, width)
-        self.layers = nn.ModuleList([Block(width, inner) for _ in range(num_blocks)])
-        self.head = nn.Linear(width, VOCAB)
+        self.layers = nn.ModuleList([block(width, inner) for _ in range(num_blocks)])
+        self.head = nn.Linear(width, VOCAB, bias=bias)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> Any:
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -61,20 +69,48 @@ def batch(step: int, samples: int = 2, length: int = 11, vocab: int = VOCAB) -> 
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    inputs, targets = batch(step)
-    return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits in the output of a model, which is a tensor, a dict or an object with a field `logits`."""
+    if isinstance(output, torch.Tensor):
+        return output
+    return output["logits"] if isinstance(output, dict) else output.logits
 
 
-def train_plain(model: nn.Module, optim: torch.optim.Optimizer, num_steps: int, clip: float = 0.0) -> list[float]:
+def loss_of(model: Callable[[torch.Tensor], Any], step: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    inputs, targets = (each.to(device) for each in batch(step))
+    return F.cross_entropy(logits_of(model(inputs)).flatten(0, 1).float(), targets.flatten())
+
+
+def train_steps(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    steps: Iterable[int],
+    loss_of: Callable[[nn.Module, int], torch.Tensor] = loss_of,
+    **of_step: Any,
+) -> list[float]:
+    """The plain loop: one forward, backward and step for each number in `steps`. Returns the losses.
+
+    of_step: arguments of `optim.step`.
+    """
     losses = []
-    for step in range(num_steps):
+    for step in steps:
         loss = loss_of(model, step)
         loss.backward()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optim.step()
+        optim.step(**of_step)
         optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_engine(
+    engine: tiermem.Engine, micros: Iterable[int], loss_of: Callable[..., torch.Tensor] = loss_of
+) -> list[float]:
+    """An engine's loop over micro-batches: it steps when it has seen enough of them. Returns the losses."""
+    losses = []
+    for micro in micros:
+        loss = loss_of(engine, micro, engine.device)
+        engine.backward(loss)
+        engine.step()
         losses.append(loss.item())
     return losses
 
@@ -99,13 +135,7 @@ def train(
     model = copy.deepcopy(model)
     with tiermem.shard(model, policy) as shards:
         optim = optimizer(model.parameters(), **({"lr": 1e-2} | settings))
-        losses = []
-        for step in range(num_steps):
-            loss = loss_of(model, step)
-            loss.backward()
-            optim.step(max_norm=max_norm)
-            optim.zero_grad()
-            losses.append(loss.item())
+        losses = train_steps(model, optim, range(num_steps), max_norm=max_norm)
         return Result(losses, dict(model.state_dict()), states_of(shards, optim), shards.store.stats().nvme_read_bytes)
 
 
@@ -140,3 +170,39 @@ def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
     assert a.keys() == b.keys()
     unequal = [name for name in a if not torch.equal(a[name], b[name])]
     assert not unequal, f"differ: {unequal}"
+
+
+class MasterTwin:
+    """The hand-written twin: AdamW with clipping on fp32 masters of a model of any precision, in plain tensor operations.
+
+    Nothing of tiermem is in it. It steps a plain model from its `p.grad` and rounds where a trainer with fp32 masters has to
+    round: gradients as autograd leaves them (and as they are added up before they come here), arithmetic in fp32, the weight as
+    the rounded master.
+    """
+
+    def __init__(self, model: nn.Module, lr: float, decay: float, max_norm: float) -> None:
+        self.model, self.lr, self.decay, self.max_norm = model, lr, decay, max_norm
+        self.masters = {p: p.detach().float().clone() for p in model.parameters()}
+        self.first = {p: torch.zeros_like(m) for p, m in self.masters.items()}
+        self.second = {p: torch.zeros_like(m) for p, m in self.masters.items()}
+        self.num_steps = 0
+        self.norm = 0.0  # of the last step, before clipping
+
+    @torch.no_grad()
+    def step(self, divisor: float = 1.0, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> None:
+        """One step; gradients are divided by `divisor` (loss scale x ranks) on the way."""
+        self.num_steps += 1
+        squares = [p.grad.double().square().sum().item() for p in self.masters]
+        self.norm = math.sqrt(math.fsum(squares)) / divisor
+        clip = min(1.0, self.max_norm / (self.norm + 1e-6))
+        for p, master in self.masters.items():
+            grad = p.grad.float() * (clip / divisor)
+            first, second = self.first[p], self.second[p]
+            master *= 1.0 - self.lr * self.decay
+            first += (grad - first) * (1.0 - beta1)
+            second.copy_(second * beta2 + grad * grad * (1.0 - beta2))
+            root = second.double().sqrt().float()  # torch's own fp32 sqrt (MKL) is an ulp off in one of six
+            denominator = root * (1.0 / math.sqrt(1.0 - beta2**self.num_steps)) + eps
+            master -= (self.lr / (1.0 - beta1**self.num_steps)) * (first / denominator)
+            p.copy_(master)
+            p.grad = None

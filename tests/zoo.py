@@ -1,8 +1,9 @@
 """Zoo: models with the habits that make sharding hard, each a few thousand parameters. All take tokens and return what
-`logits_of` understands.
+`twins.logits_of` understands.
 
     Tower(outputs=...)     blocks and root return tensors, dicts or dataclasses      Tower(checkpoint=...)  both kinds
     Tower(rounds=2)        every block is used twice in a forward                    Tower(skips=True)      unused blocks
+    Wandering              blocks in another order in every forward
     BareContainers         parameters in lists and dicts that have no forward of their own
     tied_tower             head and embedding share a weight                         frozen_tower           some frozen
     NanoGPT                weight tying, apply(_init_weights), a re-init by name     llama                  Hugging Face's
@@ -11,14 +12,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import torch
+import twins
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
-from twins import VOCAB, Block, batch
+from twins import VOCAB, Block, logits_of
 
 
 @dataclasses.dataclass
@@ -38,7 +41,9 @@ class WrappingBlock(Block):
         return wrap(super().forward(x), self.outputs)
 
 
-class Tower(nn.Module):
+class Tower(twins.Tower):
+    """The twins' tower with habits: three blocks, a head without bias."""
+
     def __init__(
         self,
         outputs: str = "tensor",
@@ -47,12 +52,9 @@ class Tower(nn.Module):
         skips: bool = False,
         num_blocks: int = 3,
     ) -> None:
-        super().__init__()
+        super().__init__(num_blocks=num_blocks, bias=False, block=functools.partial(WrappingBlock, outputs=outputs))
         self.outputs, self.checkpoint, self.rounds, self.skips = outputs, checkpoint, rounds, skips
         self.num_forwards = 0
-        self.embed = nn.Embedding(VOCAB, 31)
-        self.layers = nn.ModuleList([WrappingBlock(31, 97, outputs) for _ in range(num_blocks)])
-        self.head = nn.Linear(31, VOCAB, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> Any:
         x = self.embed(tokens)
@@ -72,6 +74,20 @@ class Tower(nn.Module):
         if self.checkpoint is None or not self.training:
             return logits_of(layer(x))
         return recompute(lambda y: logits_of(layer(y)), x, use_reentrant=self.checkpoint)
+
+
+class Wandering(twins.Tower):
+    """Goes through its blocks in another order in every forward, with repetitions; the same on every rank."""
+
+    num_forwards = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        chosen = torch.randint(0, 4, (5,), generator=torch.Generator().manual_seed(self.num_forwards))
+        self.num_forwards += 1
+        for index in chosen.tolist():
+            x = self.layers[index](x)
+        return self.head(x)
 
 
 def tied_tower(**settings: Any) -> Tower:
@@ -188,14 +204,3 @@ def checkpointed_llama(use_reentrant: bool) -> nn.Module:
 
 def wrap(x: torch.Tensor, outputs: str) -> Any:
     return {"tensor": lambda: x, "dict": lambda: {"logits": x}, "dataclass": lambda: Output(x)}[outputs]()
-
-
-def logits_of(output: Any) -> torch.Tensor:
-    if isinstance(output, torch.Tensor):
-        return output
-    return output["logits"] if isinstance(output, dict) else output.logits
-
-
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    inputs, targets = batch(step)
-    return F.cross_entropy(logits_of(model(inputs)).flatten(0, 1).float(), targets.flatten())

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from launch import as_rank
 from torch import nn
-from torch.nn import functional as F
-from twins import Tower, batch, seeded
+from twins import Tower, loss_of, seeded
 
 import tiermem
 from accelerator import device
@@ -56,13 +55,12 @@ def train(where: str, policy: OffloadPolicy, rank: int, by_init: bool) -> dict[s
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         losses, norms = [], []
         for step in range(3):
-            tokens, targets = (each.to(shards.device) for each in batch(10 * step + rank))
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            loss = loss_of(model, 10 * step + rank, shards.device)
             loss.backward()
             if not policy.step_in_backward:
                 norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
             with torch.no_grad():
-                losses.append(F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
+                losses.append(loss_of(model, 10 * step + rank, shards.device))
             optim.step()  # while the device may still read the old weights
             optim.zero_grad()
             losses.append(loss.detach())

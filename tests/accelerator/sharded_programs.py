@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import twins
 import zoo
 from torch import nn
 from torch.nn import functional as F
@@ -39,8 +40,7 @@ class Place:
         return tiermem.shard(model, dataclasses.replace(self.policy, **settings), device=self.device)
 
     def loss_of(self, model: nn.Module, step: int) -> torch.Tensor:
-        tokens, targets = (each.to(self.device) for each in batch(step))
-        return F.cross_entropy(zoo.logits_of(model(tokens)).flatten(0, 1).float(), targets.flatten())
+        return twins.loss_of(model, step, self.device)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

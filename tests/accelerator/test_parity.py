@@ -58,6 +58,12 @@ def differences(mine: Found, theirs: Found) -> list[str]:
     return found
 
 
+def assert_equal_under(schedules: list[str], name: str, home: str, sim: ModuleType, folder: Path) -> None:
+    for schedule in schedules:
+        sim.set_schedule(schedule)
+        assert differences(run(name, home, "sim", folder / schedule), on_cpu(name)) == [], schedule
+
+
 @pytest.mark.parametrize(
     ("name", "home"), [pytest.param(*pair, marks=[] if pair in FEW else [pytest.mark.slow]) for pair in EVERY]
 )
@@ -65,9 +71,7 @@ def test_a_program_computes_on_a_device_what_it_computes_on_the_cpu(
     name: str, home: str, sim: ModuleType, tmp_path: Path
 ) -> None:
     seeds = range(3 * len(name), 3 * len(name) + 3)
-    for schedule in ("at_once", "late", *(f"random:{seed}" for seed in seeds)):
-        sim.set_schedule(schedule)
-        assert differences(run(name, home, "sim", tmp_path / schedule), on_cpu(name)) == [], schedule
+    assert_equal_under(["at_once", "late", *(f"random:{seed}" for seed in seeds)], name, home, sim, tmp_path)
 
 
 @pytest.mark.soak
@@ -75,9 +79,7 @@ def test_a_program_computes_on_a_device_what_it_computes_on_the_cpu(
 def test_a_program_computes_the_same_under_every_schedule(
     name: str, home: str, sim: ModuleType, tmp_path: Path
 ) -> None:
-    for seed in range(20):
-        sim.set_schedule(f"random:{seed}")
-        assert differences(run(name, home, "sim", tmp_path / str(seed)), on_cpu(name)) == [], seed
+    assert_equal_under([f"random:{seed}" for seed in range(20)], name, home, sim, tmp_path)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import zoo
+from on_simulated import python
 from torch import nn
-from twins import Tower, batch, loss_of, seeded
+from twins import Tower, batch, logits_of, loss_of, seeded, train_engine
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
-
-SITE = Path(__file__).parent / "site"
 
 
 class Counted(Tower):
@@ -65,13 +61,7 @@ def test_stages_without_offload_keep_everything_on_the_device(stage: int, sim: M
     )
     assert (engine.device, engine.local_rank, engine.global_rank, engine.world_size) == (torch.device("sim:0"), 0, 0, 1)
     assert {row.tier for row in engine.shards.plan.rows} == {Tier.DEVICE}
-    losses = []
-    for step in range(3):
-        tokens, targets = (each.to(engine.device) for each in batch(step % 2))
-        loss = nn.functional.cross_entropy(zoo.logits_of(engine(tokens)).flatten(0, 1), targets.flatten())
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = train_engine(engine, [0, 1, 0])
     assert losses[2] < losses[0]
     engine.close()
 
@@ -84,10 +74,7 @@ def test_resident_weights_leave_the_device_and_come_back_as_they_were(sim: Modul
     }
     engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config)
     for step in range(2):
-        tokens, targets = (each.to(engine.device) for each in batch(step))
-        loss = nn.functional.cross_entropy(zoo.logits_of(engine(tokens)).flatten(0, 1), targets.flatten())
-        engine.backward(loss)
-        engine.step()
+        train_engine(engine, [step])
         before = [param.cpu() for param in engine.module.parameters()]
         engine.offload_states()
         assert not any(live.is_present for live in engine.shards.units)
@@ -122,7 +109,7 @@ def test_parameters_under_init_stay_on_the_device_that_they_are_made_on(
     plain.load_state_dict({name: value.cpu() for name, value in _values(model).items()})
     with tiermem.shard(model, policy):
         tokens = batch(0)[0]
-        assert torch.equal(zoo.logits_of(model(tokens.to("sim"))).cpu(), zoo.logits_of(plain(tokens)))
+        assert torch.equal(logits_of(model(tokens.to("sim"))).cpu(), logits_of(plain(tokens)))
 
 
 def _values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -248,14 +235,6 @@ print("untouched")
 """
 
 
-def in_a_process(script: str, **settings: str) -> str:
-    """What a script prints that a user starts on a machine with the simulated device plugged in."""
-    environment = os.environ | {"PYTHONPATH": str(SITE), "OMP_NUM_THREADS": "1"} | settings
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def test_a_run_on_the_cpu_makes_no_context_and_pins_nothing(sim: ModuleType, tmp_path: Path) -> None:
-    script = UNTOUCHED.format(tests=str(SITE.parent.parent), folder=str(tmp_path))
-    assert "untouched" in in_a_process(script)
+    script = UNTOUCHED.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
+    assert "untouched" in python("-c", script)

@@ -19,8 +19,9 @@ BOTH = "cpu:gloo,sim:simccl"
 pytestmark = pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
 
 
-def test_two_ranks_on_devices_compute_what_they_compute_on_cpus(tmp_path: Path) -> None:
-    for found in launch(HERE / "parity_on_ranks.py", 2, tmp_path, BOTH, "none", "late", "random:1"):
+@pytest.mark.parametrize("schedule", ["late", pytest.param("random:1", marks=pytest.mark.slow)])
+def test_two_ranks_on_devices_compute_what_they_compute_on_cpus(schedule: str, tmp_path: Path) -> None:
+    for found in launch(HERE / "parity_on_ranks.py", 2, tmp_path, BOTH, "none", schedule):
         assert {name: apart for name, apart in found.items() if apart} == {}
 
 

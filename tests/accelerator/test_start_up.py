@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from on_simulated import python
 
 from accelerator import build
 from accelerator.fixture import WHY_SKIPPED
 
-SITE = Path(__file__).parent / "site"
 needs_simulator = pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
-
-
-def python(script: str, **variables: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(SITE)} | variables
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=120)
 
 
 TOUCHES = [  # as with CUDA, free bytes and the current stream are questions to a context
@@ -35,7 +27,7 @@ SCRIPT = f"""
 import os, sys
 import torch
 
-sys.path.append({str(SITE.parents[1])!r})
+sys.path.append({str(Path(__file__).parents[1])!r})
 assert torch.accelerator.is_available() and str(torch.accelerator.current_accelerator()) == "sim"
 assert torch.accelerator.device_count() == 3 and torch.accelerator.memory_allocated() == 0
 torch.manual_seed(0)
@@ -64,12 +56,12 @@ for num_threads in (1, 2):  # those of autograd are running
 
 @needs_simulator
 def test_import_torch_loads_the_device_and_cpu_work_makes_no_context() -> None:
-    python(SCRIPT, TIERMEM_SIM_DEVICES="3", TIERMEM_SIM_SCHEDULE="late", TIERMEM_SIM_CAPACITY=str(1 << 20))
+    python("-c", SCRIPT, TIERMEM_SIM_DEVICES="3", TIERMEM_SIM_SCHEDULE="late", TIERMEM_SIM_CAPACITY=str(1 << 20))
 
 
 @needs_simulator
 def test_a_machine_without_devices() -> None:
-    python("import torch; assert not torch.accelerator.is_available()", TIERMEM_SIM_DEVICES="0")
+    python("-c", "import torch; assert not torch.accelerator.is_available()", TIERMEM_SIM_DEVICES="0")
 
 
 @needs_simulator

@@ -6,15 +6,12 @@ The device is the simulated one, as late as may be, found by torch as an install
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from on_simulated import python
 
-SITE = Path(__file__).parent / "site"
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
     "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -90,35 +87,25 @@ print("all ran")
 """
 
 
-def start(words: list[str], schedule: str = "late") -> str:
-    """What a command prints that is started where the simulated device is plugged in."""
-    environment = os.environ | {"PYTHONPATH": str(SITE), "OMP_NUM_THREADS": "1", "TIERMEM_SIM_SCHEDULE": schedule}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 def test_the_readmes_lines_init_with_initialize_and_generate_run_whole(sim: ModuleType, tmp_path: Path) -> None:
-    assert "all ran" in start([sys.executable, "-c", LINES.format(folder=str(tmp_path))])
+    assert "all ran" in python("-c", LINES.format(folder=str(tmp_path)), TIERMEM_SIM_SCHEDULE="late")
 
 
 @pytest.mark.parametrize("offload", ["nvme", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_train_and_resume_run_whole(offload: str, sim: ModuleType, tmp_path: Path) -> None:
     shape = tmp_path / "config.json"
     shape.write_text(json.dumps(SHAPE))
-    train = [sys.executable, "-m", "tiermem.tools.cli", "train", "--runs", str(tmp_path / "runs"), "--seq", "32"]
-    first = [
-        *train,
-        "--config",
-        str(shape),
-        "--offload",
-        offload,
-        *(["--nvme", str(tmp_path)] if offload == "nvme" else []),
-    ]
-    save = ["--save", str(tmp_path / "saved"), "--json", str(tmp_path / "first.json")]
-    start([*first, "--steps", "4", "--json", str(tmp_path / "whole.json")])
-    start([*first, "--steps", "2", *save], "random:3")
-    start([*train, "--resume", str(tmp_path / "saved"), "--steps", "4", "--json", str(tmp_path / "rest.json")])
+    train = ["-m", "tiermem.tools.cli", "train", "--runs", str(tmp_path / "runs"), "--seq", "32"]
+    folder = ["--nvme", str(tmp_path)] if offload == "nvme" else []
+    first = [*train, "--config", str(shape), "--offload", offload, *folder]
+    save, late = (
+        ["--save", str(tmp_path / "saved"), "--json", str(tmp_path / "first.json")],
+        {"TIERMEM_SIM_SCHEDULE": "late"},
+    )
+    rest = ["--resume", str(tmp_path / "saved"), "--steps", "4", "--json", str(tmp_path / "rest.json")]
+    python(*first, "--steps", "4", "--json", str(tmp_path / "whole.json"), **late)
+    python(*first, "--steps", "2", *save, TIERMEM_SIM_SCHEDULE="random:3")
+    python(*train, *rest, **late)
     whole, begun, rest = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "first", "rest"))
     assert [*begun["losses"], *rest["losses"]] == whole["losses"]
     assert whole["device"] == "sim:0"

@@ -33,9 +33,18 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_training_equals_the_cpu_under_every_schedule(sim: ModuleType, name: str) -> None:
+    assert_equal_under(SCHEDULES if name == "transformer" else SCHEDULES[:5], name, sim)
+
+
+@pytest.mark.slow
+def test_the_one_with_most_operations_equals_the_cpu_under_the_other_schedules(sim: ModuleType) -> None:
+    assert_equal_under(SCHEDULES[5:], "checkpointed, autocast", sim)
+
+
+def assert_equal_under(schedules: list[str], name: str, sim: ModuleType) -> None:
     expected = train(PROGRAMS[name], "cpu")
     assert len(set(expected.losses)) == len(expected.losses)
-    for schedule in SCHEDULES if name in ("transformer", "checkpointed, autocast") else SCHEDULES[:5]:
+    for schedule in schedules:
         sim.set_schedule(schedule)
         assert_same(train(PROGRAMS[name], "sim"), expected)
     assert sim.undeferred() == {}

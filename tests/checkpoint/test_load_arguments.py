@@ -18,7 +18,7 @@ import torch
 import zoo
 from test_resume import check_same, counters, started, states, train
 from torch import nn
-from twins import assert_same_tensors
+from twins import assert_same_tensors, loss_of
 
 import tiermem
 from tiermem import checkpoint
@@ -80,7 +80,7 @@ def test_without_optimizer_states_masters_are_exact_or_the_weights_and_moments_n
     for _, shard in other.shards.parameters():
         shard.param.grad = None
     before = states(other)
-    other.backward(zoo.loss_of(other, 3) * 0.0)
+    other.backward(loss_of(other, 3) * 0.0)
     other.optimizer.param_groups[0]["weight_decay"] = 0.0
     other.step()  # the first step starts from the masters that were put
     after = states(other)
@@ -138,7 +138,7 @@ def test_an_engine_for_inference_takes_the_weights(saved: tiermem.Engine, tmp_pa
     other.load_checkpoint(tmp_path / "ck")
     assert_same_tensors(weights(other), weights(saved))
     with torch.no_grad():
-        assert torch.equal(zoo.loss_of(other, 9), zoo.loss_of(saved, 9))
+        assert torch.equal(loss_of(other, 9), loss_of(saved, 9))
     other.close()
 
 
@@ -147,7 +147,7 @@ def test_gradients_that_have_added_up_are_dropped(tmp_path: Path) -> None:
     train(engine, range(1))
     engine.save_checkpoint(tmp_path / "ck")
     due = train(engine, range(1, 2)), states(engine), counters(engine)
-    engine.backward(zoo.loss_of(engine, 50))
+    engine.backward(loss_of(engine, 50))
     engine.step()
     engine.load_checkpoint(tmp_path / "ck")
     assert train(engine, range(1, 2)) == due[0]
@@ -166,7 +166,7 @@ def test_the_plain_face_opens_what_it_saved(tmp_path: Path) -> None:
                 checkpoint.save(shards, optim, tmp_path / "ck", client_state={"seen": (1, 2)})
                 kept = beside.detach().clone()
                 optim.param_groups[0]["lr"] = 0.7
-            (zoo.loss_of(model, step) + beside.square().sum()).backward()
+            (loss_of(model, step) + beside.square().sum()).backward()
             optim.step()
             optim.zero_grad()
         loaded = checkpoint.load(shards, optim, tmp_path / "ck")
@@ -267,7 +267,7 @@ def test_a_flipped_bit_on_nvme_is_named_and_the_older_tag_opens(saved: tiermem.E
     ) as caught:
         other.load_checkpoint(tmp_path / "ck")
     assert caught.value.filename.endswith("segment.bin")
-    other.backward(zoo.loss_of(other, 0))
+    other.backward(loss_of(other, 0))
     with pytest.raises(RuntimeError, match="mixture of two steps"):
         other.step()
     assert other.optimizer is not None

@@ -12,7 +12,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from twins import assert_same_tensors, seeded
+from twins import assert_same_tensors, loss_of, seeded
 
 import tiermem
 
@@ -48,7 +48,7 @@ def train(engine: tiermem.Engine, steps: range) -> list[float]:
     for micro in range(
         steps.start * engine.gradient_accumulation_steps(), steps.stop * engine.gradient_accumulation_steps()
     ):
-        loss = zoo.loss_of(engine, micro)
+        loss = loss_of(engine, micro)
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

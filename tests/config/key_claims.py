@@ -204,7 +204,7 @@ CLAIMS: dict[str, Claim] = {
         8, RUN + "test_four_optimizer_buffers_hold_one_tile", {"tile_buffers": 2}, NVME_OPTIM
     ),
     OPTIM + "pipeline_read": Claim(
-        False, "tests/zero/test_reads_before_step.py::test_nothing_is_read_early_when_the_policy_does_not_want_it",
+        False, "tests/optim/test_reads_before_step.py::test_nothing_is_read_early_when_the_policy_does_not_want_it",
         {"pipeline_read": False}, NVME_OPTIM,
     ),
     OPTIM + "pipeline_write": Claim(
@@ -368,7 +368,7 @@ CLAIMS: dict[str, Claim] = {
     ),
     "tiermem.engine": Claim("threads", RUN + "test_engine_says_who_moves_the_blocks", with_io(engine="threads")),
     "tiermem.join_timeout_s": Claim(
-        5.0, "tests/ranks/test_joining.py::test_a_rank_that_never_comes_is_named_by_all", {"join_timeout_s": 5.0}
+        5.0, "tests/zero/test_joining.py::test_a_rank_that_never_comes_is_named_by_all", {"join_timeout_s": 5.0}
     ),
     "tiermem.timeout_s": Claim(
         5.0, "tests/ranks/test_lost_ranks.py::test_a_rank_that_hangs_is_waited_for_no_longer_than_the_policy_says",

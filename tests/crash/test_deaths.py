@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 import sabotage
 
@@ -23,8 +22,7 @@ def _totals(script: str, folder: Path, *words: str) -> dict[str, Any]:
     """What a script counted; TIERMEM_SOAK_TOTALS names a folder that keeps it."""
     keep = os.environ.get("TIERMEM_SOAK_TOTALS")
     totals = (Path(keep) if keep else folder) / f"{Path(script).stem}.json"
-    command = [sys.executable, str(HERE / script), str(folder / "runs"), "--totals", str(totals), *words]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = fork_server.run([str(HERE / script), str(folder / "runs"), "--totals", str(totals), *words])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     found: dict[str, Any] = json.loads(totals.read_text())
     return found

@@ -14,18 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zoo
-from twins import seeded
+from launch import as_rank
+from twins import seeded, train_engine
 
 import tiermem
 from tiermem.utils import safe_get_full_fp32_param
 from tiermem.zero import unwrap_model_for_generation
-
-
-def main(out: Path, nvme: Path) -> None:
-    dist.init_process_group("gloo")
-    found = {f"stage {stage}": weights_of(stage, out, nvme) for stage in (1, 3)}
-    torch.save(found, out / f"{dist.get_rank()}.pt")
-    dist.destroy_process_group()
 
 
 def started(stage: int, nvme: Path, **own: Any) -> tiermem.Engine:
@@ -50,7 +44,7 @@ def started(stage: int, nvme: Path, **own: Any) -> tiermem.Engine:
 
 def weights_of(stage: int, out: Path, nvme: Path) -> dict[str, Any]:
     engine, found = started(stage, nvme), {}
-    train(engine, 0)
+    train_engine(engine, [0])
     for name in ("pytorch_model.bin", "model.safetensors"):
         assert engine.save_16bit_model(out / f"stage {stage}", name)
     found["consolidated"] = engine._consolidated_16bit_state_dict()
@@ -68,15 +62,10 @@ def weights_of(stage: int, out: Path, nvme: Path) -> dict[str, Any]:
         engine.save_16bit_model(out / f"stage {stage}" / "model.safetensors" / "below a file")
     except OSError as error:
         found["error"] = str(error)
-    train(engine, 1)
+    train_engine(engine, [1])
     found["after"] = engine.module_state_dict()
     engine.close()
     return found
-
-
-def train(engine: tiermem.Engine, number: int) -> None:
-    engine.backward(zoo.loss_of(engine, number))
-    engine.step()
 
 
 def calls(engine: tiermem.Engine) -> int:
@@ -97,4 +86,5 @@ if __name__ == "__main__":
     if sys.argv[3:] == ["away"]:
         stay_away(Path(sys.argv[2]))
     else:
-        main(Path(sys.argv[1]), Path(sys.argv[2]))
+        with as_rank() as (_, out, (nvme,)):
+            torch.save({f"stage {stage}": weights_of(stage, out.parent, Path(nvme)) for stage in (1, 3)}, out)

@@ -6,16 +6,13 @@ state_access_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: what that cas
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from launch import as_rank
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from twins import Tower, loss_of, seeded
 
 import tiermem
@@ -52,10 +49,8 @@ CASES: dict[str, tuple[int, str, str]] = {  # stage, where things rest, precisio
 KEY = "exp_avg"
 
 
-def main(out: Path, nvme: Path) -> None:
-    dist.init_process_group("gloo")
-    torch.save({case: look_and_put(case, nvme) for case in CASES}, out / f"{dist.get_rank()}.pt")
-    dist.destroy_process_group()
+def built() -> nn.Module:
+    return seeded(lambda: Tower(num_blocks=2))
 
 
 def look_and_put(case: str, nvme: Path) -> dict[str, Any]:
@@ -70,7 +65,7 @@ def look_and_put(case: str, nvme: Path) -> dict[str, Any]:
         tile_numel=4096,
         precision=Precision.preset(preset or "exact"),
     )
-    model: nn.Module = seeded(Tower).to(torch.bfloat16 if preset else torch.float32)
+    model: nn.Module = built().to(torch.bfloat16 if preset else torch.float32)
     found: dict[str, Any] = {}
     with tiermem.shard(model, policy):
         torch.set_num_threads(1)
@@ -152,4 +147,5 @@ def count_up(states: dict[str, torch.Tensor], param: nn.Parameter, elements: sli
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    with as_rank() as (_, out, (nvme,)):
+        torch.save({case: look_and_put(case, Path(nvme)) for case in CASES}, out)

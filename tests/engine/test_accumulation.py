@@ -12,7 +12,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from twins import assert_same_tensors, seeded
+from twins import assert_same_tensors, loss_of, seeded
 
 import tiermem
 from tiermem.utils import (
@@ -47,12 +47,12 @@ class Runs:
         optim = tiermem.AdamW(self.plain.parameters(), lr=1e-2, weight_decay=0.01)
         for step in range(NUM_STEPS):
             for micro in range(NUM_MICRO):
-                (zoo.loss_of(self.plain, step * NUM_MICRO + micro) / NUM_MICRO).backward()
+                (loss_of(self.plain, step * NUM_MICRO + micro) / NUM_MICRO).backward()
             optim.step()
             optim.zero_grad()
 
     def backward(self, step: int, micro: int) -> None:
-        self.engine.backward(zoo.loss_of(self.engine, step * NUM_MICRO + micro))
+        self.engine.backward(loss_of(self.engine, step * NUM_MICRO + micro))
 
     def assert_same(self) -> None:
         assert self.engine.global_steps == NUM_STEPS
@@ -255,10 +255,10 @@ def at_the_boundary(
     model = seeded(zoo.Tower)
     twin = copy.deepcopy(model)
     for micro in range(NUM_MICRO):
-        (zoo.loss_of(twin, micro) / NUM_MICRO).backward()
+        (loss_of(twin, micro) / NUM_MICRO).backward()
     with runs(stage, folder, **keys) as each:
         for micro in range(NUM_MICRO):
-            backward(each, zoo.loss_of(each.engine, micro))
+            backward(each, loss_of(each.engine, micro))
             if micro < NUM_MICRO - 1:
                 each.engine.step()
         yield each, list(zip(each.engine.module.parameters(), twin.parameters(), strict=True))
@@ -314,7 +314,7 @@ def test_samples_are_counted_of_the_micro_batches_that_ran(stage: int, tmp_path:
     with runs(stage, tmp_path, managed_gradient_accumulation=False) as each:
         for num_micro in (1, 2):  # the config says NUM_MICRO
             for micro in range(num_micro):
-                own_backward(each, zoo.loss_of(each.engine, micro))
+                own_backward(each, loss_of(each.engine, micro))
             each.engine.step()
         assert (each.engine.global_steps, each.engine.global_samples) == (2, (1 + 2) * 2)
     with runs(stage, tmp_path) as each:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from twins import assert_same_tensors, seeded
+from twins import assert_same_tensors, loss_of, seeded, train_engine
 
 import tiermem
 from tiermem.zero import Init
@@ -37,19 +37,13 @@ def config(offload: str, folder: Path, stage: int = 3, **keys: Any) -> dict[str,
 
 
 def run(engine: tiermem.Engine, num_steps: int = 4) -> list[float]:
-    losses = []
-    for micro in range(num_steps * engine.gradient_accumulation_steps()):
-        loss = zoo.loss_of(engine, micro)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train_engine(engine, range(num_steps * engine.gradient_accumulation_steps()))
 
 
 def plain_run(model: nn.Module, num_steps: int = 4, accumulation: int = 1, lr: float = 1e-2) -> list[float]:
     optim, losses = tiermem.AdamW(model.parameters(), lr=lr, weight_decay=0.01), []
     for micro in range(num_steps * accumulation):
-        loss = zoo.loss_of(model, micro)
+        loss = loss_of(model, micro)
         (loss / accumulation if accumulation > 1 else loss).backward()
         losses.append(loss.item())
         if (micro + 1) % accumulation == 0:
@@ -104,11 +98,11 @@ def test_fp16_with_a_dynamic_scale_skips_and_recovers(offload: str, tmp_path: Pa
     expected, losses, scale, good = tiermem.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.01), [], 2.0**24, 0
     for micro in range(16):
         assert engine.loss_scale() == scale
-        loss = zoo.loss_of(twin, micro)
+        loss = loss_of(twin, micro)
         (loss * scale).backward()
         overflows = not all(p.grad.isfinite().all() for p in twin.parameters())
         before = dict(model.state_dict())
-        losses.append((run_one(engine, micro), loss.item()))
+        losses.append((*train_engine(engine, [micro]), loss.item()))
         if overflows:
             assert_same_tensors(before, dict(model.state_dict()))
             scale, good = scale / 2, 0
@@ -121,13 +115,6 @@ def test_fp16_with_a_dynamic_scale_skips_and_recovers(offload: str, tmp_path: Pa
     assert all(mine == other for mine, other in losses)
     assert_same_tensors(dict(model.state_dict()), dict(twin.state_dict()))
     engine.close()
-
-
-def run_one(engine: tiermem.Engine, micro: int) -> float:
-    loss = zoo.loss_of(engine, micro)
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
@@ -145,8 +132,8 @@ def test_clipping_and_the_global_norm(tmp_path: Path) -> None:
     model = seeded(zoo.Tower)
     plain = copy.deepcopy(model)
     engine, _, _, _ = tiermem.initialize(model=model, config=config("nvme", tmp_path, gradient_clipping=0.05))
-    run_one(engine, 0)
-    zoo.loss_of(plain, 0).backward()
+    train_engine(engine, [0])
+    loss_of(plain, 0).backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05).item()
     assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6)
     engine.close()
@@ -176,7 +163,7 @@ def test_an_optimizer_that_is_given_keeps_its_groups(given: str, tmp_path: Path)
     assert engine.get_lr() == [1e-2, 0.1]
     twin, losses = tiermem.AdamW(groups(plain), lr=1e-2), []
     for micro in range(4):
-        loss = zoo.loss_of(plain, micro)
+        loss = loss_of(plain, micro)
         loss.backward()
         twin.step()
         twin.zero_grad()
@@ -231,7 +218,7 @@ def test_an_engine_for_inference_refuses_to_train(tmp_path: Path) -> None:
     del cfg["optimizer"]
     engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=cfg)
     with pytest.raises(RuntimeError, match="for inference"):
-        engine.backward(zoo.loss_of(engine, 0))
+        engine.backward(loss_of(engine, 0))
     with pytest.raises(RuntimeError, match="for inference"):
         engine.step()
     engine.close()
@@ -366,7 +353,7 @@ def test_non_finite_gradients_are_skipped_or_raise_as_asked(precision: str, tmp_
         keys = {"tiermem": {"on_nonfinite": choice}, "bf16": {"enabled": precision == "bf16"}}
         engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config("nvme", tmp_path, **keys))
         before = dict(engine.module.state_dict())
-        engine.backward(zoo.loss_of(engine, 0) * float("nan"))
+        engine.backward(loss_of(engine, 0) * float("nan"))
         if choice == "raise":
             with pytest.raises(RuntimeError, match="NaN or infinity"):
                 engine.step()

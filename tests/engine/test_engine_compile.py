@@ -10,7 +10,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from twins import assert_same_tensors, seeded
+from twins import assert_same_tensors, loss_of, seeded
 
 import tiermem
 
@@ -47,7 +47,7 @@ def test_a_compiled_engine_trains_as_a_compiled_plain_model(backend: str, tmp_pa
     assert engine.is_compiled
     twin = tiermem.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.01)
     for number in range(3):
-        loss, other = zoo.loss_of(engine, number), zoo.loss_of(plain, number)
+        loss, other = loss_of(engine, number), loss_of(plain, number)
         assert loss.item() == other.item()
         engine.backward(loss)
         engine.step()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from twins import seeded
+from twins import loss_of, seeded, train_engine
 
 import tiermem
 
@@ -24,11 +24,6 @@ def started(tmp_path: Path, **keys: Any) -> tiermem.Engine:
     }
     engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config | keys)
     return engine
-
-
-def micro_batch(engine: tiermem.Engine, number: int = 0) -> None:
-    engine.backward(zoo.loss_of(engine, number))
-    engine.step()
 
 
 def test_the_answers_are_the_configs(tmp_path: Path) -> None:
@@ -64,7 +59,7 @@ def test_counters_count_steps_samples_and_micro_batches(tmp_path: Path) -> None:
     engine = started(tmp_path)
     applied = []
     for number in range(7):
-        micro_batch(engine, number)
+        train_engine(engine, [number])
         applied.append(engine.was_step_applied())
     assert applied == [False, False, True, False, False, True, False]
     assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (2, 12, 7)
@@ -75,10 +70,10 @@ def test_a_skipped_step_was_not_applied_and_shows_as_overflow(tmp_path: Path) ->
     engine = started(tmp_path, gradient_accumulation_steps=1, fp16={"enabled": True, "initial_scale_power": 8})
     optimizer = engine.optimizer
     assert optimizer.loss_scaler.loss_scale == optimizer.loss_scaler.cur_scale == engine.loss_scale() == 256.0
-    engine.backward(zoo.loss_of(engine, 0) * float("inf"))
+    engine.backward(loss_of(engine, 0) * float("inf"))
     engine.step()
     assert (engine.was_step_applied(), optimizer.overflow, engine.skipped_steps) == (False, True, 1)
-    micro_batch(engine)
+    train_engine(engine, [0])
     assert (engine.was_step_applied(), optimizer.overflow, engine.skipped_steps) == (True, False, 1)
     engine.close()
 
@@ -93,7 +88,7 @@ def test_the_learning_rate_is_set_on_the_optimizer(tmp_path: Path) -> None:
 
 def test_lr_kwargs_go_to_the_schedules_step(tmp_path: Path) -> None:
     engine = started(tmp_path, gradient_accumulation_steps=1)
-    engine.backward(zoo.loss_of(engine, 0))
+    engine.backward(loss_of(engine, 0))
     with pytest.warns(UserWarning, match="epoch parameter"):  # torch's own
         engine.step(lr_kwargs={"epoch": 4})
     assert engine.lr_scheduler.last_epoch == 4
@@ -105,7 +100,7 @@ def test_the_batch_size_changes_by_micro_batches(tmp_path: Path) -> None:
     engine.set_train_batch_size(4)
     assert engine.get_batch_info() == (4, 2, 2)
     for number in range(4):
-        micro_batch(engine, number)
+        train_engine(engine, [number])
     assert engine.global_steps == 2
     with pytest.raises(ValueError, match="train_batch_size 5 is not a multiple of train_micro_batch_size_per_gpu 2"):
         engine.set_train_batch_size(5)
@@ -137,7 +132,7 @@ def test_the_users_own_backward_trains_as_the_engines(own: str, accumulation: in
         engine = started(tmp_path, **keys)
         losses.append([])
         for number in range(4 * accumulation):
-            loss = zoo.loss_of(engine, number)
+            loss = loss_of(engine, number)
             if not is_own:
                 engine.backward(loss)
             else:
@@ -151,11 +146,11 @@ def test_the_users_own_backward_trains_as_the_engines(own: str, accumulation: in
 
 def test_fp16_wants_a_scaled_loss(tmp_path: Path) -> None:
     engine = started(tmp_path, gradient_accumulation_steps=1, fp16={"enabled": True, "initial_scale_power": 8})
-    zoo.loss_of(engine, 0).backward()
+    loss_of(engine, 0).backward()
     with pytest.raises(RuntimeError, match=r"use engine.backward\(loss\), or engine.scale\(loss\).backward\(\)"):
         engine.step()
     engine.optimizer.zero_grad()
-    engine.scale(zoo.loss_of(engine, 0)).backward()
+    engine.scale(loss_of(engine, 0)).backward()
     engine.step()
     assert engine.was_step_applied()
     engine.close()
@@ -163,9 +158,9 @@ def test_fp16_wants_a_scaled_loss(tmp_path: Path) -> None:
 
 def test_both_ways_in_one_step_are_an_error(tmp_path: Path) -> None:
     engine = started(tmp_path, gradient_accumulation_steps=2)
-    engine.backward(zoo.loss_of(engine, 0))
+    engine.backward(loss_of(engine, 0))
     engine.step()
-    engine.scale(zoo.loss_of(engine, 1)).backward()
+    engine.scale(loss_of(engine, 1)).backward()
     with pytest.raises(
         RuntimeError, match=r"1 losses of this step went through engine.backward.*and 1 through engine.scale"
     ):

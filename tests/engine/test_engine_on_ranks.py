@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from launch import launch_ranks
+from launch import launch
 from twins import assert_same_tensors
 
 SCRIPT = Path(__file__).parent / "engine_on_ranks.py"
@@ -25,8 +25,8 @@ stages = pytest.mark.parametrize("stage", [1, 3])
 def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """The folder that was written to, and what either rank found."""
     out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
-    launch_ranks(SCRIPT, 2, str(out), str(nvme), timeout_s=300)
-    return out, [torch.load(out / f"{rank}.pt") for rank in range(2)]
+    found = launch(SCRIPT, 2, out, str(nvme))
+    return out, found
 
 
 @stages

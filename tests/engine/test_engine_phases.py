@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from twins import assert_same_tensors, loss_of, seeded
+from twins import assert_same_tensors, loss_of, seeded, train_engine
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -35,13 +35,6 @@ def started(folder: Path, model: torch.nn.Module, device: str = "nvme", **keys: 
     return engine
 
 
-def micro_batch(engine: tiermem.Engine, number: int) -> float:
-    loss = zoo.loss_of(engine, number)
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
-
-
 def num_present(engine: tiermem.Engine) -> int:
     return sum(live.is_present and not live.unit.is_resident for live in engine.shards.units)
 
@@ -52,7 +45,7 @@ def num_present(engine: tiermem.Engine) -> int:
 def test_empty_partition_cache_lets_every_unit_go(tmp_path: Path) -> None:
     engine, twin = (started(tmp_path, seeded(zoo.Tower)) for _ in range(2))
     for number in range(3):
-        assert micro_batch(engine, number) == micro_batch(twin, number)
+        assert train_engine(engine, [number]) == train_engine(twin, [number])
         loss_of(engine, number)
         assert num_present(engine) > 0
         engine.empty_partition_cache()
@@ -65,9 +58,9 @@ def test_empty_partition_cache_lets_every_unit_go(tmp_path: Path) -> None:
 def test_states_are_offloaded_and_training_goes_on(device: str, tmp_path: Path) -> None:
     engine, twin = (started(tmp_path, seeded(zoo.Tower), device) for _ in range(2))
     for number in range(3):
-        assert micro_batch(engine, number) == micro_batch(twin, number)
+        assert train_engine(engine, [number]) == train_engine(twin, [number])
         engine.eval()
-        zoo.loss_of(engine, number)
+        loss_of(engine, number)
         engine.offload_states()
         assert num_present(engine) == 0
         engine.reload_states()
@@ -112,7 +105,7 @@ def test_generation_reads_every_unit_once(device: str, tmp_path: Path) -> None:
         assert at_home <= read <= 2 * at_home  # and what shares 4096-byte blocks
     assert num_present(engine) == 0
     twin = started(tmp_path, plain, device)
-    assert [micro_batch(engine, number) for number in range(2)] == [micro_batch(twin, number) for number in range(2)]
+    assert train_engine(engine, range(2)) == train_engine(twin, range(2))
     assert_same_tensors(dict(engine.module.state_dict()), dict(twin.module.state_dict()))
     engine.close()
     twin.close()
@@ -128,13 +121,13 @@ def test_units_are_streamed_again_after_an_error_in_the_block(tmp_path: Path) ->
         pass
     assert num_present(engine) == 0
     assert not all(live.unit.is_resident for live in engine.shards.units)
-    micro_batch(engine, 0)
+    train_engine(engine, [0])
     engine.close()
 
 
 def test_weights_do_not_change_while_all_are_present(tmp_path: Path) -> None:
     engine = started(tmp_path, seeded(zoo.Tower))
-    engine.backward(zoo.loss_of(engine, 0))
+    engine.backward(loss_of(engine, 0))
     with unwrap_model_for_generation(engine):
         for change in (
             engine.step,
@@ -185,15 +178,15 @@ def test_closing_one_engine_leaves_the_other(tmp_path: Path) -> None:
     one, other = started(tmp_path / "a", seeded(zoo.Tower)), started(tmp_path / "b", seeded(zoo.tied_tower, 1))
     same_path = started(tmp_path / "a", seeded(zoo.Tower))
     for number in range(2):
-        assert micro_batch(one, number) == micro_batch(same_path, number)
-        micro_batch(other, number)
+        assert train_engine(one, [number]) == train_engine(same_path, [number])
+        train_engine(other, [number])
     one.close()
     assert len(list(tmp_path.rglob("tiermem-*"))) == 2
     for number in range(2, 4):
-        micro_batch(other, number)
-        micro_batch(same_path, number)
+        train_engine(other, [number])
+        train_engine(same_path, [number])
     with pytest.raises(RuntimeError):
-        micro_batch(one, 2)
+        train_engine(one, [2])
     same_path.close()
     other.close()
 
@@ -201,7 +194,7 @@ def test_closing_one_engine_leaves_the_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", ["building", "backward", "a step", "an error"])
 def test_an_engine_that_is_forgotten_leaves_nothing(after: str, tmp_path: Path) -> None:
     engine = started(tmp_path, seeded(zoo.Tower))
-    loss = zoo.loss_of(engine, 0) if after != "building" else None
+    loss = loss_of(engine, 0) if after != "building" else None
     if loss is not None:
         engine.backward(loss)
     if after == "a step":

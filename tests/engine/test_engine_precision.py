@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from twins import assert_same_tensors, seeded
+from twins import assert_same_tensors, batch, logits_of, loss_of, seeded
 
 import tiermem
 from tiermem.precision import PRESETS
@@ -37,7 +37,7 @@ def start(build: Any, cfg: dict[str, Any], **given: Any) -> tiermem.Engine:
 
 
 def step(engine: tiermem.Engine, micro: int, factor: float = 1.0) -> float:
-    loss = zoo.loss_of(engine, micro) * factor
+    loss = loss_of(engine, micro) * factor
     engine.backward(loss)
     engine.step()
     return loss.item()
@@ -84,7 +84,7 @@ def test_without_the_check_a_step_is_applied_whatever_it_holds(preset: str, offl
     keys = {"bf16": {"enabled": True, "check_grad_overflow": False}, "tiermem": {"precision": preset}}
     engine = start(zoo.Tower, config(offload, tmp_path, **keys))
     step(engine, 0)
-    loss = zoo.loss_of(engine, 1)
+    loss = loss_of(engine, 1)
     loss.register_hook(lambda grad: grad * float("nan"))
     engine.backward(loss)
     engine.step()
@@ -193,7 +193,7 @@ def test_every_optimizer_trains_as_on_ordinary_parameters(name: str, offload: st
     engine, optim, _, _ = tiermem.initialize(model=model, config=config(offload, tmp_path, **keys))
     assert type(optim) is type(plain)
     for micro in range(4):
-        loss = zoo.loss_of(twin, micro)
+        loss = loss_of(twin, micro)
         loss.backward()
         plain.step()
         plain.zero_grad()
@@ -213,10 +213,10 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest(offload: str, tmp_path: P
     by_muon = {names[id(param)] for param in groups[True]["params"]}
     assert by_muon == {name for name in names.values() if name.endswith(("up.weight", "down.weight", "head.weight"))}
     assert (groups[True]["lr"], groups[False]["lr"]) == (2e-2, 1e-3)
-    first = zoo.loss_of(engine, 0).item()
+    first = loss_of(engine, 0).item()
     for _ in range(8):
         step(engine, 0)
-    assert zoo.loss_of(engine, 0).item() < first
+    assert loss_of(engine, 0).item() < first
     engine.close()
 
 
@@ -232,7 +232,7 @@ def test_torchs_own_optimizers_are_taken_over(name: str, tmp_path: Path) -> None
     engine, optim, _, _ = tiermem.initialize(model=model, optimizer=given, config=cfg)
     assert type(optim) is getattr(tiermem.optim, name)
     for micro in range(3):
-        loss = zoo.loss_of(twin, micro)
+        loss = loss_of(twin, micro)
         loss.backward()
         plain.step()
         plain.zero_grad()
@@ -254,20 +254,20 @@ def test_forward_runs_under_autocast(checkpoint: bool | None, weights: str, offl
     engine = start(build, config(offload, tmp_path, gradient_clipping=0.0, **keys))
     for micro in range(3):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = zoo.loss_of(twin, micro)
+            loss = loss_of(twin, micro)
         loss.backward()
         plain.step()
         plain.zero_grad()
         assert step(engine, micro) == loss.item()
-    assert zoo.logits_of(engine(zoo.batch(0)[0])).dtype == torch.bfloat16
+    assert logits_of(engine(batch(0)[0])).dtype == torch.bfloat16
     engine.close()
 
 
 def test_without_autocast_what_the_user_entered_is_left_alone(tmp_path: Path) -> None:
     engine = start(zoo.Tower, config("cpu", tmp_path))
     with torch.autocast("cpu", torch.bfloat16):
-        assert zoo.logits_of(engine(zoo.batch(0)[0])).dtype == torch.bfloat16
-    assert zoo.logits_of(engine(zoo.batch(0)[0])).dtype == torch.float32
+        assert logits_of(engine(batch(0)[0])).dtype == torch.bfloat16
+    assert logits_of(engine(batch(0)[0])).dtype == torch.float32
     engine.close()
 
 

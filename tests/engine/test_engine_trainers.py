@@ -17,7 +17,7 @@ import zoo
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
-from twins import assert_same_tensors, seeded
+from twins import assert_same_tensors, loss_of, seeded
 
 import tiermem
 from tiermem.utils import safe_get_full_grad
@@ -63,12 +63,12 @@ def test_a_training_loop_of_accelerate_trains_as_plain_torch(tmp_path: Path) -> 
     engine.train()
     for number in range(8):  # the last step has two micro-batches, as at the end of an epoch
         is_last = number % 3 == 2 or number == 7
-        loss = zoo.loss_of(engine, number)
+        loss = loss_of(engine, number)
         wrapped.backward(loss, sync_gradients=is_last)
         wrapped_optimizer.step()
         assert not wrapped_optimizer.step_was_skipped
         wrapped_optimizer.zero_grad()
-        other = zoo.loss_of(plain, number)
+        other = loss_of(plain, number)
         assert loss.item() == pytest.approx(other.item(), rel=1e-5)
         (other / 3).backward()
         if is_last:
@@ -98,9 +98,9 @@ def test_a_step_that_overflows_is_told(tmp_path: Path) -> None:
         seeded(zoo.Tower), tmp_path, fp16={"enabled": True, "initial_scale_power": 4}, gradient_accumulation_steps=1
     )
     wrapped, wrapped_optimizer = DeepSpeedEngineWrapper(engine), DeepSpeedOptimizerWrapper(optimizer)
-    wrapped.backward(zoo.loss_of(engine, 0) * float("inf"))
+    wrapped.backward(loss_of(engine, 0) * float("inf"))
     assert wrapped_optimizer.step_was_skipped
-    wrapped.backward(zoo.loss_of(engine, 0))
+    wrapped.backward(loss_of(engine, 0))
     assert not wrapped_optimizer.step_was_skipped
     assert optimizer.loss_scaler.loss_scale == engine.loss_scale()
     engine.destroy()
@@ -108,7 +108,7 @@ def test_a_step_that_overflows_is_told(tmp_path: Path) -> None:
 
 def test_reinforcement_learners_call_these_too(tmp_path: Path) -> None:
     engine, _, _, _ = prepare(seeded(zoo.llama), tmp_path, gradient_accumulation_steps=1)
-    engine.backward(zoo.loss_of(engine, 0), scale_wrt_gas=False)
+    engine.backward(loss_of(engine, 0), scale_wrt_gas=False)
     assert engine.is_gradient_accumulation_boundary()
     assert all(safe_get_full_grad(p) is not None for p in engine.module.parameters())
     engine.step()

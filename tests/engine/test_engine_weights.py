@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 import zoo
 from torch import nn
-from twins import assert_same_tensors, seeded
+from twins import assert_same_tensors, seeded, train_engine
 
 import tiermem
 
@@ -51,9 +51,7 @@ def started(folder: Path, stage: int = 3, device: str = "nvme", **keys: Any) -> 
         "zero_optimization": zero,
     }
     engine, _, _, _ = tiermem.initialize(model=seeded(Odd), config=config)
-    loss = zoo.loss_of(engine, 0)
-    engine.backward(loss)
-    engine.step()
+    train_engine(engine, [0])
     return engine
 
 

@@ -18,7 +18,7 @@ import torch
 import zoo
 from config_keys import catalogue
 from torch import nn
-from twins import seeded
+from twins import seeded, train_engine
 
 import tiermem
 
@@ -49,9 +49,7 @@ def offloaded(folder: Path, param: dict[str, Any] | None = None, **optim: Any) -
 
 
 def train(engine: tiermem.Engine, num_steps: int = 1) -> None:
-    for step in range(num_steps * engine.gradient_accumulation_steps()):
-        engine.backward(zoo.loss_of(engine, step))
-        engine.step()
+    train_engine(engine, range(num_steps * engine.gradient_accumulation_steps()))
 
 
 def weights_of(engine: tiermem.Engine) -> dict[str, torch.Tensor]:
@@ -89,9 +87,7 @@ def test_any_two_batch_sizes_give_micro_batches_and_steps(sizes: dict[str, int],
     config = {"optimizer": {"type": "SGD"}, **sizes}
     engine, _, _, _ = tiermem.initialize(model=seeded(zoo.Tower), config=config)
     assert engine.train_batch_size() == 6
-    for micro in range(4):
-        engine.backward(zoo.loss_of(engine, micro))
-        engine.step()
+    train_engine(engine, range(4))
     assert engine.global_steps == 2
     engine.close()
 
@@ -188,8 +184,7 @@ def test_a_scheduler_by_name_changes_the_rate_of_each_step(tmp_path: Path) -> No
         rates = []
         for step in range(4):
             rates += engine.get_lr()
-            engine.backward(zoo.loss_of(engine, step))
-            engine.step()
+            train_engine(engine, [step])
     assert rates == [0.0, 0.0, 0.25, 0.5]
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from forks import forked
 from torch import nn
-from twins import Tower, assert_same_tensors, loss_of, seeded, states_of
+from twins import Tower, assert_same_tensors, loss_of, seeded, states_of, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
@@ -61,12 +61,6 @@ def pairs(model: nn.Module, twin: nn.Module) -> Iterator[tuple[nn.Parameter, nn.
     return zip(model.parameters(), twin.parameters(), strict=True)
 
 
-def step(model: nn.Module, optim: torch.optim.Optimizer, number: int) -> None:
-    loss_of(model, number).backward()
-    optim.step()
-    optim.zero_grad()
-
-
 # ---- looking -----------------------------------------------------------------------------------------------------------------
 
 
@@ -78,8 +72,8 @@ def test_the_debugging_loop_sees_what_a_plain_model_holds(home: str, tmp_path: P
     with tiermem.shard(model, policy(home, tmp_path)):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for number in range(2):
-            step(model, optim, number)
-            step(twin, twin_optim, number)
+            train_steps(model, optim, [number])
+            train_steps(twin, twin_optim, [number])
         loss_of(model, 2).backward()
         loss_of(twin, 2).backward()
         for mine, other in pairs(model, twin):
@@ -98,7 +92,7 @@ def test_a_master_is_seen_in_every_precision(home: str, preset: str, tmp_path: P
     model = seeded(Tower).bfloat16()
     with tiermem.shard(model, policy(home, tmp_path, precision=PRESETS[preset])) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        step(model, optim, 0)
+        train_steps(model, optim, [0])
         states = states_of(shards, optim)
         for name, param in model.named_parameters():
             master = safe_get_full_fp32_param(param)
@@ -112,7 +106,7 @@ def test_what_is_returned_is_a_copy(tmp_path: Path) -> None:
     model = seeded(Tower)
     with tiermem.shard(model, policy("none", tmp_path)):
         optim = tiermem.AdamW(model.parameters())
-        step(model, optim, 0)
+        train_steps(model, optim, [0])
         loss_of(model, 1).backward()
         param = model.head.weight
         for get in (
@@ -140,8 +134,8 @@ def test_what_is_put_is_what_training_goes_on_with(home: str, form: str, tmp_pat
     twin_optim = tiermem.AdamW(twin.parameters(), lr=1e-2)
     with tiermem.shard(model, policy(home, tmp_path)):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        step(model, optim, 0)
-        step(twin, twin_optim, 0)
+        train_steps(model, optim, [0])
+        train_steps(twin, twin_optim, [0])
         for mine, other in pairs(model, twin):
             value, first, second = torch.randn(3, *other.shape, generator=torch.Generator().manual_seed(other.numel()))
             other.data.copy_(value)
@@ -159,8 +153,8 @@ def test_what_is_put_is_what_training_goes_on_with(home: str, form: str, tmp_pat
             assert torch.equal(safe_get_full_optimizer_state(mine, "exp_avg"), first)
         for number in range(1, 3):
             assert loss_of(model, number).item() == loss_of(twin, number).item()
-            step(model, optim, number)
-            step(twin, twin_optim, number)
+            train_steps(model, optim, [number])
+            train_steps(twin, twin_optim, [number])
         assert_same_tensors(dict(model.state_dict()), dict(twin.state_dict()))
 
 
@@ -173,7 +167,7 @@ def test_putting_back_what_was_seen_changes_no_bit(home: str, preset: str, tmp_p
         model = seeded(Tower).bfloat16()
         with tiermem.shard(model, policy(home, tmp_path, precision=PRESETS[preset])) as shards:
             optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-            step(model, optim, 0)
+            train_steps(model, optim, [0])
             loss_of(model, 1).backward()
             for param in model.parameters() if puts else ():
                 safe_set_full_fp32_param(param, safe_get_full_fp32_param(param))
@@ -191,7 +185,7 @@ def test_a_low_precision_weight_follows_its_master(home: str, tmp_path: Path) ->
     model = seeded(Tower).bfloat16()
     with tiermem.shard(model, policy(home, tmp_path)):
         optim = tiermem.AdamW(model.parameters())
-        step(model, optim, 0)
+        train_steps(model, optim, [0])
         for param in model.parameters():
             value = torch.randn(param.shape, generator=torch.Generator().manual_seed(1))
             safe_set_full_fp32_param(param, value)
@@ -216,8 +210,8 @@ def test_states_can_be_put_before_the_first_step(home: str, tmp_path: Path) -> N
         saved = optim.state_dict()
         assert saved["state"][0]["step"] == 0
         assert torch.equal(saved["state"][0]["exp_avg"], torch.full(model.embed.weight.shape, 0.5))
-        step(model, optim, 0)
-        step(twin, twin_optim, 0)
+        train_steps(model, optim, [0])
+        train_steps(twin, twin_optim, [0])
         for mine, other in pairs(model, twin):
             assert torch.allclose(safe_get_full_fp32_param(mine), other, rtol=1e-5, atol=1e-6)
             assert torch.allclose(safe_get_full_optimizer_state(mine, "exp_avg"), twin_optim.state[other]["exp_avg"])
@@ -369,7 +363,7 @@ def test_a_visit_changes_what_single_puts_change(home: str, preset: str, tmp_pat
         model = seeded(Tower).bfloat16()
         with tiermem.shard(model, policy(home, tmp_path, precision=PRESETS[preset])) as shards:
             optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-            step(model, optim, 0)
+            train_steps(model, optim, [0])
             loss_of(model, 1).backward()
             chosen = [p for p in model.parameters() if p.ndim == 2]
             if is_vectorised:
@@ -393,7 +387,7 @@ def test_a_visit_reads_and_writes_each_tile_once(tmp_path: Path) -> None:
     model = seeded(Tower)
     with tiermem.shard(model, policy("nvme", tmp_path)) as shards:
         optim = tiermem.AdamW(model.parameters())
-        step(model, optim, 0)
+        train_steps(model, optim, [0])
         shards.residency.empty()  # what was being fetched for the next forward
         before = shards.store.stats()
         pieces: dict[nn.Parameter, list[tuple[int, int]]] = {}
@@ -428,7 +422,7 @@ def test_a_visit_before_the_first_step_makes_the_states(tmp_path: Path) -> None:
         expected = torch.arange(model.head.weight.numel()).view_as(model.head.weight).float()
         assert torch.equal(safe_get_full_optimizer_state(model.head.weight, "exp_avg"), expected)
         assert_same_tensors(dict(model.state_dict()), weights)
-        step(model, optim, 0)
+        train_steps(model, optim, [0])
         assert (
             safe_get_full_optimizer_state(model.head.weight, "exp_avg")[-1, -1] / expected[-1, -1] - 0.9
         ).abs() < 1e-3
@@ -470,8 +464,8 @@ def test_every_optimizers_states_have_torchs_names(
     with tiermem.shard(model, policy("nvme", tmp_path, num_moments=3)):
         optim = optimizer(model.parameters(), lr=1e-2, **settings)
         for number in range(2):
-            step(model, optim, number)
-            step(twin, twin_optim, number)
+            train_steps(model, optim, [number])
+            train_steps(twin, twin_optim, [number])
         for mine, other in pairs(model, twin):
             for key in keys:
                 assert torch.equal(safe_get_full_optimizer_state(mine, key), twin_optim.state[other][key])
@@ -534,12 +528,12 @@ def test_steps_are_counted_for_parameters_of_a_group_alone(tmp_path: Path) -> No
     with tiermem.shard(model, policy("cpu", tmp_path)) as shards:
         optim = tiermem.AdamW([p for p in model.parameters() if p.ndim > 1])
         for number in range(3):
-            step(model, optim, number)
+            train_steps(model, optim, [number])
         counts = {shard.name: shard.num_steps for _, shard in shards.parameters()}
         assert counts["head.weight"] == 3
         assert counts["head.bias"] == 0
         optim.add_param_group({"params": [model.head.bias]})
-        step(model, optim, 3)
+        train_steps(model, optim, [3])
         assert optim.state_dict()["state"][len(optim.param_groups[0]["params"])]["step"] == 1
 
 

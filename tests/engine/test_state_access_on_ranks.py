@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from launch import launch
-from state_access_on_ranks import CASES, value_for
-from twins import Tower, assert_same_tensors
+from state_access_on_ranks import CASES, built, value_for
+from twins import assert_same_tensors
 
 SCRIPT = Path(__file__).parent / "state_access_on_ranks.py"
-PARAMS = dict(Tower().named_parameters())
+PARAMS = dict(built().named_parameters())
 
 cases = pytest.mark.parametrize("case", CASES)
 many_ranks = pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from twins import seeded
+from twins import loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -41,7 +41,7 @@ def measured(model: nn.Module, policy: OffloadPolicy, num_micro: int = 1) -> tup
         counts = []
         for step in range(3):
             for micro in range(num_micro):
-                zoo.loss_of(model, step * num_micro + micro).backward()
+                loss_of(model, step * num_micro + micro).backward()
             optim.step()
             optim.zero_grad()
             shards.store.settle()

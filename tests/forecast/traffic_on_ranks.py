@@ -6,18 +6,14 @@ traffic_on_ranks.py FOLDER NVME     every rank writes {case: {"said": ..., "sent
 from __future__ import annotations
 
 import collections
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import zoo
 from launch import as_rank
 from traffic_cases import CASES, NUM_STEPS, Case
-from twins import seeded
+from twins import loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy
@@ -38,7 +34,7 @@ def measured(case: Case, nvme: Path) -> tuple[Bytes, Bytes]:
         for step in range(NUM_STEPS):
             shards.topology.traffic.payloads.clear()
             for micro in range(case.num_micro):
-                zoo.loss_of(model, dist.get_rank() + 100 * (step * case.num_micro + micro)).backward()
+                loss_of(model, dist.get_rank() + 100 * (step * case.num_micro + micro)).backward()
             optim.step()
             optim.zero_grad()
             shards.store.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from pathlib import Path
 from types import ModuleType
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import twins
 from torch import nn
+from twins import Block, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -22,20 +25,10 @@ OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.01}
 SETTINGS: dict[str, Any] = {"persistence_numel": 100, "tile_numel": 100_000, "unit_buffers": 3}
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.layers = nn.ModuleList(Block(WIDTH, 4 * WIDTH) for _ in range(DEPTH))
         self.head = nn.Linear(WIDTH, 127)
         self.register_buffer("scale", torch.ones(WIDTH))
 
@@ -66,14 +59,7 @@ def train(params: Tier, optim: Tier, path: Path) -> list[float]:
         assert is_accelerator(shards.device)
         assert {each.device for each in (*model.parameters(), *model.buffers())} == {shards.device}
         optimizer = tiermem.AdamW(model.parameters(), **OPTIMIZER)
-        losses = []
-        for step in range(STEPS):
-            loss = loss_of(model, step, shards.device)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    return losses
+        return train_steps(model, optimizer, range(STEPS), functools.partial(loss_of, device=shards.device))
 
 
 def config_of(home: str, path: Path) -> dict[str, Any]:
@@ -91,12 +77,7 @@ def config_of(home: str, path: Path) -> dict[str, Any]:
 def train_engine(model: nn.Module, config: dict[str, Any], device: torch.device) -> list[float]:
     engine, _, _, _ = tiermem.initialize(model=model, config=config)
     assert engine.device == device
-    losses = []
-    for step in range(STEPS):
-        loss = loss_of(engine, step, engine.device)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = twins.train_engine(engine, range(STEPS), loss_of)
     engine.close()
     return losses
 
@@ -145,10 +126,7 @@ def test_peak_is_live_units_gradients_of_one_unit_and_activations(accelerator: t
     policy = OffloadPolicy(params=Tier.HOST, optim=Tier.HOST, **SETTINGS)
     with tiermem.shard(model, policy) as shards:
         optimizer = tiermem.AdamW(model.parameters(), **OPTIMIZER)
-        for step in range(2):
-            loss_of(model, step, accelerator).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_steps(model, optimizer, range(2), functools.partial(loss_of, device=accelerator))
         largest = max(live.unit.full_bytes for live in shards.units)
         stays = shards.plan.device_bytes
         peak = usage(accelerator).peak_allocated_bytes - before

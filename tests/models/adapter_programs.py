@@ -8,7 +8,7 @@ from faces import Face, Found, Program, fit
 from layer_programs import noise
 from torch import nn
 from torch.nn import functional as F
-from twins import VOCAB, batch
+from twins import VOCAB, batch, loss_of
 
 
 class LoRA(nn.Module):
@@ -35,7 +35,7 @@ def adapted(model: nn.Module) -> nn.Module:
 
 
 def lora_on_a_frozen_base(face: Face) -> Found:
-    return fit(face, adapted(zoo.Tower()), zoo.loss_of)
+    return fit(face, adapted(zoo.Tower()), loss_of)
 
 
 def lora_on_a_frozen_bf16_base(face: Face) -> Found:
@@ -43,7 +43,7 @@ def lora_on_a_frozen_bf16_base(face: Face) -> Found:
     for module in model.modules():
         if isinstance(module, LoRA):
             module.down.data, module.up.data = module.down.data.float(), module.up.data.float()
-    return fit(face, model, zoo.loss_of)
+    return fit(face, model, loss_of)
 
 
 def lora_under_checkpointing(face: Face) -> Found:
@@ -52,25 +52,25 @@ def lora_under_checkpointing(face: Face) -> Found:
         model = adapted(zoo.Tower(checkpoint=use_reentrant))
         if use_reentrant:  # as transformers' enable_input_require_grads does
             model.embed.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
-        found[str(use_reentrant)] = fit(face, model, zoo.loss_of)
+        found[str(use_reentrant)] = fit(face, model, loss_of)
     return found
 
 
 def lora_on_llama(face: Face) -> Found:
-    return fit(face, adapted(zoo.llama()), zoo.loss_of)
+    return fit(face, adapted(zoo.llama()), loss_of)
 
 
 def only_norms_and_biases_trained(face: Face) -> Found:
     model = zoo.Tower()
     for name, param in model.named_parameters():
         param.requires_grad_("norm" in name or name.endswith("bias"))
-    return fit(face, model, zoo.loss_of)
+    return fit(face, model, loss_of)
 
 
 def only_the_last_layer_trained(face: Face) -> Found:
     model = zoo.Tower().requires_grad_(False)
     model.head.requires_grad_(True)
-    return fit(face, model, zoo.loss_of)
+    return fit(face, model, loss_of)
 
 
 def gradient_of_the_input_of_a_frozen_model(face: Face) -> Found:
@@ -102,7 +102,7 @@ class Prompted(nn.Module):
 
 
 def prompt_tuning(face: Face) -> Found:
-    return fit(face, Prompted(zoo.Tower()), zoo.loss_of)
+    return fit(face, Prompted(zoo.Tower()), loss_of)
 
 
 def a_prompt_that_is_not_sharded(face: Face) -> Found:
@@ -128,7 +128,7 @@ def frozen_embedding_with_padding(face: Face) -> Found:
     model = zoo.Tower()
     model.embed = nn.Embedding(VOCAB, 31, padding_idx=3)
     model.embed.weight.requires_grad_(False)
-    return fit(face, model, zoo.loss_of)
+    return fit(face, model, loss_of)
 
 
 PROGRAMS: dict[str, Program] = {

@@ -14,6 +14,7 @@ import torch
 import zoo
 from faces import Face, Found, Program
 from torch import nn
+from twins import loss_of
 
 Compile = Callable[[nn.Module, Any], None]
 BACKENDS = ("eager", "aot_eager")
@@ -59,12 +60,12 @@ def train_compiled(face: Face, way: str, is_before: bool, backend: str | Callabl
     optim = face.adamw(model.parameters())
     losses = []
     for step in range(3):
-        loss = zoo.loss_of(model, face.sample(step))
+        loss = loss_of(model, face.sample(step))
         loss.backward()
         face.step(optim)
         losses.append(loss.item())
         with torch.no_grad():
-            losses.append(zoo.loss_of(model, 90 + step).item())
+            losses.append(loss_of(model, 90 + step).item())
     torch.compiler.reset()
     return {"losses": losses, "weights": face.weights(model)}
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.hooks import RemovableHandle
-from twins import VOCAB, batch
+from twins import VOCAB, Block, batch, logits_of, loss_of
 
 # ---- groups, schedules, clipping, scaling ----------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ def groups_with_decay_split_and_two_rates(face: Face) -> Found:
     ]
     losses, rates = [], []
     for step in range(4):
-        loss = zoo.loss_of(model, face.sample(step))
+        loss = loss_of(model, face.sample(step))
         loss.backward()
         face.step(optim)
         schedules[step % 2].step()
@@ -48,7 +48,7 @@ def clipping_by_torch(face: Face) -> Found:
     optim = face.adamw(model.parameters())
     norms = []
     for step in range(3):
-        zoo.loss_of(model, face.sample(step)).backward()
+        loss_of(model, face.sample(step)).backward()
         face.reduce(model.parameters())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).item())
         optim.step()
@@ -63,7 +63,7 @@ def grad_scaler_with_a_step_that_overflows(face: Face) -> Found:
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1)
     scales = []
     for step in range(4):
-        loss = zoo.loss_of(model, face.sample(step)) * (float("inf") if step == 2 else 1.0)
+        loss = loss_of(model, face.sample(step)) * (float("inf") if step == 2 else 1.0)
         scaler.scale(loss).backward()
         face.reduce(model.parameters())
         scaler.step(optim)
@@ -82,7 +82,7 @@ class Path(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 31)
-        self.layers = nn.ModuleList([zoo.Block(31, 97) for _ in range(4)])
+        self.layers = nn.ModuleList([Block(31, 97) for _ in range(4)])
         self.head = nn.Linear(31, VOCAB)
         self.path = [0, 1, 2, 3]
 
@@ -129,12 +129,12 @@ def evaluation_between_micro_batches(face: Face) -> Found:
     losses = []
     for step in range(3):
         for micro in range(3):
-            loss = zoo.loss_of(model, face.sample(step * 3 + micro)) / 3
+            loss = loss_of(model, face.sample(step * 3 + micro)) / 3
             loss.backward()
             losses.append(loss.item())
             model.eval()
             with torch.no_grad():
-                losses.append(zoo.loss_of(model, 100 + micro).item())
+                losses.append(loss_of(model, 100 + micro).item())
             model.train()
         if face.world == 1:  # on several ranks micro-batches and ranks are added in another order
             face.step(optim)
@@ -148,7 +148,7 @@ def generation_between_steps(face: Face) -> Found:
     optim = face.adamw(model.parameters())
     written = []
     for step in range(2):
-        zoo.loss_of(model, face.sample(step)).backward()
+        loss_of(model, face.sample(step)).backward()
         face.step(optim)
         tokens = torch.tensor([[1, 2, 3]])
         with torch.no_grad():
@@ -165,15 +165,15 @@ def exceptions_in_forward_and_backward(face: Face) -> Found:
     for step in range(4):
         if step == 1:
             with broken(model.layers[1].register_forward_hook(fail)), pytest.raises(Interrupted):
-                zoo.loss_of(model, 50)
+                loss_of(model, 50)
         if step == 2:
             with broken(model.layers[1].up.register_full_backward_hook(fail)):
-                loss = zoo.loss_of(model, 50)
+                loss = loss_of(model, 50)
                 with pytest.raises(Interrupted):
                     loss.backward()
             del loss
             optim.zero_grad()
-        loss = zoo.loss_of(model, face.sample(step))
+        loss = loss_of(model, face.sample(step))
         loss.backward()
         face.step(optim)
         losses.append(loss.item())
@@ -214,7 +214,7 @@ def forward_and_backward_hooks_of_the_user(face: Face) -> Found:
     model.layers[2].down.register_full_backward_hook(lambda module, grads, outputs: (grads[0] * 2.0,))
     optim = face.adamw(model.parameters())
     for step in range(2):
-        zoo.loss_of(model, face.sample(step)).backward()
+        loss_of(model, face.sample(step)).backward()
         face.step(optim)
     return {"seen": seen, "weights": face.weights(model)}
 
@@ -235,7 +235,7 @@ def hooks_on_parameters(face: Face) -> Found:
     model.layers[1].norm.weight.register_post_accumulate_grad_hook(halve)
     optim = face.adamw(model.parameters())
     for step in range(2):
-        zoo.loss_of(model, face.sample(step)).backward()
+        loss_of(model, face.sample(step)).backward()
         face.step(optim)
     return {"seen": seen, "weights": face.weights(model)}
 
@@ -247,7 +247,7 @@ def hooks_on_the_optimizer(face: Face) -> Found:
     optim.register_step_pre_hook(lambda *_: seen.append("before"))
     optim.register_step_post_hook(lambda *_: seen.append("after"))
     for step in range(2):
-        zoo.loss_of(model, face.sample(step)).backward()
+        loss_of(model, face.sample(step)).backward()
         face.step(optim)
     return {"seen": seen, "weights": face.weights(model)}
 
@@ -274,8 +274,8 @@ def gradients_of_gradients(face: Face) -> Found:
 def gradients_asked_of_autograd(face: Face) -> Found:
     model = face.shard(zoo.Tower())
     optim = face.adamw(model.parameters())
-    grads = torch.autograd.grad(zoo.loss_of(model, face.sample(0)), [model.head.weight, model.layers[0].up.bias])
-    zoo.loss_of(model, face.sample(1)).backward()
+    grads = torch.autograd.grad(loss_of(model, face.sample(0)), [model.head.weight, model.layers[0].up.bias])
+    loss_of(model, face.sample(1)).backward()
     face.step(optim)
     return {"grads": [grad.clone() for grad in grads], "weights": face.weights(model)}
 
@@ -348,7 +348,7 @@ def actor_with_a_frozen_reference(face: Face) -> Found:
         tokens, _ = batch(face.sample(step))
         with torch.no_grad():
             before = reference(tokens).log_softmax(-1)
-        now, value = actor(tokens).log_softmax(-1), zoo.logits_of(critic(tokens)).mean(-1)
+        now, value = actor(tokens).log_softmax(-1), logits_of(critic(tokens)).mean(-1)
         gain = now.gather(-1, tokens[..., None]).squeeze(-1)
         loss = -(gain * (1 - value.detach())).mean() + F.kl_div(now, before, log_target=True, reduction="batchmean")
         (loss + (value - 1).square().mean()).backward()
@@ -384,7 +384,7 @@ def models_of_the_zoo(face: Face) -> Found:
             model = face.shard(model)
             optim = face.adamw(model.parameters())
             for step in range(2):
-                zoo.loss_of(model, face.sample(step)).backward()
+                loss_of(model, face.sample(step)).backward()
                 face.step(optim)
             found[f"{outputs}, {checkpoint}"] = face.weights(model)
     return found
@@ -396,7 +396,7 @@ def a_step_without_forward(face: Face) -> Found:
     optim.step()
     losses = []
     for step in range(2):
-        loss = zoo.loss_of(model, face.sample(step))
+        loss = loss_of(model, face.sample(step))
         loss.backward()
         face.step(optim)
         optim.step()

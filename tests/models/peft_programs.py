@@ -13,6 +13,7 @@ import zoo
 from faces import Face, Found, Program, fit
 from peft.tuners.lora import LoraLayer
 from torch import nn
+from twins import loss_of
 
 from tiermem.zero import GatheredParameters
 
@@ -28,11 +29,11 @@ def adapted(**fields: Any) -> Any:
 
 
 def lora(face: Face) -> Found:
-    return fit(face, adapted(target_modules=["q_proj", "v_proj", "down_proj"]), zoo.loss_of)
+    return fit(face, adapted(target_modules=["q_proj", "v_proj", "down_proj"]), loss_of)
 
 
 def lora_with_trained_head(face: Face) -> Found:
-    return fit(face, adapted(target_modules="all-linear", modules_to_save=["lm_head"]), zoo.loss_of)
+    return fit(face, adapted(target_modules="all-linear", modules_to_save=["lm_head"]), loss_of)
 
 
 def lora_on_a_bf16_base(face: Face) -> Found:
@@ -40,12 +41,12 @@ def lora_on_a_bf16_base(face: Face) -> Found:
     for name, param in model.named_parameters():
         if "lora_" in name:
             param.data = param.data.float()
-    return fit(face, model, zoo.loss_of)
+    return fit(face, model, loss_of)
 
 
 def dora(face: Face) -> Found:
     """Its magnitude is a norm of the frozen weight, which is used outside of the Linear's own forward."""
-    return fit(face, adapted(use_dora=True), zoo.loss_of)
+    return fit(face, adapted(use_dora=True), loss_of)
 
 
 def adapter_switched_off(face: Face) -> Found:
@@ -55,8 +56,8 @@ def adapter_switched_off(face: Face) -> Found:
     losses = []
     for step in range(3):
         with model.disable_adapter():
-            before = zoo.loss_of(model, face.sample(step)).detach()
-        loss = (zoo.loss_of(model, face.sample(step)) - before).square() + zoo.loss_of(model, face.sample(step))
+            before = loss_of(model, face.sample(step)).detach()
+        loss = (loss_of(model, face.sample(step)) - before).square() + loss_of(model, face.sample(step))
         loss.backward()
         face.step(optim)
         losses.append(loss.item())
@@ -76,7 +77,7 @@ def two_adapters_in_turn(face: Face) -> Found:
         model.set_adapter(["default", "second"][step % 2])
         for name, param in model.named_parameters():  # peft freezes what is not active, and a plan is made once
             param.requires_grad_("lora_" in name)
-        loss = zoo.loss_of(model, face.sample(step))
+        loss = loss_of(model, face.sample(step))
         loss.backward()
         face.step(optim)
         losses.append(loss.item())
@@ -86,7 +87,7 @@ def two_adapters_in_turn(face: Face) -> Found:
 def adapters_saved(face: Face) -> Found:
     """Every rank gathers, rank 0 writes; the file holds the adapters alone."""
     model = adapted(target_modules=["q_proj", "v_proj"])
-    found = fit(face, model, zoo.loss_of)
+    found = fit(face, model, loss_of)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, is_main_process=face.rank == 0)
         file = Path(folder) / "adapter_model.safetensors"
@@ -96,29 +97,29 @@ def adapters_saved(face: Face) -> Found:
 def adapters_put_back(face: Face) -> Found:
     """What was taken out of a model is put into it again after more training, and it does as it did."""
     model = adapted()
-    found = fit(face, model, zoo.loss_of)
+    found = fit(face, model, loss_of)
     kept = {name: value.clone() for name, value in peft.get_peft_model_state_dict(model).items()}
-    before = zoo.loss_of(model, 77).item()
+    before = loss_of(model, 77).item()
     with GatheredParameters(trained(model), modifier_rank=0), torch.no_grad():
         for param in trained(model):
             param.mul_(2.0)
-    between = zoo.loss_of(model, 77).item()
+    between = loss_of(model, 77).item()
     peft.set_peft_model_state_dict(model, kept)
-    return found | {"kept": kept, "losses after": [before, between, zoo.loss_of(model, 77).item()]}
+    return found | {"kept": kept, "losses after": [before, between, loss_of(model, 77).item()]}
 
 
 def adapters_merged(face: Face) -> Found:
     """Into the frozen base and out of it again, with the weights gathered."""
     model = adapted()
-    found = fit(face, model, zoo.loss_of)
-    losses = [zoo.loss_of(model, 77).item()]
+    found = fit(face, model, loss_of)
+    losses = [loss_of(model, 77).item()]
     with GatheredParameters(list(model.parameters()), modifier_rank=0):
         model.merge_adapter()
-    losses.append(zoo.loss_of(model, 77).item())
+    losses.append(loss_of(model, 77).item())
     merged = face.weights(model)
     with GatheredParameters(list(model.parameters()), modifier_rank=0):
         model.unmerge_adapter()
-    losses.append(zoo.loss_of(model, 77).item())
+    losses.append(loss_of(model, 77).item())
     assert any(isinstance(module, LoraLayer) for module in model.modules())
     return found | {"losses after": losses, "merged": merged}
 

@@ -6,14 +6,10 @@ run_on_ranks.py FOLDER NVME [peft] NAME...     every rank writes {(program, home
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import compiled_programs
+import torch
 from faces import Plain, Sharded, compare, run
 from launch import as_rank
 from program_list import HOMES, PROGRAMS, policy_of

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import zoo
 from torch import nn
 from torch.nn import functional as F
-from twins import VOCAB, batch
+from twins import VOCAB, batch, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -80,16 +81,12 @@ def auto_encoder() -> tuple[nn.Module, Loss]:
 
 
 def llama() -> tuple[nn.Module, Loss]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
-
     def loss_of(model: nn.Module, step: int) -> torch.Tensor:
         inputs, targets = batch(step)
         hidden = model.model(input_ids=inputs).last_hidden_state
         return F.cross_entropy(model.lm_head(hidden).flatten(0, 1), targets.flatten())
 
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, pad_token_id=0, **sizes)), loss_of
+    return zoo.llama(num_hidden_layers=2), loss_of
 
 
 class Classifier(nn.Module):
@@ -130,15 +127,7 @@ def test_a_model_called_otherwise_trains_as_in_torch(
         losses = []
         for each, optimizer in ((model, tiermem.AdamW), (plain, torch.optim.AdamW)):
             optim = optimizer(each.parameters(), lr=1e-3, eps=1e-4)
-            losses.append([train_step(each, loss_of, optim, step) for step in range(5)])
+            losses.append(train_steps(each, optim, range(5), loss_of))
         weights = model.state_dict()
     assert losses[0] == pytest.approx(losses[1], rel=1e-6, abs=1e-6)
     assert all((weights[name] - value).abs().max() < 1e-6 for name, value in plain.state_dict().items())
-
-
-def train_step(model: nn.Module, loss_of: Loss, optim: torch.optim.Optimizer, step: int) -> float:
-    loss = loss_of(model, step)
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss.item()

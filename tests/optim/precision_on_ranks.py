@@ -6,18 +6,14 @@ precision_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: {"losses", "weig
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from launch import as_rank
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from twins import Tower, loss_of, seeded, states_of
+from twins import Tower, seeded, states_of, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -52,29 +48,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Precision, dict[str, Any]]] = {
 }
 
 
-def main(out: Path, nvme: Path) -> None:
-    dist.init_process_group("gloo")
-    found = {name: train(name, nvme) for name in CASES}
-    torch.save(found, out / f"{dist.get_rank()}.pt")
-    dist.destroy_process_group()
-
-
 def train(name: str, nvme: Path) -> dict[str, Any]:
     build, precision, fields = CASES[name]
     settings = {"params": Tier.HOST, "optim": Tier.HOST, "paths": [nvme], "persistence_numel": 100, "tile_numel": 4096}
     model = seeded(build).bfloat16()
-    losses = []
     with tiermem.shard(model, OffloadPolicy(precision=precision, **(settings | fields))) as shards:
         torch.set_num_threads(1)  # forward and backward are torch's, whose sums depend on how many threads share them
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        for step in range(NUM_STEPS):
-            loss = loss_of(model, step)
-            loss.backward()
-            optim.step()
-            optim.zero_grad()
-            losses.append(loss.item())
+        losses = train_steps(model, optim, range(NUM_STEPS))
         return {"losses": losses, "weights": dict(model.state_dict()), "states": states_of(shards, optim)}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    with as_rank() as (_, out, (nvme,)):
+        torch.save({name: train(name, Path(nvme)) for name in CASES}, out)

@@ -7,17 +7,13 @@ state_dicts_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: {"saved": stat
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from launch import as_rank
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from twins import Tower, loss_of, seeded
+from twins import Tower, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier
@@ -30,15 +26,6 @@ CASES: dict[str, tuple[torch.dtype, str, dict[str, Any]]] = {
 }
 
 
-def main(out: Path, nvme: Path) -> None:
-    dist.init_process_group("gloo")
-    found: dict[str, Any] = {name: save_and_resume(name, nvme) for name in CASES}
-    found["muon"] = refusal_of_muon()
-    found["visited"] = visited_before_the_first_step()
-    torch.save(found, out / f"{dist.get_rank()}.pt")
-    dist.destroy_process_group()
-
-
 def save_and_resume(name: str, nvme: Path) -> dict[str, Any]:
     dtype, preset, fields = CASES[name]
     settings = {"params": Tier.HOST, "optim": Tier.HOST, "paths": [nvme], "persistence_numel": 100, "tile_numel": 4096}
@@ -47,16 +34,16 @@ def save_and_resume(name: str, nvme: Path) -> dict[str, Any]:
     with tiermem.shard(model, policy):
         torch.set_num_threads(1)
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        train(model, optim, 0, 3)
+        train_steps(model, optim, range(3))
         weights, saved = copy.deepcopy((model.state_dict(), optim.state_dict()))
-        went_on = train(model, optim, 3, 5)
+        went_on = train_steps(model, optim, range(3, 5))
     other = seeded(Tower).to(dtype)
     other.load_state_dict(weights)
     with tiermem.shard(other, policy):
         torch.set_num_threads(1)
         optim = tiermem.AdamW(other.parameters())
         optim.load_state_dict(saved)
-        resumed = train(other, optim, 3, 5)
+        resumed = train_steps(other, optim, range(3, 5))
     return {"saved": saved, "went_on": went_on, "resumed": resumed}
 
 
@@ -84,16 +71,10 @@ def visited_before_the_first_step() -> dict[str, Any]:
         return copy.deepcopy(optim.state_dict())
 
 
-def train(model: nn.Module, optim: torch.optim.Optimizer, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        loss = loss_of(model, step)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    with as_rank() as (_, out, (nvme,)):
+        torch.save(
+            {name: save_and_resume(name, Path(nvme)) for name in CASES}
+            | {"muon": refusal_of_muon(), "visited": visited_before_the_first_step()},
+            out,
+        )

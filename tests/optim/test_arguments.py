@@ -8,7 +8,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from twins import seeded
+from twins import loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier
@@ -146,7 +146,7 @@ def test_every_rule_steps_a_sharded_model_as_an_ordinary_one(
         shards = tiermem.shard(model, policy) if is_sharded else None
         optim = build(kind, model.parameters(), lr=1e-3, weight_decay=0.1, **options)
         for step in range(4):
-            zoo.loss_of(model, step).backward()
+            loss_of(model, step).backward()
             optim.step()
             optim.zero_grad()
         if shards is not None:

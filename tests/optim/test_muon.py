@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Tower, loss_of, seeded
+from twins import Tower, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier
@@ -24,17 +24,6 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     apart = [model.embed.weight, model.head.weight]
     hidden = [p for p in model.parameters() if all(p is not other for other in apart)]
     return [{"params": hidden}, {"params": apart, "use_muon": False, "eps": 1e-6}]
-
-
-def run(optim: torch.optim.Optimizer, model: nn.Module, num_steps: int) -> list[float]:
-    losses = []
-    for step in range(num_steps):
-        loss = loss_of(model, step)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("shape", [(12, 40), (40, 12), (33, 33), (1, 7)])
@@ -90,7 +79,7 @@ def test_a_sharded_model_is_stepped_as_an_ordinary_one(preset: str, home: Tier, 
     plain = copy.deepcopy(model)
     names = {id(p): name for name, p in plain.named_parameters()}
     groups = [{**g, "params": [(names[id(p)], p) for p in g["params"]]} for g in groups_of(plain)]
-    losses = run(tiermem.Muon(groups, lr=0.02, precision=preset), plain, 4)
+    losses = train_steps(plain, tiermem.Muon(groups, lr=0.02, precision=preset), range(4))
     policy = OffloadPolicy(
         params=home,
         optim=home,
@@ -101,7 +90,7 @@ def test_a_sharded_model_is_stepped_as_an_ordinary_one(preset: str, home: Tier, 
     )
     with tiermem.shard(model, policy) as shards:
         optim = tiermem.Muon(groups_of(model), lr=0.02)
-        assert run(optim, model, 4) == losses
+        assert train_steps(model, optim, range(4)) == losses
         tiles = optim.tiles_of(shards).tiles
         if home is Tier.NVME:
             assert len([t for t in tiles if "layers.0" in t.live.unit.name]) > 1  # between matrices, never through one

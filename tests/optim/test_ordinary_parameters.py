@@ -10,7 +10,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from twins import assert_same_tensors, seeded
+from twins import assert_same_tensors, loss_of, seeded, train_steps
 
 import tiermem
 from tiermem import Precision
@@ -27,23 +27,12 @@ RECIPES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def run(optim: torch.optim.Optimizer, model: nn.Module, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        loss = zoo.loss_of(model, step)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize(("kind", "options"), RECIPES)
 def test_fp32_parameters_follow_torch(kind: str, options: dict[str, Any]) -> None:
     losses, weights = [], []
     for module in (tiermem, torch.optim):
         model = seeded(zoo.Tower)
-        losses.append(run(getattr(module, kind)(model.parameters(), lr=1e-3, **options), model, 0, 10))
+        losses.append(train_steps(model, getattr(module, kind)(model.parameters(), lr=1e-3, **options), range(10)))
         weights.append(torch.cat([p.detach().view(-1) for p in model.parameters()]))
     assert losses[0] == pytest.approx(losses[1], rel=2e-6)
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=2e-6)
@@ -104,7 +93,7 @@ def test_every_preset_trains(preset: str) -> None:
         optim = tiermem.AdamW(model.parameters(), lr=3e-3, precision=precision)
         for _ in range(12):
             optim.zero_grad()
-            loss = zoo.loss_of(model, 0)
+            loss = loss_of(model, 0)
             loss.backward()
             optim.step()
         losses.append(loss.item())
@@ -167,9 +156,9 @@ def test_a_gradient_norm_is_clipped_and_the_scale_taken_out() -> None:
 def test_an_overflow_leaves_every_state_untouched(preset: str, bad: float) -> None:
     model = seeded(zoo.Tower).bfloat16()
     optim = tiermem.AdamW(model.parameters(), lr=1e-2, precision=preset)
-    run(optim, model, 0, 2)
+    train_steps(model, optim, range(2))
     before = copy.deepcopy((model.state_dict(), [dict(s) for s in optim.state.values()]))
-    zoo.loss_of(model, 2).backward()
+    loss_of(model, 2).backward()
     model.head.weight.grad[3, 5] = bad
     optim.step(scale=8.0)
     assert optim.was_skipped
@@ -181,9 +170,9 @@ def test_an_overflow_leaves_every_state_untouched(preset: str, bad: float) -> No
 def test_a_copied_or_unpickled_optimizer_goes_on() -> None:
     model = seeded(zoo.Tower)
     optim = tiermem.AdamW(model.parameters(), lr=1e-2, precision="compact")
-    run(optim, model, 0, 2)
+    train_steps(model, optim, range(2))
     other, resumed = pickle.loads(pickle.dumps((model, optim)))
-    assert run(resumed, other, 2, 4) == run(optim, model, 2, 4)
+    assert train_steps(other, resumed, range(2, 4)) == train_steps(model, optim, range(2, 4))
 
 
 def test_schedulers_and_groups_are_torchs() -> None:
@@ -196,7 +185,7 @@ def test_schedulers_and_groups_are_torchs() -> None:
         schedule = torch.optim.lr_scheduler.OneCycleLR(optim, 1e-2, total_steps=8)
         losses.append([])
         for step in range(8):
-            losses[-1] += run(optim, model, step, step + 1)
+            losses[-1] += train_steps(model, optim, [step])
             schedule.step()
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Tower, assert_same_tensors, loss_of, seeded, states_of
+from twins import Tower, assert_same_tensors, loss_of, seeded, states_of, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
@@ -25,17 +25,6 @@ PRECISIONS = PRESETS | {
 def policy(home: Tier, folder: Path, precision: Precision, **fields: Any) -> OffloadPolicy:
     settings = {"params": home, "optim": home, "paths": [folder], "persistence_numel": 100, "tile_numel": 4096}
     return OffloadPolicy(precision=precision, **(settings | fields))
-
-
-def train(shards: Shards, optim: tiermem.AdamW, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = loss_of(shards.model, step)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def step_by(optim: tiermem.AdamW, model: nn.Module, seed: int) -> None:
@@ -92,16 +81,16 @@ def test_states_that_are_loaded_go_on_to_the_bit(name: str, homes: tuple[Tier, T
     model, other = seeded(Tower).bfloat16(), seeded(Tower, 1).bfloat16()
     with tiermem.shard(model, policy(homes[0], tmp_path, precision)) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        train(shards, optim, range(3))
+        train_steps(shards.model, optim, range(3))
         states, weights = states_of(shards, optim), dict(model.state_dict())
-        losses = train(shards, optim, range(3, 5))
+        losses = train_steps(shards.model, optim, range(3, 5))
         at_the_end = states_of(shards, optim)
     with tiermem.shard(other, policy(homes[1], tmp_path, precision)) as shards:
         optim = tiermem.AdamW(other.parameters(), lr=1e-2)
         load_all(shards, optim, states, 3)
         assert_same_tensors(states_of(shards, optim), states)
         assert_same_tensors(dict(other.state_dict()), weights)
-        assert train(shards, optim, range(3, 5)) == losses
+        assert train_steps(shards.model, optim, range(3, 5)) == losses
         assert_same_tensors(states_of(shards, optim), at_the_end)
 
 
@@ -110,7 +99,7 @@ def test_what_is_loaded_between_backward_and_step_is_what_the_step_reads(name: s
     model = seeded(Tower).bfloat16()
     with tiermem.shard(model, policy(Tier.NVME, tmp_path, PRECISIONS[name])) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=0.0)
-        train(shards, optim, range(2))
+        train_steps(shards.model, optim, range(2))
         loss_of(model, 2).backward()
         assert shards.head_start is not None
         assert shards.head_start.tiles
@@ -231,7 +220,7 @@ def test_a_step_that_is_not_finite_leaves_every_state_to_the_bit(name: str, tmp_
     model = seeded(Tower).bfloat16()
     with tiermem.shard(model, policy(Tier.NVME, tmp_path, PRECISIONS[name])) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        train(shards, optim, range(2))
+        train_steps(shards.model, optim, range(2))
         before, weights = states_of(shards, optim), dict(model.state_dict())
         (loss_of(model, 2) * float("inf")).backward()
         optim.step()
@@ -254,7 +243,7 @@ def test_an_optimizer_that_keeps_more_than_planned_is_refused_and_one_that_keeps
     model = seeded(Tower).bfloat16()
     with tiermem.shard(model, policy(Tier.NVME, tmp_path, PRESETS["compact"], num_moments=3)) as shards:
         optim = tiermem.AdamW(model.parameters())
-        train(shards, optim, range(2))
+        train_steps(shards.model, optim, range(2))
         assert all(len(tile.layout.parts) == 3 for tile in optim.tiles_of(shards).tiles)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from twins import assert_same_tensors, seeded
+from twins import assert_same_tensors, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Tier
@@ -27,17 +27,6 @@ RECIPES: list[tuple[str, dict[str, Any]]] = [
 Entry = dict[str, torch.Tensor]
 
 
-def run(optim: torch.optim.Optimizer, model: nn.Module, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        loss = zoo.loss_of(model, step)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def flat(state_dict: dict[str, Any]) -> Entry:
     return {f"{number}.{name}": value for number, entry in state_dict["state"].items() for name, value in entry.items()}
 
@@ -48,11 +37,11 @@ def test_torch_and_we_continue_each_others_runs(kind: str, options: dict[str, An
     model = seeded(zoo.Tower)
     before, after = (tiermem, torch.optim) if is_ours_first else (torch.optim, tiermem)
     first = getattr(before, kind)(model.parameters(), lr=1e-3, **options)
-    run(first, model, 0, 3)
+    train_steps(model, first, range(3))
     other = copy.deepcopy(model)
     second = getattr(after, kind)(other.parameters(), lr=0.5)  # the groups of the dict are taken
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert run(second, other, 3, 8) == pytest.approx(run(first, model, 3, 8), rel=1e-5)
+    assert train_steps(other, second, range(3, 8)) == pytest.approx(train_steps(model, first, range(3, 8)), rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -60,7 +49,7 @@ def test_torch_and_we_continue_each_others_runs(kind: str, options: dict[str, An
 def test_a_resumed_run_is_the_run_to_the_bit(preset: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = seeded(zoo.Tower).to(dtype)
     optim = tiermem.AdamW(model.parameters(), lr=1e-2, precision=preset)
-    run(optim, model, 0, 3)
+    train_steps(model, optim, range(3))
     torch.save((model.state_dict(), optim.state_dict()), tmp_path / "saved")
     weights, states = torch.load(tmp_path / "saved", weights_only=True)
     assert all(value.dtype == torch.float32 for value in flat(states).values())
@@ -69,27 +58,27 @@ def test_a_resumed_run_is_the_run_to_the_bit(preset: str, dtype: torch.dtype, tm
     resumed.load_state_dict(states)
     other.load_state_dict(weights)
     assert_same_tensors(flat(optim.state_dict()), flat(resumed.state_dict()))
-    assert run(optim, model, 3, 6) == run(resumed, other, 3, 6)
+    assert train_steps(model, optim, range(3, 6)) == train_steps(other, resumed, range(3, 6))
     assert_same_tensors(dict(model.state_dict()), dict(other.state_dict()))
 
 
 def test_a_loaded_state_shares_no_memory_with_the_dict() -> None:
     model = seeded(zoo.Tower)
     optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-    run(optim, model, 0, 1)
+    train_steps(model, optim, range(1))
     saved = optim.state_dict()
     other = copy.deepcopy(model)
     resumed = tiermem.AdamW(other.parameters(), lr=1e-2)
     resumed.load_state_dict(saved)
     kept = copy.deepcopy(flat(resumed.state_dict()))
-    run(optim, model, 1, 2)
+    train_steps(model, optim, range(1, 2))
     assert_same_tensors(kept, flat(resumed.state_dict()))
 
 
 def test_a_torch_dict_of_low_precision_parameters_starts_masters_from_them() -> None:
     model = seeded(zoo.Tower).bfloat16()
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    run(theirs, model, 0, 2)
+    train_steps(model, theirs, range(2))
     for preset in ("exact", "compact"):
         ours = tiermem.AdamW(model.parameters(), precision=preset)
         ours.load_state_dict(theirs.state_dict())
@@ -100,11 +89,11 @@ def test_a_torch_dict_of_low_precision_parameters_starts_masters_from_them() -> 
 def test_torchs_choice_of_implementation_is_not_taken_over() -> None:
     model = seeded(zoo.Tower)
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    run(theirs, model, 0, 2)
+    train_steps(model, theirs, range(2))
     ours = tiermem.AdamW(model.parameters())
     ours.load_state_dict(theirs.state_dict())
     assert ours.param_groups[0]["fused"] is None
-    run(ours, model, 2, 3)
+    train_steps(model, ours, range(2, 3))
 
 
 def test_the_users_hooks_see_what_torchs_see() -> None:
@@ -154,10 +143,10 @@ def test_a_sharded_models_states_are_those_of_the_ordinary_one(preset: str, home
     model = seeded(zoo.Tower).bfloat16()
     plain = copy.deepcopy(model)
     ordinary = tiermem.AdamW(plain.named_parameters(), lr=1e-2, precision=preset)
-    run(ordinary, plain, 0, 3)
+    train_steps(plain, ordinary, range(3))
     with tiermem.shard(model, policy_of(home, preset, tmp_path)):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        run(optim, model, 0, 3)
+        train_steps(model, optim, range(3))
         assert_same_tensors(flat(ordinary.state_dict()), flat(optim.state_dict()))
 
 
@@ -167,9 +156,9 @@ def test_a_sharded_run_resumes_to_the_bit(preset: str, home: Tier, tmp_path: Pat
     policy, model = policy_of(home, preset, tmp_path), seeded(zoo.Tower).bfloat16()
     with tiermem.shard(model, policy):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        run(optim, model, 0, 3)
+        train_steps(model, optim, range(3))
         weights, states = copy.deepcopy((model.state_dict(), optim.state_dict()))
-        losses = run(optim, model, 3, 6)
+        losses = train_steps(model, optim, range(3, 6))
         wanted = dict(model.state_dict())
     for has_begun in (False, True):
         other = seeded(zoo.Tower).bfloat16()
@@ -177,25 +166,25 @@ def test_a_sharded_run_resumes_to_the_bit(preset: str, home: Tier, tmp_path: Pat
         with tiermem.shard(other, policy):
             resumed = tiermem.AdamW(other.parameters())
             if has_begun:
-                run(resumed, other, 9, 10)  # what it holds is replaced, what it has read ahead forgotten
+                train_steps(other, resumed, range(9, 10))  # what it holds is replaced, what it has read ahead forgotten
                 if preset == "bf16":  # there the weights are the model's own, which may not be replaced behind it
                     continue
             resumed.load_state_dict(states)
-            assert run(resumed, other, 3, 6) == losses
+            assert train_steps(other, resumed, range(3, 6)) == losses
             assert_same_tensors(wanted, dict(other.state_dict()))
 
 
 def test_torchs_dict_goes_into_a_sharded_model(tmp_path: Path) -> None:
     model = seeded(zoo.Tower)
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    run(theirs, model, 0, 3)
+    train_steps(model, theirs, range(3))
     states = copy.deepcopy(theirs.state_dict())
     other = copy.deepcopy(model)
-    losses = run(theirs, model, 3, 6)
+    losses = train_steps(model, theirs, range(3, 6))
     with tiermem.shard(other, policy_of(Tier.NVME, "exact", tmp_path)):
         ours = tiermem.AdamW(other.parameters())
         ours.load_state_dict(states)
-        assert run(ours, other, 3, 6) == pytest.approx(losses, rel=1e-5)
+        assert train_steps(other, ours, range(3, 6)) == pytest.approx(losses, rel=1e-5)
 
 
 def test_a_parameter_that_was_never_stepped_has_no_entry(tmp_path: Path) -> None:
@@ -203,7 +192,7 @@ def test_a_parameter_that_was_never_stepped_has_no_entry(tmp_path: Path) -> None
     with tiermem.shard(model, policy_of(Tier.NVME, "exact", tmp_path)):
         optim = tiermem.AdamW(model.layers[0].parameters())
         assert optim.state_dict()["state"] == {}
-        run(optim, model, 0, 1)
+        train_steps(model, optim, range(1))
         assert len(optim.state_dict()["state"]) == len(list(model.layers[0].parameters()))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import launch_ranks
+from launch import launch
 from state_dicts_on_ranks import CASES
 from twins import Tower, assert_same_tensors
 
@@ -25,8 +25,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
     found = []
     for ranks in (1, 2):
         out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
-        launch_ranks(HERE / "state_dicts_on_ranks.py", ranks, str(out), str(nvme), timeout_s=300)
-        found.append([torch.load(out / f"{rank}.pt") for rank in range(ranks)])
+        found.append(launch(HERE / "state_dicts_on_ranks.py", ranks, out, str(nvme)))
     return found[0], found[1]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from twins import Tower, assert_same_tensors, loss_of, seeded, states_of
+from twins import Tower, assert_same_tensors, seeded, states_of, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
@@ -21,17 +21,6 @@ def started(folder: Path, preset: str, home: Tier, tile_numel: int) -> tuple[Sha
     fields = {"params": home, "optim": home, "paths": [folder], "persistence_numel": 100, "tile_numel": tile_numel}
     shards = tiermem.shard(model, OffloadPolicy(precision=Precision.preset(preset), **fields))
     return shards, tiermem.AdamW(model.parameters(), lr=1e-2)
-
-
-def train(shards: Shards, optim: tiermem.AdamW, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = loss_of(shards.model, step)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def count_steps(shards: Shards, num_steps: int) -> None:
@@ -59,14 +48,14 @@ def test_filled_tiles_train_on_as_those_they_were_filled_from(
     source, first = started(tmp_path, preset, Tier.NVME, 8192)
     other, second = started(tmp_path, preset, home, tile_numel)
     with source, other:
-        train(source, first, range(3))
-        train(other, second, range(5, 6))
+        train_steps(source.model, first, range(3))
+        train_steps(other.model, second, range(5, 6))
         states, weights = states_of(source, first), dict(source.model.state_dict())
         second.tiles_of(other).fill(lambda places: put_from(other, states, weights, places))
         count_steps(other, 3)
         assert_same_tensors(states_of(other, second), states)
         assert_same_tensors(dict(other.model.state_dict()), weights)
-        assert train(other, second, range(3, 5)) == train(source, first, range(3, 5))
+        assert train_steps(other.model, second, range(3, 5)) == train_steps(source.model, first, range(3, 5))
         assert_same_tensors(states_of(other, second), states_of(source, first))
 
 
@@ -74,7 +63,7 @@ def test_filled_tiles_train_on_as_those_they_were_filled_from(
 def test_what_the_filler_leaves_alone_is_the_state_before_the_first_step(home: Tier, tmp_path: Path) -> None:
     shards, optim = started(tmp_path, "exact", home, 4096)
     with shards:
-        train(shards, optim, range(2))
+        train_steps(shards.model, optim, range(2))
         optim.tiles_of(shards).fill(lambda places: None)
         count_steps(shards, 0)
         assert not any(values.any() for values in states_of(shards, optim).values())
@@ -90,7 +79,7 @@ def test_what_is_kept_stays_as_it_was(home: Tier, tmp_path: Path) -> None:
 
     shards, optim = started(tmp_path, "exact", home, 4096)
     with shards:
-        train(shards, optim, range(2))
+        train_steps(shards.model, optim, range(2))
         before = states_of(shards, optim)
         optim.tiles_of(shards).fill(double, keeps=True)
         before["head.weight.exp_avg"].mul_(2)

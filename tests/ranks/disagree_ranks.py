@@ -15,13 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import zoo
 from forked_ranks import World, run_worlds
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from twins import seeded
 
 import tiermem

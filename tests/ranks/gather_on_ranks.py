@@ -1,67 +1,39 @@
-"""Run once per rank by test_gathers.py and test_lowered_gathers.py: trains small models and says what was gathered, and when.
+"""Run once per rank by test_gathers.py: trains small models and says what was gathered, and when.
 
-gather_on_ranks.py OUT NVME    writes OUT/<rank>.json: {case: what run() returns}
+gather_on_ranks.py OUT NVME    writes OUT/<rank>.pt: {case: what run() returns}
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import twins
 import zoo
 from gather_cases import CASES, NUM_STEPS, Case
-from twins import seeded
+from launch import as_rank
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from twins import loss_of, seeded, train_steps
 
 import tiermem
 from tiermem.config import load_config
 
-
-class Wandering(twins.Tower):
-    """Goes through its blocks in another order in every forward, with repetitions; the same on every rank."""
-
-    num_forwards = 0
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        chosen = torch.randint(0, 4, (5,), generator=torch.Generator().manual_seed(self.num_forwards))
-        self.num_forwards += 1
-        for index in chosen.tolist():
-            x = self.layers[index](x)
-        return self.head(x)
+MODELS = {"tower": twins.Tower, "tied": zoo.tied_tower, "wandering": zoo.Wandering}
 
 
-MODELS = {"tower": twins.Tower, "tied": zoo.tied_tower, "wandering": Wandering}
-
-
-def main(out: Path, nvme: Path) -> None:
-    dist.init_process_group("gloo")
-    twin = {name: train_twin(seeded(build)) for name, build in MODELS.items()}
-    found = {name: run(case, nvme) | {"twin": twin[case.model]} for name, case in CASES.items()}
-    (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+def main() -> None:
+    with as_rank() as (_, out, (nvme,)):
+        twin = {name: train_twin(seeded(build)) for name, build in MODELS.items()}
+        torch.save({name: run(case, Path(nvme)) | {"twin": twin[case.model]} for name, case in CASES.items()}, out)
 
 
 def train_twin(plain: nn.Module) -> list[float]:
     model = DistributedDataParallel(plain, find_unused_parameters=True)
     optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = zoo.loss_of(model, dist.get_rank() + 100 * step)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train_steps(model, optim, [dist.get_rank() + 100 * step for step in range(NUM_STEPS)])
 
 
 def run(case: Case, nvme: Path) -> dict[str, Any]:
@@ -73,7 +45,7 @@ def run(case: Case, nvme: Path) -> dict[str, Any]:
     losses, steps, saved, seen = [], [], SavedBytes(shards), {}
     for step in range(NUM_STEPS):
         with saved:
-            loss = zoo.loss_of(engine, dist.get_rank() + 100 * step)
+            loss = loss_of(engine, dist.get_rank() + 100 * step)
         seen = {name: str(p.dtype) for name, p in model.named_parameters()} if step == 0 else seen
         engine.backward(loss)
         events = sorted(shards.store.recorder.events, key=lambda event: event.start_ns)
@@ -124,4 +96,4 @@ class SavedBytes:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main()

@@ -1,23 +1,19 @@
 """Run once per rank by test_grads_on_ranks.py: trains with every way of reducing gradients and says what came of it.
 
-grads_on_ranks.py OUT NVME    writes OUT/<rank>.json: {case: losses, weights, the twin's, payloads and events of reductions}
+grads_on_ranks.py OUT NVME    writes OUT/<rank>.pt: {case: losses, weights, the twin's, payloads and events of reductions}
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import zoo
+from launch import as_rank
+from torch import nn
 from twins import Block, batch, seeded
 from ways_to_reduce import BUCKET_NUMEL, CASES, NUM_MICRO, NUM_STEPS
 
@@ -68,17 +64,16 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten())
 
 
-def main(out: Path, nvme: Path) -> None:
-    dist.init_process_group("gloo")
+def main() -> None:
     twins: dict[tuple[str, int, bool], dict[str, Any]] = {}
     found = {}
-    for name, case in CASES.items():
-        about = (case.get("model", "tower"), case.get("micro", 1), case.get("fields", {}).get("reduce_op") == "sum")
-        if about not in twins:
-            twins[about] = train_twin(*about)
-        found[name] = train(case, nvme) | {"twin": twins[about]}
-    (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    with as_rank() as (_, out, (nvme,)):
+        for name, case in CASES.items():
+            about = (case.get("model", "tower"), case.get("micro", 1), case.get("fields", {}).get("reduce_op") == "sum")
+            if about not in twins:
+                twins[about] = train_twin(*about)
+            found[name] = train(case, Path(nvme)) | {"twin": twins[about]}
+        torch.save(found, out)
 
 
 def train_twin(model_name: str, num_micro: int, is_sum: bool) -> dict[str, Any]:
@@ -172,5 +167,4 @@ def weights_of(model: nn.Module) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main()

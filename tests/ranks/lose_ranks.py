@@ -14,13 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import zoo
 from forked_ranks import Body, World, die, run_worlds
-from twins import seeded
+from torch import nn
+from twins import loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -42,7 +39,7 @@ def train(model: nn.Module, policy: OffloadPolicy, at_step: Body | None = None) 
         for step in range(NUM_STEPS):
             if step == 2 and at_step is not None:
                 at_step(shards, optim)  # type: ignore[arg-type]
-            zoo.loss_of(model, step).backward()
+            loss_of(model, step).backward()
             optim.step()
             optim.zero_grad()
 

@@ -6,18 +6,13 @@ mesh_keys_on_ranks.py FOLDER      every rank writes {case: {"losses", "phases", 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import zoo
 from launch import as_rank
-from twins import seeded
+from twins import loss_of, seeded
 
 import tiermem
 
@@ -52,7 +47,7 @@ def train(case: str) -> dict[str, Any]:
     engine, _, _, _ = tiermem.initialize(model=model, config=config | {"tiermem": {"timeout_s": 60}})
     losses, phases = [], []
     for step in range(NUM_STEPS):
-        loss = zoo.loss_of(engine, dist.get_rank() + 10 * step)
+        loss = loss_of(engine, dist.get_rank() + 10 * step)
         phases.append(taken(engine))
         engine.backward(loss)
         phases.append(taken(engine))

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import zoo
 from mesh_cases import CASES, NUM_STEPS, RANKS_ON_NODE, policy_of
-from twins import seeded
+from twins import loss_of, seeded
 
 import tiermem
 from tiermem.forecast import Rates, forecast_shards
@@ -59,7 +59,7 @@ def train(case: str, nvme: Path) -> dict[str, Any]:
         traffic = shards.topology.traffic
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
         for step in range(NUM_STEPS):
-            loss = zoo.loss_of(model, dist.get_rank() + 100 * step)
+            loss = loss_of(model, dist.get_rank() + 100 * step)
             losses.append(loss.item())
             payloads.append(taken(traffic))
             loss.backward()
@@ -85,7 +85,7 @@ def train(case: str, nvme: Path) -> dict[str, Any]:
 
 
 def batch_of(model: torch.nn.Module, step: int) -> float:
-    loss = zoo.loss_of(model, dist.get_rank() + 100 * step)
+    loss = loss_of(model, dist.get_rank() + 100 * step)
     loss.backward()
     return loss.item()
 

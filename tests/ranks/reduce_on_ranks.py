@@ -1,24 +1,19 @@
 """Run once per rank by test_reduced_dtypes.py: reduces gradients of two ranks and says what came of them.
 
-reduce_on_ranks.py OUT    writes OUT/<rank>.json: {case: {parameter: whether its gradient is the sum in each dtype}}
+reduce_on_ranks.py OUT    writes OUT/<rank>.pt: {case: {parameter: whether its gradient is the sum in each dtype}}
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import zoo
-from twins import seeded
+from launch import as_rank
+from torch import nn
+from twins import loss_of, seeded
 
 import tiermem
 
@@ -37,13 +32,6 @@ CASES: dict[str, dict[str, Any]] = {
 STAGES = (0, 1, 3)
 
 
-def main(out: Path) -> None:
-    dist.init_process_group("gloo")
-    found = {f"{case}, stage {stage}": sums(keys, stage) for case, keys in CASES.items() for stage in STAGES}
-    (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
 def sums(keys: dict[str, Any], stage: int) -> dict[str, list[str]]:
     """Of each parameter: the dtypes in which the ranks' own gradients add up to the one that came."""
     model = seeded(zoo.Tower)
@@ -52,7 +40,7 @@ def sums(keys: dict[str, Any], stage: int) -> dict[str, list[str]]:
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "zero_optimization": zero} | keys
     engine, _, _, _ = tiermem.initialize(model=model, config=config)
-    engine.backward(zoo.loss_of(engine, dist.get_rank()))
+    engine.backward(loss_of(engine, dist.get_rank()))
     found = {}
     for _, shard in engine.shards.parameters():
         mine = engine.shards.gradient(shard.param)
@@ -70,7 +58,7 @@ def gradients_of_ranks(model: nn.Module, is_autocast: bool) -> list[dict[str, to
     found = []
     for rank in range(dist.get_world_size()):
         with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-            loss = zoo.loss_of(model, rank)
+            loss = loss_of(model, rank)
         loss.backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
         model.zero_grad()
@@ -78,4 +66,7 @@ def gradients_of_ranks(model: nn.Module, is_autocast: bool) -> list[dict[str, to
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    with as_rank() as (_, out, _):
+        torch.save(
+            {f"{case}, stage {stage}": sums(keys, stage) for case, keys in CASES.items() for stage in STAGES}, out
+        )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 
 SCRIPT = Path(__file__).parent / "disagree_ranks.py"
@@ -39,7 +38,7 @@ SAID = {
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[dict[str, Any]]], Path]:
     out = tmp_path_factory.mktemp("worlds")
-    done = subprocess.run([sys.executable, str(SCRIPT), str(out)], capture_output=True, text=True, timeout=150)
+    done = fork_server.run([str(SCRIPT), str(out)], 150)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((out / "found.json").read_text()), out
 

@@ -6,13 +6,12 @@ The tower: embed (61 x 31), four blocks of two matrices (97 x 31 each), head (61
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gather_cases import CASES, NUM_STEPS, RANKS
-from launch import launch_ranks
+from launch import launch
 
 HERE = Path(__file__).parent
 UNITS = ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "head"]
@@ -22,9 +21,9 @@ Found = list[dict[str, dict[str, Any]]]
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Found:
     out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
-    launch_ranks(HERE / "gather_on_ranks.py", RANKS, str(out), str(nvme), timeout_s=300)
+    found = launch(HERE / "gather_on_ranks.py", RANKS, out, str(nvme))
     assert not list(nvme.iterdir())
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return found
 
 
 def whole_bytes(numels: list[int], itemsize: int = 4) -> int:

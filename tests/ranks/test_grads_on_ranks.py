@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import launch_ranks
+from launch import launch
 from twins import assert_near
 from ways_to_reduce import CASES, NUM_MICRO, SAME_BITS
 
@@ -19,9 +18,9 @@ Found = list[dict[str, dict[str, Any]]]
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids=lambda ranks: f"{ranks} ranks")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
-    launch_ranks(HERE / "grads_on_ranks.py", request.param, str(out), str(nvme), timeout_s=300)
+    found = launch(HERE / "grads_on_ranks.py", request.param, out, str(nvme))
     assert not list(nvme.iterdir())
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(request.param)]
+    return found
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 
 SCRIPT = Path(__file__).parent / "lose_ranks.py"
@@ -40,8 +39,7 @@ Found = tuple[dict[str, list[dict[str, Any]]], Path]
 
 
 def run(out: Path, *seeds: int) -> Found:
-    command = [sys.executable, str(SCRIPT), str(out), *map(str, seeds)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    done = fork_server.run([str(SCRIPT), str(out), *map(str, seeds)], 150)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((out / "found.json").read_text()), out
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from launch import launch_ranks
+from launch import launch
 
 HERE = Path(__file__).parent
 RANKS = 2
@@ -15,9 +14,7 @@ Found = list[dict[str, dict[str, list[str]]]]
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    out = tmp_path_factory.mktemp("out")
-    launch_ranks(HERE / "reduce_on_ranks.py", RANKS, str(out), timeout_s=300)
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return launch(HERE / "reduce_on_ranks.py", RANKS, tmp_path_factory.mktemp("out"))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

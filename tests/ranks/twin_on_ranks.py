@@ -5,7 +5,7 @@ twin_on_ranks.py FOLDER NVME SELECTION     every rank writes {case: {"ours": Run
 Twins have the same weights, batches and settings, and keep everything in memory:
 
     twin   the model in the case's precision on every rank, gradients added up over ranks and micro-batches in their own
-           dtype, fp32 masters (master_twin.py); ranks are added first where the stage reduces every micro-batch
+           dtype, fp32 masters (twins.MasterTwin); ranks are added first where the stage reduces every micro-batch
     ddp    fp32 only: DistributedDataParallel with torch's own AdamW and clipping
 """
 
@@ -13,22 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import zoo
 from launch import as_rank
-from master_twin import MasterTwin
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from twin_cases import ALL, DECAY, LOSS_SCALE, LR, MAX_NORM, NUM_STEPS, Case, Run, config_of, selection
-from twins import seeded
+from twins import MasterTwin, loss_of, seeded
 
 import tiermem
 from tiermem.zero import Init
@@ -70,7 +65,7 @@ def train(case: Case, nvme: Path) -> Run:
     engine, _, _, _ = tiermem.initialize(model=model, config=config)
     run = Run([], [], {})
     for micro in range(NUM_STEPS * case.accumulation):
-        loss = zoo.loss_of(engine, _sample(micro))
+        loss = loss_of(engine, _sample(micro))
         engine.backward(loss)
         run.losses.append(loss.item())
         is_last = engine.is_gradient_accumulation_boundary()
@@ -91,7 +86,7 @@ def train_twin(precision: str, accumulation: int, ranks_first: bool) -> Run:
     for step in range(NUM_STEPS):
         added: dict[nn.Parameter, torch.Tensor] = {}
         for micro in range(accumulation):
-            loss = zoo.loss_of(model, _sample(step * accumulation + micro))
+            loss = loss_of(model, _sample(step * accumulation + micro))
             (loss / accumulation * scale if accumulation > 1 else loss * scale).backward()
             run.losses.append(loss.item())
             if ranks_first or micro == accumulation - 1:
@@ -115,7 +110,7 @@ def train_ddp(accumulation: int) -> Run:
     for step in range(NUM_STEPS):
         for micro in range(accumulation):
             model.require_backward_grad_sync = micro == accumulation - 1
-            loss = zoo.loss_of(model, _sample(step * accumulation + micro))
+            loss = loss_of(model, _sample(step * accumulation + micro))
             (loss / accumulation).backward()
             run.losses.append(loss.item())
         run.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())

@@ -8,13 +8,16 @@ import json
 import logging
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import fork_server
 import pytest
+from forks import forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -310,10 +313,10 @@ def test_folder_holds_lock_and_segment_while_the_run_lives(files: Files, tmp_pat
 
 
 def test_live_runs_are_not_reported_dead(files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    script = f"from pathlib import Path; from tiermem.swap.files import Files; Files([Path({str(tmp_path)!r})])"
+    script = "import sys; from pathlib import Path; from tiermem.swap.files import Files; Files([Path(sys.argv[1])])"
     with caplog.at_level(logging.WARNING, "tiermem"):
         second = Files([tmp_path])
-        other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        other = fork_server.run(["-c", script, str(tmp_path)])
     assert (caplog.text, other.stderr) == ("", "")
     for mine in (files, second):
         mine.close(keep=False)
@@ -323,14 +326,22 @@ def test_live_runs_are_not_reported_dead(files: Files, tmp_path: Path, caplog: p
         left.rmdir()
 
 
+def killed_with(folder: Path, num_bytes: int) -> int:
+    """The id of a process that was killed when it had reserved so many bytes of a folder."""
+
+    def reserve_and_die() -> None:
+        Files([folder]).reserve(num_bytes)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pid = forked(reserve_and_die)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    return pid
+
+
 def test_run_that_was_killed_is_reported_with_its_bytes_and_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    script = (
-        "import os, signal; from pathlib import Path; from tiermem.swap.files import Files\n"
-        f"files = Files([Path({str(tmp_path)!r})]); files.reserve(12288); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=False)
+    killed_with(tmp_path, 12288)
     (dead,) = tmp_path.iterdir()
     with caplog.at_level(logging.WARNING, "tiermem"):
         files = Files([tmp_path])
@@ -430,18 +441,13 @@ def test_setting_out_of_range_is_refused_with_what_is_allowed(setting: dict[str,
 
 
 def test_what_a_dead_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    code = (
-        "import os, sys; from pathlib import Path; from tiermem.swap.files import Files;"
-        "Files([Path(sys.argv[1])]).allocate(4096); os.kill(os.getpid(), 9)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
-    child.wait()
+    pid = killed_with(tmp_path, 4096)
     (tmp_path / "tiermem-notes").mkdir()
     live = Files([tmp_path])
     left = {folder.name for folder in tmp_path.glob("tiermem-*")} - {"tiermem-notes", live.run.folder_name}
     assert len(left) == 1
-    assert remove_dead_runs(tmp_path, child.pid + 1) == []
-    assert set(remove_dead_runs(tmp_path, child.pid)) == left
+    assert remove_dead_runs(tmp_path, pid + 1) == []
+    assert set(remove_dead_runs(tmp_path, pid)) == left
     assert remove_dead_runs(tmp_path, os.getpid()) == []  # it lives
     live.close(keep=False)
     assert [folder.name for folder in tmp_path.iterdir()] == ["tiermem-notes"]

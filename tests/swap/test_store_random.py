@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import fork_server
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -171,7 +170,7 @@ def test_thousands_of_tensors_of_mixed_sizes_come_back_as_they_were_within_the_b
         path.mkdir()
     settings = [engine, *map(str, (num_tensors, largest, host_bytes, num_paths)), *map(str, paths)]
     script = Path(__file__).with_name("use_at_random.py")
-    done = subprocess.run([sys.executable, str(script), *settings], capture_output=True, text=True)
+    done = fork_server.run([str(script), *settings])
     assert done.returncode == 0, done.stderr
     used = json.loads(done.stdout)
     assert used["num_put"] == used["num_dropped"] == num_tensors

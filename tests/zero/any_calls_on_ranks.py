@@ -1,4 +1,4 @@
-"""Runs cases of any_calls.py on every rank until time is up; rank 0 says when. Words: the first case, seconds."""
+"""Runs cases of any_calls.py on every rank: so many, or until time is up, as rank 0 says. Words: first case, cases, seconds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from launch import as_rank
 
 
 def main() -> None:
-    with as_rank() as (rank, out, (first, seconds)):
+    with as_rank() as (rank, out, (first, most, seconds)):
         deadline, number, operations = time.monotonic() + float(seconds), int(first), 0
         while True:
-            is_due = torch.tensor([time.monotonic() < deadline])
+            is_due = torch.tensor([number - int(first) < float(most) and time.monotonic() < deadline])
             dist.broadcast(is_due, 0)
             if not is_due.item():
                 break

@@ -5,14 +5,9 @@ sums_on_ranks.py OUT NVME      writes OUT/<rank>.pt: {preset: what `summed` foun
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from launch import as_rank
 from summed_states import model, policy, summed, train
 

@@ -7,6 +7,7 @@ Random programs (any_calls.py): the same first cases in `make test`, others in e
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import time
@@ -22,11 +23,11 @@ HERE = Path(__file__).parent
 _SOAK_S = 300.0  # on one rank, and again on two
 
 
-def run_cases(first: int, seconds: float, folder: Path) -> dict[str, Any]:
-    """Runs cases one after the other until time is up. Raises Mismatch."""
+def run_cases(first: int, folder: Path, most: float = math.inf, seconds: float = math.inf) -> dict[str, Any]:
+    """Runs cases one after the other, `most` of them or until time is up. Raises Mismatch."""
     torch.set_num_threads(1)
     deadline, number, operations = time.monotonic() + seconds, first, 0
-    while time.monotonic() < deadline:
+    while number - first < most and time.monotonic() < deadline:
         place = folder / str(number)
         place.mkdir()
         operations += Case(number, place).run()
@@ -35,13 +36,13 @@ def run_cases(first: int, seconds: float, folder: Path) -> dict[str, Any]:
 
 
 def test_any_module_may_be_called_by_itself(tmp_path: Path) -> None:
-    assert run_cases(0, 14.0, tmp_path)["cases"] > 5
+    assert run_cases(0, tmp_path, most=10)["cases"] == 10
 
 
 def test_any_module_may_be_called_by_itself_on_two_ranks(tmp_path: Path) -> None:
-    found = launch(HERE / "any_calls_on_ranks.py", 2, tmp_path, "0", "10")
+    found = launch(HERE / "any_calls_on_ranks.py", 2, tmp_path, "0", "4", "inf")
     assert found[0] == found[1]
-    assert found[0]["cases"] > 2
+    assert found[0]["cases"] == 4
 
 
 @pytest.mark.soak
@@ -51,9 +52,9 @@ def test_any_module_may_be_called_by_itself_for_long(num_ranks: int, tmp_path: P
     totals: dict[str, Any] = {"first case": first, "ranks": num_ranks}
     try:
         if num_ranks == 1:
-            totals |= run_cases(first, _SOAK_S, tmp_path)
+            totals |= run_cases(first, tmp_path, seconds=_SOAK_S)
         else:
-            words = str(first), str(_SOAK_S)
+            words = str(first), "inf", str(_SOAK_S)
             totals |= launch(HERE / "any_calls_on_ranks.py", 2, tmp_path, *words, timeout_s=_SOAK_S + 300)[0]
     finally:
         print("any calls", totals)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import assert_same_tensors
+from twins import assert_same_tensors, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
@@ -42,15 +42,9 @@ def reads(shards: Shards) -> list[str]:
     return found
 
 
-def train(model: nn.Module, num_steps: int = 3) -> list[float]:
-    optim, losses = tiermem.AdamW(model.parameters(), lr=1e-2), []
-    for _ in range(num_steps):
-        loss = model(TOKENS)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
-    return losses
+def train(model: nn.Module) -> list[float]:
+    optim = tiermem.AdamW(model.parameters(), lr=1e-2)
+    return train_steps(model, optim, range(3), loss_of=lambda model, _: model(TOKENS))
 
 
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 3}, {"scale_grad_by_freq": True}])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from twins import VOCAB, assert_same, batch, loss_of, seeded, train, train_plain
+from twins import VOCAB, assert_same, batch, loss_of, seeded, train, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
@@ -48,7 +48,8 @@ def test_losses_are_those_of_plain_torch(kind: str, tmp_path: Path) -> None:
     model = seeded(externals.MODELS[kind])
     plain = copy.deepcopy(model)
     losses = train(model, policy_at(tmp_path, max_reuse_numel=0), optimizer=tiermem.Adam).losses
-    assert losses == pytest.approx(train_plain(plain, torch.optim.Adam(plain.parameters(), lr=1e-2), 4), rel=1e-6)
+    optim = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    assert losses == pytest.approx(train_steps(plain, optim, range(4)), rel=1e-6)
 
 
 def test_evaluation_uses_foreign_weights(model: nn.Module, tmp_path: Path) -> None:

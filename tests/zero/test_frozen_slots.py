@@ -13,7 +13,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from twins import seeded
+from twins import seeded, train_steps
 
 import tiermem
 import tiermem.checkpoint
@@ -50,7 +50,7 @@ def sizes_of(store: TensorStore) -> dict[str, int]:
 def train(policy: OffloadPolicy, num_held: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of a few steps, with a freeze before each; so many are held at a time."""
     held: deque[tuple[Freeze, dict[str, int], dict[str, str]]] = deque()
-    losses = []
+    losses: list[float] = []
     with tiermem.shard(seeded(zoo.tied_tower).bfloat16(), policy) as shards:
         optim = tiermem.AdamW(shards.model.parameters())
         for step in range(NUM_STEPS):
@@ -59,11 +59,7 @@ def train(policy: OffloadPolicy, num_held: int) -> tuple[list[float], dict[str, 
                 held.append((freeze, sizes, digests(freeze, sizes)))
             if len(held) > num_held:
                 shards.store.thaw(held.popleft()[0])
-            loss = zoo.loss_of(shards.model, step)
-            loss.backward()
-            optim.step()
-            optim.zero_grad()
-            losses.append(loss.item())
+            losses += train_steps(shards.model, optim, [step])
             for freeze, sizes, before in held:
                 assert digests(freeze, sizes) == before
         assert not any(name.startswith("grad/") for freeze, _, _ in held for name in freeze.entries())

@@ -11,7 +11,7 @@ import torch
 import zoo
 from torch import nn
 from torch.nn import functional as F
-from twins import assert_same_tensors, batch, seeded
+from twins import assert_same_tensors, batch, logits_of, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Precision, Shards, Tier
@@ -45,7 +45,7 @@ def test_all_parameters_have_their_values(shards: Shards, model: nn.Module, plai
         assert_same_tensors(dict(model.named_parameters()), dict(plain.named_parameters()))
         assert model.head.weight is model.embed.weight
     assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
-    assert zoo.loss_of(model, 0).item() == zoo.loss_of(plain, 0).item()
+    assert loss_of(model, 0).item() == loss_of(plain, 0).item()
 
 
 @pytest.mark.parametrize("what", ["single", "list", "generator", "dict"])
@@ -78,7 +78,7 @@ def test_what_the_modifier_writes_is_kept(numel: int, model: nn.Module, plain: n
                     param.mul_(2.0)
                 each.embed.weight.data[3] = 7.0  # not seen by autograd
         assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
-        assert zoo.loss_of(model, 0).item() == zoo.loss_of(plain, 0).item()
+        assert loss_of(model, 0).item() == loss_of(plain, 0).item()
 
 
 @pytest.mark.parametrize("master", ["fp32", "split", "bf16"])
@@ -88,7 +88,7 @@ def test_masters_follow_what_is_written_between_steps(home: Tier, master: str, t
     with tiermem.shard(model, policy_at(home, tmp_path, precision=Precision(master=master))) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
         tiles = optim.tiles_of(shards)
-        zoo.loss_of(model, 0).backward()
+        loss_of(model, 0).backward()
         optim.step()
         optim.zero_grad()
         weight = model.layers[1].down.weight
@@ -201,10 +201,10 @@ def test_a_forward_inside_sees_what_was_written_and_ends_as_it_began(
         for each in (model, plain):
             with GatheredParameters(each.layers[1].parameters(), modifier_rank=0), torch.no_grad():
                 each.layers[1].up.weight.mul_(3.0)
-                each.output = zoo.logits_of(each(batch(0)[0]))
+                each.output = logits_of(each(batch(0)[0]))
                 assert not each.layers[1].down.weight.isnan().any()
         assert torch.equal(model.output, plain.output)
-        assert zoo.loss_of(model, 1).item() == zoo.loss_of(plain, 1).item()
+        assert loss_of(model, 1).item() == loss_of(plain, 1).item()
 
 
 class Borrower(nn.Module):
@@ -223,9 +223,9 @@ class Borrower(nn.Module):
 def test_gathering_in_forward_serves_backward_too(tmp_path: Path) -> None:
     model = seeded(Borrower)
     plain = copy.deepcopy(model)
-    zoo.loss_of(plain, 0).backward()
+    loss_of(plain, 0).backward()
     with tiermem.shard(model, policy_at(Tier.NVME, tmp_path, max_reuse_numel=0, persistence_numel=0)) as shards:
-        zoo.loss_of(model, 0).backward()
+        loss_of(model, 0).backward()
         for (name, param), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(shards.gradient(param), twin.grad), name
 

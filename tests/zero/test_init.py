@@ -14,7 +14,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from twins import assert_same_tensors, seeded
+from twins import assert_same_tensors, batch, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -68,12 +68,7 @@ def test_losses_equal_a_plain_builds(tmp_path: Path) -> None:
             model = zoo.llama()
         with tiermem.shard(model, policy):
             optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-            for step in range(3):
-                loss = zoo.loss_of(model, step)
-                loss.backward()
-                optim.step()
-                optim.zero_grad()
-                losses.append(loss.item())
+            losses += train_steps(model, optim, range(3))
     assert losses[:3] == losses[3:]
 
 
@@ -297,7 +292,7 @@ def test_masters_start_from_the_fp32_initial_values_when_asked(
         tiles = optim.tiles_of(shards)
         for _, shard in shards.parameters():
             assert torch.equal(tiles.state(shard, "master"), initial[shard.name].flatten()), shard.name
-        model(zoo.batch(0)[0]).sum().mul(0.0).backward()  # zero gradients: the step leaves masters as they are
+        model(batch(0)[0]).sum().mul(0.0).backward()  # zero gradients: the step leaves masters as they are
         optim.step()
         for _, shard in shards.parameters():
             assert torch.equal(tiles.state(shard, "master"), initial[shard.name].flatten()), shard.name

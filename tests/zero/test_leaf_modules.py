@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from twins import VOCAB, loss_of, seeded
+from twins import Tower, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -49,18 +49,9 @@ class SparseBlock(nn.Module):
         return x + self.experts[chosen](x)
 
 
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, 31)
-        self.layers = nn.ModuleList([SparseBlock() for _ in range(2)])
-        self.head = nn.Linear(31, VOCAB)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def sparse() -> Tower:
+    """A tower of two sparse blocks."""
+    return Tower(num_blocks=2, block=lambda *_: SparseBlock())
 
 
 def policy_at(folder: Path, **fields: object) -> OffloadPolicy:
@@ -73,7 +64,7 @@ def units_of(model: nn.Module, policy: OffloadPolicy) -> list[str]:
 
 
 def test_on_one_rank_experts_come_singly(tmp_path: Path) -> None:
-    model = seeded(Sparse)
+    model = seeded(sparse)
     plain = copy.deepcopy(model)
     with tiermem.shard(model, policy_at(tmp_path, max_reuse_numel=0)) as shards:
         names = [live.unit.name for live in shards.units]
@@ -89,7 +80,7 @@ def test_on_one_rank_experts_come_singly(tmp_path: Path) -> None:
 
 
 def test_a_marked_block_comes_as_one(tmp_path: Path) -> None:
-    model = seeded(Sparse)
+    model = seeded(sparse)
     plain = copy.deepcopy(model)
     assert set_z3_leaf_modules(model, [SparseBlock]) == list(model.layers)
     with tiermem.shard(model, policy_at(tmp_path)) as shards:
@@ -105,14 +96,14 @@ def test_a_marked_block_comes_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["SparseBlock", f"{SparseBlock.__module__}.SparseBlock"])
 def test_classes_may_be_named(name: str) -> None:
-    model = Sparse()
+    model = sparse()
     assert set_z3_leaf_modules(model, [name]) == list(model.layers) == get_z3_leaf_modules(model)
     assert unset_z3_leaf_modules(model, [SparseBlock]) == list(model.layers)
     assert not get_z3_leaf_modules(model)
 
 
 def test_modules_may_be_named() -> None:
-    model = Sparse()
+    model = sparse()
     assert set_z3_leaf_modules_by_name(model, ["layers.1"]) == ([model.layers[1]], [])
     assert set_z3_leaf_modules_by_suffix(model, ["experts.2"]) == ([b.experts[2] for b in model.layers], [])
     assert get_z3_leaf_modules(model) == [model.layers[0].experts[2], model.layers[1], model.layers[1].experts[2]]
@@ -121,7 +112,7 @@ def test_modules_may_be_named() -> None:
 
 
 def test_what_is_not_there_is_an_error_unless_it_need_not_be() -> None:
-    model = Sparse()
+    model = sparse()
     with pytest.raises(ValueError, match=r"no module of .*LSTM"):
         set_z3_leaf_modules(model, [nn.LSTM])
     with pytest.raises(ValueError, match=r"has no module layers\.7"):
@@ -133,7 +124,7 @@ def test_what_is_not_there_is_an_error_unless_it_need_not_be() -> None:
 
 
 def test_a_marked_list_comes_as_one_with_the_module_around_it(tmp_path: Path) -> None:
-    model = seeded(Sparse)
+    model = seeded(sparse)
     plain = copy.deepcopy(model)
     for block in model.layers:
         set_z3_leaf_module(block.experts, True)
@@ -147,7 +138,7 @@ def test_a_marked_list_comes_as_one_with_the_module_around_it(tmp_path: Path) ->
 
 
 def test_a_marked_model_comes_as_one(tmp_path: Path) -> None:
-    model = seeded(Sparse)
+    model = seeded(sparse)
     plain = copy.deepcopy(model)
     set_z3_leaf_module(model, True)
     with tiermem.shard(model, policy_at(tmp_path)) as shards:
@@ -165,13 +156,13 @@ def test_a_marked_model_without_forward_is_refused(tmp_path: Path) -> None:
 
 
 def test_marks_are_copied_with_the_model() -> None:
-    model = Sparse()
+    model = sparse()
     set_z3_leaf_modules(model, [SparseBlock])
     assert len(get_z3_leaf_modules(copy.deepcopy(model))) == 2
 
 
 def test_a_leaf_larger_than_a_buffer_is_refused(tmp_path: Path) -> None:
-    model = Sparse()
+    model = sparse()
     set_z3_leaf_modules(model, [SparseBlock])
     with pytest.raises(ValueError, match=r"unit 'layers\.0' holds .* is a leaf module"):
         tiermem.shard(model, policy_at(tmp_path, unit_numel=5000))
@@ -191,17 +182,17 @@ def test_the_config_names_leaves(keys: dict[str, object], tmp_path: Path) -> Non
     offload = {"device": "nvme", "nvme_path": str(tmp_path)}
     zero = {"stage": 3, "offload_param": offload, "stage3_param_persistence_threshold": 0}
     policy = load_config({"train_batch_size": 1, "zero_optimization": zero}).policy()
-    assert "layers.0.experts.0" in units_of(Sparse(), policy)
+    assert "layers.0.experts.0" in units_of(sparse(), policy)
     policy = load_config({"train_batch_size": 1, "zero_optimization": zero | keys}).policy()
-    assert units_of(Sparse(), policy) == ["embed", "layers.0", "layers.1", "head"]
+    assert units_of(sparse(), policy) == ["embed", "layers.0", "layers.1", "head"]
 
 
 def test_granularity_leaves_coarse_modules_alone(tmp_path: Path) -> None:
-    names = units_of(Sparse(), policy_at(tmp_path, leaves=LeafRules(granularity_numel=100)))
+    names = units_of(sparse(), policy_at(tmp_path, leaves=LeafRules(granularity_numel=100)))
     assert "layers.0.experts.0" in names
 
 
 def test_the_log_says_what_the_config_named_in_vain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "tiermem"):
-        units_of(Sparse(), policy_at(tmp_path, leaves=LeafRules(classes=("Nothing",), names=("nowhere",))))
+        units_of(sparse(), policy_at(tmp_path, leaves=LeafRules(classes=("Nothing",), names=("nowhere",))))
     assert "does not have: Nothing, nowhere" in caplog.text

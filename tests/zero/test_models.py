@@ -14,7 +14,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from twins import assert_same_tensors, seeded
+from twins import assert_same_tensors, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -41,18 +41,25 @@ for _outputs in ("tensor", "dict", "dataclass"):
             )
 
 
-@pytest.mark.parametrize("step_in_backward", [False, True], ids=["", "step in backward"])
-@pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize("kind", MODELS)
+# Each pair of any two values is in `make test`, all combinations in `make test-all`.
+COMBINATIONS = [
+    pytest.param(kind, home, in_backward, marks=[pytest.mark.slow] if (i + j + in_backward) % 2 else [])
+    for i, kind in enumerate(MODELS)
+    for j, home in enumerate(HOMES)
+    for in_backward in (False, True)
+]
+
+
+@pytest.mark.parametrize(("kind", "home", "step_in_backward"), COMBINATIONS)
 def test_model_trains_as_its_plain_twin(kind: str, home: Tier, step_in_backward: bool, tmp_path: Path) -> None:
     model = seeded(MODELS[kind])
     plain = copy.deepcopy(model)
-    expected = steps(plain, tiermem.AdamW(trainable(plain), lr=1e-2))
+    expected = steps(plain)
     policy = OffloadPolicy(
         params=home, optim=home, paths=[tmp_path], persistence_numel=50, step_in_backward=step_in_backward
     )
     with tiermem.shard(model, policy) as shards:
-        assert steps(model, tiermem.AdamW(trainable(model), lr=1e-2)) == expected
+        assert steps(model) == expected
         assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
         assert (shards.store.stats().nvme_read_bytes > 0) == (home is Tier.NVME)
 
@@ -64,17 +71,7 @@ def test_a_nan_that_was_never_fetched_would_show(tmp_path: Path) -> None:
         assert all(p.isnan().all() for p in model.layers[0].up.parameters() if p.numel() > 50 and not p.is_contiguous())
 
 
-def steps(model: nn.Module, optim: tiermem.AdamW, num_steps: int = 4) -> list[float]:
-    losses = []
-    for step in range(num_steps):
-        loss = zoo.loss_of(model, step)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
+def steps(model: nn.Module) -> list[float]:
+    losses = train_steps(model, tiermem.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), range(4))
     assert all(torch.isfinite(torch.tensor(losses)))
     return losses
-
-
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from twins import Tower, assert_same_tensors, loss_of, seeded
+import zoo
+from twins import Tower, assert_same_tensors, loss_of, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
@@ -167,35 +168,13 @@ def test_evaluation_reads_each_unit_once_and_does_not_upset_training(tmp_path: P
         assert units(events(shards, "read")) == FORWARD + BACKWARD[2]
 
 
-class Wandering(Tower):
-    """Goes through its blocks in another order in every forward, with repetitions."""
-
-    num_forwards = 0
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        chosen = torch.randint(0, 4, (5,), generator=torch.Generator().manual_seed(self.num_forwards))
-        self.num_forwards += 1
-        for index in chosen.tolist():
-            x = self.layers[index](x)
-        return self.head(x)
-
-
 @pytest.mark.parametrize("unit_buffers", [1, 2, 3])
 def test_an_order_that_changes_costs_only_time(unit_buffers: int, tmp_path: Path) -> None:
-    model = seeded(Wandering)
+    model = seeded(zoo.Wandering)
     plain = copy.deepcopy(model)
     with tiermem.shard(model, policy(tmp_path, optim=Tier.NVME, unit_buffers=unit_buffers)):
-        losses = []
-        for each in (model, plain):
-            optim = tiermem.AdamW(each.parameters(), lr=1e-2)
-            for step in range(8):
-                loss = loss_of(each, step)
-                loss.backward()
-                optim.step()
-                optim.zero_grad()
-                losses.append(loss.item())
-        assert losses[:8] == losses[8:]
+        losses = [train_steps(each, tiermem.AdamW(each.parameters(), lr=1e-2), range(8)) for each in (model, plain)]
+        assert losses[0] == losses[1]
         assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
 
 

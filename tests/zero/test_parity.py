@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from master_twin import MasterTwin
-from twins import Tower, loss_of, seeded, train, train_plain
+from twins import MasterTwin, Tower, loss_of, seeded, train, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -25,7 +24,7 @@ def policy_at(home: Tier, folder: Path) -> OffloadPolicy:
 def test_fp32_adamw_follows_torch_to_one_in_a_million(home: Tier, tmp_path: Path) -> None:
     model = seeded(Tower)
     plain = copy.deepcopy(model)
-    expected = train_plain(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), STEPS)
+    expected = train_steps(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), range(STEPS))
     result = train(model, policy_at(home, tmp_path), STEPS)
     assert result.losses == pytest.approx(expected, rel=1e-6)
 
@@ -34,7 +33,7 @@ def test_fp32_adamw_follows_torch_to_one_in_a_million(home: Tier, tmp_path: Path
 def test_fp32_adam_with_l2_follows_torch_to_one_in_a_million(home: Tier, tmp_path: Path) -> None:
     model = seeded(Tower)
     plain = copy.deepcopy(model)
-    expected = train_plain(plain, torch.optim.Adam(plain.parameters(), lr=1e-3, weight_decay=0.1), STEPS)
+    expected = train_steps(plain, torch.optim.Adam(plain.parameters(), lr=1e-3, weight_decay=0.1), range(STEPS))
     result = train(model, policy_at(home, tmp_path), STEPS, optimizer=tiermem.Adam, lr=1e-3, weight_decay=0.1)
     assert result.losses == pytest.approx(expected, rel=1e-6)
 

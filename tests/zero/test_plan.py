@@ -12,7 +12,7 @@ import torch
 import zoo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from twins import seeded, train
+from twins import loss_of, seeded, train
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -46,7 +46,7 @@ def one_step(policy: OffloadPolicy, dtype: torch.dtype) -> tiermem.swap.store.St
     with tiermem.shard(seeded(zoo.tied_tower).to(dtype), policy) as shards:
         optim = tiermem.AdamW(shards.model.parameters())
         for step in range(2):
-            zoo.loss_of(shards.model, step).backward()
+            loss_of(shards.model, step).backward()
             optim.step()
             optim.zero_grad()
         stats = shards.store.stats()

@@ -10,7 +10,7 @@ import torch
 import twins
 import zoo
 from torch import nn
-from twins import loss_of, seeded
+from twins import seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -43,13 +43,7 @@ def test_training_is_that_of_a_model_with_rounded_frozen_weights(tier: Tier, tmp
         assert any(live.unit.is_packed for live in shards.units)
         optim = tiermem.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         for step in range(3):
-            losses = []
-            for each, by in ((model, optim), (twin, twin_optim)):
-                loss = loss_of(each, step)
-                loss.backward()
-                by.step()
-                by.zero_grad()
-                losses.append(loss.item())
+            losses = [train_steps(each, by, [step]) for each, by in ((model, optim), (twin, twin_optim))]
             assert losses[0] == losses[1]
         weights = copy.deepcopy(model.state_dict())
     for name, value in twin.state_dict().items():

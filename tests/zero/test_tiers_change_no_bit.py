@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,16 @@ def on_host(request: pytest.FixtureRequest) -> tuple[torch.nn.Module, Result]:
     return model, train(model, BASE, max_norm=0.7)
 
 
-@pytest.mark.parametrize("way", WAYS)
+def combined(ways: Iterable[str], others: Sequence[Any]) -> list[Any]:
+    """Every way with everything else; every second combination is slow, so that `make test` has each at least once."""
+    return [
+        pytest.param(way, other, id=f"{way}, {other}", marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, way in enumerate(ways)
+        for j, other in enumerate(others)
+    ]
+
+
+@pytest.mark.parametrize(("way", "on_host"), combined(WAYS, DTYPES), indirect=["on_host"])
 def test_everything_on_nvme_equals_everything_on_host(
     way: str, on_host: tuple[torch.nn.Module, Result], tmp_path: Path
 ) -> None:
@@ -128,7 +138,7 @@ def rounded_on_host(request: pytest.FixtureRequest) -> tuple[torch.nn.Module, Of
     return model, policy, train(model, policy, max_norm=0.7)
 
 
-@pytest.mark.parametrize("way", SHORT)
+@pytest.mark.parametrize(("way", "rounded_on_host"), combined(SHORT, ROUNDED), indirect=["rounded_on_host"])
 def test_what_is_rounded_is_the_same_on_every_tier(
     way: str, rounded_on_host: tuple[torch.nn.Module, OffloadPolicy, Result], tmp_path: Path
 ) -> None:

@@ -6,13 +6,12 @@ divide hardly any parameter evenly.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import launch_ranks
+from launch import launch
 
 HERE = Path(__file__).parent
 CASES = re.findall(r"@case\ndef (\w+)", (HERE / "touch_on_ranks.py").read_text())
@@ -21,8 +20,7 @@ CASES = re.findall(r"@case\ndef (\w+)", (HERE / "touch_on_ranks.py").read_text()
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids=["2 ranks", "3 ranks"])
 def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     out, nvme = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("nvme")
-    launch_ranks(HERE / "touch_on_ranks.py", request.param, str(out), str(nvme), timeout_s=500)
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(request.param)], nvme
+    return launch(HERE / "touch_on_ranks.py", request.param, out, str(nvme)), nvme
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from twins import assert_same_tensors, seeded
+from twins import assert_same_tensors, loss_of, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -31,13 +31,7 @@ class Pair:
 
     def step(self, number: int = 0) -> None:
         """One whole step of both; their losses are equal."""
-        losses = []
-        for model, optim in self.both:
-            loss = zoo.loss_of(model, number)
-            loss.backward()
-            optim.step()
-            optim.zero_grad()
-            losses.append(loss.item())
+        losses = [train_steps(model, optim, [number]) for model, optim in self.both]
         assert losses[0] == losses[1]
 
     def close(self) -> None:
@@ -76,7 +70,7 @@ def test_evaluation_between_steps_changes_nothing(pair: Pair, context: Any, is_t
     for model, _ in pair.both:
         model.train(is_training)
         with context():
-            outputs.append(zoo.loss_of(model, 7).item())
+            outputs.append(loss_of(model, 7).item())
         model.train()
     assert outputs[0] == outputs[1]
     pair.step(1)
@@ -85,7 +79,7 @@ def test_evaluation_between_steps_changes_nothing(pair: Pair, context: Any, is_t
 
 def test_two_forwards_before_one_backward(pair: Pair) -> None:
     for model, optim in pair.both:
-        (zoo.loss_of(model, 0) + zoo.loss_of(model, 1)).backward()
+        (loss_of(model, 0) + loss_of(model, 1)).backward()
         optim.step()
         optim.zero_grad()
     pair.assert_same_weights()
@@ -93,7 +87,7 @@ def test_two_forwards_before_one_backward(pair: Pair) -> None:
 
 def test_backward_twice_through_a_retained_graph(pair: Pair) -> None:
     for model, optim in pair.both:
-        loss = zoo.loss_of(model, 0)
+        loss = loss_of(model, 0)
         loss.backward(retain_graph=True)
         loss.backward()
         optim.step()
@@ -132,7 +126,7 @@ def test_gradients_of_micro_batches_add_up(stage: int, grads: Tier | None, tmp_p
     for start in (0, 3):
         for model, optim in pair.both:
             for number in range(3):
-                (zoo.loss_of(model, start + number) / 3).backward()
+                (loss_of(model, start + number) / 3).backward()
             optim.step()
             optim.zero_grad()
     pair.assert_same_weights()
@@ -141,19 +135,19 @@ def test_gradients_of_micro_batches_add_up(stage: int, grads: Tier | None, tmp_p
 
 def test_zeroing_gradients_between_micro_batches_forgets_them(pair: Pair) -> None:
     for model, optim in pair.both:
-        zoo.loss_of(model, 0).backward()
+        loss_of(model, 0).backward()
         optim.zero_grad()
-        zoo.loss_of(model, 1).backward()
+        loss_of(model, 1).backward()
         optim.step()
     pair.assert_same_weights()
 
 
 def test_scaling_gradients_and_then_adding_more(pair: Pair) -> None:
     for model, optim in pair.both:
-        zoo.loss_of(model, 0).backward()
+        loss_of(model, 0).backward()
         for param in model.parameters():
             param.grad.mul_(0.25)
-        zoo.loss_of(model, 1).backward()
+        loss_of(model, 1).backward()
         optim.step()
     pair.assert_same_weights()
 
@@ -166,7 +160,7 @@ def test_after_an_exception_in_forward_training_goes_on(pair: Pair) -> None:
     for model, _ in pair.both:
         handle = model.layers[1].down.register_forward_hook(fail)
         with pytest.raises(Interrupted):
-            zoo.loss_of(model, 5)
+            loss_of(model, 5)
         handle.remove()
     pair.step(1)
     pair.step(2)
@@ -176,9 +170,9 @@ def test_after_an_exception_in_forward_training_goes_on(pair: Pair) -> None:
 def test_after_an_exception_in_backward_training_goes_on(pair: Pair) -> None:
     pair.step(0)
     for model, optim in pair.both:
-        loss = zoo.loss_of(model, 5)
+        loss = loss_of(model, 5)
         handle = model.layers[1].up.register_full_backward_hook(fail)
-        loss = zoo.loss_of(model, 5)
+        loss = loss_of(model, 5)
         with pytest.raises(Interrupted):
             loss.backward()
         handle.remove()
@@ -211,12 +205,8 @@ def test_parameter_groups_keep_their_settings_and_follow_a_schedule(policy: Offl
         optim = tiermem.AdamW([{"params": weights, "weight_decay": 0.2}, {"params": others, "lr": 0.1}], lr=1e-2)
         schedule = torch.optim.lr_scheduler.StepLR(optim, step_size=2, gamma=0.3)
         for number in range(5):
-            loss = zoo.loss_of(each, number)
-            loss.backward()
-            optim.step()
+            losses += train_steps(each, optim, [number])
             schedule.step()
-            optim.zero_grad()
-            losses.append(loss.item())
     assert losses[:5] == losses[5:]
     shards.close()
 
@@ -226,7 +216,7 @@ def test_an_optimizer_of_some_parameters_leaves_the_others(policy: OffloadPolicy
     before = copy.deepcopy(model.state_dict())
     with tiermem.shard(model, policy):
         optim = tiermem.AdamW(model.layers[0].parameters(), lr=1e-2)
-        zoo.loss_of(model, 0).backward()
+        loss_of(model, 0).backward()
         optim.step()
         after = model.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -236,7 +226,7 @@ def test_an_optimizer_of_some_parameters_leaves_the_others(policy: OffloadPolicy
 def test_clip_grad_norm_returns_and_does_what_torch_does(pair: Pair) -> None:
     norms = []
     for model, optim in pair.both:
-        zoo.loss_of(model, 0).backward()
+        loss_of(model, 0).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
         optim.step()
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
@@ -249,7 +239,7 @@ def test_clip_grad_norm_returns_and_does_what_torch_does(pair: Pair) -> None:
 def test_grad_scaler_unscales_or_skips(pair: Pair, overflows: bool) -> None:
     for model, optim in pair.both:
         scaler = torch.amp.GradScaler("cpu", init_scale=float("inf") if overflows else 1024.0)
-        scaler.scale(zoo.loss_of(model, 0)).backward()
+        scaler.scale(loss_of(model, 0)).backward()
         scaler.step(optim)
         scaler.update()
     pair.assert_same_weights()
@@ -259,7 +249,7 @@ def test_grad_scaler_with_clipping_between(pair: Pair) -> None:
     norms = []
     for model, optim in pair.both:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        scaler.scale(zoo.loss_of(model, 0)).backward()
+        scaler.scale(loss_of(model, 0)).backward()
         scaler.unscale_(optim)
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
         scaler.step(optim)
@@ -270,7 +260,7 @@ def test_a_non_finite_gradient_skips_the_step_and_touches_nothing(policy: Offloa
     pair = Pair(policy)
     pair.step(0)
     before = pair.model.state_dict()
-    (zoo.loss_of(pair.model, 1) * float("nan")).backward()
+    (loss_of(pair.model, 1) * float("nan")).backward()
     pair.optim.step()
     assert pair.optim.was_skipped
     pair.optim.zero_grad()
@@ -284,7 +274,7 @@ def test_a_non_finite_gradient_raises_when_the_policy_says_so(tmp_path: Path) ->
     policy = OffloadPolicy(params=Tier.NVME, paths=[tmp_path], persistence_numel=50, on_nonfinite="raise")
     with tiermem.shard(seeded(zoo.Tower), policy) as shards:
         optim = tiermem.AdamW(shards.model.parameters())
-        (zoo.loss_of(shards.model, 0) * float("inf")).backward()
+        (loss_of(shards.model, 0) * float("inf")).backward()
         with pytest.raises(RuntimeError, match=r"they hold NaN or infinity\. No state was touched"):
             optim.step()
 
@@ -292,7 +282,7 @@ def test_a_non_finite_gradient_raises_when_the_policy_says_so(tmp_path: Path) ->
 def test_torchs_own_optimizer_raises_instead_of_doing_nothing(policy: OffloadPolicy) -> None:
     with tiermem.shard(seeded(zoo.Tower), policy) as shards:
         optim = torch.optim.AdamW(shards.model.parameters())
-        zoo.loss_of(shards.model, 0).backward()
+        loss_of(shards.model, 0).backward()
         with pytest.raises(
             RuntimeError, match=r"gradient of a sharded parameter|values rest elsewhere.*tiermem\.AdamW"
         ):
@@ -303,7 +293,7 @@ def test_an_optimizer_built_before_sharding_raises_instead_of_doing_nothing(poli
     model = seeded(zoo.Tower)
     optim = tiermem.AdamW(model.parameters())
     with tiermem.shard(model, policy):
-        zoo.loss_of(model, 0).backward()
+        loss_of(model, 0).backward()
         with pytest.raises(RuntimeError, match="sharded after this optimizer was built"):
             optim.step()
 
@@ -313,7 +303,7 @@ def test_a_parameter_thawed_after_sharding_raises_instead_of_doing_nothing(polic
     with tiermem.shard(model, policy):
         optim = tiermem.AdamW(model.parameters())
         model.requires_grad_(True)
-        zoo.loss_of(model, 0).backward()
+        loss_of(model, 0).backward()
         with pytest.raises(RuntimeError, match=r"embed\.weight was frozen when the model was sharded"):
             optim.step()
 
@@ -335,7 +325,7 @@ def test_an_optimizer_without_parameters_is_refused() -> None:
 
 
 def test_reading_a_gradient_raises_and_says_how_to(pair: Pair) -> None:
-    zoo.loss_of(pair.model, 0).backward()
+    loss_of(pair.model, 0).backward()
     grad = pair.model.head.weight.grad
     assert grad.shape == pair.model.head.weight.shape
     for read in (lambda: grad + 1, lambda: grad.sum(), lambda: grad[0], lambda: grad.tolist(), lambda: grad.numpy()):
@@ -347,7 +337,7 @@ def test_reading_a_gradient_raises_and_says_how_to(pair: Pair) -> None:
 
 def test_gradients_can_be_gathered_between_backward_and_step(pair: Pair) -> None:
     for model, _ in pair.both:
-        zoo.loss_of(model, 0).backward()
+        loss_of(model, 0).backward()
     for mine, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
         assert torch.equal(pair.shards.gradient(mine), plain.grad)
     pair.optim.step()
@@ -357,8 +347,8 @@ def test_gradients_can_be_gathered_between_backward_and_step(pair: Pair) -> None
 
 def test_zeroing_in_place_forgets_gradients(pair: Pair) -> None:
     for model, optim in pair.both:
-        zoo.loss_of(model, 0).backward()
+        loss_of(model, 0).backward()
         optim.zero_grad(set_to_none=False)
-        zoo.loss_of(model, 1).backward()
+        loss_of(model, 1).backward()
         optim.step()
     pair.assert_same_weights()

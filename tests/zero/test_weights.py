@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
-from twins import assert_same_tensors, seeded
+from twins import assert_same_tensors, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -103,7 +103,7 @@ def test_the_first_step_starts_from_what_was_loaded(saved: nn.Module, folder: Pa
         tiermem.load_safetensors(model, folder)
         for each in (model, plain):
             optim = tiermem.AdamW(each.parameters(), lr=1e-2)
-            zoo.loss_of(each, 0).backward()
+            loss_of(each, 0).backward()
             optim.step()
         del optim
         assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from twins import assert_same_tensors, seeded
+from twins import assert_same_tensors, loss_of, seeded
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
@@ -88,15 +88,15 @@ def test_writing_a_released_parameter_raises(released: nn.Parameter, write: str)
 def test_filling_past_the_parameter_raises_when_its_unit_comes(model: nn.Module, released: nn.Parameter) -> None:
     released.data.zero_()
     with pytest.raises(RuntimeError, match=r"a parameter of 'layers\.0' was filled while its weights rested elsewhere"):
-        zoo.loss_of(model, 0)
+        loss_of(model, 0)
     assert released.isnan().all()
-    assert zoo.loss_of(model, 0).isfinite()
+    assert loss_of(model, 0).isfinite()
 
 
 def test_parameters_keep_their_identity(model: nn.Module, tmp_path: Path) -> None:
     before = list(model.parameters())
     with tiermem.shard(model, OffloadPolicy(params=Tier.NVME, paths=[tmp_path])):
-        zoo.loss_of(model, 0).backward()
+        loss_of(model, 0).backward()
         assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
         assert model.head.weight is model.embed.weight
 
@@ -129,7 +129,7 @@ def test_load_state_dict_puts_weights_where_they_rest(shards: Shards) -> None:
     other = seeded(zoo.tied_tower, seed=9)
     shards.model.load_state_dict(other.state_dict())
     assert_same_tensors(dict(shards.model.state_dict()), dict(other.state_dict()))
-    assert zoo.loss_of(shards.model, 0).item() == zoo.loss_of(other, 0).item()
+    assert loss_of(shards.model, 0).item() == loss_of(other, 0).item()
 
 
 def test_load_state_dict_names_what_does_not_fit(shards: Shards, plain: nn.Module) -> None:
@@ -142,7 +142,7 @@ def test_load_state_dict_names_what_does_not_fit(shards: Shards, plain: nn.Modul
 
 def test_load_state_dict_after_a_step_is_followed_by_masters(shards: Shards, plain: nn.Module) -> None:
     optim = tiermem.AdamW(shards.model.parameters())
-    zoo.loss_of(shards.model, 0).backward()
+    loss_of(shards.model, 0).backward()
     optim.step()
     shards.model.load_state_dict(plain.state_dict())
     assert_same_tensors(dict(shards.model.state_dict()), dict(plain.state_dict()))
@@ -170,9 +170,9 @@ def test_materialized_model_is_an_ordinary_one(shards: Shards, plain: nn.Module)
     shards.close(materialize=True)
     assert_same_tensors(dict(model.named_parameters()), dict(plain.named_parameters()))
     assert model.head.weight is model.embed.weight
-    assert zoo.loss_of(model, 0).item() == zoo.loss_of(plain, 0).item()
+    assert loss_of(model, 0).item() == loss_of(plain, 0).item()
     copy.deepcopy(model)
-    zoo.loss_of(model, 0).backward()
+    loss_of(model, 0).backward()
     assert model.head.weight.grad.isfinite().all()
 
 
@@ -180,7 +180,7 @@ def test_closed_model_can_be_sharded_again(shards: Shards, plain: nn.Module) -> 
     model = shards.model
     shards.close(materialize=True)
     with tiermem.shard(model):
-        assert zoo.loss_of(model, 0).item() == zoo.loss_of(plain, 0).item()
+        assert loss_of(model, 0).item() == loss_of(plain, 0).item()
 
 
 def test_model_closed_without_materializing_reads_nan_or_its_weights(model: nn.Module, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_model_closed_without_materializing_reads_nan_or_its_weights(model: nn.M
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.NVME])
 def test_graph_that_outlives_the_shards_raises(home: Tier, model: nn.Module, tmp_path: Path) -> None:
     shards = tiermem.shard(model, OffloadPolicy(params=home, paths=[tmp_path], persistence_numel=50))
-    loss = zoo.loss_of(model, 0)
+    loss = loss_of(model, 0)
     shards.close()
     with pytest.raises(RuntimeError, match="closed"):
         loss.backward()

@@ -1,6 +1,6 @@
 """Run once per rank by test_touch_on_ranks.py: what people do to partitioned parameters, on several ranks.
 
-touch_on_ranks.py OUT NVME [CASE ...]     writes OUT/<rank>.json: {case: "" or what went wrong}
+touch_on_ranks.py OUT NVME     writes OUT/<rank>.pt: {case: "" or what went wrong}
 """
 
 from __future__ import annotations
@@ -8,23 +8,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import externals
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-
-import externals
 import zoo
+from launch import as_rank
+from torch import nn
 from twins import assert_same_tensors, batch, loss_of, seeded
 
 import tiermem
@@ -108,7 +104,7 @@ def what_one_rank_writes_is_everybodys(nvme: Path) -> None:
 
 
 def loss_of_tower(model: nn.Module) -> float:
-    return zoo.loss_of(model, 0).item()
+    return loss_of(model, 0).item()
 
 
 @case
@@ -117,7 +113,7 @@ def masters_follow_between_steps(nvme: Path) -> None:
         model = seeded(zoo.tied_tower).bfloat16()
         with tiermem.shard(model, policy_at(nvme, home, precision=Precision(master="split"))) as shards:
             optim = tiermem.AdamW(model.parameters(), lr=1e-3)
-            zoo.loss_of(model, dist.get_rank()).backward()
+            loss_of(model, dist.get_rank()).backward()
             optim.step()
             optim.zero_grad()
             for param in (model.layers[1].down.weight, model.layers[1].norm.weight):
@@ -457,12 +453,10 @@ def apply_reaches_every_module_once(nvme: Path) -> None:
         assert_same_tensors(dict(plain.state_dict()), dict(copied.state_dict()))
 
 
-def main(out: Path, nvme: Path, chosen: list[str]) -> None:
-    dist.init_process_group("gloo")
+def outcomes(nvme: Path) -> dict[str, str]:
+    """The traceback of each case, or nothing."""
     found = {}
     for name, function in CASES.items():
-        if chosen and name not in chosen:
-            continue
         try:
             function(nvme)
             found[name] = ""
@@ -474,10 +468,9 @@ def main(out: Path, nvme: Path, chosen: list[str]) -> None:
         if any(everywhere) and not all(everywhere):  # ranks may be at different places now
             found |= dict.fromkeys(list(CASES)[len(found) :], f"not run after {name} failed")
             break
-    (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    with as_rank() as (_, out, (nvme,)):
+        torch.save(outcomes(Path(nvme)), out)

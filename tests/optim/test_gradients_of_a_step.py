@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import zoo
 from torch import nn
-from twins import assert_same_tensors, seeded
+from twins import assert_same_tensors, loss_of, seeded, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Tier
@@ -26,17 +25,10 @@ def policy(request: pytest.FixtureRequest, tmp_path: Path) -> OffloadPolicy:
 def broken(model: nn.Module, number: int, module: nn.Module) -> None:
     """A backward that ends in an exception when it comes to `module`."""
     handle = module.register_full_backward_hook(lambda *_: 1 / 0)
-    loss = zoo.loss_of(model, number)
+    loss = loss_of(model, number)
     with pytest.raises(ZeroDivisionError):
         loss.backward()
     handle.remove()
-
-
-def train(model: nn.Module, numbers: range, optim: torch.optim.Optimizer) -> None:
-    for number in numbers:
-        zoo.loss_of(model, number).backward()
-        optim.step()
-        optim.zero_grad()
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -50,13 +42,13 @@ def test_a_broken_backward_leaves_nothing_to_the_next(
     policy = OffloadPolicy(stage=stage, grads=Tier.NVME, paths=[tmp_path], persistence_numel=50)
     with tiermem.shard(model, policy):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        train(model, range(2), optim)
+        train_steps(model, optim, range(2))
         broken(model, 7, model.layers[broken_at].up)
         if is_zeroed:
             optim.zero_grad()
-        train(model, range(2, 4), optim)
+        train_steps(model, optim, range(2, 4))
         twin = tiermem.AdamW(plain.parameters(), lr=1e-2)
-        train(plain, range(4), twin)
+        train_steps(plain, twin, range(4))
         assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
         del optim, twin
 
@@ -66,11 +58,11 @@ def test_micro_batches_before_a_broken_one_are_forgotten_with_it(policy: Offload
     plain = copy.deepcopy(model)
     with tiermem.shard(model, policy):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        zoo.loss_of(model, 5).backward()
+        loss_of(model, 5).backward()
         broken(model, 7, model.layers[1].up)
-        train(model, range(1), optim)
+        train_steps(model, optim, range(1))
         twin = tiermem.AdamW(plain.parameters(), lr=1e-2)
-        train(plain, range(1), twin)
+        train_steps(plain, twin, range(1))
         assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
         del optim, twin
 
@@ -79,13 +71,13 @@ def test_a_step_right_after_a_broken_backward_raises_and_changes_nothing(policy:
     model = seeded(zoo.Tower)
     with tiermem.shard(model, policy):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        train(model, range(1), optim)
+        train_steps(model, optim, range(1))
         before = dict(model.state_dict())
         broken(model, 7, model.layers[1].up)
         with pytest.raises(RuntimeError, match="last backward ended in an exception"):
             optim.step()
         assert_same_tensors(before, dict(model.state_dict()))
-        train(model, range(1, 2), optim)
+        train_steps(model, optim, range(1, 2))
         assert optim.grad_norm > 0
 
 
@@ -97,10 +89,10 @@ def test_a_unit_that_was_stepped_in_backward_takes_no_more_gradients(policy: Off
     fields: dict[str, Any] = vars(policy) | {"step_in_backward": True, "grads": None}
     with tiermem.shard(model, OffloadPolicy(**fields)) as shards:
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        train(model, range(1), optim)
-        zoo.loss_of(model, 1).backward()
+        train_steps(model, optim, range(1))
+        loss_of(model, 1).backward()
         with pytest.raises(RuntimeError, match=r"unit 'head' gets gradients after it was stepped in this backward"):
-            zoo.loss_of(model, 2).backward()
+            loss_of(model, 2).backward()
         assert all(shard.num_steps <= 2 for _, shard in shards.parameters())
 
 
@@ -110,7 +102,7 @@ def test_a_unit_that_was_stepped_in_backward_takes_no_more_gradients(policy: Off
 def test_unused_parameters_are_not_stepped(policy: OffloadPolicy) -> None:
     model = seeded(lambda: zoo.Tower(skips=True))
     with tiermem.shard(model, policy) as shards:
-        train(model, range(2), tiermem.AdamW(model.parameters(), lr=1e-2))
+        train_steps(model, tiermem.AdamW(model.parameters(), lr=1e-2), range(2))
         steps = {shard.name: shard.num_steps for _, shard in shards.parameters()}
     assert {name: number for name, number in steps.items() if "layers" in name} == {
         name: 1 if name.startswith("layers.0") else 0 if name.startswith("layers.2") else 2
@@ -125,7 +117,7 @@ def test_unused_parameters_are_an_error_that_names_them_when_asked(step_in_backw
     policy = OffloadPolicy(ignore_unused=False, persistence_numel=50, step_in_backward=step_in_backward)
     with tiermem.shard(model, policy):
         optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-        zoo.loss_of(model, 0).backward()
+        loss_of(model, 0).backward()
         with pytest.raises(
             RuntimeError, match=r"took no part in the loss.*layers\.2\.norm\.weight.*ignore_unused"
         ) as e:
@@ -137,10 +129,10 @@ def test_used_parameters_are_no_error_when_asked(policy: OffloadPolicy) -> None:
     model = seeded(zoo.Tower)
     fields: dict[str, Any] = vars(policy) | {"ignore_unused": False}
     with tiermem.shard(model, OffloadPolicy(**fields)):
-        train(model, range(3), tiermem.AdamW(model.parameters(), lr=1e-2))
+        train_steps(model, tiermem.AdamW(model.parameters(), lr=1e-2), range(3))
 
 
 def test_frozen_parameters_are_not_missed() -> None:
     model = seeded(zoo.frozen_tower)
     with tiermem.shard(model, OffloadPolicy(ignore_unused=False, persistence_numel=50)):
-        train(model, range(2), tiermem.AdamW(model.parameters(), lr=1e-2))
+        train_steps(model, tiermem.AdamW(model.parameters(), lr=1e-2), range(2))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Tower, assert_same_tensors, loss_of, seeded, states_of
+from twins import Tower, assert_same_tensors, loss_of, seeded, states_of, train_steps
 
 import tiermem
 from tiermem import OffloadPolicy, Shards, Tier
@@ -171,10 +171,7 @@ Run = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
 def plain_steps(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    for step in range(3):
-        loss_of(model, step).backward()
-        optim.step()
-        optim.zero_grad()
+    train_steps(model, optim, range(3))
 
 
 def micro_batches(model: nn.Module, optim: torch.optim.Optimizer) -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
-import os
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fork_server import Started, start
 from forks import free_port
 from twins import Tower, loss_of, seeded
 
 import tiermem
 from tiermem.zero.joining import JOIN_TIMEOUT_S
-
-HERE = Path(__file__).parent
 
 SCRIPT = """
 import torch
@@ -34,10 +33,8 @@ else:
 
 
 SHARDS = """
-import sys
-sys.path.insert(0, {tests!r})
 import torch.distributed as dist
-from twins import Tower, loss_of, seeded
+from twins import Tower, seeded, train_steps
 import tiermem
 policy = tiermem.OffloadPolicy(persistence_numel=50)
 if {with_init}:
@@ -49,14 +46,7 @@ else:
     model = seeded(Tower)
 with tiermem.shard(model, policy):
     optim = tiermem.AdamW(model.parameters(), lr=1e-2)
-    rank, losses = dist.get_rank(), []
-    for step in range(3):
-        loss = loss_of(model, 10 * step + rank)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
-print(losses)
+    print(train_steps(model, optim, [10 * step + dist.get_rank() for step in range(3)]))
 dist.destroy_process_group()
 """
 
@@ -101,32 +91,35 @@ MADE_BY = {
 }
 
 
-def said_by(
+def started(
     *ranks: tuple[int, int],
     script: str = "",
     join_timeout_s: float = 60.0,
     agents_port: int | None = None,
     starts: int = 0,
-) -> list[str]:
-    """What processes that were told (RANK, WORLD_SIZE) say last; default: by joining.
+) -> list[Started]:
+    """Processes that are told (RANK, WORLD_SIZE); default: they join.
 
     agents_port: where an agent, such as torchrun's, keeps the store; starts: how often it has started the ranks before.
     """
-    port = str(agents_port or free_port())
-    processes = []
-    for rank, world in ranks:
-        told = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        told |= (
-            {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(starts)} if agents_port else {}
-        )
-        command = [sys.executable, "-c", script or SCRIPT.format(join_timeout_s=join_timeout_s)]
-        processes.append(subprocess.Popen(command, env=os.environ | told, stdout=subprocess.PIPE, text=True))
-    try:
-        return [process.communicate(timeout=90)[0].strip().splitlines()[-1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agents_port or free_port())}
+    if agents_port:
+        told |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(starts)}
+    words = ["-c", script or SCRIPT.format(join_timeout_s=join_timeout_s)]
+    return [start(words, RANK=str(rank), WORLD_SIZE=str(world), **told) for rank, world in ranks]
+
+
+def last_lines(processes: list[Started]) -> list[str]:
+    """The last line that each process prints. Blocks."""
+    for process in processes:
+        process.wait(90)
+    return [process.stdout().strip().splitlines()[-1] for process in processes]
+
+
+def said_by(*ranks: tuple[int, int], **settings: Any) -> list[str]:
+    """Starts processes (see `started`) and returns their last lines."""
+    with contextlib.ExitStack() as stack:
+        return last_lines([stack.enter_context(process) for process in started(*ranks, **settings)])
 
 
 def test_ranks_with_one_world_size_join() -> None:
@@ -135,7 +128,7 @@ def test_ranks_with_one_world_size_join() -> None:
 
 @pytest.mark.parametrize("with_init", [False, True])
 def test_sharding_joins_the_ranks_and_trains_as_ddp_does(with_init: bool) -> None:
-    said = said_by((0, 2), (1, 2), script=SHARDS.format(tests=str(HERE.parent), with_init=with_init))
+    said = said_by((0, 2), (1, 2), script=SHARDS.format(with_init=with_init))
     twin = seeded(Tower)
     optim = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     expected: list[list[float]] = [[], []]
@@ -169,10 +162,12 @@ def test_two_processes_with_one_number_are_told() -> None:
 
 
 AGENT = """
+import time
 from torch.distributed import TCPStore
 store = TCPStore("127.0.0.1", {port}, is_master=True, wait_for_workers=False)
 print("listening", flush=True)
-input()
+while True:
+    time.sleep(60)
 """
 
 
@@ -180,11 +175,10 @@ input()
 def agent() -> Iterator[int]:
     """The port of a store that no rank keeps."""
     port = free_port()
-    command = [sys.executable, "-c", AGENT.format(port=port)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline()
+    with start(["-c", AGENT.format(port=port)]) as process:
+        while "listening" not in process.stdout():
+            time.sleep(0.01)
         yield port
-        process.kill()
 
 
 def test_ranks_join_again_at_the_store_of_an_agent(agent: int) -> None:
@@ -192,23 +186,38 @@ def test_ranks_join_again_at_the_store_of_an_agent(agent: int) -> None:
     assert said_by((0, 2), (1, 2), script=TWICE) == ["3.0", "3.0"]
 
 
-@pytest.mark.parametrize("has_agent", [False, True], ids=["rank 0's store", "an agent's store"])
-def test_a_rank_that_never_comes_is_named_by_all(has_agent: bool, agent: int) -> None:
-    for said in said_by((0, 3), (2, 3), join_timeout_s=3.0, agents_port=agent if has_agent else None, starts=1):
+@pytest.fixture(scope="module")
+def waiting(agent: int) -> Iterator[dict[str, list[Started]]]:
+    """Worlds in which a rank never comes; all wait at the same time."""
+    worlds = {
+        "rank 0's store": started((0, 3), (2, 3), join_timeout_s=3.0),
+        "an agent's store": started((0, 3), (2, 3), join_timeout_s=3.0, agents_port=agent, starts=1),
+        "no store": started((1, 3), (2, 3), join_timeout_s=3.0),
+        "an agent's store without rank 0": started((1, 3), (2, 3), join_timeout_s=3.0, agents_port=agent, starts=2),
+    } | {who: started((0, 3), script=PASSIVE.format(join_timeout_s=3.0, what=what)) for who, what in MADE_BY.items()}
+    with contextlib.ExitStack() as stack:
+        for process in itertools.chain(*worlds.values()):
+            stack.enter_context(process)
+        yield worlds
+
+
+@pytest.mark.parametrize("store", ["rank 0's store", "an agent's store"])
+def test_a_rank_that_never_comes_is_named_by_all(store: str, waiting: dict[str, list[Started]]) -> None:
+    for said in last_lines(waiting[store]):
         assert said.startswith("WORLD_SIZE is 3, and after 3 s ranks [1] have not come")
 
 
-def test_rank_0_that_never_comes_is_named_by_all(agent: int) -> None:
-    for said in said_by((1, 3), (2, 3), join_timeout_s=3.0):
+def test_rank_0_that_never_comes_is_named_by_all(waiting: dict[str, list[Started]]) -> None:
+    for said in last_lines(waiting["no store"]):
         assert said.startswith("WORLD_SIZE is 3, and in 3 s nothing answered at MASTER_ADDR:MASTER_PORT 127.0.0.1:")
         assert "rank 0 has not come" in said
-    for said in said_by((1, 3), (2, 3), join_timeout_s=3.0, agents_port=agent, starts=2):
+    for said in last_lines(waiting["an agent's store without rank 0"]):
         assert said.startswith("WORLD_SIZE is 3, and after 3 s ranks [0] have not come")
 
 
 @pytest.mark.parametrize("who", MADE_BY)
-def test_everything_that_joins_waits_no_longer_than_asked(who: str) -> None:
-    [said] = said_by((0, 3), script=PASSIVE.format(join_timeout_s=3.0, what=MADE_BY[who]))
+def test_everything_that_joins_waits_no_longer_than_asked(who: str, waiting: dict[str, list[Started]]) -> None:
+    [said] = last_lines(waiting[who])
     assert said.startswith("WORLD_SIZE is 3, and after 3 s ranks [1, 2] have not come")
 
 

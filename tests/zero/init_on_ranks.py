@@ -16,9 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from twins import Tower
 
 import tiermem
