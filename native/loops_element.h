@@ -1,8 +1,9 @@
 // One element in every stored form: how it becomes fp32 and how fp32 becomes it. Part of loops_body.h.
 //
-// Conversions are integer arithmetic without branches, which compilers vectorise for any width. All
-// rounding works on the pattern of the size |x|: adding less than one unit of the last kept place and cutting
-// rounds to nearest when what is added is half a unit, and stochastically when it is a random share of one.
+// Conversions are integer arithmetic without branches, which compilers vectorise for any width. Rounding works on
+// the pattern of the size |x|. To nearest: add half a unit of the last kept place (to even: a little less) and cut.
+// Stochastically: add a random share of a unit and cut; in bf16 add a unit if the part that is cut off is above a
+// random word.
 
 namespace {
 

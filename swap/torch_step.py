@@ -6,7 +6,7 @@ Every operation rounds once: it uses no addcdiv, lerp or alpha, which fuse a pro
 in the kernel. So the stored values equal the kernel's to the bit, except the payload of a NaN. Temporary memory is bounded: it
 steps CHUNK elements at a time.
 
-Stored elements are converted to and from fp32 as in native/parts.cpp, to the bit:
+Stored elements are converted to and from fp32 as in native/loops_element.h and native/loops_q8.h, to the bit:
 
     fp32, bf16, fp16    torch's own conversions to nearest even; stochastically by random words
     split               integer sums of the weight's pattern and the low half

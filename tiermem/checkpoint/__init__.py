@@ -10,8 +10,8 @@ Packages and modules in order; each imports only those before it:
                  copies      a complete copy in another folder       saver      saves tags and steps
     opening/     verified    reads bytes, compares checksums         source     an opened step
                  restore     puts saved states into a model          loading    load_checkpoint and resume
-    survey       lists the runs and steps of a place, read only
     interchange/ imports and exports checkpoints of other systems
+    survey       lists the runs and steps of a place, read only
     zero_to_fp32 the reference's functions that take weights out of a checkpoint
 """
 

@@ -2,11 +2,13 @@
 
 Files in order: each imports only files before it.
 
-    base       base class of all sections; ConfigError         keys       refused, computed and planned keys
-    io         aio, the offload sections, paths                precision  bf16, fp16, data_types, torch_autocast
-    optimizer  optimizer, scheduler, the batch sizes           zero       zero_optimization, checkpoint, "tiermem"
-    root       TiermemConfig, the top section                  translate  keys -> policy, report
+    keys       refused, computed and planned keys              base       base class of all sections; ConfigError
+    io         aio, the offload sections, paths                optimizer  optimizer, scheduler, the batch sizes
+    precision  bf16, fp16, data_types, torch_autocast          zero       zero_optimization, checkpoint, "tiermem"
+    translate  keys -> policy, report                          root       TiermemConfig, the top section
     load       load_config, resolve_auto, with_tuned
+
+A key that sets a field of the policy acts only when it is given: the default that acts is OffloadPolicy's (policy.py).
 
 Every documented key is honoured, or computed and reported, or refused with the reason. No key is parsed and ignored.
 DeepSpeed's class names are aliases of tiermem's classes.
