@@ -45,9 +45,13 @@ class Weight:
         return (self.parameter.name, *self.parameter.aliases)
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first element, flat values), in order. Each blocks; raises DamagedState, OSError."""
-        for start in range(0, self.parameter.numel, CHUNK_NUMEL):
-            yield start, self.read(start, min(CHUNK_NUMEL, self.parameter.numel - start))
+        """(first element, flat values), in order. Values are valid until the next. Blocks; raises DamagedState, OSError."""
+        # One buffer: a new tensor for each piece leaves holes in malloc's heap, into which the next one does not fit.
+        numel = self.parameter.numel
+        values = torch.empty(min(CHUNK_NUMEL, numel), dtype=self.dtype)
+        for start in range(0, numel, CHUNK_NUMEL):
+            self.source.weight_into(self.parameter.name, start, values[: numel - start])
+            yield start, values[: numel - start]
 
     def read(self, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel), flat. Blocks; raises DamagedState, OSError."""
