@@ -13,7 +13,7 @@ from tiermem.swap import durable
 from tiermem.swap.direct import give_back, probe_path, take_room
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths, deal_shares
 from tiermem.swap.ranges import FreeRanges, round_up
-from tiermem.swap.run_folder import SEGMENT, RunFolder, RunName, report_dead_runs
+from tiermem.swap.run_folder import SEGMENT, RunFolder, RunName, leads_to, report_dead_runs
 from tiermem.swap.tier import ALIGNMENT
 
 GROWTH_BYTES = 64 << 20
@@ -120,7 +120,11 @@ class Segment:
                 str(self.file),
             )
         self.check_whole()
-        self._check_found()
+        if not leads_to(self.file, self.fd):
+            what = (
+                "this file was removed or replaced while the run uses it, so that its states could not be found again"
+            )
+            raise FileNotFoundError(errno.ENOENT, f"{what}. Save a copy elsewhere", str(self.file))
         try:
             durable.sync(self.fd, self.file)
         except OSError:
@@ -141,18 +145,6 @@ class Segment:
                 if stop <= end:
                     give_back(fd, start, stop - start)
 
-    def _check_found(self) -> None:
-        """Raises OSError (ENOENT) unless the file's name still leads to the open file."""
-        try:
-            is_found = os.path.samestat(self.file.stat(), os.fstat(self.fd))
-        except FileNotFoundError:
-            is_found = False
-        if not is_found:
-            what = (
-                "this file was removed or replaced while the run uses it, so that its states could not be found again"
-            )
-            raise FileNotFoundError(errno.ENOENT, f"{what}. Save a copy elsewhere", str(self.file))
-
     def close(self, keep: bool) -> None:
         """Closes the file and removes the lock file; with `keep` gives free space back, else removes file and folder."""
         fd, self.fd, self.used_bytes = self.fd, -1, 0
@@ -171,11 +163,10 @@ class Segment:
         if more > missing:
             try:
                 self._extend(more)
+                return
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-            else:
-                return
         self._extend(missing)
 
     def _extend(self, num_bytes: int) -> None:

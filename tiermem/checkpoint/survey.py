@@ -160,20 +160,17 @@ def _of_file(file: Path, named: Named, goes_on: bool, is_clear: bool) -> Space:
 
 def _data_of(file: Path) -> Iterator[tuple[int, int]]:
     """The ranges that were written; reserved blocks that were never written are holes. Raises OSError."""
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        stop, end = 0, os.fstat(fd).st_size
+    with open(file, "rb", buffering=0) as opened:
+        stop, end = 0, os.fstat(opened.fileno()).st_size
         while stop < end:
             try:
-                start = os.lseek(fd, stop, os.SEEK_DATA)
+                start = opened.seek(stop, os.SEEK_DATA)
             except OSError as error:
                 if error.errno == errno.ENXIO:  # a hole up to the end
                     return
                 raise
-            stop = os.lseek(fd, start, os.SEEK_HOLE)
+            stop = opened.seek(start, os.SEEK_HOLE)
             yield start, stop
-    finally:
-        os.close(fd)
 
 
 # ---- runs and steps of a place ---------------------------------------------------------------------------------------

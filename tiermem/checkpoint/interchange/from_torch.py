@@ -99,11 +99,8 @@ def tensors_in(found: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, dict | list | tuple | Attributes) and id(value) not in seen:
             seen.add(id(value))
-            left += (
-                value
-                if isinstance(value, list | tuple)
-                else (value if isinstance(value, dict) else vars(value)).values()
-            )
+            value = vars(value) if isinstance(value, Attributes) else value
+            left += value.values() if isinstance(value, dict) else value
 
 
 def _load(file: Path | io.BytesIO, what: str, foreign: Sequence[str], is_mapped: bool) -> Any:
@@ -303,10 +300,8 @@ def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
 
 
 def _optimizer_in(rest: Mapping[str, Any]) -> State | None:
-    for key in OPTIMIZER_KEYS:
-        if rest.get(key) is not None:
-            return _checked(rest[key], key)
-    return None
+    key = next((key for key in OPTIMIZER_KEYS if rest.get(key) is not None), None)
+    return None if key is None else _checked(rest[key], key)
 
 
 def _optimizer_file(file: Path) -> State:

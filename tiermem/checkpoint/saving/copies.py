@@ -122,12 +122,8 @@ def take_room(path: Path, extents: Sequence[Extent]) -> None:
     if not extents:
         return
     start, stop = extents[0].place, extents[-1].place + extents[-1].num_bytes
-    with durable.named(path):
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        direct.take_room(fd, start, stop - start, path)
-    finally:
-        os.close(fd)
+    with durable.named(path), open(path, "r+b") as file:
+        direct.take_room(file.fileno(), start, stop - start, path)
 
 
 def copy(sources: Sequence[Path], extents: Sequence[Extent], path: Path, pace: Pace) -> None:

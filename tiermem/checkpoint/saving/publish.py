@@ -41,7 +41,7 @@ from tiermem.checkpoint.saving.pieces import Placed, Resting, Run, Stretch, chec
 from tiermem.swap import durable
 from tiermem.swap.durable import NEW_SUFFIX
 from tiermem.swap.entry import Freeze
-from tiermem.swap.run_folder import RunFolder, RunName, is_of_one_host, run_folders
+from tiermem.swap.run_folder import RunFolder, RunName, is_of_one_host, leads_to, run_folders
 from tiermem.zero.shards import Shards
 
 # ---- the content of a commit or a copy -------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class SavingInto:
                 self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 with contextlib.suppress(OSError):  # without locks no save removes unfinished files
                     fcntl.flock(self._fd, fcntl.LOCK_SH)
-                if not (folder.exists() and os.path.samestat(folder.stat(), os.fstat(self._fd))):
+                if not leads_to(folder, self._fd):
                     self.close()
 
     def close(self) -> None:
