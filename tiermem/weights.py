@@ -166,9 +166,13 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
     for file in files:
         with FileReader(file) as reader, torch.no_grad():
             for stored in read_header(file):
-                if stored.name in targets:
+                if (target := targets.get(stored.name)) is not None:
                     value = reader.read(stored.start, stored.num_bytes).view(stored.dtype).view(stored.shape)
-                    _put(targets[stored.name], value)
+                    owner = registry.owner_of(target) if isinstance(target, nn.Parameter) else None
+                    if owner is not None:
+                        owner.replace(target, value)
+                    else:
+                        target.data.copy_(value)
 
 
 def dtype_code(dtype: torch.dtype) -> str:
@@ -293,11 +297,3 @@ def _check_names(model: nn.Module, found: dict[str, Path], targets: dict[str, An
             f"the files do not fit the model. Missing in the files: {missing or 'none'}. Not in the model: {extra or 'none'}. "
             "strict=False loads what fits"
         )
-
-
-def _put(target: torch.Tensor, value: torch.Tensor) -> None:
-    owner = registry.owner_of(target) if isinstance(target, nn.Parameter) else None
-    if owner is not None:
-        owner.replace(target, value)
-    else:
-        target.data.copy_(value)

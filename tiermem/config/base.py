@@ -41,16 +41,12 @@ class ConfigError(ValueError):
     def __init__(self, problems: Sequence[Problem], source: str = "the config") -> None:
         self.problems = tuple(problems)
         self.source = source
-        super().__init__(self._text())
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        several = f"{len(problems)} problems in {source}:{lines}"
+        super().__init__(f"{source}: {problems[0]}" if len(problems) == 1 else several)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems, self.source), self.__dict__
-
-    def _text(self) -> str:
-        if len(self.problems) == 1:
-            return f"{self.source}: {self.problems[0]}"
-        lines = "".join(f"\n  {problem}" for problem in self.problems)
-        return f"{len(self.problems)} problems in {self.source}:{lines}"
 
 
 def problems_of(error: pydantic.ValidationError, root: type[pydantic.BaseModel]) -> Iterator[Problem]:

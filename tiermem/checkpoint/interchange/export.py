@@ -139,7 +139,8 @@ def export_weights(
         for shard in shards:
             _write_shard(out, shard, is_safetensors, progress or (lambda _: None))
         for name, text in texts.items():
-            _write_text(_partial(out, name), text)
+            with durable.named(_partial(out, name)), open(_partial(out, name), "wb", buffering=0) as file:
+                durable.write_all(file.fileno(), text.encode(), _partial(out, name))
         for name in names:
             with open(_partial(out, name), "rb") as file:
                 durable.sync(file.fileno(), _partial(out, name))
@@ -170,15 +171,12 @@ def deal(weights: Sequence[Weight], max_shard_bytes: int | None, is_safetensors:
 
 def _write_shard(out: Path, shard: Shard, is_safetensors: bool, progress: Progress) -> None:
     kind = SafetensorsFile if is_safetensors else TorchFile
-    file = kind(_partial(out, shard.name), [_entry(weight) for weight in shard.weights])
-    try:
-        for weight in shard.weights:
-            entry = _entry(weight)
+    entries = [_entry(weight) for weight in shard.weights]
+    with contextlib.closing(kind(_partial(out, shard.name), entries)) as file:
+        for weight, entry in zip(shard.weights, entries, strict=True):
             for start, values in weight.pieces():
                 file.put(entry, start, values)
                 progress(values.nbytes)
-    finally:
-        file.close()
 
 
 def _entry(weight: Weight) -> WeightEntry:
@@ -201,11 +199,6 @@ def _index(shards: Sequence[Shard]) -> str:
     }
     total = {"total_size": sum(shard.num_bytes for shard in shards)}
     return json.dumps({"metadata": total, "weight_map": place}, indent=2, sort_keys=True) + "\n"
-
-
-def _write_text(path: Path, text: str) -> None:
-    with durable.named(path), open(path, "wb", buffering=0) as file:
-        durable.write_all(file.fileno(), text.encode(), path)
 
 
 def _remove_file(path: Path) -> None:
@@ -244,7 +237,7 @@ def export_dcp(source: Source, out: Path, dtype: torch.dtype | None = None, prog
     with contextlib.ExitStack() as undoing:
         with new_folder(out, undoing) as new:
             # torch's own error says less
-            check_room(new, planner.num_bytes + MOST_AROUND_BYTES * (planner.num_tensors + 1))
+            check_room(new, planner.num_bytes + MOST_AROUND_BYTES * (len(planner.reads) + 1))
             _save(state, new, planner)
         undoing.pop_all()
     return planner.num_bytes
@@ -271,33 +264,28 @@ class _Planner(DefaultSavePlanner):
         super().__init__()
         self.num_bytes = 0
         self._progress = progress
-        self._reads: dict[int, tuple[torch.Tensor, Read]] = {}  # by the id of the tensor, which is kept alive
-
-    @property
-    def num_tensors(self) -> int:
-        """Tensors made so far."""
-        return len(self._reads)
+        self.reads: dict[int, tuple[torch.Tensor, Read]] = {}  # by the id of the tensor, which is kept alive
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> torch.Tensor:
         """A tensor on the meta device. When it is written, `read` returns its values."""
         empty = torch.empty(shape, dtype=dtype, device="meta")
-        self._reads[id(empty)] = empty, read
+        self.reads[id(empty)] = empty, read
         self.num_bytes += empty.nbytes
         return empty
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        if id(object) in self._reads:
-            object = self._reads[id(object)][1]()
+        if id(object) in self.reads:
+            object = self.reads[id(object)][1]()
             self._progress(object.nbytes)
         return super().transform_object(write_item, object)
 
 
 def _model(source: Source, planner: _Planner, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    found = {}
-    for weight in weights_of(source, dtype):
-        for name in weight.names:
-            found[name] = planner.tensor(weight.parameter.shape, weight.dtype, weight.whole)
-    return found
+    return {
+        name: planner.tensor(weight.parameter.shape, weight.dtype, weight.whole)
+        for weight in weights_of(source, dtype)
+        for name in weight.names
+    }
 
 
 def _optimizer(source: Source, planner: _Planner) -> dict[str, dict[str, torch.Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import collections
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -294,12 +295,10 @@ class Verified:
             reading = self._start_now(chunk)
         try:
             parts = reading.wait() if reading is not None else self._one_by_one(chunk)
-            pieces, begin = [], chunk.first * CHECKSUM_BYTES
-            for data in parts:
-                pieces.append((begin, data))
-                begin += data.numel()
             self._compare(chunk, parts)
-            yield pieces
+            sizes = (data.numel() for data in parts)
+            begins = itertools.accumulate(sizes, initial=chunk.first * CHECKSUM_BYTES)
+            yield list(zip(begins, parts, strict=False))  # the last one is the end
         finally:
             if reading is not None:
                 reading.release()
