@@ -223,13 +223,12 @@ class Files:
         self._limit_bytes = limit_bytes
         self.segments: list[Segment] = []
         self.weights = [each.weight or 1.0 for each in known]
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close, keep=False)
             for each in known:
                 report_dead_runs(each.path)
                 self.segments.append(Segment(each, self.run))
-        except BaseException:
-            self.close(keep=False)
-            raise
+            undo.pop_all()
         self._warn_once()
 
     def allocate(self, num_bytes: int, near: int | None = None) -> Extent:
@@ -259,15 +258,11 @@ class Files:
         Raises OSError (ENOSPC) with the arithmetic of the path or the caps; then no space stays taken.
         """
         self._check_limit(num_bytes)
-        shares = self._shares(num_bytes)
-        sizes = [segment.size_bytes for segment in self.segments]
-        try:
-            for index, share in enumerate(shares):
+        with contextlib.ExitStack() as undo:
+            for index, share in enumerate(self._shares(num_bytes)):
+                undo.callback(self.segments[index].take_back, self.segments[index].size_bytes)
                 self._reserve_share(index, share, num_bytes)
-        except BaseException:
-            for segment, size in zip(self.segments, sizes, strict=True):
-                segment.take_back(size)
-            raise
+            undo.pop_all()
 
     def reweigh(self, weights: Sequence[float]) -> None:
         """Sets the paths' weights for later allocations."""

@@ -6,6 +6,7 @@ This module opens manifests, parts, pointers and `latest`. It never opens the fi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -71,17 +72,12 @@ def _check_parts(manifest: Manifest, parts: Sequence[Part], source: str) -> None
 
 
 def _check_files(part: Part, source: str) -> None:
-    end = 0
-    last = -1
-    for piece in sorted(part.pieces, key=lambda each: (each.file, each.offset)):
-        if piece.file != last:
-            last, end = piece.file, 0
-        if piece.offset < end:
+    for before, piece in itertools.pairwise(sorted(part.pieces, key=lambda each: (each.file, each.offset))):
+        if piece.file == before.file and piece.offset < before.offset + before.num_bytes:
             raise ManifestError(
                 f"{source}: part {part.rank}: {piece.state} of {piece.param[:80]!r} overlaps another piece at byte "
                 f"{piece.offset} of {part.files[piece.file]}"
             )
-        end = piece.offset + piece.num_bytes
 
 
 def _check_state(parameter: Parameter, state: str, pieces: Sequence[tuple[int, Piece]], source: str) -> None:

@@ -127,7 +127,7 @@ def export_weights(
     shards = deal(weights, max_shard_bytes, is_safetensors)
     texts = {} if config is None else {"config.json": config}
     if len(shards) > 1:
-        texts[_index_name(is_safetensors)] = _index(shards)
+        texts[f"{'model.safetensors' if is_safetensors else 'pytorch_model.bin'}.index.json"] = _index(shards)
     names = [*(shard.name for shard in shards), *texts]
     there = [name for name in names if (out / name).exists()]
     if there:
@@ -181,10 +181,6 @@ def _write_shard(out: Path, shard: Shard, is_safetensors: bool, progress: Progre
 
 def _entry(weight: Weight) -> WeightEntry:
     return WeightEntry(weight.names, weight.parameter.shape, weight.dtype)
-
-
-def _index_name(is_safetensors: bool) -> str:
-    return "model.safetensors.index.json" if is_safetensors else "pytorch_model.bin.index.json"
 
 
 def _index(shards: Sequence[Shard]) -> str:

@@ -240,6 +240,3 @@ def _ordinary_kind(key: str, value: torch.Tensor, state: Sequence[str] | dict[st
     if f"{key}_scales" in state:
         return key, kinds.CODES
     return key, kinds.SPLIT if value.dtype == torch.int16 else kinds.name_of(value.dtype)
-
-
-__all__ = ["Captures", "buffers", "names_of", "own", "parameters", "stretches"]

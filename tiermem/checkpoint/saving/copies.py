@@ -207,7 +207,6 @@ class _Work(NamedTuple):
     held: SavingInto
     data: Path
     freeze: Freeze | None
-    sources: tuple[Path, ...]
     extents: list[Extent]
     placed: Placed  # the pieces, at their places in the finished copy
     undo: contextlib.ExitStack
@@ -242,7 +241,7 @@ class Copies:
         if not (any(has_rest) and is_behind):
             self._end(work, talk)
             return
-        # The thread's collectives use a group of their own, which no watch explains.
+        # The thread's collectives use a group of their own; the watch explains those of the main group.
         group = None if topology.group is None else group_aside(topology)
         talk = talk_over(dataclasses.replace(topology, group=group, watch=None))
         self._thread = threading.Thread(target=self._run, args=(work, talk), name="tiermem-copy", daemon=True)
@@ -268,21 +267,19 @@ class Copies:
         held = SavingInto(folder, undo)
         undo.callback(held.close)
         freeze, placed = None, []
-        sources: tuple[Path, ...] = ()
+        extents: list[Extent] = []
         if content.resting.entries:
             freeze = shards.store.freeze()
             undo.callback(shards.store.thaw, freeze)
-            placed, sources = [frozen(shards, content, freeze)], freeze.files()
+            rest = frozen(shards, content, freeze)
+            extents, rows = lay_out(rest.rows, round_up(data_bytes(content.in_memory), ALIGNMENT), file=0)
+            placed.append(rest._replace(rows=rows))
         data = folder / copy_name(self._commits.run_id, commit, rank, "bin")
         undo.callback(remove, data)
         in_memory = write_data(content.in_memory, data, 0, shards.workers)
-        extents: list[Extent] = []
-        for number, each in enumerate(placed):
-            extents, rows = lay_out(each.rows, round_up(data_bytes(content.in_memory), ALIGNMENT), file=0)
-            placed[number] = each._replace(rows=rows)
         take_room(data, extents)
         whole = put_together([in_memory, *placed])
-        return _Work(content, commit, folder, held, data, freeze, sources, extents, whole, undo)
+        return _Work(content, commit, folder, held, data, freeze, extents, whole, undo)
 
     def _run(self, work: _Work, talk: Talk) -> None:
         """The thread's function."""
@@ -323,7 +320,8 @@ class Copies:
 
     def _copy_own(self, work: _Work) -> Any:
         if work.extents:
-            copy(work.sources, work.extents, work.data, self._pace)
+            assert work.freeze is not None  # the extents are of its files
+            copy(work.freeze.files(), work.extents, work.data, self._pace)
         rank, content = self._shards.topology.rank, work.content
         path = work.folder / copy_name(self._commits.run_id, work.commit, rank, "json")
         work.undo.callback(remove, path)
