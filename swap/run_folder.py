@@ -247,13 +247,12 @@ def _is_held(file: Path) -> bool:
         fd = durable.open_regular(file)
     except OSError:  # none, another user's, or no lock
         return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    with open(fd, "rb"):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except OSError:
+            return True
 
 
 def _started(pid: int) -> str:
