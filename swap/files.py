@@ -13,7 +13,7 @@ from tiermem.swap import durable
 from tiermem.swap.direct import give_back, probe_path, take_room
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths, deal_shares
 from tiermem.swap.ranges import FreeRanges, round_up
-from tiermem.swap.run_folder import SEGMENT, RunFolder, RunName, report_dead_runs
+from tiermem.swap.run_folder import SEGMENT, RunFolder, RunName, leads_to, report_dead_runs
 from tiermem.swap.tier import ALIGNMENT
 
 GROWTH_BYTES = 64 << 20
@@ -120,7 +120,11 @@ class Segment:
                 str(self.file),
             )
         self.check_whole()
-        self._check_found()
+        if not leads_to(self.file, self.fd):
+            what = (
+                "this file was removed or replaced while the run uses it, so that its states could not be found again"
+            )
+            raise FileNotFoundError(errno.ENOENT, f"{what}. Save a copy elsewhere", str(self.file))
         try:
             durable.sync(self.fd, self.file)
         except OSError:
@@ -141,18 +145,6 @@ class Segment:
                 if stop <= end:
                     give_back(fd, start, stop - start)
 
-    def _check_found(self) -> None:
-        """Raises OSError (ENOENT) unless the file's name still leads to the open file."""
-        try:
-            is_found = os.path.samestat(self.file.stat(), os.fstat(self.fd))
-        except FileNotFoundError:
-            is_found = False
-        if not is_found:
-            what = (
-                "this file was removed or replaced while the run uses it, so that its states could not be found again"
-            )
-            raise FileNotFoundError(errno.ENOENT, f"{what}. Save a copy elsewhere", str(self.file))
-
     def close(self, keep: bool) -> None:
         """Closes the file and removes the lock file; with `keep` gives free space back, else removes file and folder."""
         fd, self.fd, self.used_bytes = self.fd, -1, 0
@@ -171,11 +163,10 @@ class Segment:
         if more > missing:
             try:
                 self._extend(more)
+                return
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-            else:
-                return
         self._extend(missing)
 
     def _extend(self, num_bytes: int) -> None:
@@ -232,13 +223,12 @@ class Files:
         self._limit_bytes = limit_bytes
         self.segments: list[Segment] = []
         self.weights = [each.weight or 1.0 for each in known]
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close, keep=False)
             for each in known:
                 report_dead_runs(each.path)
                 self.segments.append(Segment(each, self.run))
-        except BaseException:
-            self.close(keep=False)
-            raise
+            undo.pop_all()
         self._warn_once()
 
     def allocate(self, num_bytes: int, near: int | None = None) -> Extent:
@@ -268,15 +258,11 @@ class Files:
         Raises OSError (ENOSPC) with the arithmetic of the path or the caps; then no space stays taken.
         """
         self._check_limit(num_bytes)
-        shares = self._shares(num_bytes)
-        sizes = [segment.size_bytes for segment in self.segments]
-        try:
-            for index, share in enumerate(shares):
+        with contextlib.ExitStack() as undo:
+            for index, share in enumerate(self._shares(num_bytes)):
+                undo.callback(self.segments[index].take_back, self.segments[index].size_bytes)
                 self._reserve_share(index, share, num_bytes)
-        except BaseException:
-            for segment, size in zip(self.segments, sizes, strict=True):
-                segment.take_back(size)
-            raise
+            undo.pop_all()
 
     def reweigh(self, weights: Sequence[float]) -> None:
         """Sets the paths' weights for later allocations."""

@@ -137,6 +137,14 @@ def is_of_one_host(folder: Path) -> bool:
     return file_system_of(folder) in _ONE_HOST
 
 
+def leads_to(path: Path, fd: int) -> bool:
+    """Whether a path names the file or folder that a descriptor has open; False when it names none."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
 def this_process() -> Owner:
     """Returns the owner that a lock file of this process names."""
     return Owner(os.getpid(), socket.gethostname(), _started(os.getpid()))
@@ -172,7 +180,7 @@ def _take_over(folder: Path) -> tuple[int, int]:
         old = durable.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
         try:
             _hold(old, folder)
-            if not _is_lock_of(folder, old):  # another process took it over and has ended since: try again
+            if not leads_to(folder / LOCK, old):  # another process took it over and has ended since: try again
                 continue
             owner = None  # of an empty file: there was none, or its run was killed before it wrote it
             with contextlib.ExitStack() as undo:
@@ -197,14 +205,13 @@ def _hold(fd: int, folder: Path) -> None:
     for patience in range(_MOST_LOOKS, -1, -1):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except BlockingIOError:
             if not patience:
                 raise _lives(folder) from None
             time.sleep(_LOOK_S)  # the holder may be another process in `is_live`
         except OSError as error:
             raise durable.naming(error, folder / LOCK) from None
-        else:
-            return
 
 
 def _lives(folder: Path) -> OSError:
@@ -235,25 +242,17 @@ def _check_host(folder: Path, owner: Owner) -> None:
         )
 
 
-def _is_lock_of(folder: Path, fd: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(folder / LOCK), os.fstat(fd))
-    except FileNotFoundError:
-        return False
-
-
 def _is_held(file: Path) -> bool:
     try:
         fd = durable.open_regular(file)
     except OSError:  # none, another user's, or no lock
         return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    with open(fd, "rb"):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except OSError:
+            return True
 
 
 def _started(pid: int) -> str:
@@ -439,10 +438,7 @@ def has_saved(folder: Path) -> bool:
 
 def _remove_made(folder: Path, expected: list[str]) -> None:
     """Removes every file that runs make, except the lock file. Removes and syncs manifests first."""
-    try:
-        names = [file.name for file in folder.iterdir() if _MADE.fullmatch(file.name) and file.name != LOCK]
-    except FileNotFoundError:
-        names = []
+    names = [file.name for file in folder.glob("*") if _MADE.fullmatch(file.name) and file.name != LOCK]
     for name in sorted({*names, *expected}, key=lambda name: (not _MANIFEST.fullmatch(name), name)):
         _remove_file(folder / name, syncs=_MANIFEST.fullmatch(name) is not None)
 

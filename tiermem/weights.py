@@ -10,7 +10,7 @@ import os
 import reprlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -46,18 +46,6 @@ class WeightEntry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class WeightFile(Protocol):
-    """A weight file that is being filled."""
-
-    def put(self, entry: WeightEntry, start: int, values: torch.Tensor) -> None:
-        """Writes elements [start, start + numel) of an entry from a flat CPU tensor of its dtype. Blocks; raises OSError."""
-        ...
-
-    def close(self) -> None:
-        """Closes the file without a sync."""
-        ...
-
-
 class SafetensorsFile:
     """A new safetensors file. Raises OSError when it cannot be created or the disk has no space for all of it."""
 
@@ -76,25 +64,25 @@ class SafetensorsFile:
         text += b" " * (-len(text) % 8)
         self._base = 8 + len(text)
         self._path = path
-        with contextlib.ExitStack() as opened:
-            with durable.named(path):
-                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-            opened.callback(os.close, self._fd)
-            take_room(self._fd, 0, self._base + place, path)
+        with durable.named(path), contextlib.ExitStack() as opened:
+            self._file = opened.enter_context(open(path, "wb", buffering=0))
+            take_room(self._file.fileno(), 0, self._base + place, path)
             self._write(memoryview(len(text).to_bytes(8, "little") + text), 0)
-            self._closing = opened.pop_all()
+            opened.pop_all()
 
     def put(self, entry: WeightEntry, start: int, values: torch.Tensor) -> None:
+        """Writes elements [start, start + numel) of an entry from a flat CPU tensor of its dtype. Blocks; raises OSError."""
         raw = values.contiguous().view(-1).view(torch.uint8).numpy().data
         self._write(raw, self._base + self._places[entry.names[0]] + start * entry.dtype.itemsize)
 
     def close(self) -> None:
-        self._closing.close()
+        """Closes the file without a sync."""
+        self._file.close()
 
     def _write(self, data: memoryview, offset: int) -> None:
         with durable.named(self._path):
             while data:
-                done = os.pwrite(self._fd, data, offset)
+                done = os.pwrite(self._file.fileno(), data, offset)
                 data, offset = data[done:], offset + done
 
 
@@ -117,10 +105,16 @@ class TorchFile:
             self._tensors: dict[str, torch.Tensor] = torch.load(path, mmap=True, weights_only=True)
 
     def put(self, entry: WeightEntry, start: int, values: torch.Tensor) -> None:
+        """As SafetensorsFile.put."""
         self._tensors[entry.names[0]].view(-1)[start : start + values.numel()].copy_(values)
 
     def close(self) -> None:
+        """Closes the file without a sync."""
         self._tensors.clear()
+
+
+WeightFile = SafetensorsFile | TorchFile
+"""A weight file that is being filled."""
 
 
 # ---- loading safetensors ---------------------------------------------------------------------------------------------
@@ -159,7 +153,6 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
     """
     files = find_files(Path(path))
     targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    saved = set(model.state_dict(keep_vars=True)) if not _is_resting(model) else None
     found: dict[str, Path] = {}
     for file in files:
         for stored in read_header(file):
@@ -169,13 +162,17 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
                 raise ValueError(
                     f"{file}: {stored.name} has shape {stored.shape}, the model wants {tuple(target.shape)}"
                 )
-    _check_names(model, found, targets, saved, strict)
+    _check_names(model, found, targets, strict)
     for file in files:
         with FileReader(file) as reader, torch.no_grad():
             for stored in read_header(file):
-                if stored.name in targets:
+                if (target := targets.get(stored.name)) is not None:
                     value = reader.read(stored.start, stored.num_bytes).view(stored.dtype).view(stored.shape)
-                    _put(targets[stored.name], value)
+                    owner = registry.owner_of(target) if isinstance(target, nn.Parameter) else None
+                    if owner is not None:
+                        owner.replace(target, value)
+                    else:
+                        target.data.copy_(value)
 
 
 def dtype_code(dtype: torch.dtype) -> str:
@@ -286,14 +283,13 @@ def _size(value: object) -> int:
     return value
 
 
-def _check_names(
-    model: nn.Module, found: dict[str, Path], targets: dict[str, Any], saved: set[str] | None, strict: bool
-) -> None:
+def _check_names(model: nn.Module, found: dict[str, Path], targets: dict[str, Any], strict: bool) -> None:
     tied: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(param), []).append(name)
     missing = [names[0] for names in tied.values() if not any(name in found for name in names)]
-    if saved is not None:
+    if not any(registry.owner_of(p) is not None for p in model.parameters()):  # nothing of it is sharded
+        saved = model.state_dict(keep_vars=True)
         missing += [n for n, _ in model.named_buffers() if n in saved and n not in found]
     extra = [name for name in found if name not in targets]
     if strict and (missing or extra):
@@ -301,15 +297,3 @@ def _check_names(
             f"the files do not fit the model. Missing in the files: {missing or 'none'}. Not in the model: {extra or 'none'}. "
             "strict=False loads what fits"
         )
-
-
-def _put(target: torch.Tensor, value: torch.Tensor) -> None:
-    owner = registry.owner_of(target) if isinstance(target, nn.Parameter) else None
-    if owner is not None:
-        owner.replace(target, value)
-    else:
-        target.data.copy_(value)
-
-
-def _is_resting(model: nn.Module) -> bool:
-    return any(registry.owner_of(p) is not None for p in model.parameters())

@@ -40,7 +40,8 @@ def test_a_copy_behind_rests_until_it_is_awaited(tmp_path: Path, monkeypatch: py
         pace = saver_of(shards)._copies._pace
         assert isinstance(pace, Counted)
         train(made, optimizer, 2)
-        assert saver_of(shards)._copies.is_under_way and not (out / "copy" / "tiermem.json").exists()
+        copying = saver_of(shards)._copies._thread
+        assert copying is not None and copying.is_alive() and not (out / "copy" / "tiermem.json").exists()
         assert pace.num_rests <= 1
         checkpoint.wait(shards)
         assert pace.num_rests >= 1

@@ -80,19 +80,15 @@ class Named:
     """The blocks of files that durable steps name."""
 
     def __init__(self) -> None:
-        self._steps: set[Path] = set()
-        self._by_file: dict[Path, dict[Path, list[tuple[int, int]]]] = {}  # file, then the step's manifest
+        self._steps: dict[Path, dict[Path, list[tuple[int, int]]]] = {}  # the step's manifest, then the file
 
     def add(self, step: Path, parts: Iterable[tuple[Path, Part]]) -> None:
         """Adds a step, identified by its manifest: its parts, each with the folder of the part."""
-        self._steps.add(step)
-        found: dict[Path, list[tuple[int, int]]] = {}
+        found = self._steps[step] = {}
         for place, part in parts:
             files = [real(place / name) for name in part.files]
             for piece in part.pieces:
                 found.setdefault(files[piece.file], []).append((piece.offset, piece.offset + piece.num_bytes))
-        for file, ranges in found.items():
-            self._by_file.setdefault(file, {})[step] = ranges
 
     def knows(self, step: Path) -> bool:
         """Whether a step's parts have been read and added."""
@@ -100,17 +96,16 @@ class Named:
 
     def blocks_of(self, file: Path, without: Path | None = None) -> Ranges:
         """The blocks that any step names, except the step `without`."""
-        steps = self._by_file.get(real(file), {})
-        return blocks(each for step, ranges in steps.items() if step != without for each in ranges)
+        named = (files.get(real(file), ()) for step, files in self._steps.items() if step != without)
+        return blocks(each for ranges in named for each in ranges)
 
     def by_folder(self, step: Path) -> tuple[StepSpace, ...]:
         """The space of a step in each folder."""
         found: dict[Path, list[int]] = {}
-        for file, steps in self._by_file.items():
-            if step in steps:
-                sums = found.setdefault(file.parent, [0, 0])
-                sums[0] += length(blocks(steps[step]))
-                sums[1] += length(self.blocks_of(file)) - length(self.blocks_of(file, without=step))
+        for file, ranges in self._steps.get(step, {}).items():
+            sums = found.setdefault(file.parent, [0, 0])
+            sums[0] += length(blocks(ranges))
+            sums[1] += length(self.blocks_of(file)) - length(self.blocks_of(file, without=step))
         return tuple(StepSpace(folder, *sums) for folder, sums in sorted(found.items()))
 
 
@@ -160,20 +155,17 @@ def _of_file(file: Path, named: Named, goes_on: bool, is_clear: bool) -> Space:
 
 def _data_of(file: Path) -> Iterator[tuple[int, int]]:
     """The ranges that were written; reserved blocks that were never written are holes. Raises OSError."""
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        stop, end = 0, os.fstat(fd).st_size
+    with open(file, "rb", buffering=0) as opened:
+        stop, end = 0, os.fstat(opened.fileno()).st_size
         while stop < end:
             try:
-                start = os.lseek(fd, stop, os.SEEK_DATA)
+                start = opened.seek(stop, os.SEEK_DATA)
             except OSError as error:
                 if error.errno == errno.ENXIO:  # a hole up to the end
                     return
                 raise
-            stop = os.lseek(fd, start, os.SEEK_HOLE)
+            stop = opened.seek(start, os.SEEK_HOLE)
             yield start, stop
-    finally:
-        os.close(fd)
 
 
 # ---- runs and steps of a place ---------------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ def convert_zero_checkpoint_to_state_dict(
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """The same in a float dtype: a torch.dtype, or a name such as "bf16" or "float16". Raises ValueError for other dtypes."""
-    most = None if max_shard_size is None else _bytes(max_shard_size)
+    allowed = f"max_shard_size is {max_shard_size!r}; write bytes, or for example 5GB or 500MiB"
+    most = _valid(Bytes | None, max_shard_size, allowed)
     with Source.open(Path(checkpoint_dir), tag) as source:
         weights = weights_of(source, dtype_of(dtype), exclude_frozen_parameters)
         export_weights(weights, Path(output_dir), most, safe_serialization)
@@ -98,10 +99,6 @@ def load_state_dict_from_zero_checkpoint(
 def dtype_of(given: torch.dtype | str) -> torch.dtype:
     """The dtype of a name. Raises ValueError that lists the allowed names."""
     return kinds.dtype_of(_valid(DtypeName, given, f"the dtype is {given!r}; allowed are fp32, bf16 and fp16"))
-
-
-def _bytes(size: str | int) -> int:
-    return int(_valid(Bytes, size, f"max_shard_size is {size!r}; write bytes, or for example 5GB or 500MiB"))
 
 
 def _valid(kind: Any, value: Any, otherwise: str) -> Any:

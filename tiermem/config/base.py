@@ -41,16 +41,12 @@ class ConfigError(ValueError):
     def __init__(self, problems: Sequence[Problem], source: str = "the config") -> None:
         self.problems = tuple(problems)
         self.source = source
-        super().__init__(self._text())
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        several = f"{len(problems)} problems in {source}:{lines}"
+        super().__init__(f"{source}: {problems[0]}" if len(problems) == 1 else several)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems, self.source), self.__dict__
-
-    def _text(self) -> str:
-        if len(self.problems) == 1:
-            return f"{self.source}: {self.problems[0]}"
-        lines = "".join(f"\n  {problem}" for problem in self.problems)
-        return f"{len(self.problems)} problems in {self.source}:{lines}"
 
 
 def problems_of(error: pydantic.ValidationError, root: type[pydantic.BaseModel]) -> Iterator[Problem]:
@@ -103,15 +99,11 @@ def _unknown_key(path: str, parts: Sequence[str], root: type[pydantic.BaseModel]
 def _nearest(key: str, prefix: str, known: Sequence[str]) -> str | None:
     """A sibling that is spelled alike; else the same name, or one like it, elsewhere in the config."""
     siblings = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == prefix}
-    close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
-    if close:
-        return siblings[close[0]]
     anywhere = {p.rpartition(".")[2]: p for p in reversed(known)}
-    close = difflib.get_close_matches(key, anywhere, n=1, cutoff=0.75)
-    if close:
-        return anywhere[close[0]]
-    close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.5)
-    return siblings[close[0]] if close else None
+    for paths, cutoff in ((siblings, 0.7), (anywhere, 0.75), (siblings, 0.5)):
+        if close := difflib.get_close_matches(key, paths, n=1, cutoff=cutoff):
+            return paths[close[0]]
+    return None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -172,10 +172,9 @@ def report_of(config: ConfigModel, auto_keys: frozenset[str], uses_nvme: bool) -
 
 def shared_by_ranks(config: ConfigModel) -> dict[str, Any]:
     """Keys that have to be the same on every rank, with their values: all but those about folders, queues and printing."""
-    leaves = {key: value for _, _, key, value in _leaves(config, "")}
     return {
         key: value
-        for key, value in leaves.items()
+        for _, _, key, value in _leaves(config, "")
         if key.rpartition(".")[2] not in _OF_A_RANK and key.partition(".")[0] not in _OF_A_RANK_AT_TOP
     }
 

@@ -6,9 +6,10 @@ This module opens manifests, parts, pointers and `latest`. It never opens the fi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,11 +62,6 @@ def cover(manifest: Manifest, parts: Sequence[Part], source: str) -> States:
     return found
 
 
-def total_bytes(pieces: Iterable[tuple[int, Piece]]) -> int:
-    """Bytes of a state, from its pieces."""
-    return sum(piece.num_bytes for _, piece in pieces)
-
-
 def _check_parts(manifest: Manifest, parts: Sequence[Part], source: str) -> None:
     for due, part in zip(manifest.parts, parts, strict=True):
         if (part.run_id, part.commit, part.rank) != (manifest.run_id, manifest.commit, due.rank):
@@ -76,17 +72,12 @@ def _check_parts(manifest: Manifest, parts: Sequence[Part], source: str) -> None
 
 
 def _check_files(part: Part, source: str) -> None:
-    end = 0
-    last = -1
-    for piece in sorted(part.pieces, key=lambda each: (each.file, each.offset)):
-        if piece.file != last:
-            last, end = piece.file, 0
-        if piece.offset < end:
+    for before, piece in itertools.pairwise(sorted(part.pieces, key=lambda each: (each.file, each.offset))):
+        if piece.file == before.file and piece.offset < before.offset + before.num_bytes:
             raise ManifestError(
                 f"{source}: part {part.rank}: {piece.state} of {piece.param[:80]!r} overlaps another piece at byte "
                 f"{piece.offset} of {part.files[piece.file]}"
             )
-        end = piece.offset + piece.num_bytes
 
 
 def _check_state(parameter: Parameter, state: str, pieces: Sequence[tuple[int, Piece]], source: str) -> None:
@@ -116,20 +107,15 @@ def _check_due(manifest: Manifest, found: States, source: str) -> None:
     for (param, state), pieces in found.items():
         if pieces[0][1].kind in kinds.SCALED and (param, kinds.scales_of(state)) not in found:
             raise ManifestError(f"{source}: {state} of {param[:80]!r} is in 8 bits and has no scales")
-        _check_sums(
-            manifest.checksums.get(param, {}).get(state), total_bytes(pieces), f"{state} of {param[:80]!r}", source
-        )
+        num_bytes, sums = sum(piece.num_bytes for _, piece in pieces), manifest.checksums.get(param, {}).get(state)
+        due = -(-num_bytes // CHECKSUM_BYTES)
+        if sums is None or len(sums) != due:
+            has, what = "no" if sums is None else len(sums), f"{state} of {param[:80]!r}"
+            raise ManifestError(f"{source}: checksums: {what} has {has} checksums; {due} are due for {num_bytes} bytes")
     for param, states in manifest.checksums.items():
         for state in states:
             if (param, state) not in found:
                 raise ManifestError(f"{source}: checksums: {param[:80]!r} has no {state[:80]!r}")
-
-
-def _check_sums(sums: Sequence[int] | None, num_bytes: int, what: str, source: str) -> None:
-    due = -(-num_bytes // CHECKSUM_BYTES)
-    if sums is None or len(sums) != due:
-        has = "no" if sums is None else len(sums)
-        raise ManifestError(f"{source}: checksums: {what} has {has} checksums; {due} are due for {num_bytes} bytes")
 
 
 # ---- the paths of a checkpoint's files -------------------------------------------------------------------------------

@@ -45,9 +45,13 @@ class Weight:
         return (self.parameter.name, *self.parameter.aliases)
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first element, flat values), in order. Each blocks; raises DamagedState, OSError."""
-        for start in range(0, self.parameter.numel, CHUNK_NUMEL):
-            yield start, self.read(start, min(CHUNK_NUMEL, self.parameter.numel - start))
+        """(first element, flat values), in order. Values are valid until the next. Blocks; raises DamagedState, OSError."""
+        # One buffer: a new tensor for each piece leaves holes in malloc's heap, into which the next one does not fit.
+        numel = self.parameter.numel
+        values = torch.empty(min(CHUNK_NUMEL, numel), dtype=self.dtype)
+        for start in range(0, numel, CHUNK_NUMEL):
+            self.source.weight_into(self.parameter.name, start, values[: numel - start])
+            yield start, values[: numel - start]
 
     def read(self, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel), flat. Blocks; raises DamagedState, OSError."""
@@ -123,7 +127,7 @@ def export_weights(
     shards = deal(weights, max_shard_bytes, is_safetensors)
     texts = {} if config is None else {"config.json": config}
     if len(shards) > 1:
-        texts[_index_name(is_safetensors)] = _index(shards)
+        texts[f"{'model.safetensors' if is_safetensors else 'pytorch_model.bin'}.index.json"] = _index(shards)
     names = [*(shard.name for shard in shards), *texts]
     there = [name for name in names if (out / name).exists()]
     if there:
@@ -135,7 +139,8 @@ def export_weights(
         for shard in shards:
             _write_shard(out, shard, is_safetensors, progress or (lambda _: None))
         for name, text in texts.items():
-            _write_text(_partial(out, name), text)
+            with durable.named(_partial(out, name)), open(_partial(out, name), "wb", buffering=0) as file:
+                durable.write_all(file.fileno(), text.encode(), _partial(out, name))
         for name in names:
             with open(_partial(out, name), "rb") as file:
                 durable.sync(file.fileno(), _partial(out, name))
@@ -166,23 +171,16 @@ def deal(weights: Sequence[Weight], max_shard_bytes: int | None, is_safetensors:
 
 def _write_shard(out: Path, shard: Shard, is_safetensors: bool, progress: Progress) -> None:
     kind = SafetensorsFile if is_safetensors else TorchFile
-    file = kind(_partial(out, shard.name), [_entry(weight) for weight in shard.weights])
-    try:
-        for weight in shard.weights:
-            entry = _entry(weight)
+    entries = [_entry(weight) for weight in shard.weights]
+    with contextlib.closing(kind(_partial(out, shard.name), entries)) as file:
+        for weight, entry in zip(shard.weights, entries, strict=True):
             for start, values in weight.pieces():
                 file.put(entry, start, values)
                 progress(values.nbytes)
-    finally:
-        file.close()
 
 
 def _entry(weight: Weight) -> WeightEntry:
     return WeightEntry(weight.names, weight.parameter.shape, weight.dtype)
-
-
-def _index_name(is_safetensors: bool) -> str:
-    return "model.safetensors.index.json" if is_safetensors else "pytorch_model.bin.index.json"
 
 
 def _index(shards: Sequence[Shard]) -> str:
@@ -197,11 +195,6 @@ def _index(shards: Sequence[Shard]) -> str:
     }
     total = {"total_size": sum(shard.num_bytes for shard in shards)}
     return json.dumps({"metadata": total, "weight_map": place}, indent=2, sort_keys=True) + "\n"
-
-
-def _write_text(path: Path, text: str) -> None:
-    with durable.named(path), open(path, "wb", buffering=0) as file:
-        durable.write_all(file.fileno(), text.encode(), path)
 
 
 def _remove_file(path: Path) -> None:
@@ -240,7 +233,7 @@ def export_dcp(source: Source, out: Path, dtype: torch.dtype | None = None, prog
     with contextlib.ExitStack() as undoing:
         with new_folder(out, undoing) as new:
             # torch's own error says less
-            check_room(new, planner.num_bytes + MOST_AROUND_BYTES * (planner.num_tensors + 1))
+            check_room(new, planner.num_bytes + MOST_AROUND_BYTES * (len(planner.reads) + 1))
             _save(state, new, planner)
         undoing.pop_all()
     return planner.num_bytes
@@ -267,33 +260,28 @@ class _Planner(DefaultSavePlanner):
         super().__init__()
         self.num_bytes = 0
         self._progress = progress
-        self._reads: dict[int, tuple[torch.Tensor, Read]] = {}  # by the id of the tensor, which is kept alive
-
-    @property
-    def num_tensors(self) -> int:
-        """Tensors made so far."""
-        return len(self._reads)
+        self.reads: dict[int, tuple[torch.Tensor, Read]] = {}  # by the id of the tensor, which is kept alive
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> torch.Tensor:
         """A tensor on the meta device. When it is written, `read` returns its values."""
         empty = torch.empty(shape, dtype=dtype, device="meta")
-        self._reads[id(empty)] = empty, read
+        self.reads[id(empty)] = empty, read
         self.num_bytes += empty.nbytes
         return empty
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        if id(object) in self._reads:
-            object = self._reads[id(object)][1]()
+        if id(object) in self.reads:
+            object = self.reads[id(object)][1]()
             self._progress(object.nbytes)
         return super().transform_object(write_item, object)
 
 
 def _model(source: Source, planner: _Planner, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    found = {}
-    for weight in weights_of(source, dtype):
-        for name in weight.names:
-            found[name] = planner.tensor(weight.parameter.shape, weight.dtype, weight.whole)
-    return found
+    return {
+        name: planner.tensor(weight.parameter.shape, weight.dtype, weight.whole)
+        for weight in weights_of(source, dtype)
+        for name in weight.names
+    }
 
 
 def _optimizer(source: Source, planner: _Planner) -> dict[str, dict[str, torch.Tensor]]:

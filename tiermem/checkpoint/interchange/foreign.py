@@ -211,15 +211,9 @@ def torch_groups(source: Source) -> list[dict[str, Any]]:
 
 def _defaults(name: str) -> Mapping[str, Any]:
     """The default settings of torch's optimizer of a name; empty if this module knows none of that name."""
-    made = {
-        "AdamW": torch.optim.AdamW,
-        "Adam": torch.optim.Adam,
-        "Adagrad": torch.optim.Adagrad,
-        "SGD": torch.optim.SGD,
-    }
-    if name not in made:
+    if name not in ("AdamW", "Adam", "Adagrad", "SGD"):
         return {}
-    group = made[name]([torch.zeros(1)], lr=1e-3).param_groups[0]
+    group = getattr(torch.optim, name)([torch.zeros(1)], lr=1e-3).param_groups[0]
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 

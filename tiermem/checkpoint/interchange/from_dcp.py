@@ -57,14 +57,27 @@ _MAX_CHUNKS = 1 << 20
 Path_ = tuple[Any, ...]
 
 
-class Chunk(NamedTuple):
-    """A box of a tensor, and its byte range in a file."""
+class Plain(NamedTuple):
+    """A stored value that is not a tensor, or a chunk of one: its byte range in a file. It is read later."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    key: str
     file: Path
     offset: int
     length: int
+
+    def load(self) -> Any:
+        """The value. Blocks. Raises OSError, and ValueError unless it consists of plain values and tensors."""
+        with open(durable.open_regular(self.file, follows=True), "rb") as opened:
+            opened.seek(self.offset)
+            return load_torch_bytes(opened.read(self.length), f"{self.file}: {self.key}")
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor, and its place."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: Plain
 
 
 class Tensor(NamedTuple):
@@ -87,29 +100,16 @@ class Tensor(NamedTuple):
         for chunk in self.chunks:
             box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
             if is_there[box].any():
-                raise ValueError(f"{chunk.file}: chunks of {self.key} overlap")
+                raise ValueError(f"{chunk.place.file}: chunks of {self.key} overlap")
             whole[box], is_there[box] = self._load(chunk), True
         yield whole.view(-1)
 
     def _load(self, chunk: Chunk) -> torch.Tensor:
-        what = f"{chunk.file}: {self.key}"
-        value = load_torch_bytes(_bytes_of(chunk.file, chunk.offset, chunk.length), what)
+        value = chunk.place.load()
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != chunk.sizes or value.dtype != self.dtype:
-            raise ValueError(f"{what} is not the {chunk.sizes} of {self.dtype} that {METADATA} says")
+            said = f"the {chunk.sizes} of {self.dtype} that {METADATA} says"
+            raise ValueError(f"{chunk.place.file}: {self.key} is not {said}")
         return value.detach()
-
-
-class Plain(NamedTuple):
-    """A stored value that is not a tensor; it is read later."""
-
-    key: str
-    file: Path
-    offset: int
-    length: int
-
-    def load(self) -> Any:
-        """The value. Blocks. Raises OSError, and ValueError unless it consists of plain values and tensors."""
-        return load_torch_bytes(_bytes_of(self.file, self.offset, self.length), f"{self.file}: {self.key}")
 
 
 Stored = dict[Path_, Tensor | Plain]
@@ -148,7 +148,7 @@ class _Metadata:
             if not path or not all(isinstance(each, str | int) for each in path):
                 raise TypeError(f"{key} has a path of {path!r:.80}")
             is_tensor = hasattr(what, "chunks")
-            stored[path] = self._tensor(key, what) if is_tensor else Plain(key, *self._place(key, None))
+            stored[path] = self._tensor(key, what) if is_tensor else self._place(key, None)
         return stored
 
     def _index(self, index: Any) -> tuple[str, tuple[int, ...] | None]:
@@ -160,12 +160,12 @@ class _Metadata:
         chunks = []
         for chunk in what.chunks:
             offsets, sizes = _size(chunk.offsets), _size(chunk.sizes)
-            place = self._place(key, offsets) if math.prod(sizes) else (self._file, 0, 0)
-            chunks.append(Chunk(offsets, sizes, *place))
-        chunks = sorted(chunk for chunk in chunks if math.prod(chunk.sizes))
-        for chunk in chunks:
-            if math.prod(chunk.sizes) * dtype.itemsize > chunk.length:
-                raise ValueError(f"{self._file}: {key}: {chunk.sizes} of {dtype} do not lie in {chunk.length} bytes")
+            if math.prod(sizes):
+                place = self._place(key, offsets)
+                if math.prod(sizes) * dtype.itemsize > place.length:
+                    raise ValueError(f"{self._file}: {key}: {sizes} of {dtype} do not lie in {place.length} bytes")
+                chunks.append(Chunk(offsets, sizes, place))
+        chunks.sort()
         self._check_boxes(key, shape, chunks)
         return Tensor(key, dtype, shape, tuple(chunks))
 
@@ -186,7 +186,7 @@ class _Metadata:
         ):
             raise ValueError(f"{self._file}: chunks of {key} overlap")
 
-    def _place(self, key: str, offset: tuple[int, ...] | None) -> tuple[Path, int, int]:
+    def _place(self, key: str, offset: tuple[int, ...] | None) -> Plain:
         info = self._places.get((key, offset))
         if info is None:
             raise ValueError(f"{self._file}: says of {key} {offset or ''} not where it lies")
@@ -200,7 +200,7 @@ class _Metadata:
             self._sizes[file] = file.stat().st_size
         if type(start) is not int or type(length) is not int or not 0 <= start <= start + length <= self._sizes[file]:
             raise ValueError(f"{file} has {self._sizes[file]} bytes; {key} takes {length} from {start} on: it was cut")
-        return file, start, length
+        return Plain(key, file, start, length)
 
 
 def _size(value: Any) -> tuple[int, ...]:
@@ -208,12 +208,6 @@ def _size(value: Any) -> tuple[int, ...]:
     if not all(type(n) is int and n >= 0 for n in size):
         raise TypeError(f"a size of {size}")
     return size
-
-
-def _bytes_of(file: Path, offset: int, length: int) -> bytes:
-    with open(durable.open_regular(file, follows=True), "rb") as opened:
-        opened.seek(offset)
-        return opened.read(length)
 
 
 # ---- the pickle, without its code ------------------------------------------------------------------------------------

@@ -73,20 +73,12 @@ def load_torch(path: Path, foreign: Sequence[str] = ()) -> Any:
     os.close(durable.open_regular(path, follows=True))
     size = os.stat(path).st_size
     is_zip = _check_structure(path, size)
-    with _bounded(size, str(path)):
-        found = _load(path, str(path), foreign, is_zip)
-    for tensor in tensors_in(found):
-        _check_tensor(path, tensor)
-    return found
+    return _load(path, size, str(path), foreign, is_zip)
 
 
 def load_torch_bytes(data: bytes, what: str) -> Any:
     """The same for bytes in memory; `what` names them in errors. Tensors are not mapped."""
-    with _bounded(len(data), what):
-        found = _load(io.BytesIO(data), what, (), False)
-    for tensor in tensors_in(found):
-        _check_tensor(what, tensor)
-    return found
+    return _load(io.BytesIO(data), len(data), what, (), False)
 
 
 def tensors_in(found: Any) -> Iterator[torch.Tensor]:
@@ -99,14 +91,19 @@ def tensors_in(found: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, dict | list | tuple | Attributes) and id(value) not in seen:
             seen.add(id(value))
-            left += (
-                value
-                if isinstance(value, list | tuple)
-                else (value if isinstance(value, dict) else vars(value)).values()
-            )
+            value = vars(value) if isinstance(value, Attributes) else value
+            left += value.values() if isinstance(value, dict) else value
 
 
-def _load(file: Path | io.BytesIO, what: str, foreign: Sequence[str], is_mapped: bool) -> Any:
+def _load(file: Path | io.BytesIO, size: int, what: str, foreign: Sequence[str], is_mapped: bool) -> Any:
+    with _bounded(size, what):
+        found = _unpickled(file, what, foreign, is_mapped)
+    for tensor in tensors_in(found):
+        _check_tensor(what, tensor)
+    return found
+
+
+def _unpickled(file: Path | io.BytesIO, what: str, foreign: Sequence[str], is_mapped: bool) -> Any:
     names = [*foreign, _MEMBER] if foreign else []
     stand_ins = [(type(name.rpartition(".")[2], (Attributes,), {}), name) for name in names]
     try:
@@ -167,7 +164,7 @@ def _check_structure(path: Path, size: int) -> bool:
     return True
 
 
-def _check_tensor(what: object, tensor: torch.Tensor) -> None:
+def _check_tensor(what: str, tensor: torch.Tensor) -> None:
     """Raises ValueError for a tensor that is not dense, or has more elements than its storage (a stride of 0)."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise ValueError(f"{what}: a tensor is {tensor.layout} and {tensor.dtype}; only dense ones are read")
@@ -303,10 +300,8 @@ def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
 
 
 def _optimizer_in(rest: Mapping[str, Any]) -> State | None:
-    for key in OPTIMIZER_KEYS:
-        if rest.get(key) is not None:
-            return _checked(rest[key], key)
-    return None
+    key = next((key for key in OPTIMIZER_KEYS if rest.get(key) is not None), None)
+    return None if key is None else _checked(rest[key], key)
 
 
 def _optimizer_file(file: Path) -> State:

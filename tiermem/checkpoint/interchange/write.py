@@ -53,7 +53,13 @@ def read_foreign(path: Path, tag: str | None = None, optimizer: Path | None = No
     if optimizer is not None and (is_dcp(path) or is_deepspeed(path)):
         raise ValueError(f"{path} has optimizer states of its own; --optimizer goes with a file of weights")
     try:
-        return _read(path, tag, optimizer)
+        if is_dcp(path):
+            return read_dcp(path)
+        if path.is_dir() and is_deepspeed(path if tag is None else path / tag):
+            return read_deepspeed(path, tag)
+        if tag is not None:
+            raise ValueError(f"{path}: no DeepSpeed checkpoint with a tag {tag!r}")
+        return read_torch(path, optimizer)
     except _OF_OTHER_TYPES as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
@@ -63,16 +69,6 @@ def read_foreign(path: Path, tag: str | None = None, optimizer: Path | None = No
 
 _OF_OTHER_TYPES = (AttributeError, KeyError, IndexError, TypeError, OverflowError, RuntimeError)
 """Errors in a reader when a value has another type than expected: a tensor or a list in place of a name or a number."""
-
-
-def _read(path: Path, tag: str | None, optimizer: Path | None) -> Foreign:
-    if is_dcp(path):
-        return read_dcp(path)
-    if path.is_dir() and is_deepspeed(path if tag is None else path / tag):
-        return read_deepspeed(path, tag)
-    if tag is not None:
-        raise ValueError(f"{path}: no DeepSpeed checkpoint with a tag {tag!r}")
-    return read_torch(path, optimizer)
 
 
 def _is_ours(path: Path, tag: str | None) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from tiermem.checkpoint.together import everywhere
 from tiermem.optim.tile import Tile
 from tiermem.optim.tile_step import Places
 from tiermem.optim.tiles import tiles_of
-from tiermem.swap.arena import PAGE_BYTES, Slot
+from tiermem.swap.arena import PAGE_BYTES
 from tiermem.swap.native import Workers, narrow_part
 from tiermem.swap.parts import Moment, Quantised
 from tiermem.zero.shards import Shards
@@ -200,10 +200,8 @@ class Filling:
         master, weight = places.master, places.weight
         is_of_master = self._is_weight_of_master(name, master is not None and master.dtype == torch.int16)
         if not is_of_master:
-            if self._source.kind(name, WEIGHT) == kinds.name_of(weight.dtype):
-                self._source.read_into(name, WEIGHT, places.first, weight)
-            else:
-                weight.copy_(self.weight(name, places.first, places.numel, weight.dtype))
+            self._note(WEIGHT, self._source.kind(name, WEIGHT), kinds.name_of(weight.dtype))
+            self._source.weight_into(name, places.first, weight)
         if master is None:
             return
         if self._wants.masters:
@@ -246,11 +244,6 @@ class Filling:
             self.conversions.add((state, saved or "the weight", kept))
 
 
-def shown_conversions(conversions: Collection[tuple[str, str, str]]) -> str:
-    """Conversions as one line of text."""
-    return ", ".join(f"{state} {saved} -> {kept}" for state, saved, kept in sorted(conversions))
-
-
 # ---- putting a step in place -----------------------------------------------------------------------------------------
 
 _LENT_OF = 4  # of each 4 tile buffers, 1 is lent to the source for prefetching
@@ -267,7 +260,8 @@ def restore(shards: Shards, source: Source, fitted: Fitted, wants: Wants) -> Non
         everywhere(shards.topology, "restoring its part", lambda: _put(shards, source, fitted, wants, filling))
         _show(shards, source, fitted, wants, filling)
     if filling.conversions and shards.topology.rank == 0:
-        logger.info("restored in other formats than were saved: %s", shown_conversions(filling.conversions))
+        shown = ", ".join(f"{state} {saved} -> {kept}" for state, saved, kept in sorted(filling.conversions))
+        logger.info("restored in other formats than were saved: %s", shown)
 
 
 def _put(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: Filling) -> None:
@@ -293,19 +287,16 @@ def _put(shards: Shards, source: Source, fitted: Fitted, wants: Wants, filling: 
 @contextlib.contextmanager
 def _reading_ahead(shards: Shards, source: Source) -> Iterator[None]:
     """Lends some of the tile buffers to the source for prefetching, if they are large enough. Allocates no memory."""
-    pool, slots = shards.tile_pool, list[Slot]()
-    try:
-        for _ in range(pool.count // _LENT_OF if pool is not None and pool.slot_bytes >= LEAST_AREA_BYTES else 0):
-            assert pool is not None
-            slot = pool.take()
-            assert slot is not None  # no tile is in the buffers now
-            slots.append(slot)
-        with source.lent([slot.tensor[: slot.num_bytes // PAGE_BYTES * PAGE_BYTES] for slot in slots]):
+    pool, areas = shards.tile_pool, []
+    with contextlib.ExitStack() as returning:
+        if pool is not None and pool.slot_bytes >= LEAST_AREA_BYTES:
+            for _ in range(pool.count // _LENT_OF):
+                slot = pool.take()
+                assert slot is not None  # no tile is in the buffers now
+                returning.callback(pool.give_back, slot)
+                areas.append(slot.tensor[: slot.num_bytes // PAGE_BYTES * PAGE_BYTES])
+        with source.lent(areas):
             yield
-    finally:
-        for slot in slots:
-            assert pool is not None
-            pool.give_back(slot)
 
 
 def _in_order(

@@ -17,7 +17,6 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -125,9 +124,7 @@ class Source:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -221,12 +218,19 @@ class Source:
 
         The master is rounded to nearest. Blocks; raises as `read`.
         """
+        out = torch.empty(numel, dtype=dtype)
+        self.weight_into(param, start, out)
+        return out
+
+    def weight_into(self, param: str, start: int, out: torch.Tensor) -> None:
+        """`weight` into a flat contiguous CPU tensor, in its dtype. Blocks; raises as `read`."""
         stored = self.kind(param, WEIGHT)
-        if stored == kinds.name_of(dtype):
-            return self.read(param, WEIGHT, start, numel)
-        if stored == "float64":  # fp32 would lose bits of it
-            return self.read(param, WEIGHT, start, numel).to(dtype)
-        return self.fp32(param, MASTER, start, numel).to(dtype)
+        if stored == kinds.name_of(out.dtype):
+            self.read_into(param, WEIGHT, start, out)
+        elif stored == "float64":  # fp32 would lose bits of it
+            out.copy_(self.read(param, WEIGHT, start, out.numel()))
+        else:
+            out.copy_(self.fp32(param, MASTER, start, out.numel()))
 
     def verify(self, param: str, state: str) -> Iterator[int]:
         """Compares every block of a state with its checksum; yields the bytes of each chunk. Raises DamagedState, OSError."""
@@ -247,13 +251,12 @@ class Source:
         sizes: dict[Path, int] = {}
         for stream in self._streams.values():
             for path, end in stream.ends().items():
-                size = sizes.get(path)
-                if size is None:
-                    size = sizes[path] = _size_of(path)
-                if end > size:
+                if path not in sizes:
+                    sizes[path] = _size_of(path)
+                if end > sizes[path]:
                     raise ManifestError(
-                        f"{path}: has {size} bytes and {stream.state} of {stream.param} ends at byte {end}: it was cut, or "
-                        "is another's"
+                        f"{path}: has {sizes[path]} bytes and {stream.state} of {stream.param} ends at byte {end}: it was cut, "
+                        "or is another's"
                     )
 
     def _bytes_of(self, told: Elements) -> Iterator[Span]:
@@ -313,7 +316,7 @@ class Source:
 
     def _damage(self, stream: Stream, begin: int, stop: int, saved: int, seen: int) -> DamagedState:
         start, behind = stream.elements_of(begin, stop)
-        places, step, what = list(stream.ranges(begin, stop)), self.manifest.step, advice(self._others)
+        places, step, what = stream.ranges(begin, stop), self.manifest.step, advice(self._others)
         return DamagedState(places, stream.param, stream.state, start, behind, step, saved, seen, what)
 
     def _threads(self) -> Workers:
@@ -324,11 +327,8 @@ class Source:
 
 def _size_of(file: Path) -> int:
     """The size of a regular file in bytes. Raises OSError that names the file."""
-    fd = durable.open_regular(file)
-    try:
-        return os.fstat(fd).st_size
-    finally:
-        os.close(fd)
+    with open(durable.open_regular(file), "rb") as opened:
+        return os.fstat(opened.fileno()).st_size
 
 
 def advice(others: Sequence[Found]) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import bisect
 import collections
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from tiermem.checkpoint.format.kinds import BLOCK, OF_SCALES, SCALED, bytes_of
+from tiermem.checkpoint.format.kinds import BLOCK, OF_SCALES, SCALED, bytes_of, grain_of
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, Piece
 from tiermem.checkpoint.saving.pieces import run_of
 from tiermem.swap.arena import Arena
@@ -113,18 +114,21 @@ class Stream:
             yield Span(self, piece.start + first, last - first, self._bytes[number] + begin, end - begin)
             start, number = piece.start + last, number + 1
 
-    def ranges(self, first_byte: int, last_byte: int) -> Iterator[FileRange]:
+    def ranges(self, first_byte: int, last_byte: int) -> list[FileRange]:
         """The file ranges of bytes [first_byte, last_byte) of the stream, in order; adjacent ranges are joined."""
-        due: FileRange | None = None
-        for each in self._ranges(first_byte, last_byte):
-            if due is not None and due.path == each.path and due.offset + due.num_bytes == each.offset:
-                due = due._replace(num_bytes=due.num_bytes + each.num_bytes)
-                continue
-            if due is not None:
-                yield due
-            due = each
-        if due is not None:
-            yield due
+        found: list[FileRange] = []
+        number = bisect.bisect_right(self._bytes, first_byte) - 1
+        while first_byte < last_byte:
+            path, piece = self._pieces[number]
+            stop = min(last_byte, self._bytes[number + 1])
+            offset, num_bytes = piece.offset + first_byte - self._bytes[number], stop - first_byte
+            before = found[-1] if found else None
+            if before is not None and (before.path, before.offset + before.num_bytes) == (path, offset):
+                found[-1] = before._replace(num_bytes=before.num_bytes + num_bytes)
+            else:
+                found.append(FileRange(path, offset, num_bytes))
+            first_byte, number = stop, number + 1
+        return found
 
     def elements_of(self, first_byte: int, last_byte: int) -> tuple[int, int]:
         """(start, stop) of the elements that bytes [first_byte, last_byte) of the stream hold."""
@@ -139,21 +143,11 @@ class Stream:
             found[path] = max(found.get(path, 0), piece.offset + piece.num_bytes)
         return found
 
-    def _ranges(self, first_byte: int, last_byte: int) -> Iterator[FileRange]:
-        number = bisect.bisect_right(self._bytes, first_byte) - 1
-        while first_byte < last_byte:
-            path, piece = self._pieces[number]
-            skipped, stop = first_byte - self._bytes[number], min(last_byte, self._bytes[number + 1])
-            yield FileRange(path, piece.offset + skipped, stop - first_byte)
-            first_byte, number = stop, number + 1
-
     def _element(self, number: int, byte: int, is_end: bool = False) -> int:
         piece, inside = self._pieces[number][1], byte - self._bytes[number]
-        if self.kind in OF_SCALES:
-            each = inside // bytes_of(self.kind, 1) * BLOCK
-        else:
-            each = -(-inside // bytes_of(self.kind, 1)) if is_end else inside // bytes_of(self.kind, 1)
-        return piece.start + min(each, piece.numel)
+        num_bytes, numel = grain_of(self.kind)
+        grains = -(-inside // num_bytes) if is_end else inside // num_bytes
+        return piece.start + min(grains * numel, piece.numel)
 
 
 # ---- verified reads --------------------------------------------------------------------------------------------------
@@ -198,7 +192,7 @@ class Verified:
         self._edges: collections.OrderedDict[tuple[Stream, int], torch.Tensor] = collections.OrderedDict()
         """The blocks of which a part is unread, by (stream, block), oldest first."""
         self._ahead: ReadAhead | None = None
-        self._arena: Arena | None = None  # own memory, if none is lent
+        self._closing = contextlib.ExitStack()  # the reads, then own memory, if none is lent
 
     def follow(self, told: Iterator[Span]) -> None:
         """Announces the next reads, in order. As many are started as the memory holds. Raises OSError."""
@@ -247,12 +241,10 @@ class Verified:
     def lent(self, areas: Sequence[torch.Tensor]) -> Iterator[None]:
         """Within the block, reads into the caller's memory: page-aligned areas of at least LEAST_AREA_BYTES each."""
         self.close()
-        if areas:
-            self._ahead = ReadAhead(areas)
-        try:
+        with contextlib.closing(self):
+            if areas:
+                self._read_through(areas)
             yield
-        finally:
-            self.close()
 
     def close(self) -> None:
         """Ends all reads and releases memory and files. A later read allocates new ones. Calling it twice does nothing."""
@@ -261,14 +253,8 @@ class Verified:
         self._coming.clear()
         self._known.clear()
         self._edges.clear()
-        ahead, self._ahead = self._ahead, None
-        arena, self._arena = self._arena, None
-        try:
-            if ahead is not None:
-                ahead.close()
-        finally:
-            if arena is not None:
-                arena.close()
+        closing, self._closing, self._ahead = self._closing, contextlib.ExitStack(), None
+        closing.close()
 
     # ---- chunks --------------------------------------------------------------------------------------------------------
 
@@ -309,12 +295,10 @@ class Verified:
             reading = self._start_now(chunk)
         try:
             parts = reading.wait() if reading is not None else self._one_by_one(chunk)
-            pieces, begin = [], chunk.first * CHECKSUM_BYTES
-            for data in parts:
-                pieces.append((begin, data))
-                begin += data.numel()
             self._compare(chunk, parts)
-            yield pieces
+            sizes = (data.numel() for data in parts)
+            begins = itertools.accumulate(sizes, initial=chunk.first * CHECKSUM_BYTES)
+            yield list(zip(begins, parts, strict=False))  # the last one is the end
         finally:
             if reading is not None:
                 reading.release()
@@ -368,8 +352,14 @@ class Verified:
 
     def _reader(self) -> ReadAhead:
         if self._ahead is None:
-            self._arena = Arena(_OWN_BYTES)
-            self._ahead = ReadAhead([self._arena.take(_OWN_BYTES, "what a checkpoint is read through").tensor])
+            arena = Arena(_OWN_BYTES)
+            self._closing.callback(arena.close)
+            return self._read_through([arena.take(_OWN_BYTES, "what a checkpoint is read through").tensor])
+        return self._ahead
+
+    def _read_through(self, areas: Sequence[torch.Tensor]) -> ReadAhead:
+        self._ahead = ReadAhead(areas)
+        self._closing.callback(self._ahead.close)
         return self._ahead
 
 
@@ -385,4 +375,4 @@ class _Chunk(NamedTuple):
 
     def ranges(self) -> list[FileRange]:
         end = min(self.last * CHECKSUM_BYTES, self.stream.num_bytes)
-        return list(self.stream.ranges(self.first * CHECKSUM_BYTES, end))
+        return self.stream.ranges(self.first * CHECKSUM_BYTES, end)

@@ -117,13 +117,8 @@ def _what_decides(shards: Shards, names: Sequence[str]) -> tuple[object, ...]:
     if tiles is None:
         return tuple(names), units
     moments = tuple(tiles.names(shard) for live, shard in shards.parameters() if live.unit.is_trainable)
-    return (
-        tuple(names),
-        units,
-        tiles,
-        sum(tile.is_started for tile in tiles.tiles),
-        moments,
-    )  # a tile never changes its tier
+    num_started = sum(tile.is_started for tile in tiles.tiles)  # a tile never changes its tier
+    return tuple(names), units, tiles, num_started, moments
 
 
 def stretches(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterator[Stretch]:
@@ -245,6 +240,3 @@ def _ordinary_kind(key: str, value: torch.Tensor, state: Sequence[str] | dict[st
     if f"{key}_scales" in state:
         return key, kinds.CODES
     return key, kinds.SPLIT if value.dtype == torch.int16 else kinds.name_of(value.dtype)
-
-
-__all__ = ["Captures", "buffers", "names_of", "own", "parameters", "stretches"]

@@ -127,13 +127,11 @@ class Commits:
             with a warning that names it.
     steps   durability="step" makes a commit without a tag after every optimizer step. The next such commit drops it, and so
             does a tag from which a run can continue (`Content.is_whole`).
-
-    run_id: the same on every rank.
     """
 
-    def __init__(self, shards: Shards, run_id: str) -> None:
+    def __init__(self, shards: Shards) -> None:
         self._shards = shards
-        self.run_id = run_id
+        self.run_id = shards.store.run.run_id  # the same on every rank
         self.number = 0  # of the last attempt
         self.steps: list[Kept] = []  # all durable steps, oldest first; at most one has no tag (durability="step")
         self._opened: Path | None = None  # manifest of an earlier run's untagged step that this model was loaded from
@@ -205,13 +203,13 @@ class Commits:
         """Registers the new durable step and drops the steps that it replaces."""
         self.steps.append(kept)
         self.forget(doomed)
-        for each in doomed:
-            if self._shards.topology.rank == 0 and each.pointer is not None and each.pointer != kept.pointer:
-                self._drop_pointer(each, kept, save_dir)
         if self._shards.topology.rank == 0:
-            self._drop_predecessors(kept, save_dir)
+            for each in doomed:
+                if each.pointer is not None and each.pointer != kept.pointer:
+                    self._drop_pointer(each, kept, save_dir)
+            self._drop_predecessors(save_dir)
 
-    def _drop_predecessors(self, kept: Kept, save_dir: Path | None) -> None:
+    def _drop_predecessors(self, save_dir: Path | None) -> None:
         """Drops durable steps of earlier runs that this commit replaces. Rank 0 only."""
         opened, self._opened = self._opened, None
         if opened is not None:
@@ -224,12 +222,8 @@ class Commits:
         """Records the manifest that the model was loaded from. The next commit drops an earlier run's untagged step."""
         self._opened = manifest if opened.tag is None and opened.run_id != self.run_id else None
 
-    def in_place_of(self, pointer: Path) -> list[Kept]:
-        """The steps whose tag has this pointer. The caller calls `forget` after it has removed their manifests."""
-        return [each for each in self.steps if each.pointer == pointer]
-
     def forget(self, gone: Sequence[Kept]) -> None:
-        """Thaws these steps and removes their files. Rank 0 has removed their manifests durably before."""
+        """Thaws these steps and removes their files. Call it after rank 0 has removed their manifests durably."""
         self.steps = [each for each in self.steps if each not in gone]
         self._shards.store.keep_files(bool(self.steps))
         for each in gone:

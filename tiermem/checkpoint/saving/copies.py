@@ -14,6 +14,7 @@ or by the end of the run. File names contain the run and the commit: a tag that 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import functools
@@ -28,7 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 
 from tiermem.checkpoint.format.finding import copy_name, pointer_path, tag_folder
 from tiermem.checkpoint.saving.commit import Commits
@@ -122,12 +122,8 @@ def take_room(path: Path, extents: Sequence[Extent]) -> None:
     if not extents:
         return
     start, stop = extents[0].place, extents[-1].place + extents[-1].num_bytes
-    with durable.named(path):
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        direct.take_room(fd, start, stop - start, path)
-    finally:
-        os.close(fd)
+    with durable.named(path), open(path, "r+b") as file:
+        direct.take_room(file.fileno(), start, stop - start, path)
 
 
 def copy(sources: Sequence[Path], extents: Sequence[Extent], path: Path, pace: Pace) -> None:
@@ -211,7 +207,6 @@ class _Work(NamedTuple):
     held: SavingInto
     data: Path
     freeze: Freeze | None
-    sources: tuple[Path, ...]
     extents: list[Extent]
     placed: Placed  # the pieces, at their places in the finished copy
     undo: contextlib.ExitStack
@@ -226,7 +221,6 @@ class Copies:
     def __init__(self, shards: Shards, commits: Commits) -> None:
         self._shards = shards
         self._commits = commits
-        self._run_id = commits.run_id
         self._thread: threading.Thread | None = None
         self._pace = Pace()
         self._error: BaseException | None = None
@@ -247,14 +241,11 @@ class Copies:
         if not (any(has_rest) and is_behind):
             self._end(work, talk)
             return
-        talk = self._talk_aside(topology)
+        # The thread's collectives use a group of their own; the watch explains those of the main group.
+        group = None if topology.group is None else group_aside(topology)
+        talk = talk_over(dataclasses.replace(topology, group=group, watch=None))
         self._thread = threading.Thread(target=self._run, args=(work, talk), name="tiermem-copy", daemon=True)
         self._thread.start()
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the thread is running."""
-        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Blocks until no copy is running; the copy pauses no more. Raises the error of a failed copy, once."""
@@ -276,21 +267,19 @@ class Copies:
         held = SavingInto(folder, undo)
         undo.callback(held.close)
         freeze, placed = None, []
-        sources: tuple[Path, ...] = ()
+        extents: list[Extent] = []
         if content.resting.entries:
             freeze = shards.store.freeze()
             undo.callback(shards.store.thaw, freeze)
-            placed, sources = [frozen(shards, content, freeze)], freeze.files()
-        data = folder / copy_name(self._run_id, commit, rank, "bin")
+            rest = frozen(shards, content, freeze)
+            extents, rows = lay_out(rest.rows, round_up(data_bytes(content.in_memory), ALIGNMENT), file=0)
+            placed.append(rest._replace(rows=rows))
+        data = folder / copy_name(self._commits.run_id, commit, rank, "bin")
         undo.callback(remove, data)
         in_memory = write_data(content.in_memory, data, 0, shards.workers)
-        extents: list[Extent] = []
-        for number, each in enumerate(placed):
-            extents, rows = lay_out(each.rows, round_up(data_bytes(content.in_memory), ALIGNMENT), file=0)
-            placed[number] = each._replace(rows=rows)
         take_room(data, extents)
         whole = put_together([in_memory, *placed])
-        return _Work(content, commit, folder, held, data, freeze, sources, extents, whole, undo)
+        return _Work(content, commit, folder, held, data, freeze, extents, whole, undo)
 
     def _run(self, work: _Work, talk: Talk) -> None:
         """The thread's function."""
@@ -303,7 +292,8 @@ class Copies:
         """Copies the frozen ranges and publishes the copy. Thaws on success and on error. Collective over `talk`; blocks."""
         content, topology = work.content, self._shards.topology
         assert content.save_dir is not None and content.tag is not None
-        replaced = self._commits.in_place_of(pointer_path(content.save_dir, content.tag))
+        pointer = pointer_path(content.save_dir, content.tag)
+        replaced = [each for each in self._commits.steps if each.pointer == pointer]
         with contextlib.closing(work.held), work.undo:
             _, told = together(talk, WHAT, lambda: self._copy_own(work))
 
@@ -311,8 +301,8 @@ class Copies:
                 if topology.rank == 0:
                     self._check_seen(told)
                     ranks = topology.world, topology.num_shards
-                    manifest = manifest_of(content, self._run_id, work.commit, ranks, told, work.folder)
-                    name = copy_name(self._run_id, work.commit, None, "json")
+                    manifest = manifest_of(content, self._commits.run_id, work.commit, ranks, told, work.folder)
+                    name = copy_name(self._commits.run_id, work.commit, None, "json")
                     publish(content, manifest, work.folder / name, work.undo)
                     for each in replaced:
                         remove(each.manifest)
@@ -326,15 +316,16 @@ class Copies:
         self._commits.forget(replaced)
         if work.freeze is not None:
             self._shards.store.thaw(work.freeze)
-        remove_other_copies(work.folder, f"{self._run_id}-{work.commit}", topology)
+        remove_other_copies(work.folder, f"{self._commits.run_id}-{work.commit}", topology)
 
     def _copy_own(self, work: _Work) -> Any:
         if work.extents:
-            copy(work.sources, work.extents, work.data, self._pace)
+            assert work.freeze is not None  # the extents are of its files
+            copy(work.freeze.files(), work.extents, work.data, self._pace)
         rank, content = self._shards.topology.rank, work.content
-        path = work.folder / copy_name(self._run_id, work.commit, rank, "json")
+        path = work.folder / copy_name(self._commits.run_id, work.commit, rank, "json")
         work.undo.callback(remove, path)
-        return write_part(path, self._run_id, work.commit, rank, content, [work.data.name], work.placed)
+        return write_part(path, self._commits.run_id, work.commit, rank, content, [work.data.name], work.placed)
 
     def _check_seen(self, told: list[Any]) -> None:
         """Raises OSError when a rank has written to a folder that rank 0 does not see."""
@@ -346,19 +337,6 @@ class Copies:
                     "share. Save on the paths of the store, or to a shared file system",
                     each["folder"],
                 )
-
-    def _talk_aside(self, topology: Topology) -> Talk:
-        """A Talk over a process group of its own. Collective when the group is made."""
-        if topology.group is None:
-            return lambda text: [text]
-        group = group_aside(topology)
-
-        def talk(text: str) -> list[str]:
-            found: list[Any] = [None] * topology.world
-            dist.all_gather_object(found, text, group=group)
-            return found
-
-        return talk
 
 
 def remove_other_copies(folder: Path, kept: str, topology: Topology) -> None:

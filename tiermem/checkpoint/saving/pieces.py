@@ -273,16 +273,8 @@ class Resting:
         run_first = np.flatnonzero(is_run)
         run_blocks = np.append(np.searchsorted(block_first, run_first), len(block_first)).tolist()
         run_bytes = np.add.reduceat(length, run_first).tolist() if len(key) else []
-        self._runs = list(
-            zip(
-                key[run_first].tolist(),
-                run_blocks[:-1],
-                run_blocks[1:],
-                first[run_first].tolist(),
-                run_bytes,
-                strict=True,
-            )
-        )
+        runs = key[run_first].tolist(), run_blocks[:-1], run_blocks[1:], first[run_first].tolist(), run_bytes
+        self._runs = list(zip(*runs, strict=True))
 
     def _crcs(self, sums: Sums, read: ReadEntry, workers: Workers) -> Crcs:
         """The checksum of every range: combined from the store's checksums, else computed from the bytes."""

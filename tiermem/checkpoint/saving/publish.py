@@ -41,7 +41,7 @@ from tiermem.checkpoint.saving.pieces import Placed, Resting, Run, Stretch, chec
 from tiermem.swap import durable
 from tiermem.swap.durable import NEW_SUFFIX
 from tiermem.swap.entry import Freeze
-from tiermem.swap.run_folder import RunFolder, RunName, is_of_one_host, run_folders
+from tiermem.swap.run_folder import RunFolder, RunName, is_of_one_host, leads_to, run_folders
 from tiermem.zero.shards import Shards
 
 # ---- the content of a commit or a copy -------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class SavingInto:
                 self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 with contextlib.suppress(OSError):  # without locks no save removes unfinished files
                     fcntl.flock(self._fd, fcntl.LOCK_SH)
-                if not (folder.exists() and os.path.samestat(folder.stat(), os.fstat(self._fd))):
+                if not leads_to(folder, self._fd):
                     self.close()
 
     def close(self) -> None:
@@ -178,11 +178,10 @@ def publish(content: Content, manifest: Manifest, path: Path, undo: contextlib.E
 
 def replace(path: Path, data: bytes, undo: contextlib.ExitStack) -> None:
     """Writes a file. `undo` restores the old content, or removes the file if there was none."""
-    before = durable.read_file(path, _MOST_BYTES) if os.path.lexists(path) else None
-    if before is None:
-        undo.callback(remove, path)
+    if os.path.lexists(path):
+        undo.callback(_restore, path, durable.read_file(path, _MOST_BYTES))
     else:
-        undo.callback(_restore, path, before)
+        undo.callback(remove, path)
     durable.write_file(path, data)
 
 
@@ -254,12 +253,10 @@ def _tidy(folder: Path) -> None:
     with alone(folder) as is_alone:
         files = _unfinished(folder) if is_alone else []
         if files:
-            logger.warning(
-                "%s: a save that was killed left %s: removed", folder, ", ".join(file.name for file in files)
-            )
-        for file in files:
-            remove(file)
-        if files:
+            names = ", ".join(file.name for file in files)
+            logger.warning("%s: a save that was killed left %s: removed", folder, names)
+            for file in files:
+                remove(file)
             remove_empty(folder)
 
 
@@ -285,11 +282,10 @@ def alone(folder: Path) -> Iterator[bool]:
     """Tries to lock a folder. Yields True if no process saves into it; then none starts to while the block runs."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
+        is_alone = False
+        with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_alone = True
-        except OSError:
-            is_alone = False
         yield is_alone
     finally:
         os.close(fd)

@@ -70,14 +70,13 @@ def holds(freeze: Freeze, place: Place) -> bool:
     if place.entry not in freeze.parts:
         return False
     files = freeze.files()
-    for frozen in freeze.ranges(place.entry, place.offset, place.num_bytes):
-        start, stop = frozen.offset, frozen.offset + frozen.num_bytes
-        if any(
-            each.path == files[frozen.path_index] and each.offset < stop and start < each.offset + each.num_bytes
-            for each in place.ranges
-        ):
-            return True
-    return False
+    return any(
+        each.path == files[frozen.path_index]
+        and each.offset < frozen.offset + frozen.num_bytes
+        and frozen.offset < each.offset + each.num_bytes
+        for frozen in freeze.ranges(place.entry, place.offset, place.num_bytes)
+        for each in place.ranges
+    )
 
 
 def _name(step: Kept) -> str:
@@ -113,11 +112,10 @@ class Saver:
     """Saves one sharded model, and keeps its durable steps and its running copy. Lives as long as the model's store."""
 
     def __init__(self, shards: Shards, saves_each_step: bool = False) -> None:
-        run_id = shards.store.run.run_id
         self._shards = shards
         self._saves_each_step = saves_each_step  # in `after_step`, when an optimizer step has ended
         self.captures = Captures(shards)
-        self.commits = Commits(shards, run_id)
+        self.commits = Commits(shards)
         self._copies = Copies(shards, self.commits)
         shards.store.sums.advise(lambda place: advice_on(place, self.commits.steps))
 
@@ -133,7 +131,9 @@ class Saver:
                 remove_other_copies(tag_folder(content.save_dir, content.tag), "", self._shards.topology)
             return
         self.commits.number += 1
-        self._copies.make(content, self.commits.number, self._has_free_slot)
+        # Optimizer steps need a slot to write to while a copy holds one.
+        has_free_slot = len(self.commits.steps) + 2 <= self._shards.policy.num_slots
+        self._copies.make(content, self.commits.number, has_free_slot)
 
     def wait(self) -> None:
         """Blocks until no copy is running. Raises the error of a failed copy, once."""
@@ -153,11 +153,6 @@ class Saver:
     def close(self) -> None:
         """Waits for a running copy; raises its error."""
         self.wait()
-
-    @property
-    def _has_free_slot(self) -> bool:
-        """Whether optimizer steps have a slot to write to while a copy holds one."""
-        return len(self.commits.steps) + 2 <= self._shards.policy.num_slots
 
 
 def save(
