@@ -281,7 +281,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
             if is_boundary:
                 self._step(optimizer, lr_kwargs or {})
             else:
-                self.shards.residency.end_pass()  # the units that the next micro-batch uses first stay gathered
+                self.shards.prefetcher.end_pass()  # the units that the next micro-batch uses first stay gathered
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether this micro-batch is the last of a step. With managed_gradient_accumulation false: True inside `step` only."""
@@ -393,7 +393,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
 
     def empty_partition_cache(self) -> None:
         """Drops every gathered unit that no module uses now. The next use gathers it again."""
-        self.shards.residency.empty()
+        self.shards.prefetcher.empty()
 
     def offload_states(
         self,

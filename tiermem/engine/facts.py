@@ -308,7 +308,7 @@ def offload(shards: Shards, states: Collection[OffloadState]) -> list[LiveUnit]:
     """Drops parameters from the device if lp_params is among the states; returns the resident units dropped. Blocks."""
     if OffloadState.lp_params not in states:
         return []
-    shards.residency.empty()
+    shards.prefetcher.empty()
     away = [live for live in shards.units if live.unit.is_resident and live.shard is not live.memory.full]
     away = [live for live in away if is_accelerator(shards.device) and live.is_present]
     for live in away:

@@ -263,7 +263,7 @@ def restore(shards: Shards, source: Source, fitted: Fitted, wants: Wants) -> Non
     """
     filling = Filling(source, fitted.params, shards.workers, wants)
     with shards.changing_all(overwrites=True):
-        shards.residency.empty()
+        shards.prefetcher.empty()
         everywhere(shards.topology, "restoring its part", lambda: _put(shards, source, fitted, wants, filling))
         _show(shards, source, fitted, wants, filling)
     if filling.conversions and shards.topology.rank == 0:
