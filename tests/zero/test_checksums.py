@@ -116,9 +116,9 @@ def test_the_elements_that_an_error_names_are_those_of_the_flipped_byte(
     assert shards.states is not None
     tile = shards.states.tiles[0]
     file, place, _ = on_disk(shards, tile.entry)
-    (segment,) = [s for s in tile.segments if s.shard.name == "up.weight"]
+    (part,) = [s for s in tile.ranges if s.shard.name == "up.weight"]
     element = 2 * BLOCK_BYTES // 4 + 5  # in the third block of exp_avg
-    flip(file, place + 4 * (tile.numel + segment.start + element))
+    flip(file, place + 4 * (tile.numel + tile.place_of(part).start + element))
     with pytest.raises(CorruptionError, match=r"exp_avg of up.weight, elements 524288 to") as caught:
         train(shards.model, optim, 1)
     assert isinstance(caught.value.piece, StatePiece)

@@ -11,14 +11,14 @@ from torch import nn
 from tiermem.forecast.rates import Compute
 from tiermem.optim.tile import rests_on_host, stepped_ranges
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.zero.gather import cut_span, spans_of
+from tiermem.zero.gather import spans_of
 from tiermem.zero.packed import gathers_packed
 from tiermem.zero.plan import Plan, planned_layout
 from tiermem.zero.prefetcher import reads_weights_again
 from tiermem.zero.quantised import packed_bytes
 from tiermem.zero.reduce import Bucket
 from tiermem.zero.topology import Topology
-from tiermem.zero.unit import Division, Unit
+from tiermem.zero.unit import Division, Unit, ranges_in
 
 # ---- modules and their units -----------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ def updates(unit: Unit, policy: OffloadPolicy, topology: Topology) -> list[Send]
         return []
     sends: list[Send] = []
     for span in spans_of(unit, num_shards, policy.allgather_bucket_numel):
-        numel = sum(part.numel for part in cut_span(unit, span))
+        numel = sum(part.numel for part in ranges_in(unit, span))
         sends += _plain(numel * num_shards * unit.full_dtype.itemsize, topology)
     return sends
 

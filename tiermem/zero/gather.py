@@ -24,7 +24,7 @@ from tiermem.zero.collectives import (
     start,
 )
 from tiermem.zero.topology import Topology
-from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Shard, Unit
+from tiermem.zero.unit import ALIGN, UNIT_ALIGN, ShardRange, Unit, ranges_in
 
 # ---- gathers ---------------------------------------------------------------------------------------------------------
 #
@@ -83,7 +83,7 @@ class UnitGather(Gather):
         self._is_single = is_single
         self._what = f"gathering {unit.name}"
         self._first = span.start if span is not None else 0
-        self._parts = cut_span(unit, span)
+        self._parts = ranges_in(unit, span)
         self._pieces: list[list[torch.Tensor]] = []  # per parameter, the place of every rank's part: views, made once
         self._own: list[torch.Tensor] = []  # this rank's places among them
         self._exchanges: list[_Exchange] = []  # between these places, in the order in which they are started
@@ -100,8 +100,8 @@ class UnitGather(Gather):
             self._prepare()
         if shard is not self._shard:  # a shard that rests in memory is the same tensor every time
             self._shard = shard
-            places = [(part.shard_offset - self._first, part.numel) for part in self._parts]
-            self._mine = [shard[place : place + numel] for place, numel in places]
+            places = [part.in_unit for part in self._parts]
+            self._mine = [shard[place.start - self._first : place.stop - self._first] for place in places]
         if self._parts:
             torch._foreach_copy_(self._own, self._mine, non_blocking=True)
 
@@ -137,9 +137,9 @@ class UnitGather(Gather):
         make = self._messages if is_direct else self._all_gathers
         self._exchanges = [make(call, each) for call in calls for each in _rounds_of(self._topology)]
 
-    def _cut(self, part: Part) -> list[torch.Tensor]:
+    def _cut(self, part: ShardRange) -> list[torch.Tensor]:
         """The places of every rank's piece of a parameter in the full layout."""
-        return [self._full[part.place_of(rank)] for rank in range(self._topology.num_shards)]
+        return [self._full[part.in_full(rank)] for rank in range(self._topology.num_shards)]
 
     def _messages(self, indices: list[int], each: _Round) -> _Exchange:
         """One round of the exchange of some parameters, as messages of every rank's piece between every two ranks."""
@@ -161,7 +161,7 @@ class UnitGather(Gather):
         calls: list[_Call] = []
         for part, pieces in ((self._parts[index], self._pieces[index]) for index in indices):
             for row in each.rows:
-                mine, start = pieces[row[each.me]], part.place_of(row[0]).start
+                mine, start = pieces[row[each.me]], part.in_full(row[0]).start
                 num_bytes += mine.nbytes * len(row)
                 whole = self._full[start : start + len(row) * part.numel] if is_whole else [pieces[i] for i in row]
                 calls.append(partial(_all_gather, whole, mine, group))
@@ -221,39 +221,6 @@ def _grouping(
 ) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
     manager = getattr(dist.distributed_c10d, "_coalescing_manager", None)  # private to torch; else calls are separate
     return None if manager is None else partial(manager, group, device, async_ops=True)
-
-
-class Part(NamedTuple):
-    """The part of every rank's share of a parameter that a span of the shard layout holds."""
-
-    shard: Shard
-    start: int  # element in the share
-    numel: int
-
-    @property
-    def shard_offset(self) -> int:
-        """Where the part begins in the shard layout."""
-        return self.shard.shard_offset + self.start
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is the whole share, so that the parts of all ranks are contiguous in the full layout."""
-        return self.numel == self.shard.shard_numel
-
-    def place_of(self, rank: int) -> slice:
-        """Where a rank's part lies in the full layout."""
-        first = self.shard.full_offset + rank * self.shard.shard_numel + self.start
-        return slice(first, first + self.numel)
-
-
-def cut_span(unit: Unit, span: slice | None) -> list[Part]:
-    """The parts of a unit's parameters that a span of its shard layout holds; None: all of every parameter."""
-    if span is None:
-        return [Part(shard, 0, shard.shard_numel) for shard in unit.shards if shard.numel]
-    bounds = [
-        (s, max(0, span.start - s.shard_offset), min(s.shard_numel, span.stop - s.shard_offset)) for s in unit.shards
-    ]
-    return [Part(shard, start, stop - start) for shard, start, stop in bounds if start < stop]
 
 
 def spans_of(unit: Unit, num_shards: int, limit_numel: int) -> list[slice]:

@@ -250,12 +250,12 @@ class GradientHomes:
             while self._reducer.is_full:
                 self._arrive()
             name = unit.name if len(buckets) == 1 else f"{unit.name} {number + 1}/{len(buckets)}"
-            grads = [piece.shard.param.grad if _fresh(piece.shard) else None for piece in bucket.pieces]
+            grads = [part.shard.param.grad if _fresh(part.shard) else None for part in bucket.ranges]
             self._reducer.start(name, bucket, grads, unit.shards[0].param.device)
             del grads
-            for piece in bucket.pieces:
-                if piece.is_last:
-                    piece.shard.param.grad = None
+            for part in bucket.ranges:
+                if part.is_last:
+                    part.shard.param.grad = None
         for shard in unit.shards:
             shard.param.grad = None
 
@@ -267,9 +267,8 @@ class GradientHomes:
         try:
             if self._open is None:
                 self._open = self._open_home(unit)
-            for piece in done.bucket.pieces:
-                part = column[piece.place : piece.place + piece.stop - piece.start]
-                self.store.put(self._open, piece.shard, part, piece.start)
+            for part, sums in zip(done.bucket.ranges, done.bucket.split(column), strict=True):
+                self.store.put(self._open, part.shard, sums, part.start)
         finally:
             self._reducer.release(done)
         self.store.recorder.add("reduce", done.what, done.start_ns, time.monotonic_ns(), done.bucket.num_bytes)

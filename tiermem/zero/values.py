@@ -16,9 +16,8 @@ from tiermem.swap.stream import Bounce
 from tiermem.zero import registry
 from tiermem.zero.gather import gather, gather_unit, spread
 from tiermem.zero.quantised import byte_ranges, pack, pack_into, unpack
-from tiermem.zero.state_layout import own_numel
 from tiermem.zero.topology import Topology
-from tiermem.zero.unit import Shard, Unit
+from tiermem.zero.unit import Shard, Unit, own_numel
 from tiermem.zero.unit_state import LiveUnit, UnitMemory
 
 # ---- values at rest --------------------------------------------------------------------------------------------------

@@ -151,13 +151,13 @@ class Filling:
 
     def reads(self, tile: Tile, shard_rank: int) -> Iterator[Elements]:
         """The reads of `fill` for a tile, in order."""
-        for segment in tile.segments:
-            name = self._names.get(segment.shard)
+        for part in tile.ranges:
+            name = self._names.get(part.shard)
             if name is None:
                 continue
-            states, first = self._states_of(name, tile), tile.first_element(segment, shard_rank)
-            for start in range(0, segment.numel, CHUNK_NUMEL):
-                numel = min(CHUNK_NUMEL, segment.numel - start)
+            states, first = self._states_of(name, tile), part.first_element(shard_rank)
+            for start in range(0, part.numel, CHUNK_NUMEL):
+                numel = min(CHUNK_NUMEL, part.numel - start)
                 yield from (Elements(name, state, first + start, numel) for state in states)
 
     def fill(self, places: Places) -> None:
