@@ -170,7 +170,8 @@ class StateTiles:
             return self._weight(tile, elements).float()
         weight = self._weight(tile, elements) if part.kind == "split" else None
         ranges = tile.bytes_of(part, elements)
-        data = torch.cat([self._read_bytes(tile, each.offset, each.num_bytes) for each in ranges])
+        bytes_of = (slice(each.offset, each.offset + each.num_bytes) for each in ranges)
+        data = torch.cat([self._shards.values.read_part(tile.entry, torch.uint8, each) for each in bytes_of])
         return widen_part(self._shards.workers, part.view(data, elements.numel), weight, is_positive(name))
 
     def names(self, shard: Shard) -> tuple[str, ...]:
@@ -256,7 +257,7 @@ class StateTiles:
                 is_positive(name),
             )  # fmt: skip
             for each, piece in zip(ranges, data.split([each.num_bytes for each in ranges]), strict=True):
-                self._write_bytes(tile, each.offset, piece)
+                self._shards.values.write_part(tile.entry, each.offset, piece)
         if name == MASTER:
             self._shards.values.put_elements(tile.live, elements.in_unit.start, weight)
 
@@ -273,26 +274,13 @@ class StateTiles:
         """The value that a state will have when its tile is started."""
         if name != MASTER:
             return torch.zeros(elements.numel)
-        start, initial = elements.in_unit.start, initial_master(tile.live.unit)
+        initial = initial_master(tile.live.unit)
         if initial not in self._store:
             return self._weight(tile, elements).float()
-        if self._store.home_of(initial) is Tier.NVME:
-            return self._shards.values.read_part(initial, torch.float32, slice(start, start + elements.numel))
-        return self._store.view(initial)[start : start + elements.numel].clone()
+        return self._shards.values.read_part(initial, torch.float32, elements.in_unit)
 
     def _weight(self, tile: Tile, elements: ShardRange) -> torch.Tensor:
         return self._shards.values.elements(tile.live, elements.in_unit)
-
-    def _read_bytes(self, tile: Tile, offset: int, num_bytes: int) -> torch.Tensor:
-        if tile.home is Tier.NVME:
-            return self._shards.values.read_part(tile.entry, torch.uint8, slice(offset, offset + num_bytes))
-        return self._store.view(tile.entry)[offset : offset + num_bytes].cpu()
-
-    def _write_bytes(self, tile: Tile, offset: int, data: torch.Tensor) -> None:
-        if tile.home is Tier.NVME:
-            self._shards.values.write_part(tile.entry, offset, data)
-        else:
-            self._store.view(tile.entry)[offset : offset + data.numel()].copy_(data)
 
 
 __all__ = ["EXP_AVG", "EXP_AVG_SQ", "MASTER", "MomentsOf", "RuleOf", "StateTiles", "Tile"]

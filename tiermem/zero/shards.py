@@ -194,10 +194,7 @@ class Shards:
             return torch.zeros(self.values.num_mine(shard))
         self.homes.store.settle()
         part = slice(shard.shard_offset, shard.shard_offset + self.values.num_mine(shard))
-        flat, dtype = self.homes.store.view(live.unit), self.homes.dtype(live.unit)
-        local = (
-            self.values.read_part(self.homes.store.entry(live.unit), dtype, part) if flat is None else flat[part].cpu()
-        )
+        local = self.values.read_part(self.homes.store.entry(live.unit), self.homes.dtype(live.unit), part)
         return local.float() * (shard.gradient.factor / self.homes.divisor)
 
     def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
