@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from tiermem.config import OffloadDevice, OffloadState, TiermemConfig
 from tiermem.config.optimizer import solve_batch
 from tiermem.engine.checkpoints import EngineCheckpoints, consolidated, save_weights
 from tiermem.engine.choice import OptimizerFactory, Parameters, agree_on_engine, choose_optimizer
-from tiermem.engine.facts import Accumulation, EngineFacts, Losses, PhaseTimes, bring_back, offload, states_to_offload
+from tiermem.engine.facts import Accumulation, Losses, PhaseTimes, offload, states_to_offload
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.rules import LossScaler
 from tiermem.precision import DTYPES
@@ -52,8 +52,18 @@ def cast_model(model: nn.Module, config: TiermemConfig) -> None:
 
     Parameters and buffers keep their identity. Raises ValueError when zero.Init built parameters in another dtype.
     """
-    _cast_parameters(model, _CAST_TO[config.precision])
-    _cast_buffers(model, config.data_types.buffer_dtype)
+    dtype, name = _CAST_TO[config.precision], config.data_types.buffer_dtype
+    of_buffers = None if name is None else DTYPES[name]
+    for param in model.parameters() if dtype is not None else ():
+        if param.dtype.is_floating_point and param.dtype != dtype:
+            if registry.owner_of(param) is not None:
+                raise ValueError(
+                    f"zero.Init built parameters as {param.dtype}, the config asks for {dtype}: give both the same"
+                )
+            param.data = param.data.to(dtype)
+    for buffer in model.buffers() if of_buffers is not None else ():  # else rotary frequencies stay in fp32
+        if buffer.dtype.is_floating_point:
+            buffer.data = buffer.data.to(of_buffers)
 
 
 def to_half(values: Any) -> Any:
@@ -105,26 +115,6 @@ class Autocast(NamedTuple):
         return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
 
 
-def _cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
-    for param in model.parameters():
-        is_resting = registry.owner_of(param) is not None
-        if dtype is not None and param.dtype.is_floating_point and param.dtype != dtype:
-            if is_resting:
-                raise ValueError(
-                    f"zero.Init built parameters as {param.dtype}, the config asks for {dtype}: give both the same"
-                )
-            param.data = param.data.to(dtype)
-
-
-def _cast_buffers(model: nn.Module, dtype: str | None) -> None:
-    """Casts floating-point buffers. Without a dtype they keep theirs: rotary frequencies need fp32."""
-    if dtype is None:
-        return
-    for buffer in model.buffers():
-        if buffer.dtype.is_floating_point:
-            buffer.data = buffer.data.to(DTYPES[dtype])
-
-
 def _to_half(value: Any) -> Any:
     return value.half() if torch.is_tensor(value) and value.is_floating_point() else value
 
@@ -148,13 +138,12 @@ class CompiledForwards:
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], backend: str | Callable[..., Any], options: Mapping[str, Any]
+        self, modules: Sequence[nn.Module], backend: str | Callable[..., Any], options: Mapping[str, Any]
     ) -> None:
-        self.modules = _innermost(list(modules))
-        self._own = {
-            module: module.__dict__.get("forward") for module in self.modules
-        }  # of the instance, not its class
-        for module in self.modules:
+        candidates = set(modules)
+        innermost = [each for each in modules if candidates.intersection(each.modules()) == {each}]
+        self._own = {module: module.__dict__.get("forward") for module in innermost}  # of the instance, not its class
+        for module in self._own:
             module.forward = torch.compile(module.forward, **{**options, "backend": backend})
 
     def restore(self) -> None:
@@ -167,11 +156,6 @@ class CompiledForwards:
                 module.forward = own
 
 
-def _innermost(modules: list[nn.Module]) -> list[nn.Module]:
-    candidates = set(modules)
-    return [m for m in modules if not any(inner in candidates for inner in m.modules() if inner is not m)]
-
-
 # ---- the engine ------------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("tiermem")
@@ -179,7 +163,7 @@ logger = logging.getLogger("tiermem")
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
-class Engine(EngineFacts, EngineCheckpoints, nn.Module):
+class Engine(EngineCheckpoints, nn.Module):
     """A sharded model with its optimizer, loss scale and schedule. `initialize` makes it; `close` ends it."""
 
     def __init__(
@@ -417,7 +401,8 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
     def reload_states(self, non_blocking: bool = False) -> None:
         """Gathers the units that `offload_states` dropped from the device. Collective; blocks in stream order."""
         away, self._away = self._away, []
-        bring_back(self.shards, away)
+        for live in away:
+            self.shards.values.keep_present(live)
 
     # ---- the end ---------------------------------------------------------------------------------------------------------
 
