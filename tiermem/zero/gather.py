@@ -17,14 +17,14 @@ from tiermem.zero.collectives import (
     Pending,
     Then,
     call,
-    explained,
+    explaining,
     newest,
     send_to_all,
     sends_directly,
     start,
 )
 from tiermem.zero.topology import Topology
-from tiermem.zero.unit import ALIGN, UNIT_ALIGN, ShardRange, Unit, ranges_in
+from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Unit, ranges_in
 
 # ---- gathers ---------------------------------------------------------------------------------------------------------
 #
@@ -107,19 +107,13 @@ class UnitGather(Gather):
 
     def start(self) -> Pending:
         """Starts the exchange, after `put`. Does not block. Raises RankLost."""
-        try:
+        with explaining(self._topology, self._what):
             return Pending(self._topology, self._what, self._start(), [self._full])
-        except RuntimeError as error:
-            raise explained(self._topology, self._what, error) from error
 
     def _start(self) -> Iterable[Sequence[Any]]:
         """Starts the first round; the wait starts each later round after the round before it."""
-        if not self._exchanges:
-            return []
-        first = self._begin(self._exchanges[0])
-        if len(self._exchanges) == 1:
-            return [first]
-        return itertools.chain([first], map(self._begin, self._exchanges[1:]))
+        first = [self._begin(exchange) for exchange in self._exchanges[:1]]
+        return itertools.chain(first, map(self._begin, self._exchanges[1:]))
 
     def _begin(self, exchange: _Exchange) -> list[Any]:
         self._topology.traffic.add("all_gather", self._what, exchange.num_bytes, exchange.among)
@@ -127,7 +121,8 @@ class UnitGather(Gather):
 
     def _prepare(self) -> None:
         """Makes the views that every gather uses. Not before the first gather: a storage without bytes cannot be viewed."""
-        self._pieces = [self._cut(part) for part in self._parts]
+        ranks = range(self._topology.num_shards)
+        self._pieces = [[self._full[part.in_full(rank)] for rank in ranks] for part in self._parts]
         self._own = [pieces[self._topology.shard_rank] for pieces in self._pieces]
         if self._topology.num_shards == 1 or not self._parts:
             return
@@ -136,10 +131,6 @@ class UnitGather(Gather):
         is_direct = sends_directly(self._topology.group, self._full.device)
         make = self._messages if is_direct else self._all_gathers
         self._exchanges = [make(call, each) for call in calls for each in _rounds_of(self._topology)]
-
-    def _cut(self, part: ShardRange) -> list[torch.Tensor]:
-        """The places of every rank's piece of a parameter in the full layout."""
-        return [self._full[part.in_full(rank)] for rank in range(self._topology.num_shards)]
 
     def _messages(self, indices: list[int], each: _Round) -> _Exchange:
         """One round of the exchange of some parameters, as messages of every rank's piece between every two ranks."""
@@ -241,6 +232,21 @@ def gather_unit(
     whole = UnitGather(topology, unit, full, span=span)
     whole.put(shard)
     whole.start().wait()
+
+
+def assemble(topology: Topology, local: torch.Tensor, numel: int, device: torch.device, what: str) -> torch.Tensor:
+    """A tensor's whole elements from every rank's part: flat, on the CPU. Collective; blocks.
+
+    local: this rank's part, flat, with or without its padding.
+    device: where the parts are exchanged.
+    """
+    if topology.num_shards == 1 or not numel:
+        return local[:numel]
+    mine = torch.zeros(-(-numel // topology.num_shards), dtype=local.dtype, device=device)
+    mine[: local.numel()].copy_(local)
+    whole = torch.empty(mine.numel() * topology.num_shards, dtype=local.dtype, device=device)
+    gather(topology, mine, whole, what)
+    return whole[:numel].cpu()
 
 
 def gather(topology: Topology, mine: torch.Tensor, whole: torch.Tensor, what: str) -> None:

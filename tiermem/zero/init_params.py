@@ -22,7 +22,7 @@ from tiermem.zero import absent, registry
 from tiermem.zero.absent import ZeroParamStatus, absent_part, describe, mark
 from tiermem.zero.agreement import agree
 from tiermem.zero.collectives import share
-from tiermem.zero.gather import gather
+from tiermem.zero.gather import assemble
 from tiermem.zero.topology import Topology, paths_of_rank
 from tiermem.zero.unit_state import become
 
@@ -323,15 +323,8 @@ class ParametersInInit:
             into[start:stop].copy_(values)
 
     def _get(self, kept: _Kept) -> torch.Tensor:
-        part, numel = self._part(kept), kept.shape.numel()
-        if self.topology.num_shards == 1 or numel == 0:
-            return part
-        part_numel = -(-numel // self.topology.num_shards)
-        padded = torch.nn.functional.pad(part, (0, part_numel - part.numel()))
-        padded = padded.to(self.topology.control_device)
-        whole = torch.empty(part_numel * self.topology.num_shards, dtype=kept.dtype, device=padded.device)
-        gather(self.topology, padded, whole, "gathering initial values")
-        return whole[:numel].cpu()
+        numel, device = kept.shape.numel(), self.topology.control_device
+        return assemble(self.topology, self._part(kept), numel, device, "gathering initial values")
 
     def _forget(self, kept: _Kept) -> None:
         kept.part = None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.arena import Pool
-from tiermem.zero.collectives import GATHER_TAG, Pending, explained, send_to_all, sends_directly, start, swap_rows
+from tiermem.zero.collectives import GATHER_TAG, Pending, explaining, send_to_all, sends_directly, start, swap_rows
 from tiermem.zero.gather import Gather
 from tiermem.zero.quantised import pack_into, packed_bytes, unpack
 from tiermem.zero.topology import Topology
@@ -71,10 +71,8 @@ class PackedGather(Gather):
             return start(topology, what, dist.all_gather_into_tensor, wire.rows.view(-1), wire.mine, among="shard")
         pieces = list(wire.rows)
         pieces[topology.shard_rank].copy_(wire.mine)
-        try:
+        with explaining(topology, what):
             works = send_to_all(group, topology.shard_rank, pieces, GATHER_TAG + self._unit.shards[0].index)
-        except RuntimeError as error:
-            raise explained(topology, what, error) from error
         topology.traffic.add("all_gather_into_tensor", what, wire.rows.nbytes, "shard")
         return Pending(topology, what, [works], [wire.rows])
 

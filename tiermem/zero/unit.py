@@ -409,9 +409,7 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
             units.append(unit)
             owners.update((p, unit) for p in alike)
             needed[unit.index] = unit
-        for p in params:
-            if p in persistent:
-                small[p] = None
+        small.update(dict.fromkeys(p for p in params if p in persistent))
         if needed:
             triggers.setdefault(module, []).extend(needed.values())
     for kind, alike in _by_kind(list(small), is_trained, {}).items():
@@ -552,14 +550,10 @@ def _check_size(unit: Unit, policy: OffloadPolicy) -> None:
     numel = sum(shard.numel for shard in unit.shards)
     if policy.unit_numel is None or numel <= policy.unit_numel or policy.stage != 3:
         return
+    why, instead = "has no inner module to split it at", ", or replace its Linear by tiermem.zero.TiledLinear"
     if unit.is_leaf:
-        raise ValueError(
-            f"unit {unit.name!r} holds {numel} elements, more than the {policy.unit_numel} of one parameter buffer "
-            "(unit_numel; buffer_size in a config), and is a leaf module, fetched as one because which of its children run may "
-            "differ between ranks. Raise the buffer's size"
-        )
+        why, instead = "is a leaf module, fetched as one because which of its children run may differ between ranks", ""
     raise ValueError(
         f"unit {unit.name!r} holds {numel} elements, more than the {policy.unit_numel} of one parameter buffer "
-        "(unit_numel; buffer_size in a config), and has no inner module to split it at. Raise the buffer's size, "
-        "or replace its Linear by tiermem.zero.TiledLinear"
+        f"(unit_numel; buffer_size in a config), and {why}. Raise the buffer's size{instead}"
     )

@@ -14,7 +14,7 @@ from tiermem.policy import Tier
 from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import Bounce
 from tiermem.zero import registry
-from tiermem.zero.gather import gather, gather_unit, spread
+from tiermem.zero.gather import assemble, gather_unit, spread
 from tiermem.zero.quantised import byte_ranges, pack, unpack
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Shard, Unit, own_numel
@@ -131,13 +131,7 @@ class Values:
 
         local: this rank's part, flat, with or without its padding.
         """
-        if self.topology.num_shards == 1 or not shard.numel:
-            return local[: shard.numel]
-        mine = torch.zeros(shard.shard_numel, dtype=local.dtype, device=self.device)
-        mine[: local.numel()].copy_(local)
-        whole = torch.empty(shard.shard_numel * self.topology.num_shards, dtype=local.dtype, device=self.device)
-        gather(self.topology, mine, whole, f"gathering {shard.name}")
-        return whole[: shard.numel].cpu()
+        return assemble(self.topology, local, shard.numel, self.device, f"gathering {shard.name}")
 
     def mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a parameter's elements, flat and without padding: a view where possible."""
