@@ -146,23 +146,34 @@ class Pending:
             failure = None  # else its traceback keeps this frame alive
 
 
-class Then(Pending):
-    """Several collectives under way, and a function that runs when all have ended.
+def _nothing() -> None:
+    """Follows collectives that need no further work."""
 
-    on_end: called by the first wait, after all have ended.
+
+class Then(Pending):
+    """Several collectives under way, and the work that follows them in the first wait.
+
+    on_end: called when all have ended.
+    release: called last, also after an error.
     """
 
-    def __init__(self, pending: Sequence[Pending], on_end: Callable[[], None] = lambda: None) -> None:
-        self._pending = list(pending)
-        self._on_end: Callable[[], None] | None = on_end
+    def __init__(
+        self, pending: Sequence[Pending], on_end: Callable[[], None] = _nothing, release: Callable[[], None] = _nothing
+    ) -> None:
+        self._pending = pending
+        self._on_end = on_end
+        self._release = release
 
     def wait(self) -> None:
         """Blocks until all have ended (on a GPU: orders the current stream after them). Raises RankLost; safe to repeat."""
-        on_end, self._on_end = self._on_end, None
-        for each in self._pending:
-            each.wait()
-        if on_end is not None:
-            on_end()
+        pending, self._pending = self._pending, ()
+        if pending:
+            try:
+                for each in pending:
+                    each.wait()
+                self._on_end()
+            finally:
+                self._release()
 
 
 def newest(collective: Callable[..., Any]) -> Callable[..., Any]:

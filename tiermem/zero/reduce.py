@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.arena import Pool, Slot
 from tiermem.zero.collectives import Pending, call, start, swap_rows
-from tiermem.zero.packed import PackedReduction
+from tiermem.zero.packed import start_packed_reduction
 from tiermem.zero.topology import Topology
 from tiermem.zero.unit import Shard, ShardRange, Unit
 
@@ -228,8 +228,8 @@ class Reducer:
         if topology.num_shards == 1:
             return start(topology, what, dist.all_reduce, filled), lambda: filled
         if topology.packs_reductions:
-            packed = PackedReduction(topology, filled, what, bucket.number)
-            return packed.pending, lambda: packed.finish().to(bucket.dtype)
+            pending, finish = start_packed_reduction(topology, filled, what, bucket.number)
+            return pending, lambda: finish().to(bucket.dtype)
         if filled.device.type == "cpu":
             received = self._memory(slot, filled.nbytes, bucket, filled.device)
             pending = swap_rows(topology, what, received, filled, "shard", bucket.number)
