@@ -268,9 +268,6 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> LRSchedu
     """Builds the schedule that a config section names; raises ValueError for arguments it cannot take."""
     cls = schedule_class(section.type)
     params = dict(section.params)
-    problems = check_params(section.type, params)
-    if problems:
-        raise ValueError("; ".join(f"scheduler.params.{name}: {message}" for name, message in problems))
     missing = [name for name, given in arguments_of(cls).items() if given.default is given.empty and name not in params]
     if missing:
         raise ValueError(f"scheduler {section.type} needs {', '.join(missing)}: set it in scheduler.params")
