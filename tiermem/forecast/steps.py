@@ -14,6 +14,7 @@ Lanes: `disk` (or `disk read` and `disk write` for a duplex disk), `network`, `n
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -119,17 +120,15 @@ class _Builder:
 
     def _backward(self, number: int, micro: int) -> None:
         self._phase = f"{BACKWARD} {number}"
-        left = {
-            unit: sum(unit in use.units for use in self._course.uses) for use in self._course.uses for unit in use.units
-        }
+        left = collections.Counter(index for use in self._course.uses for index in use.units)
         for use in reversed(self._course.uses):
             self._run(use.name, use.units if use.reads_again else (), use.backward_s)
             if not self._prefetcher.expects_reads():
                 self._begin_tiles()
             for index in use.units:
                 left[index] -= 1
-                if not left[index] and self._unit(index).is_trainable:
-                    self._receive(self._unit(index), is_first=micro == 0)
+                if not left[index] and self._course.units[index].is_trainable:
+                    self._receive(self._course.units[index], is_first=micro == 0)
         for unit in self._course.units:
             if unit.is_trainable and unit.index not in left:  # small resident units: at the end of backward
                 self._receive(unit, is_first=micro == 0)
@@ -147,7 +146,7 @@ class _Builder:
         for played in needed:
             self._prefetcher.release(played)
         arrivals = [self._arrivals[index] for index in units if index in self._arrivals]
-        landing = [self._unit(index).shard_bytes for index in units if index in self._unchecked]
+        landing = [self._course.units[index].shard_bytes for index in units if index in self._unchecked]
         self._unchecked.difference_update(units)
         seconds += self._rates.use_s + self._sum_s(sum(landing), 0)
         self._last = self._add(name, MATHS, seconds, [self._last, *arrivals])
@@ -339,9 +338,6 @@ class _Builder:
         earlier = tuple(number for number in after if number >= 0)
         self._tasks.append(Task(name, lane, seconds, earlier, self._phase, **more))
         return len(self._tasks) - 1
-
-    def _unit(self, index: int) -> Unit:
-        return self._course.units[index]
 
 
 class _PlayedUnit:
