@@ -252,13 +252,8 @@ class LRRangeTest(LRScheduler):
         return [low * (1.0 + self.step_rate * intervals) for low in self.min_lrs]
 
 
-DOCUMENTED: Mapping[str, type[LRScheduler]] = {
-    "WarmupLR": WarmupLR,
-    "WarmupDecayLR": WarmupDecayLR,
-    "WarmupCosineLR": WarmupCosineLR,
-    "OneCycle": OneCycle,
-    "LRRangeTest": LRRangeTest,
-}
+_CLASSES = (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+DOCUMENTED: Mapping[str, type[LRScheduler]] = {each.__name__: each for each in _CLASSES}
 """The five documented schedules by name."""
 
 _LAST = "last_batch_iteration"  # the documented name of torch's last_epoch

@@ -469,7 +469,7 @@ class Engine(EngineCheckpoints, nn.Module):
                 optimizer.step(
                     scale=self._scaler.scale,
                     max_norm=self.config.gradient_clipping,
-                    num_undivided=self._losses.num_undivided,
+                    num_undivided=self.shards.homes.num_micro_batches,
                 )
             finally:
                 self._losses.begin_step(self._sizes.accumulation)

@@ -169,11 +169,6 @@ class Losses:
         self._num_divided = self._num_scaled = 0
         self._homes.num_micro_batches = num_micro_batches
 
-    @property
-    def num_undivided(self) -> int:
-        """The divisor that makes this step's gradients the mean over its micro-batches."""
-        return self._homes.num_micro_batches
-
     def divided(self, loss: torch.Tensor, by: int) -> torch.Tensor:
         """Returns the loss divided by a number of micro-batches. Counts it as a loss of engine.backward, also with 1."""
         self._num_divided += 1

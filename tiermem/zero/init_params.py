@@ -300,13 +300,6 @@ class ParametersInInit:
         self._bounce.write(kept.name, 0, mine.contiguous().view(torch.uint8))
         kept.is_filled = True
 
-    def _part(self, kept: _Kept) -> torch.Tensor:
-        if kept.part is not None:
-            return kept.part
-        part = torch.empty(kept.num_values, dtype=kept.dtype)
-        self._read_pieces(kept, part)
-        return part
-
     def _read_pieces(self, kept: _Kept, into: torch.Tensor) -> None:
         if not kept.is_filled:
             raise RuntimeError(
@@ -323,8 +316,12 @@ class ParametersInInit:
             into[start:stop].copy_(values)
 
     def _get(self, kept: _Kept) -> torch.Tensor:
-        numel, device = kept.shape.numel(), self.topology.control_device
-        return assemble(self.topology, self._part(kept), numel, device, "gathering initial values")
+        part = kept.part
+        if part is None:
+            part = torch.empty(kept.num_values, dtype=kept.dtype)
+            self._read_pieces(kept, part)
+        device = self.topology.control_device
+        return assemble(self.topology, part, kept.shape.numel(), device, "gathering initial values")
 
     def _forget(self, kept: _Kept) -> None:
         kept.part = None
