@@ -213,7 +213,9 @@ class Engine(EngineCheckpoints, nn.Module):
         self.training_dataloader: Any = None  # a checkpoint saves its position; `initialize` sets the loader it builds
         self.step_client_state = {}
         self._accumulation = Accumulation(self.shards, self._sizes.accumulation, config.managed_gradient_accumulation)
-        self._dump_state()
+        if config.dump_state and self.shards.topology.rank == 0:
+            for row in config.report():
+                logger.info("%s", row)
 
     @property
     def micro_steps(self) -> int:
@@ -501,9 +503,3 @@ class Engine(EngineCheckpoints, nn.Module):
         if every and self.global_steps % every == 0 and self.shards.topology.rank == 0:
             figures = self.global_steps, self.get_lr(), self.get_global_grad_norm(), self._times.line(every)
             logger.info("step %d, lr %s, gradient norm %.4g%s", *figures)
-
-    def _dump_state(self) -> None:
-        """Logs the outcome of every config key, if the config asks for it."""
-        if self.config.dump_state and self.shards.topology.rank == 0:
-            for row in self.config.report():
-                logger.info("%s", row)

@@ -230,8 +230,7 @@ def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:
         if topology.watch is not None:
             topology.watch.outlive(time.monotonic())
         raise
-    values = bytes(whole.cpu().tolist())
-    return [values[start : start + len(digest)] for start in range(0, len(values), len(digest))]
+    return [bytes(row) for row in whole.view(topology.world, -1).tolist()]
 
 
 def exchange(topology: Topology, value: str) -> list[str]:
