@@ -78,7 +78,8 @@ MUTANTS = {
         LiveUnit, "copy", "with on(copies):", "if True:", "plain", "host"
     ),
     "a gradient is read before it is there": Mutant(
-        GradientStore, "_put", "source = source.cpu()",
+        GradientStore, "_put", "source = part[: max(0, num_valid - start)].to(share.device)",
+        "source = part[: max(0, num_valid - start)]; "
         "source = torch.empty_like(source, device='cpu').pin_memory().copy_(source, non_blocking=True)", "plain", "host",
     ),
     "a gradient is added before it has come": Mutant(
