@@ -29,7 +29,6 @@ import torch
 from torch import nn
 
 from tiermem.optim.tiles import StateTiles, tiles_of
-from tiermem.policy import Tier
 from tiermem.swap.native import store_gradient
 from tiermem.zero import registry
 from tiermem.zero.gradient_store import ShardedGrad
@@ -50,21 +49,11 @@ def put_gradient(shards: Shards, live: LiveUnit, shard: Shard, mine: torch.Tenso
     (`Gradient.factor`) records that they are divided already. Their sums of squares replace those of the old gradient in the
     step's norm. On this rank, a parameter without gradient has one afterwards.
     """
-    homes, workers = shards.homes, shards.workers
+    homes = shards.homes
     homes.store.settle()
     values = mine.detach().to("cpu", homes.dtype(live.unit)).contiguous()
-    flat, first = homes.store.view(live.unit), shard.shard_numel * shards.topology.shard_rank
-    if homes.store.home is Tier.DEVICE:
-        assert flat is not None
-        flat[shard.shard_offset : shard.shard_offset + values.numel()].copy_(values)
-        sums = store_gradient(workers, None, values, first)
-    elif flat is not None:
-        home = flat[shard.shard_offset : shard.shard_offset + values.numel()]
-        sums = store_gradient(workers, home, values, first)
-    else:
-        sums = store_gradient(workers, None, values, first)
-        offset = shard.shard_offset * values.element_size()
-        shards.values.write_part(homes.store.entry(live.unit), offset, values.view(torch.uint8))
+    shards.values.write_part(homes.store.entry(live.unit), shard.shard_offset, values)
+    sums = store_gradient(shards.workers, None, values, shard.shard_numel * shards.topology.shard_rank)
     shard.gradient.arrive(sums, homes.divisor)
     shard.gradient.confirm()
     homes.show(live.unit)

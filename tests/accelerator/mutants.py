@@ -78,8 +78,9 @@ MUTANTS = {
         LiveUnit, "copy", "with on(copies):", "if True:", "plain", "host"
     ),
     "a gradient is read before it is there": Mutant(
-        GradientStore, "_put", ".to(share.device)",
-        "; source = torch.empty_like(source, device='cpu').pin_memory().copy_(source, non_blocking=True)", "plain", "host",
+        GradientStore, "_put", "source = part[: max(0, num_valid - start)].to(share.device)",
+        "source = part[: max(0, num_valid - start)]; "
+        "source = torch.empty_like(source, device='cpu').pin_memory().copy_(source, non_blocking=True)", "plain", "host",
     ),
     "a gradient is added before it has come": Mutant(
         GradientStore, "_at_home", "self._stream.wait_stream(current_stream(self._stream.device))", "pass", "plain", "device"

@@ -40,10 +40,10 @@ def spoil(shards: Shards, path: Path, param: str) -> None:
     assert shards.states is not None
     shards.drop_head_start()
     shard = next(shard for _, shard in shards.parameters() if shard.name == param)
-    tile, segment = shards.states.pieces(shard)[0]
+    tile, elements = shards.states.pieces(shard)[0]
     data = shards.values.read_part(tile.entry, torch.uint8, slice(0, tile.state_bytes)).numpy().tobytes()
     (file,) = path.glob("tiermem-*/segment.bin")
-    place = file.read_bytes().index(data) + segment.start * 4
+    place = file.read_bytes().index(data) + tile.place_of(elements).start * 4
     with file.open("r+b") as opened:
         opened.seek(place)
         byte = opened.read(1)[0]

@@ -388,7 +388,7 @@ def test_a_visit_reads_and_writes_each_tile_once(tmp_path: Path) -> None:
     with tiermem.shard(model, policy("nvme", tmp_path)) as shards:
         optim = tiermem.AdamW(model.parameters())
         train_steps(model, optim, [0])
-        shards.residency.empty()  # what was being fetched for the next forward
+        shards.prefetcher.empty()  # what was being fetched for the next forward
         before = shards.store.stats()
         pieces: dict[nn.Parameter, list[tuple[int, int]]] = {}
 

@@ -55,7 +55,7 @@ def run(case: Case, nvme: Path) -> dict[str, Any]:
         shards.topology.traffic.payloads.clear()
         engine.step()
         losses.append(loss.item())
-    shards.residency.empty()
+    shards.prefetcher.empty()
     found = {
         "losses": losses,
         "head": model.state_dict()["head.weight"][0].tolist(),

@@ -32,16 +32,16 @@ def summed_columns(unit: Unit, buckets: list[Bucket], num_shards: int, grads: li
     wholes = [torch.full((s.shard_numel * num_shards,), torch.nan) for s in unit.shards]
     for bucket in buckets:
         flat = torch.full((bucket.column_numel * num_shards,), torch.nan, dtype=bucket.dtype)
-        for piece in bucket.pieces:
-            put_in(bucket, piece, grads[piece.shard.index], flat)
+        columns = flat.view(num_shards, bucket.column_numel)
+        for part, place in zip(bucket.ranges, bucket.split(columns), strict=True):
+            put_in(part, grads[part.shard.index], place)
         assert not flat.isnan().any()
-        for rank, column in enumerate(flat.view(num_shards, bucket.column_numel)):
-            for piece in bucket.pieces:
-                begin = piece.shard.shard_numel * rank + piece.start
-                part = column[piece.place : piece.place + piece.stop - piece.start]
-                place = wholes[piece.shard.index][begin : begin + part.numel()]
+        for rank, column in enumerate(columns):
+            for part, values in zip(bucket.ranges, bucket.split(column), strict=True):
+                begin = part.shard.shard_numel * rank + part.start
+                place = wholes[part.shard.index][begin : begin + values.numel()]
                 assert place.isnan().all()
-                place.copy_(part)
+                place.copy_(values)
     return wholes
 
 
@@ -76,8 +76,9 @@ def test_a_missing_gradient_is_zeros() -> None:
     unit = unit_of([5, 3], 2)
     (bucket,) = cut(unit, 2, 100)
     flat = torch.full((bucket.column_numel * 2,), torch.nan)
-    put_in(bucket, bucket.pieces[0], None, flat)
-    put_in(bucket, bucket.pieces[1], torch.tensor([1.0, 2.0, 3.0]), flat)
+    first, second = bucket.split(flat.view(2, -1))
+    put_in(bucket.ranges[0], None, first)
+    put_in(bucket.ranges[1], torch.tensor([1.0, 2.0, 3.0]), second)
     assert flat.tolist() == [0, 0, 0, 1, 2, 0, 0, 0, 3, 0]
 
 
@@ -85,7 +86,7 @@ def test_a_gradient_is_packed_in_the_dtype_it_is_added_up_in() -> None:
     unit = unit_of([5, 3, 4], 2)
     unit.shards[1].reduce_in(torch.bfloat16)
     buckets = cut(unit, 2, 100)
-    assert [(b.dtype, [p.shard.index for p in b.pieces]) for b in buckets] == [
+    assert [(b.dtype, [p.shard.index for p in b.ranges]) for b in buckets] == [
         (torch.float32, [0, 2]),
         (torch.bfloat16, [1]),
     ]

@@ -116,9 +116,9 @@ def test_the_elements_that_an_error_names_are_those_of_the_flipped_byte(
     assert shards.states is not None
     tile = shards.states.tiles[0]
     file, place, _ = on_disk(shards, tile.entry)
-    (segment,) = [s for s in tile.segments if s.shard.name == "up.weight"]
+    (part,) = [s for s in tile.ranges if s.shard.name == "up.weight"]
     element = 2 * BLOCK_BYTES // 4 + 5  # in the third block of exp_avg
-    flip(file, place + 4 * (tile.numel + segment.start + element))
+    flip(file, place + 4 * (tile.numel + tile.place_of(part).start + element))
     with pytest.raises(CorruptionError, match=r"exp_avg of up.weight, elements 524288 to") as caught:
         train(shards.model, optim, 1)
     assert isinstance(caught.value.piece, StatePiece)
@@ -156,7 +156,7 @@ def test_a_unit_that_is_corrupt_is_not_computed_with_and_can_be_mended(
     right = shards.model(x)
     for name in ("up.weight", "norm.bias", "frozen.weight"):
         live, shard = shards.find(dict(shards.model.named_parameters())[name])
-        shards.residency.empty()
+        shards.prefetcher.empty()
         assert live.entry is not None
         file, place, _ = on_disk(shards, live.entry)
         at = shard.shard_offset * (1 if live.unit.is_packed else 2)
@@ -172,7 +172,7 @@ def test_scales_of_frozen_weights_are_checked_as_well(
 ) -> None:
     shards, _ = trained("compact")
     live, _ = shards.find(shards.model.frozen.weight)  # type: ignore[union-attr, arg-type]
-    shards.residency.empty()
+    shards.prefetcher.empty()
     assert live.entry is not None
     file, place, num_bytes = on_disk(shards, live.entry)
     flip(file, place + num_bytes - 1, 5)
@@ -238,7 +238,7 @@ def test_what_is_put_in_place_is_summed_as_what_is_stepped(
     assert_sums_are_those_of_the_bytes(summed(fresh))
     with tiermem.zero.GatheredParameters([fresh.model.norm.weight], modifier_rank=0):  # type: ignore[union-attr, list-item]
         fresh.model.norm.weight.data.fill_(0.5)  # type: ignore[union-attr]
-    fresh.residency.empty()
+    fresh.prefetcher.empty()
     train(fresh.model, other, 1)
     assert_sums_are_those_of_the_bytes(summed(fresh))
 

@@ -87,11 +87,11 @@ def test_the_next_pass_fetches_a_foreign_weight_ahead(model: nn.Module, shards: 
     sequence = []
     for step in range(2):
         loss_of(model, step).backward()
-        sequence.append([shards.units[i].unit.name for i in shards.residency.order._seen])
+        sequence.append([shards.units[i].unit.name for i in shards.prefetcher.order._seen])
     forward = ["embeddings", "layers.0", "layers.1", "layers.2", "embeddings"]
     assert sequence[0][:5] == forward
     assert sequence[0] == sequence[1]
-    assert shards.residency.order.distance(shards.units[0].unit.index) == float("inf")  # nothing is left to come
+    assert shards.prefetcher.order.distance(shards.units[0].unit.index) == float("inf")  # nothing is left to come
 
 
 def test_a_use_holds_its_unit_no_longer_than_the_call(model: nn.Module, shards: Shards) -> None:

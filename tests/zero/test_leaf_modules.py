@@ -74,7 +74,7 @@ def test_on_one_rank_experts_come_singly(tmp_path: Path) -> None:
         ]
         loss = loss_of(model, 0)
         assert loss.item() == loss_of(plain, 0).item()
-        used = {names[i] for i in shards.residency.order._seen}
+        used = {names[i] for i in shards.prefetcher.order._seen}
         assert sum("experts" in name for name in used) == 2  # one of each block
         loss.backward()
 

@@ -156,13 +156,13 @@ def test_evaluation_reads_each_unit_once_and_does_not_upset_training(tmp_path: P
         loss_of(model, 0).backward()
         with torch.no_grad():
             for _ in range(2):
-                shards.residency.empty()
+                shards.prefetcher.empty()
                 events(shards)
                 model.eval()
                 loss_of(model, 1)
                 assert units(events(shards, "read"))[: len(FORWARD)] == FORWARD  # then what the next begins with
         model.train()
-        shards.residency.empty()
+        shards.prefetcher.empty()
         events(shards)
         loss_of(model, 2).backward()
         assert units(events(shards, "read")) == FORWARD + BACKWARD[2]

@@ -10,14 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from tiermem.checkpoint.opening.loading import CustomLoad, Loaded, load
 from tiermem.checkpoint.saving.saver import Beside, make_durable, save, wait
-from tiermem.config import TiermemConfig
-from tiermem.engine.facts import Accumulation
-from tiermem.optim.base import NativeOptimizer
-from tiermem.optim.rules import LossScaler
+from tiermem.engine.facts import Accumulation, EngineFacts
+from tiermem.swap import durable
 from tiermem.weights import SafetensorsFile, TorchFile, WeightEntry, WeightFile
 from tiermem.zero.collectives import exchange
 from tiermem.zero.shards import Shards
@@ -77,16 +74,12 @@ def _entries(shards: Shards, exclude_frozen: bool) -> list[_Entry]:
         prefix = f"{prefix}." if prefix else ""
         for name, param in module._parameters.items():
             if param is not None and (param.requires_grad or not exclude_frozen):
-                entry = found.setdefault(id(param), _Entry([], param, _dtype_of(shards, param)))
+                entry = found.setdefault(id(param), _Entry([], param, shards.find(param)[0].unit.dtype))
                 entry.names.append(prefix + name)
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found.setdefault(id(buffer), _Entry([], buffer, buffer.dtype)).names.append(prefix + name)
     return list(found.values())
-
-
-def _dtype_of(shards: Shards, param: nn.Parameter) -> torch.dtype:
-    return shards.find(param)[0].unit.dtype
 
 
 def _value(shards: Shards, entry: _Entry) -> torch.Tensor:
@@ -129,13 +122,9 @@ class _Attempt:
 
     def _put_in_place(self) -> None:
         with open(self._partial, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(self._partial, self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+            durable.sync(file.fileno(), self._partial)
+        durable.rename(self._partial, self._path)
+        durable.sync_folder(self._path.parent)
 
     def _try(self, act: Callable[[], None]) -> None:
         if self._error is None:
@@ -148,25 +137,19 @@ class _Attempt:
 # ---- checkpoints of an engine ----------------------------------------------------------------------------------------
 
 
-class EngineCheckpoints:
+class EngineCheckpoints(EngineFacts):
     """Saves and loads an engine's checkpoints; `Engine` inherits this and has the attributes.
 
     checkpoint/saving/saver.py and checkpoint/opening/loading.py handle the model and the optimizer. This class adds the
     engine's counters, schedule, loss scale and position in the data. With durability="step" every step is made durable, too.
     """
 
-    config: TiermemConfig
-    shards: Shards
-    optimizer: NativeOptimizer | None
-    lr_scheduler: LRScheduler | None
     training_dataloader: Any
     global_steps: int
     global_samples: int
     skipped_steps: int
     step_client_state: Mapping[str, Any]  # the user's; saved with every step of durability="step"
-    _scaler: LossScaler
     _accumulation: Accumulation
-    _was_step_applied: bool
 
     def save_checkpoint(
         self,

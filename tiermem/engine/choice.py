@@ -23,15 +23,7 @@ from tiermem.zero.topology import find_topology
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
 
-KINDS: Mapping[str, type[NativeOptimizer]] = {
-    "AdamW": AdamW,
-    "Adam": Adam,
-    "Adagrad": Adagrad,
-    "Lion": Lion,
-    "SGD": SGD,
-    "Muon": Muon,
-}
-"""Optimizers by their name in the config. A subclass comes before its base class."""
+KINDS: Mapping[str, type[NativeOptimizer]] = {kind.__name__: kind for kind in (AdamW, Adam, Adagrad, Lion, SGD, Muon)}
 
 _HALF_A_BIT = 2.0**-8  # half of the last of bf16's 8 significant bits, relative to the number, where that is smallest
 _ABOUT_SPEED = ("foreach", "fused", "precision", "params")

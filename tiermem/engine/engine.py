@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from tiermem.config import OffloadDevice, OffloadState, TiermemConfig
 from tiermem.config.optimizer import solve_batch
 from tiermem.engine.checkpoints import EngineCheckpoints, consolidated, save_weights
 from tiermem.engine.choice import OptimizerFactory, Parameters, agree_on_engine, choose_optimizer
-from tiermem.engine.facts import Accumulation, EngineFacts, Losses, PhaseTimes, bring_back, offload, states_to_offload
+from tiermem.engine.facts import Accumulation, Losses, PhaseTimes, offload, states_to_offload
 from tiermem.optim.base import NativeOptimizer
 from tiermem.optim.rules import LossScaler
 from tiermem.precision import DTYPES
@@ -52,8 +52,18 @@ def cast_model(model: nn.Module, config: TiermemConfig) -> None:
 
     Parameters and buffers keep their identity. Raises ValueError when zero.Init built parameters in another dtype.
     """
-    _cast_parameters(model, _CAST_TO[config.precision])
-    _cast_buffers(model, config.data_types.buffer_dtype)
+    dtype, name = _CAST_TO[config.precision], config.data_types.buffer_dtype
+    of_buffers = None if name is None else DTYPES[name]
+    for param in model.parameters() if dtype is not None else ():
+        if param.dtype.is_floating_point and param.dtype != dtype:
+            if registry.owner_of(param) is not None:
+                raise ValueError(
+                    f"zero.Init built parameters as {param.dtype}, the config asks for {dtype}: give both the same"
+                )
+            param.data = param.data.to(dtype)
+    for buffer in model.buffers() if of_buffers is not None else ():  # else rotary frequencies stay in fp32
+        if buffer.dtype.is_floating_point:
+            buffer.data = buffer.data.to(of_buffers)
 
 
 def to_half(values: Any) -> Any:
@@ -105,26 +115,6 @@ class Autocast(NamedTuple):
         return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
 
 
-def _cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
-    for param in model.parameters():
-        is_resting = registry.owner_of(param) is not None
-        if dtype is not None and param.dtype.is_floating_point and param.dtype != dtype:
-            if is_resting:
-                raise ValueError(
-                    f"zero.Init built parameters as {param.dtype}, the config asks for {dtype}: give both the same"
-                )
-            param.data = param.data.to(dtype)
-
-
-def _cast_buffers(model: nn.Module, dtype: str | None) -> None:
-    """Casts floating-point buffers. Without a dtype they keep theirs: rotary frequencies need fp32."""
-    if dtype is None:
-        return
-    for buffer in model.buffers():
-        if buffer.dtype.is_floating_point:
-            buffer.data = buffer.data.to(DTYPES[dtype])
-
-
 def _to_half(value: Any) -> Any:
     return value.half() if torch.is_tensor(value) and value.is_floating_point() else value
 
@@ -148,13 +138,12 @@ class CompiledForwards:
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], backend: str | Callable[..., Any], options: Mapping[str, Any]
+        self, modules: Sequence[nn.Module], backend: str | Callable[..., Any], options: Mapping[str, Any]
     ) -> None:
-        self.modules = _innermost(list(modules))
-        self._own = {
-            module: module.__dict__.get("forward") for module in self.modules
-        }  # of the instance, not its class
-        for module in self.modules:
+        candidates = set(modules)
+        innermost = [each for each in modules if candidates.intersection(each.modules()) == {each}]
+        self._own = {module: module.__dict__.get("forward") for module in innermost}  # of the instance, not its class
+        for module in self._own:
             module.forward = torch.compile(module.forward, **{**options, "backend": backend})
 
     def restore(self) -> None:
@@ -167,11 +156,6 @@ class CompiledForwards:
                 module.forward = own
 
 
-def _innermost(modules: list[nn.Module]) -> list[nn.Module]:
-    candidates = set(modules)
-    return [m for m in modules if not any(inner in candidates for inner in m.modules() if inner is not m)]
-
-
 # ---- the engine ------------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("tiermem")
@@ -179,7 +163,7 @@ logger = logging.getLogger("tiermem")
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
-class Engine(EngineFacts, EngineCheckpoints, nn.Module):
+class Engine(EngineCheckpoints, nn.Module):
     """A sharded model with its optimizer, loss scale and schedule. `initialize` makes it; `close` ends it."""
 
     def __init__(
@@ -229,7 +213,9 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         self.training_dataloader: Any = None  # a checkpoint saves its position; `initialize` sets the loader it builds
         self.step_client_state = {}
         self._accumulation = Accumulation(self.shards, self._sizes.accumulation, config.managed_gradient_accumulation)
-        self._dump_state()
+        if config.dump_state and self.shards.topology.rank == 0:
+            for row in config.report():
+                logger.info("%s", row)
 
     @property
     def micro_steps(self) -> int:
@@ -281,7 +267,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
             if is_boundary:
                 self._step(optimizer, lr_kwargs or {})
             else:
-                self.shards.residency.end_pass()  # the units that the next micro-batch uses first stay gathered
+                self.shards.prefetcher.end_pass()  # the units that the next micro-batch uses first stay gathered
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether this micro-batch is the last of a step. With managed_gradient_accumulation false: True inside `step` only."""
@@ -393,7 +379,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
 
     def empty_partition_cache(self) -> None:
         """Drops every gathered unit that no module uses now. The next use gathers it again."""
-        self.shards.residency.empty()
+        self.shards.prefetcher.empty()
 
     def offload_states(
         self,
@@ -417,7 +403,8 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
     def reload_states(self, non_blocking: bool = False) -> None:
         """Gathers the units that `offload_states` dropped from the device. Collective; blocks in stream order."""
         away, self._away = self._away, []
-        bring_back(self.shards, away)
+        for live in away:
+            self.shards.values.keep_present(live)
 
     # ---- the end ---------------------------------------------------------------------------------------------------------
 
@@ -484,7 +471,7 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
                 optimizer.step(
                     scale=self._scaler.scale,
                     max_norm=self.config.gradient_clipping,
-                    num_undivided=self._losses.num_undivided,
+                    num_undivided=self.shards.homes.num_micro_batches,
                 )
             finally:
                 self._losses.begin_step(self._sizes.accumulation)
@@ -516,9 +503,3 @@ class Engine(EngineFacts, EngineCheckpoints, nn.Module):
         if every and self.global_steps % every == 0 and self.shards.topology.rank == 0:
             figures = self.global_steps, self.get_lr(), self.get_global_grad_norm(), self._times.line(every)
             logger.info("step %d, lr %s, gradient norm %.4g%s", *figures)
-
-    def _dump_state(self) -> None:
-        """Logs the outcome of every config key, if the config asks for it."""
-        if self.config.dump_state and self.shards.topology.rank == 0:
-            for row in self.config.report():
-                logger.info("%s", row)

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -169,11 +169,6 @@ class Losses:
         self._num_divided = self._num_scaled = 0
         self._homes.num_micro_batches = num_micro_batches
 
-    @property
-    def num_undivided(self) -> int:
-        """The divisor that makes this step's gradients the mean over its micro-batches."""
-        return self._homes.num_micro_batches
-
     def divided(self, loss: torch.Tensor, by: int) -> torch.Tensor:
         """Returns the loss divided by a number of micro-batches. Counts it as a loss of engine.backward, also with 1."""
         self._num_divided += 1
@@ -203,21 +198,7 @@ class Losses:
 # ---- times of phases -------------------------------------------------------------------------------------------------
 
 _PHASES = ("forward", "backward", "step")
-
-
-class _Span(NamedTuple):
-    phase: str
-    start: float | torch.Event
-    end: float | torch.Event
-
-    @property
-    def seconds(self) -> float:
-        """The span's length. Blocks until an accelerator has reached its end."""
-        if isinstance(self.start, torch.Event) and isinstance(self.end, torch.Event):
-            self.end.synchronize()
-            return float(self.start.elapsed_time(self.end)) / 1e3
-        assert isinstance(self.start, float) and isinstance(self.end, float)
-        return self.end - self.start
+_Moment = float | torch.Event
 
 
 class PhaseTimes:
@@ -234,7 +215,7 @@ class PhaseTimes:
     def __init__(self, is_on: bool, device: torch.device) -> None:
         self._is_on = is_on
         self._device = device
-        self._spans: list[_Span] = []
+        self._spans: list[tuple[str, _Moment, _Moment]] = []  # phase, start and end
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -246,7 +227,7 @@ class PhaseTimes:
         try:
             yield
         finally:
-            self._spans.append(_Span(name, start, self._now()))
+            self._spans.append((name, start, self._now()))
 
     def line(self, num_steps: int) -> str:
         """Returns ", forward 12.0 ms, backward 30.1 ms, step 4.0 ms", the average of num_steps steps, and resets the times.
@@ -254,15 +235,24 @@ class PhaseTimes:
         Empty when off. Blocks until an accelerator has ended these phases.
         """
         spans, self._spans = self._spans, []
-        totals = {name: sum(span.seconds for span in spans if span.phase == name) for name in _PHASES}
+        totals = {name: sum(_seconds(start, end) for phase, start, end in spans if phase == name) for name in _PHASES}
         return "".join(f", {name} {1e3 * total / num_steps:.1f} ms" for name, total in totals.items() if total)
 
-    def _now(self) -> float | torch.Event:
+    def _now(self) -> _Moment:
         if not is_accelerator(self._device):
             return time.perf_counter()
         event = new_event(self._device, enable_timing=True)
         event.record(current_stream(self._device))
         return event
+
+
+def _seconds(start: _Moment, end: _Moment) -> float:
+    """The time between two moments. Blocks until an accelerator has reached the second."""
+    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+    assert isinstance(start, float) and isinstance(end, float)
+    return end - start
 
 
 # ---- offload_states and reload_states --------------------------------------------------------------------------------
@@ -308,18 +298,12 @@ def offload(shards: Shards, states: Collection[OffloadState]) -> list[LiveUnit]:
     """Drops parameters from the device if lp_params is among the states; returns the resident units dropped. Blocks."""
     if OffloadState.lp_params not in states:
         return []
-    shards.residency.empty()
+    shards.prefetcher.empty()
     away = [live for live in shards.units if live.unit.is_resident and live.shard is not live.memory.full]
     away = [live for live in away if is_accelerator(shards.device) and live.is_present]
     for live in away:
         live.drop()
     return away
-
-
-def bring_back(shards: Shards, away: Iterable[LiveUnit]) -> None:
-    """Gathers those units again. Collective; blocks in stream order."""
-    for live in away:
-        shards.values.keep_present(live)
 
 
 # ---- facts for launchers, trainers and monitors ----------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
@@ -207,7 +208,7 @@ def choose(
     division = divide(model, policy, topology.num_shards)
     uses = uses_of(model, division, compute)
 
-    def play(fields: Fields) -> Tried:
+    def attempt(fields: Fields) -> Tried:
         changed = dataclasses.replace(policy, **fields)
         plan = make_plan(division, changed, topology, is_gpu, ranks_on_node)
         forecast = forecast_step(
@@ -215,7 +216,24 @@ def choose(
         )
         return Tried(fields, plan, forecast)
 
-    return _Search(policy, division, topology.num_shards, play).run()
+    best = rule = attempt({})
+    tried: dict[str, Tried | None] = {repr([]): rule}  # by the fields, as text; None: it does not fit
+    for _ in range(_ROUNDS if policy.host_bytes is not None else 0):
+        before = best
+        for change in _changes(policy, division, topology.num_shards, before):
+            fields = best.fields | change
+            key = repr(sorted(fields.items()))
+            if key not in tried:
+                tried[key] = None
+                with contextlib.suppress(ValueError):
+                    tried[key] = attempt(fields)
+            found = tried[key]
+            if found is not None and found.forecast.total_s * _LEAST_GAIN < best.forecast.total_s:
+                best = found
+        if best is before:
+            break
+    num_tried = sum(each is not None for each in tried.values())
+    return Choice(dataclasses.replace(policy, **best.fields), best, rule, num_tried)
 
 
 def agreed(rates: Rates, compute: Compute, group: dist.ProcessGroup | None = None) -> tuple[Rates, Compute]:
@@ -229,76 +247,27 @@ def agreed(rates: Rates, compute: Compute, group: dist.ProcessGroup | None = Non
     return values[0], values[1]
 
 
-class _Search:
-    """Tries one change after the other and remembers every candidate."""
+def _changes(policy: OffloadPolicy, division: Division, num_shards: int, best: Tried) -> Iterator[Fields]:
+    """Values to try for the open fields of a policy, after the best candidate so far."""
+    if policy.grads is None and policy.paths and not policy.step_in_backward and best.plan.grads is Tier.HOST:
+        yield {"grads": Tier.NVME}
+    yield from _host_units(policy, division, num_shards, best)
+    if policy.unit_buffers is None and policy.gather_way != "single":
+        yield {"unit_buffers": division.most_at_once + 1}
+    for numel, count in _TILES:
+        changes = {"tile_numel": numel, "tile_buffers": count}
+        yield {name: value for name, value in changes.items() if getattr(policy, name) is None}
 
-    def __init__(
-        self, policy: OffloadPolicy, division: Division, num_shards: int, play: Callable[[Fields], Tried]
-    ) -> None:
-        self._policy = policy
-        self._division = division
-        self._num_shards = num_shards
-        self._play = play
-        self._tried: dict[str, Tried | None] = {}
 
-    def run(self) -> Choice:
-        rule = best = self._play({})
-        self._tried[repr([])] = rule
-        for _ in range(_ROUNDS if self._policy.host_bytes is not None else 0):
-            before = best
-            for changes in (self._homes(best), self._residency(best), self._units(), self._tiles()):
-                for change in list(changes):
-                    tried = self._try(best.fields | change)
-                    if tried is not None and tried.forecast.total_s * _LEAST_GAIN < best.forecast.total_s:
-                        best = tried
-            if best is before:
-                break
-        settled = dataclasses.replace(self._policy, **best.fields)
-        return Choice(settled, best, rule, sum(each is not None for each in self._tried.values()))
-
-    # ---- candidates ----------------------------------------------------------------------------------------------------
-
-    def _homes(self, best: Tried) -> Iterator[Fields]:
-        policy = self._policy
-        if policy.grads is None and policy.paths and not policy.step_in_backward and best.plan.grads is Tier.HOST:
-            yield {"grads": Tier.NVME}
-
-    def _residency(self, best: Tried) -> Iterator[Fields]:
-        """Gives units, instead of states, the rest of the budget."""
-        policy, units = self._policy, [unit for unit in best.plan.division.units if not unit.is_resident]
-        left = best.plan.resident_bytes + self._host_units_bytes(best)
-        is_open = policy.host_param_numel is None and policy.resident_bytes is None
-        if policy.params is not Tier.NVME or not is_open or not units or not left:
-            return
-        itemsize = max(unit.dtype.itemsize for unit in units)
+def _host_units(policy: OffloadPolicy, division: Division, num_shards: int, best: Tried) -> Iterator[Fields]:
+    """Gives units, instead of states, the rest of the budget."""
+    streamed = [unit.dtype.itemsize for unit in best.plan.division.units if not unit.is_resident]
+    itemsize = max((unit.dtype.itemsize for unit in division.units), default=1)
+    left = best.plan.resident_bytes + int(best.fields.get("host_param_numel", 0)) * itemsize // num_shards
+    is_open = policy.host_param_numel is None and policy.resident_bytes is None
+    if policy.params is Tier.NVME and is_open and streamed and left:
         for share in _SHARES:
-            yield {"host_param_numel": int(share * left) // itemsize * self._num_shards}
-
-    def _host_units_bytes(self, best: Tried) -> int:
-        itemsize = max((unit.dtype.itemsize for unit in self._division.units), default=1)
-        return int(best.fields.get("host_param_numel", 0)) * itemsize // self._num_shards
-
-    def _units(self) -> Iterator[Fields]:
-        if self._policy.unit_buffers is None and self._policy.gather_way != "single":
-            yield {"unit_buffers": self._division.most_at_once + 1}
-
-    def _tiles(self) -> Iterator[Fields]:
-        is_open = {"tile_numel": self._policy.tile_numel is None, "tile_buffers": self._policy.tile_buffers is None}
-        for numel, count in _TILES:
-            settled = {"tile_numel": numel, "tile_buffers": count}
-            yield {name: value for name, value in settled.items() if is_open[name]}
-
-    # ---- trying --------------------------------------------------------------------------------------------------------
-
-    def _try(self, fields: Fields) -> Tried | None:
-        """Returns a candidate's plan and forecast, or None when it does not fit."""
-        key = repr(sorted(fields.items()))
-        if key not in self._tried:
-            try:
-                self._tried[key] = self._play(fields)
-            except ValueError:
-                self._tried[key] = None
-        return self._tried[key]
+            yield {"host_param_numel": int(share * left) // max(streamed) * num_shards}
 
 
 def _words(name: str, value: Any) -> str:

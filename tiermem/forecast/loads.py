@@ -11,14 +11,14 @@ from torch import nn
 from tiermem.forecast.rates import Compute
 from tiermem.optim.tile import rests_on_host, stepped_ranges
 from tiermem.policy import OffloadPolicy, Tier
-from tiermem.zero.gather import cut_span, spans_of
+from tiermem.zero.gather import spans_of
 from tiermem.zero.packed import gathers_packed
 from tiermem.zero.plan import Plan, planned_layout
 from tiermem.zero.prefetcher import reads_weights_again
 from tiermem.zero.quantised import packed_bytes
 from tiermem.zero.reduce import Bucket
 from tiermem.zero.topology import Topology
-from tiermem.zero.unit import Division, Unit
+from tiermem.zero.unit import Division, Unit, ranges_in
 
 # ---- modules and their units -----------------------------------------------------------------------------------------
 
@@ -125,9 +125,8 @@ def tile_loads(
 def _cut(unit: Unit, tile_numel: int, policy: OffloadPolicy, shard_rank: int) -> list[tuple[int, int]]:
     """Returns (elements, bytes of states) of each tile of a unit."""
     layout = planned_layout(unit, policy)
-    numels = [numel for _, numel, _ in stepped_ranges(unit, tile_numel, shard_rank)]
-    bytes_of = {numel: layout.total_bytes(numel) for numel in set(numels)}
-    return [(numel, bytes_of[numel]) for numel in numels]
+    numels = (numel for _, numel, _ in stepped_ranges(unit, tile_numel, shard_rank))
+    return [(numel, layout.total_bytes(numel)) for numel in numels]
 
 
 def _load(unit: Unit, numel: int, moved: int, size: int, plan: Plan, policy: OffloadPolicy) -> TileLoad:
@@ -186,9 +185,9 @@ def gathers(unit: Unit, policy: OffloadPolicy, topology: Topology, is_second: bo
     numel = sum(shard.shard_numel for shard in unit.shards)
     whole_bytes = numel * num_shards * unit.full_dtype.itemsize
     if is_second and topology.within is not None:
-        return [_to_all("within", whole_bytes, topology)]
+        return [_send("within", whole_bytes, topology)]
     if gathers_packed(unit, policy):
-        return [_to_all("shard", packed_bytes(unit.packed_numel) * num_shards, topology)]
+        return [_send("shard", packed_bytes(unit.packed_numel) * num_shards, topology)]
     return _plain(whole_bytes, topology)
 
 
@@ -199,7 +198,7 @@ def updates(unit: Unit, policy: OffloadPolicy, topology: Topology) -> list[Send]
         return []
     sends: list[Send] = []
     for span in spans_of(unit, num_shards, policy.allgather_bucket_numel):
-        numel = sum(part.numel for part in cut_span(unit, span))
+        numel = sum(part.numel for part in ranges_in(unit, span))
         sends += _plain(numel * num_shards * unit.full_dtype.itemsize, topology)
     return sends
 
@@ -209,10 +208,10 @@ def reductions(bucket: Bucket, topology: Topology) -> list[Send]:
     if topology.world == 1:
         return []
     if topology.num_shards == 1:
-        return [_added_up("world", bucket.num_bytes, topology)]
-    sends = _packed(bucket, topology) if topology.packs_reductions else [_to_all("shard", bucket.num_bytes, topology)]
+        return [_send("world", bucket.num_bytes, topology, 2)]
+    sends = _packed(bucket, topology) if topology.packs_reductions else [_send("shard", bucket.num_bytes, topology)]
     if topology.num_replicas > 1:
-        sends.append(_added_up("replica", bucket.num_bytes // bucket.num_columns, topology))
+        sends.append(_send("replica", bucket.num_bytes // bucket.num_columns, topology, 2))
     return sends
 
 
@@ -220,33 +219,24 @@ def _plain(whole_bytes: int, topology: Topology) -> list[Send]:
     """An all-gather; in two stages, first across nodes and then within nodes."""
     if topology.gathers_in_stages and topology.across is not None:
         from_nodes = whole_bytes // topology.num_shards * topology.across.size
-        return [_to_all("across", from_nodes, topology), _to_all("within", whole_bytes, topology)]
-    return [_to_all("shard", whole_bytes, topology)]
+        return [_send("across", from_nodes, topology), _send("within", whole_bytes, topology)]
+    return [_send("shard", whole_bytes, topology)]
 
 
 def _packed(bucket: Bucket, topology: Topology) -> list[Send]:
     """A reduction of 8-bit blocks; on several nodes first within each node, then the node's sums across nodes."""
     if topology.across is None or topology.within is None:
-        return [_to_all("shard", topology.num_shards * packed_bytes(bucket.column_numel), topology)]
+        return [_send("shard", topology.num_shards * packed_bytes(bucket.column_numel), topology)]
     num_across, num_within = topology.across.size, topology.within.size
     return [
-        _to_all("within", num_within * packed_bytes(num_across * bucket.column_numel), topology),
-        _to_all("across", num_across * packed_bytes(bucket.column_numel), topology),
+        _send("within", num_within * packed_bytes(num_across * bucket.column_numel), topology),
+        _send("across", num_across * packed_bytes(bucket.column_numel), topology),
     ]
 
 
-def _to_all(among: str, payload_bytes: int, topology: Topology) -> Send:
-    """A call in which every rank's part goes to every other rank."""
-    num_ranks = _size(among, topology)
-    return Send(among, payload_bytes, payload_bytes * (num_ranks - 1) // num_ranks)
-
-
-def _added_up(among: str, payload_bytes: int, topology: Topology) -> Send:
-    num_ranks = _size(among, topology)
-    return Send(among, payload_bytes, 2 * payload_bytes * (num_ranks - 1) // num_ranks)
-
-
-def _size(among: str, topology: Topology) -> int:
+def _send(among: str, payload_bytes: int, topology: Topology, num_passes: int = 1) -> Send:
+    """A call in which every rank's part goes to every other rank; two passes add up first, and then return the sums."""
     peers = {"across": topology.across, "within": topology.within}.get(among)
     sizes = {"world": topology.world, "shard": topology.num_shards, "replica": topology.num_replicas}
-    return peers.size if peers is not None else sizes[among]
+    num_ranks = peers.size if peers is not None else sizes[among]
+    return Send(among, payload_bytes, num_passes * payload_bytes * (num_ranks - 1) // num_ranks)

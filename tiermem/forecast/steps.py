@@ -14,9 +14,10 @@ Lanes: `disk` (or `disk read` and `disk write` for a duplex disk), `network`, `n
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tiermem.forecast.loads import (
     Send,
@@ -119,17 +120,15 @@ class _Builder:
 
     def _backward(self, number: int, micro: int) -> None:
         self._phase = f"{BACKWARD} {number}"
-        left = {
-            unit: sum(unit in use.units for use in self._course.uses) for use in self._course.uses for unit in use.units
-        }
+        left = collections.Counter(index for use in self._course.uses for index in use.units)
         for use in reversed(self._course.uses):
             self._run(use.name, use.units if use.reads_again else (), use.backward_s)
             if not self._prefetcher.expects_reads():
                 self._begin_tiles()
             for index in use.units:
                 left[index] -= 1
-                if not left[index] and self._unit(index).is_trainable:
-                    self._receive(self._unit(index), is_first=micro == 0)
+                if not left[index] and self._course.units[index].is_trainable:
+                    self._receive(self._course.units[index], is_first=micro == 0)
         for unit in self._course.units:
             if unit.is_trainable and unit.index not in left:  # small resident units: at the end of backward
                 self._receive(unit, is_first=micro == 0)
@@ -147,7 +146,7 @@ class _Builder:
         for played in needed:
             self._prefetcher.release(played)
         arrivals = [self._arrivals[index] for index in units if index in self._arrivals]
-        landing = [self._unit(index).shard_bytes for index in units if index in self._unchecked]
+        landing = [self._course.units[index].shard_bytes for index in units if index in self._unchecked]
         self._unchecked.difference_update(units)
         seconds += self._rates.use_s + self._sum_s(sum(landing), 0)
         self._last = self._add(name, MATHS, seconds, [self._last, *arrivals])
@@ -172,10 +171,14 @@ class _Builder:
         self._arrivals[unit.index] = self._to_gpu(unit, after)
 
     def _to_gpu(self, unit: Unit, after: int) -> int:
+        return self._cross(f"to GPU {unit.name}", "link down", HOST_TO_DEVICE, unit.shard_bytes, after)
+
+    def _cross(self, name: str, lane: str, edge: str, num_bytes: int, after: int) -> int:
+        """Adds a copy between HOST and the GPU; without a GPU, returns `after`."""
         if not self._course.is_gpu:
             return after
-        seconds = unit.shard_bytes / self._rates.link_bytes_s
-        return self._add(f"to GPU {unit.name}", "link down", seconds, [after], HOST_TO_DEVICE, unit.shard_bytes)
+        seconds = num_bytes / self._rates.link_bytes_s
+        return self._add(name, lane, seconds, [after], edge=edge, num_bytes=num_bytes)
 
     def _streamed(self, uses: Iterable[Sequence[int]]) -> list[int]:
         return [index for units in uses for index in units if self._played[index].is_streamed]
@@ -212,10 +215,7 @@ class _Builder:
     def _bring_home(self, unit: Unit, is_first: bool, after: int) -> None:
         """Copies or adds this rank's part of a unit's gradients to its home; with step_in_backward, steps its tiles."""
         course = self._course
-        if course.is_gpu:
-            num_bytes = unit.shard_bytes
-            seconds = num_bytes / self._rates.link_bytes_s
-            after = self._add(f"from GPU {unit.name}", "link up", seconds, [after], DEVICE_TO_HOST, num_bytes)
+        after = self._cross(f"from GPU {unit.name}", "link up", DEVICE_TO_HOST, unit.shard_bytes, after)
         grad_bytes = unit.shard_numel * course.policy.precision.grad_dtype(unit.dtype).itemsize
         streamed = unit.shard_bytes + grad_bytes * (1 if is_first else 2)
         if course.plan.grads is not Tier.NVME:
@@ -261,8 +261,9 @@ class _Builder:
             self._last = self._add("written", MATHS, 0.0, [self._last, *writes])
         if course.topology.num_shards > 1 or course.is_gpu:
             for unit in course.units:
-                if unit.is_resident and unit.is_trainable:
-                    self._update(unit)
+                if unit.is_resident and unit.is_trainable:  # every rank's copy of it is updated
+                    sends = updates(unit, course.policy, course.topology)
+                    self._last = self._to_gpu(unit, self._send(f"update {unit.name}", sends, self._last))
             self._last = self._add("gathered", MATHS, 0.0, [self._last])
         if not course.policy.step_in_backward:
             self._prefetcher.end_pass()
@@ -287,23 +288,19 @@ class _Builder:
             writes.append(self._write("tile", load.written_bytes, [kernels[-1]]))
         return writes
 
-    def _update(self, unit: Unit) -> None:
-        """Adds the sends that update every rank's copy of a resident unit."""
-        course = self._course
-        sent = self._send(f"update {unit.name}", updates(unit, course.policy, course.topology), self._last)
-        self._last = self._to_gpu(unit, sent)
-
     # ---- tasks ---------------------------------------------------------------------------------------------------------
 
     def _read(self, name: str, num_bytes: int, after: list[int], priority: int = 0) -> int:
         lane = "disk read" if self._rates.is_disk_duplex else "disk"
         seconds = num_bytes / self._rates.disk_read_bytes_s
-        return self._add(f"read {name}", lane, seconds, after, NVME_TO_HOST, num_bytes, priority)
+        return self._add(
+            f"read {name}", lane, seconds, after, edge=NVME_TO_HOST, num_bytes=num_bytes, priority=priority
+        )
 
     def _write(self, name: str, num_bytes: int, after: list[int]) -> int:
         lane = "disk write" if self._rates.is_disk_duplex else "disk"
         seconds = num_bytes / self._rates.disk_write_bytes_s
-        return self._add(f"write {name}", lane, seconds, after, HOST_TO_NVME, num_bytes)
+        return self._add(f"write {name}", lane, seconds, after, edge=HOST_TO_NVME, num_bytes=num_bytes)
 
     def _send(self, name: str, sends: Sequence[Send], after: int) -> int:
         """Adds collectives one after the other. Returns the last task, or `after` when there are none."""
@@ -313,9 +310,8 @@ class _Builder:
             seconds = send.crossing_bytes / (rate or self._rates.network_bytes_s)
             edge = RANK_TO_NEAR if send.among == "within" else RANK_TO_RANK
             lane = "near network" if is_near else "network"
-            after = self._add(name, lane, seconds, [after], edge, send.crossing_bytes)
-            task = self._tasks[after]
-            self._tasks[after] = task._replace(among=send.among, payload_bytes=send.payload_bytes)
+            sent = {"num_bytes": send.crossing_bytes, "payload_bytes": send.payload_bytes}
+            after = self._add(name, lane, seconds, [after], edge=edge, among=send.among, **sent)
         return after
 
     def _kernel(self, load: TileLoad, after: list[int]) -> int:
@@ -337,22 +333,11 @@ class _Builder:
         rate = self._rates.gradient_bytes_s or self._rates.kernel_bytes_s
         return self._add(name, lane, memory_bytes / rate, after)
 
-    def _add(
-        self,
-        name: str,
-        lane: str,
-        seconds: float,
-        after: Sequence[int],
-        edge: str = "",
-        num_bytes: int = 0,
-        priority: int = 0,
-    ) -> int:
+    def _add(self, name: str, lane: str, seconds: float, after: Sequence[int], **more: Any) -> int:
+        """Adds a task after others; `more` are further fields of Task. Returns its number."""
         earlier = tuple(number for number in after if number >= 0)
-        self._tasks.append(Task(name, lane, seconds, earlier, self._phase, edge, num_bytes, priority))
+        self._tasks.append(Task(name, lane, seconds, earlier, self._phase, **more))
         return len(self._tasks) - 1
-
-    def _unit(self, index: int) -> Unit:
-        return self._course.units[index]
 
 
 class _PlayedUnit:

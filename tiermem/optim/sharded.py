@@ -58,7 +58,7 @@ class ShardedModel:
                 shards.homes.begin_step()
                 self._regather(trainable)
                 return None
-            shards.residency.empty()
+            shards.prefetcher.empty()
             shards.homes.write_zeros()
             shards.homes.store.settle()
             norm = shards.homes.norm() / scale
@@ -69,7 +69,7 @@ class ShardedModel:
                 self._count_steps(live)
             self.tiles.step(lambda shard: self._step_of(shard, factor))
             self._regather(trainable)
-            shards.residency.end_pass()
+            shards.prefetcher.end_pass()
         return norm
 
     def export(self, shard: Shard, rule: Rule) -> State:
@@ -106,7 +106,7 @@ class ShardedModel:
         if any(self.is_refused(each) for each in shards.homes.sums_of_squares(live.unit.shards)):
             raise NonFiniteGradients(f"the gradients of unit {live.unit.name!r} hold NaN or infinity")
         self._count_steps(live)
-        shards.residency.outdate(live)
+        shards.prefetcher.outdate(live)
         self.tiles.step_unit(live, grads, lambda shard: self._step_of(shard, 1.0 / shards.homes.divisor))
         for shard in live.unit.shards:
             shard.gradient.forget()

@@ -1,7 +1,7 @@
 """Tile: a range of one unit's shard layout whose states are read, stepped and written as one.
 
-A tile may cut a parameter. A Segment is the part of one parameter inside a tile. The states of a tile lie in one entry of the
-store, so a tile is one read and one write (zero/state_layout.py draws the entry). A buffer holds:
+A tile may cut a parameter; its ranges are the elements of each parameter inside it. The states of a tile lie in one entry of
+the store, so a tile is one read and one write (zero/state_layout.py draws the entry). A buffer holds:
 
     [ states | parameters | gradients ]    the last two only if they rest on NVMe; each begins at a multiple of 4096 bytes
 """
@@ -11,27 +11,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
 from tiermem.policy import Tier
 from tiermem.swap.parts import Q8_BLOCK, num_scales
-from tiermem.swap.ranges import round_up
-from tiermem.zero.state_layout import MASTER, SCALES, Run, StateLayout, own_numel
-from tiermem.zero.unit import UNIT_ALIGN, Shard, Unit
+from tiermem.swap.ranges import ByteRange, round_up
+from tiermem.zero.state_layout import MASTER, SCALES, Run, StateLayout, StatePart
+from tiermem.zero.unit import UNIT_ALIGN, Shard, ShardRange, Unit, ranges_in
 from tiermem.zero.unit_state import LiveUnit
 
 MomentsOf = Callable[[Shard], Sequence[str]]
 """Returns the names of a parameter's moments, as in torch, in the order of swap.parts.MOMENTS."""
-
-
-class Segment(NamedTuple):
-    """The elements of one parameter inside a tile; `start` is counted from the tile's first element."""
-
-    shard: Shard
-    start: int
-    numel: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,7 +36,7 @@ class Tile:
     room_bytes: int  # in a buffer, for its states and the values that they are made from
     entry: str
     home: Tier
-    segments: Sequence[Segment]
+    ranges: Sequence[ShardRange]  # without padding, in their order
     is_started: bool = False  # whether its states have been written
 
     def mark_started(self) -> None:
@@ -82,20 +73,22 @@ class Tile:
         """Its range of elements in the unit's shard layout."""
         return slice(self.start, self.start + self.numel)
 
-    def first_element(self, segment: Segment, shard_rank: int) -> int:
-        """The index in the whole parameter of a segment's first element."""
-        shard = segment.shard
-        return shard.shard_numel * shard_rank + self.start + segment.start - shard.shard_offset
+    def place_of(self, part: ShardRange) -> slice:
+        """The place of elements in the tile, counted from its first element."""
+        return slice(part.in_unit.start - self.start, part.in_unit.stop - self.start)
+
+    def bytes_of(self, state: StatePart, part: ShardRange) -> list[ByteRange]:
+        """The byte ranges of its states that hold one state of elements; 8-bit: codes and scales."""
+        return self.layout.ranges(state, self.numel, self.place_of(part).start, part.numel)
 
 
 def stepped_ranges(
     unit: Unit, step: int, shard_rank: int, whole: Sequence[Shard] = ()
-) -> Iterator[tuple[int, int, list[Segment]]]:
-    """(start, elements, segments) of each tile of a unit. Tiles that hold only padding are left out."""
+) -> Iterator[tuple[int, int, list[ShardRange]]]:
+    """(start, elements, ranges) of each tile of a unit. Tiles that hold only padding are left out."""
     for start, numel in _ranges(unit.shard_numel, step, whole):
-        segments = [s for s in (_overlap(part, start, numel, shard_rank) for part in unit.shards) if s.numel > 0]
-        if segments:
-            yield start, numel, segments
+        if ranges := ranges_in(unit, slice(start, start + numel), shard_rank):
+            yield start, numel, ranges
 
 
 def rests_on_host(sizes: Sequence[int], resident_bytes: int) -> list[bool]:
@@ -135,39 +128,31 @@ def _cut_by(end: int, whole: Sequence[Shard]) -> Shard | None:
     return next((s for s in whole if s.shard_offset < end < s.shard_offset + s.shard_numel), None)
 
 
-def _overlap(part: Shard, start: int, numel: int, shard_rank: int) -> Segment:
-    """The elements of a parameter inside [start, start + numel) of its unit's shard layout, without padding."""
-    first = max(start, part.shard_offset)
-    last = min(start + numel, part.shard_offset + own_numel(part, shard_rank))
-    return Segment(part, first - start, last - first)
-
-
 # ---- checksums -------------------------------------------------------------------------------------------------------
 
 
 def tile_runs(tile: Tile, shard_rank: int, moments_of: MomentsOf) -> Iterator[Run]:
     """The byte ranges of a tile's entry that get a checksum each, in the order of the entry.
 
-        [ master: a, b, c | moment 0: a, b, c | moment 1 codes: a, b, c | its scales: a, b, c ]    of segments a, b, c
+        [ master: a, b, c | moment 0: a, b, c | moment 1 codes: a, b, c | its scales: a, b, c ]    of parameters a, b, c
 
     A moment that a parameter's rule does not keep has checksums too: its bytes are written and read with the others, and the
     rule may become known later.
     """
-    for part in tile.layout.parts:
-        ranges = [tile.layout.ranges(part, tile.numel, segment.start, segment.numel) for segment in tile.segments]
-        for kind, suffix in enumerate(("", SCALES) if part.kind == "8bit" else ("",)):  # values or codes, then scales
-            for segment, places in zip(tile.segments, ranges, strict=True):
-                number = part.place - (tile.layout.master is not None)
-                state = functools.partial(_state_name, moments_of, segment.shard, number, suffix)
-                first = tile.first_element(segment, shard_rank)
+    for state in tile.layout.parts:
+        places = [tile.bytes_of(state, part) for part in tile.ranges]
+        number = state.place - (tile.layout.master is not None)
+        for kind, suffix in enumerate(("", SCALES) if state.kind == "8bit" else ("",)):  # values or codes, then scales
+            for part, of_part in zip(tile.ranges, places, strict=True):
+                shard, place = part.shard, of_part[kind]
+                name = functools.partial(_state_name, moments_of, shard, number, suffix)
                 if kind == 1:
-                    per_rank = num_scales(segment.shard.shard_numel)
-                    inside = num_scales(first - segment.shard.shard_numel * shard_rank)
-                    first_byte, grain = shard_rank * per_rank + inside, (1, Q8_BLOCK)
+                    first_byte = shard_rank * num_scales(shard.shard_numel) + num_scales(part.start)
+                    grain = (1, Q8_BLOCK)
                 else:
-                    itemsize = 1 if part.kind == "8bit" else part.num_bytes(1)
-                    first_byte, grain = itemsize * first, (itemsize, 1)
-                yield Run(segment.shard, state, places[kind].offset, first_byte, places[kind].num_bytes, *grain)
+                    itemsize = 1 if state.kind == "8bit" else state.num_bytes(1)
+                    first_byte, grain = itemsize * part.first_element(shard_rank), (itemsize, 1)
+                yield Run(shard, name, place.offset, first_byte, place.num_bytes, *grain)
 
 
 def _state_name(moments_of: MomentsOf, shard: Shard, number: int, suffix: str) -> str | None:

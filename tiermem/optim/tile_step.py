@@ -170,11 +170,11 @@ class TilePass:
         elif not tile.is_started:
             self._start(tile, slot, views, params)
         grads, rank = self._gradients(tile, slot), self._shards.topology.shard_rank
-        for segment in tile.segments:
-            part, shard = slice(segment.start, segment.start + segment.numel), segment.shard
-            own, grad = views.piece(segment.start, segment.numel), None if grads is None else grads[part]
-            first = tile.first_element(segment, rank)
-            self._act(Places(tile, shard, first, params[part], grad, own, self._moments_of(shard)))
+        for part in tile.ranges:
+            place, shard = tile.place_of(part), part.shard
+            own, grad = views.piece(place.start, part.numel), None if grads is None else grads[place]
+            first = part.first_element(rank)
+            self._act(Places(tile, shard, first, params[place], grad, own, self._moments_of(shard)))
 
     def _start(self, tile: Tile, slot: Slot | None, views: StateViews, params: torch.Tensor) -> None:
         """Makes a tile's first states: masters from the initial values or from the weight; moments are zero."""
@@ -188,10 +188,9 @@ class TilePass:
             views.master.copy_(params if initial is None else initial)
         else:
             views.master.zero_()  # the bits of an fp32 number that bf16 does not have
-            for segment in tile.segments if initial is not None else ():
+            for place in map(tile.place_of, tile.ranges) if initial is not None else ():
                 assert initial is not None
-                part = slice(segment.start, segment.start + segment.numel)
-                narrow_part(self._shards.workers, initial[part], views.master[part], params[part])
+                narrow_part(self._shards.workers, initial[place], views.master[place], params[place])
         states[master.num_bytes(tile.numel) :].zero_()  # the initial values may have used these bytes
 
     def _initial_of(self, tile: Tile) -> str | None:

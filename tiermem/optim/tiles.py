@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tiermem.optim.rules import Group, Rule
-from tiermem.optim.tile import MomentsOf, Segment, Tile, rests_on_host, stepped_ranges, tile_runs
+from tiermem.optim.tile import MomentsOf, Tile, rests_on_host, stepped_ranges, tile_runs
 from tiermem.optim.tile_step import Act, RuleOf, TilePass, Visitor, stepping, visiting
 from tiermem.policy import Tier
 from tiermem.swap.native import narrow_part, widen_part
@@ -39,7 +39,7 @@ from tiermem.zero.state_layout import (
     keeps_sums,
     weight_runs,
 )
-from tiermem.zero.unit import Shard
+from tiermem.zero.unit import Shard, ShardRange
 from tiermem.zero.unit_state import LiveUnit
 from tiermem.zero.values import initial_master
 
@@ -64,10 +64,10 @@ class StateTiles:
         trainable = [live for live in shards.units if live.unit.is_trainable]
         num_moments = max((len(self.names(s)) for live in trainable for s in live.unit.shards), default=0)
         self.tiles = self._at_home([tile for live in trainable for tile in self._cut(live, num_moments)])
-        self._pieces: dict[Shard, list[tuple[Tile, Segment]]] = {}  # of each parameter, in the order of elements
+        self._pieces: dict[Shard, list[tuple[Tile, ShardRange]]] = {}  # of each parameter, in the order of elements
         for tile in self.tiles:
-            for segment in tile.segments:
-                self._pieces.setdefault(segment.shard, []).append((tile, segment))
+            for part in tile.ranges:
+                self._pieces.setdefault(part.shard, []).append((tile, part))
         if any(tile.entry in self._store for tile in self.tiles):
             raise ValueError("this model has an optimizer already: make one optimizer with several parameter groups")
         for tile in self.tiles:
@@ -100,7 +100,7 @@ class StateTiles:
 
         `name` is MASTER, which every parameter has, or one of its moments. Takes twice the memory of that part.
         """
-        pieces = [self.piece(tile, segment, name) for tile, segment in self._pieces.get(shard, ())]
+        pieces = [self.piece(tile, elements, name) for tile, elements in self._pieces.get(shard, ())]
         return torch.cat(pieces) if pieces else torch.empty(0)
 
     def load(self, shard: Shard, name: str, values: torch.Tensor) -> None:
@@ -111,7 +111,7 @@ class StateTiles:
         OSError when a transfer fails.
         """
         pieces = self._pieces.get(shard, [])
-        due = sum(segment.numel for _, segment in pieces)
+        due = sum(elements.numel for _, elements in pieces)
         if values.shape != (due,):
             raise ValueError(
                 f"{name} of {shard.name}: {tuple(values.shape)} values were given; this rank's part has ({due},)"
@@ -121,9 +121,9 @@ class StateTiles:
         if unstarted:
             self._run(unstarted, TilePass(self._shards, self.names))
         done = 0
-        for tile, segment in pieces:
-            self._write_piece(tile, segment, name, values[done : done + segment.numel].to(torch.float32))
-            done += segment.numel
+        for tile, elements in pieces:
+            self._write_piece(tile, elements, name, values[done : done + elements.numel].to(torch.float32))
+            done += elements.numel
         if name == MASTER:
             self._shards.refresh(shard.param)
         shard.note_loaded(name != MASTER, name == MASTER and self.keeps_master(shard))
@@ -135,7 +135,7 @@ class StateTiles:
         visitor's error; then the states that the visitor has seen may be written or not.
         """
         self._shards.drop_head_start()
-        due = [tile for tile in self.tiles if any(segment.shard in chosen for segment in tile.segments)]
+        due = [tile for tile in self.tiles if any(part.shard in chosen for part in tile.ranges)]
         visit = visiting(self._shards.workers, chosen, visitor)
         self._run(due, TilePass(self._shards, self.names, visit, reads_weights=True))
         order, topology = sorted(chosen, key=lambda shard: shard.index), self._shards.topology
@@ -157,21 +157,22 @@ class StateTiles:
         work = TilePass(self._shards, self.names, filler, reads_weights=True, is_blank=not keeps)
         self._run(self.tiles, work)
 
-    def pieces(self, shard: Shard) -> list[tuple[Tile, Segment]]:
-        """The tiles that hold a parameter, with its segment in each, in the order of its elements."""
+    def pieces(self, shard: Shard) -> list[tuple[Tile, ShardRange]]:
+        """The tiles that hold a parameter, with its elements in each, in the order of its elements."""
         return list(self._pieces.get(shard, ()))
 
-    def piece(self, tile: Tile, segment: Segment, name: str) -> torch.Tensor:
-        """A copy of one state of a segment, in fp32; before the tile's first step, the state's first value. Blocks."""
-        part = self._part_of(tile, segment.shard, name)
+    def piece(self, tile: Tile, elements: ShardRange, name: str) -> torch.Tensor:
+        """A copy of one state of elements of a tile, in fp32; before the tile's first step, the state's first value. Blocks."""
+        part = self._part_of(tile, elements.shard, name)
         if not tile.is_started:
-            return self._first_value(tile, segment, name)
+            return self._first_value(tile, elements, name)
         if part is None:
-            return self._weight(tile, segment).float()
-        weight = self._weight(tile, segment) if part.kind == "split" else None
-        ranges = tile.layout.ranges(part, tile.numel, segment.start, segment.numel)
-        data = torch.cat([self._read_bytes(tile, each.offset, each.num_bytes) for each in ranges])
-        return widen_part(self._shards.workers, part.view(data, segment.numel), weight, is_positive(name))
+            return self._weight(tile, elements).float()
+        weight = self._weight(tile, elements) if part.kind == "split" else None
+        ranges = tile.bytes_of(part, elements)
+        bytes_of = (slice(each.offset, each.offset + each.num_bytes) for each in ranges)
+        data = torch.cat([self._shards.values.read_part(tile.entry, torch.uint8, each) for each in bytes_of])
+        return widen_part(self._shards.workers, part.view(data, elements.numel), weight, is_positive(name))
 
     def names(self, shard: Shard) -> tuple[str, ...]:
         """The names of a parameter's moments, as in torch; none for a parameter that the optimizer does not hold."""
@@ -215,10 +216,10 @@ class StateTiles:
         whole, step = [shard for shard, found in rules if found is not None and found[1].is_matrix], plan.tile_numel
         if not plan.tiles.num and whole:
             step = unit.shard_numel  # stepped where it rests, without a buffer that limits the size
-        for start, numel, segments in stepped_ranges(unit, step, self._shards.topology.shard_rank, whole):
+        for start, numel, ranges in stepped_ranges(unit, step, self._shards.topology.shard_rank, whole):
             in_buffer = layout.buffer_bytes(numel, keeps_initial_master(unit, policy))
             entry = f"state/{unit.index}/{unit.name}/{start}"
-            yield Tile(live, start, numel, layout, in_buffer, entry, plan.states, segments)
+            yield Tile(live, start, numel, layout, in_buffer, entry, plan.states, ranges)
 
     def _at_home(self, tiles: list[Tile]) -> list[Tile]:
         """The same tiles; if states rest on NVMe, a share of them in host memory."""
@@ -245,20 +246,20 @@ class StateTiles:
 
     # ---- reading and writing pieces ----------------------------------------------------------------------------------------
 
-    def _write_piece(self, tile: Tile, segment: Segment, name: str, values: torch.Tensor) -> None:
-        part = self._part_of(tile, segment.shard, name)
+    def _write_piece(self, tile: Tile, elements: ShardRange, name: str, values: torch.Tensor) -> None:
+        part = self._part_of(tile, elements.shard, name)
         weight = values.to(tile.dtype)
         if part is not None:
-            ranges = tile.layout.ranges(part, tile.numel, segment.start, segment.numel)
+            ranges = tile.bytes_of(part, elements)
             data = torch.empty(sum(each.num_bytes for each in ranges), dtype=torch.uint8)
             narrow_part(
-                self._shards.workers, values, part.view(data, segment.numel), weight if part.kind == "split" else None,
+                self._shards.workers, values, part.view(data, elements.numel), weight if part.kind == "split" else None,
                 is_positive(name),
             )  # fmt: skip
             for each, piece in zip(ranges, data.split([each.num_bytes for each in ranges]), strict=True):
-                self._write_bytes(tile, each.offset, piece)
+                self._shards.values.write_part(tile.entry, each.offset, piece)
         if name == MASTER:
-            self._shards.values.put_elements(tile.live, tile.start + segment.start, weight)
+            self._shards.values.put_elements(tile.live, elements.in_unit.start, weight)
 
     def _part_of(self, tile: Tile, shard: Shard, name: str) -> StatePart | None:
         """The part of a tile that holds a state; None: the parameter itself. Raises ValueError for an unknown state."""
@@ -269,34 +270,20 @@ class StateTiles:
             raise ValueError(f"{shard.name} has no state {name!r}; it has {', '.join([MASTER, *names])}")
         return tile.layout.moment(names.index(name))
 
-    def _first_value(self, tile: Tile, segment: Segment, name: str) -> torch.Tensor:
+    def _first_value(self, tile: Tile, elements: ShardRange, name: str) -> torch.Tensor:
         """The value that a state will have when its tile is started."""
         if name != MASTER:
-            return torch.zeros(segment.numel)
-        start, initial = tile.start + segment.start, initial_master(tile.live.unit)
+            return torch.zeros(elements.numel)
+        initial = initial_master(tile.live.unit)
         if initial not in self._store:
-            return self._weight(tile, segment).float()
-        if self._store.home_of(initial) is Tier.NVME:
-            return self._shards.values.read_part(initial, torch.float32, slice(start, start + segment.numel))
-        return self._store.view(initial)[start : start + segment.numel].clone()
+            return self._weight(tile, elements).float()
+        return self._shards.values.read_part(initial, torch.float32, elements.in_unit)
 
-    def _weight(self, tile: Tile, segment: Segment) -> torch.Tensor:
-        start = tile.start + segment.start
-        return self._shards.values.elements(tile.live, slice(start, start + segment.numel))
-
-    def _read_bytes(self, tile: Tile, offset: int, num_bytes: int) -> torch.Tensor:
-        if tile.home is Tier.NVME:
-            return self._shards.values.read_part(tile.entry, torch.uint8, slice(offset, offset + num_bytes))
-        return self._store.view(tile.entry)[offset : offset + num_bytes].cpu()
-
-    def _write_bytes(self, tile: Tile, offset: int, data: torch.Tensor) -> None:
-        if tile.home is Tier.NVME:
-            self._shards.values.write_part(tile.entry, offset, data)
-        else:
-            self._store.view(tile.entry)[offset : offset + data.numel()].copy_(data)
+    def _weight(self, tile: Tile, elements: ShardRange) -> torch.Tensor:
+        return self._shards.values.elements(tile.live, elements.in_unit)
 
 
-__all__ = ["EXP_AVG", "EXP_AVG_SQ", "MASTER", "MomentsOf", "RuleOf", "Segment", "StateTiles", "Tile"]
+__all__ = ["EXP_AVG", "EXP_AVG_SQ", "MASTER", "MomentsOf", "RuleOf", "StateTiles", "Tile"]
 
 
 def tiles_of(shards: Shards) -> StateTiles | None:

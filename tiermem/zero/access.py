@@ -240,7 +240,7 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     with shards.held_present():
         try:
             for live in streamed:
-                shards.residency.outdate(live)
+                shards.prefetcher.outdate(live)
                 shards.values.keep_present(live)
             yield model
         finally:

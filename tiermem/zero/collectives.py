@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -54,11 +54,9 @@ def swap_rows(
     me, mine, theirs = group.rank(), sent.view(group.size(), -1), received.view(group.size(), -1)
     others = [rank for rank in range(group.size()) if rank != me]
     tag = REDUCE_TAG + number
-    try:
+    with explaining(topology, what):
         works = [group.recv([theirs[rank]], rank, tag) for rank in others]
         works += [group.send([mine[rank]], rank, tag) for rank in others]
-    except RuntimeError as error:
-        raise explained(topology, what, error) from error
     theirs[me].copy_(mine[me])
     topology.traffic.add("all_to_all_single", what, sent.nbytes, among)
     return Pending(topology, what, [works], [received, sent])
@@ -104,10 +102,8 @@ class Pending:
 
     def wait(self) -> None:
         """Blocks until all have ended (on a GPU: orders the current stream after them). Raises RankLost; safe to repeat."""
-        try:
+        with explaining(self._topology, self._what):
             self._wait()
-        except RuntimeError as error:
-            raise explained(self._topology, self._what, error) from error
 
     def end(self) -> None:
         """Waits until no transfer uses the tensors any more; errors are suppressed. For use after a failure."""
@@ -150,23 +146,34 @@ class Pending:
             failure = None  # else its traceback keeps this frame alive
 
 
-class Then(Pending):
-    """Several collectives under way, and a function that runs when all have ended.
+def _nothing() -> None:
+    """Follows collectives that need no further work."""
 
-    on_end: called by the first wait, after all have ended.
+
+class Then(Pending):
+    """Several collectives under way, and the work that follows them in the first wait.
+
+    on_end: called when all have ended.
+    release: called last, also after an error.
     """
 
-    def __init__(self, pending: Sequence[Pending], on_end: Callable[[], None] = lambda: None) -> None:
-        self._pending = list(pending)
-        self._on_end: Callable[[], None] | None = on_end
+    def __init__(
+        self, pending: Sequence[Pending], on_end: Callable[[], None] = _nothing, release: Callable[[], None] = _nothing
+    ) -> None:
+        self._pending = pending
+        self._on_end = on_end
+        self._release = release
 
     def wait(self) -> None:
         """Blocks until all have ended (on a GPU: orders the current stream after them). Raises RankLost; safe to repeat."""
-        on_end, self._on_end = self._on_end, None
-        for each in self._pending:
-            each.wait()
-        if on_end is not None:
-            on_end()
+        pending, self._pending = self._pending, ()
+        if pending:
+            try:
+                for each in pending:
+                    each.wait()
+                self._on_end()
+            finally:
+                self._release()
 
 
 def newest(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,10 +187,8 @@ def start(topology: Topology, what: str, collective: Callable[..., Any], *args: 
 
     Raises RankLost.
     """
-    try:
+    with explaining(topology, what):
         work = newest(collective)(*args, group=topology.group_of(among), async_op=True)
-    except RuntimeError as error:
-        raise explained(topology, what, error) from error
     tensors = [each for each in args if isinstance(each, torch.Tensor)]
     topology.traffic.add(collective.__name__, what, max(tensor.nbytes for tensor in tensors), among)
     return Pending(topology, what, [[work]], tensors)
@@ -218,16 +223,14 @@ def exchange_digests(topology: Topology, digest: bytes) -> list[bytes]:
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     whole = torch.empty(topology.world * len(digest), dtype=torch.uint8, device=device)
     try:
-        work = newest(dist.all_gather_into_tensor)(whole, mine, group=topology.group, async_op=True)
-        meet(topology.group, work, topology.timeout_s) if device.type == "cpu" else work.wait()
+        with explaining(topology, _COMPARING):
+            work = newest(dist.all_gather_into_tensor)(whole, mine, group=topology.group, async_op=True)
+            meet(topology.group, work, topology.timeout_s) if device.type == "cpu" else work.wait()
     except OtherGroups:
         if topology.watch is not None:
             topology.watch.outlive(time.monotonic())
         raise
-    except RuntimeError as error:
-        raise explained(topology, _COMPARING, error) from error
-    values = bytes(whole.cpu().tolist())
-    return [values[start : start + len(digest)] for start in range(0, len(values), len(digest))]
+    return [bytes(row) for row in whole.view(topology.world, -1).tolist()]
 
 
 def exchange(topology: Topology, value: str) -> list[str]:
@@ -235,13 +238,15 @@ def exchange(topology: Topology, value: str) -> list[str]:
     values: list[Any] = [None] * topology.world
     if topology.group is None:
         return [value]
-    try:
+    with explaining(topology, _COMPARING):
         dist.all_gather_object(values, value, group=topology.group)
-    except RuntimeError as error:
-        raise explained(topology, _COMPARING, error) from error
     return values
 
 
-def explained(topology: Topology, what: str, error: RuntimeError) -> RuntimeError:
-    """The error to raise for a failed collective: where ranks differ, or which rank is gone. Takes a few seconds."""
-    return error if topology.watch is None else topology.watch.explain(what, error)
+@contextlib.contextmanager
+def explaining(topology: Topology, what: str) -> Iterator[None]:
+    """Makes an error of a collective say where ranks differ, or which rank is gone. Finding that takes a few seconds."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise error if topology.watch is None else topology.watch.explain(what, error) from error

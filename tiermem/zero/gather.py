@@ -17,14 +17,14 @@ from tiermem.zero.collectives import (
     Pending,
     Then,
     call,
-    explained,
+    explaining,
     newest,
     send_to_all,
     sends_directly,
     start,
 )
 from tiermem.zero.topology import Topology
-from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Shard, Unit
+from tiermem.zero.unit import ALIGN, UNIT_ALIGN, Unit, ranges_in
 
 # ---- gathers ---------------------------------------------------------------------------------------------------------
 #
@@ -83,7 +83,7 @@ class UnitGather(Gather):
         self._is_single = is_single
         self._what = f"gathering {unit.name}"
         self._first = span.start if span is not None else 0
-        self._parts = cut_span(unit, span)
+        self._parts = ranges_in(unit, span)
         self._pieces: list[list[torch.Tensor]] = []  # per parameter, the place of every rank's part: views, made once
         self._own: list[torch.Tensor] = []  # this rank's places among them
         self._exchanges: list[_Exchange] = []  # between these places, in the order in which they are started
@@ -100,26 +100,20 @@ class UnitGather(Gather):
             self._prepare()
         if shard is not self._shard:  # a shard that rests in memory is the same tensor every time
             self._shard = shard
-            places = [(part.shard_offset - self._first, part.numel) for part in self._parts]
-            self._mine = [shard[place : place + numel] for place, numel in places]
+            places = [part.in_unit for part in self._parts]
+            self._mine = [shard[place.start - self._first : place.stop - self._first] for place in places]
         if self._parts:
             torch._foreach_copy_(self._own, self._mine, non_blocking=True)
 
     def start(self) -> Pending:
         """Starts the exchange, after `put`. Does not block. Raises RankLost."""
-        try:
+        with explaining(self._topology, self._what):
             return Pending(self._topology, self._what, self._start(), [self._full])
-        except RuntimeError as error:
-            raise explained(self._topology, self._what, error) from error
 
     def _start(self) -> Iterable[Sequence[Any]]:
         """Starts the first round; the wait starts each later round after the round before it."""
-        if not self._exchanges:
-            return []
-        first = self._begin(self._exchanges[0])
-        if len(self._exchanges) == 1:
-            return [first]
-        return itertools.chain([first], map(self._begin, self._exchanges[1:]))
+        first = [self._begin(exchange) for exchange in self._exchanges[:1]]
+        return itertools.chain(first, map(self._begin, self._exchanges[1:]))
 
     def _begin(self, exchange: _Exchange) -> list[Any]:
         self._topology.traffic.add("all_gather", self._what, exchange.num_bytes, exchange.among)
@@ -127,7 +121,8 @@ class UnitGather(Gather):
 
     def _prepare(self) -> None:
         """Makes the views that every gather uses. Not before the first gather: a storage without bytes cannot be viewed."""
-        self._pieces = [self._cut(part) for part in self._parts]
+        ranks = range(self._topology.num_shards)
+        self._pieces = [[self._full[part.in_full(rank)] for rank in ranks] for part in self._parts]
         self._own = [pieces[self._topology.shard_rank] for pieces in self._pieces]
         if self._topology.num_shards == 1 or not self._parts:
             return
@@ -136,10 +131,6 @@ class UnitGather(Gather):
         is_direct = sends_directly(self._topology.group, self._full.device)
         make = self._messages if is_direct else self._all_gathers
         self._exchanges = [make(call, each) for call in calls for each in _rounds_of(self._topology)]
-
-    def _cut(self, part: Part) -> list[torch.Tensor]:
-        """The places of every rank's piece of a parameter in the full layout."""
-        return [self._full[part.place_of(rank)] for rank in range(self._topology.num_shards)]
 
     def _messages(self, indices: list[int], each: _Round) -> _Exchange:
         """One round of the exchange of some parameters, as messages of every rank's piece between every two ranks."""
@@ -161,7 +152,7 @@ class UnitGather(Gather):
         calls: list[_Call] = []
         for part, pieces in ((self._parts[index], self._pieces[index]) for index in indices):
             for row in each.rows:
-                mine, start = pieces[row[each.me]], part.place_of(row[0]).start
+                mine, start = pieces[row[each.me]], part.in_full(row[0]).start
                 num_bytes += mine.nbytes * len(row)
                 whole = self._full[start : start + len(row) * part.numel] if is_whole else [pieces[i] for i in row]
                 calls.append(partial(_all_gather, whole, mine, group))
@@ -223,39 +214,6 @@ def _grouping(
     return None if manager is None else partial(manager, group, device, async_ops=True)
 
 
-class Part(NamedTuple):
-    """The part of every rank's share of a parameter that a span of the shard layout holds."""
-
-    shard: Shard
-    start: int  # element in the share
-    numel: int
-
-    @property
-    def shard_offset(self) -> int:
-        """Where the part begins in the shard layout."""
-        return self.shard.shard_offset + self.start
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is the whole share, so that the parts of all ranks are contiguous in the full layout."""
-        return self.numel == self.shard.shard_numel
-
-    def place_of(self, rank: int) -> slice:
-        """Where a rank's part lies in the full layout."""
-        first = self.shard.full_offset + rank * self.shard.shard_numel + self.start
-        return slice(first, first + self.numel)
-
-
-def cut_span(unit: Unit, span: slice | None) -> list[Part]:
-    """The parts of a unit's parameters that a span of its shard layout holds; None: all of every parameter."""
-    if span is None:
-        return [Part(shard, 0, shard.shard_numel) for shard in unit.shards if shard.numel]
-    bounds = [
-        (s, max(0, span.start - s.shard_offset), min(s.shard_numel, span.stop - s.shard_offset)) for s in unit.shards
-    ]
-    return [Part(shard, start, stop - start) for shard, start, stop in bounds if start < stop]
-
-
 def spans_of(unit: Unit, num_shards: int, limit_numel: int) -> list[slice]:
     """Cuts a unit's shard layout into spans of at most `limit_numel` elements over all ranks, and at least one per rank."""
     room = max(1, limit_numel // num_shards)
@@ -274,6 +232,21 @@ def gather_unit(
     whole = UnitGather(topology, unit, full, span=span)
     whole.put(shard)
     whole.start().wait()
+
+
+def assemble(topology: Topology, local: torch.Tensor, numel: int, device: torch.device, what: str) -> torch.Tensor:
+    """A tensor's whole elements from every rank's part: flat, on the CPU. Collective; blocks.
+
+    local: this rank's part, flat, with or without its padding.
+    device: where the parts are exchanged.
+    """
+    if topology.num_shards == 1 or not numel:
+        return local[:numel]
+    mine = torch.zeros(-(-numel // topology.num_shards), dtype=local.dtype, device=device)
+    mine[: local.numel()].copy_(local)
+    whole = torch.empty(mine.numel() * topology.num_shards, dtype=local.dtype, device=device)
+    gather(topology, mine, whole, what)
+    return whole[:numel].cpu()
 
 
 def gather(topology: Topology, mine: torch.Tensor, whole: torch.Tensor, what: str) -> None:

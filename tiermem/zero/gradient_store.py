@@ -17,8 +17,7 @@ from tiermem.swap.move import Move
 from tiermem.swap.native import Workers, store_gradient
 from tiermem.swap.store import TensorStore
 from tiermem.swap.torch_step import block_sums_in_torch
-from tiermem.zero.state_layout import own_numel
-from tiermem.zero.unit import Shard, Unit
+from tiermem.zero.unit import Shard, Unit, own_numel
 
 # ---- the value of p.grad ---------------------------------------------------------------------------------------------
 

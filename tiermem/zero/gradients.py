@@ -126,11 +126,7 @@ class GradientHomes:
 
         Raises RuntimeError on every rank when a unit that was stepped in backward gets another gradient.
         """
-        if self._reducer is None:
-            for unit in self._units:
-                self._take(unit)
-            return
-        for unit in list(self._waiting):
+        for unit in list(self._waiting) if self._reducer is not None else ():
             if unit.is_resident or self._policy.stage != 3:
                 self._reduce(unit)
         self.receive_rest()
@@ -138,7 +134,8 @@ class GradientHomes:
     def receive_rest(self) -> None:
         """Receives every `p.grad` that any rank still has, for example before a step. Collective; blocks."""
         if self._reducer is None:
-            self.finish()
+            for unit in self._units:
+                self._take(unit)
             return
         for unit in self._units:
             self._note_given(unit)
@@ -250,12 +247,12 @@ class GradientHomes:
             while self._reducer.is_full:
                 self._arrive()
             name = unit.name if len(buckets) == 1 else f"{unit.name} {number + 1}/{len(buckets)}"
-            grads = [piece.shard.param.grad if _fresh(piece.shard) else None for piece in bucket.pieces]
+            grads = [part.shard.param.grad if _fresh(part.shard) else None for part in bucket.ranges]
             self._reducer.start(name, bucket, grads, unit.shards[0].param.device)
             del grads
-            for piece in bucket.pieces:
-                if piece.is_last:
-                    piece.shard.param.grad = None
+            for part in bucket.ranges:
+                if part.is_last:
+                    part.shard.param.grad = None
         for shard in unit.shards:
             shard.param.grad = None
 
@@ -267,9 +264,8 @@ class GradientHomes:
         try:
             if self._open is None:
                 self._open = self._open_home(unit)
-            for piece in done.bucket.pieces:
-                part = column[piece.place : piece.place + piece.stop - piece.start]
-                self.store.put(self._open, piece.shard, part, piece.start)
+            for part, sums in zip(done.bucket.ranges, done.bucket.split(column), strict=True):
+                self.store.put(self._open, part.shard, sums, part.start)
         finally:
             self._reducer.release(done)
         self.store.recorder.add("reduce", done.what, done.start_ns, time.monotonic_ns(), done.bucket.num_bytes)
@@ -342,13 +338,12 @@ class GradientHomes:
 
 def block_sums_of(shards: Sequence[Shard]) -> dict[Shard, Sequence[float]]:
     """The sums of squares of each gradient's blocks, on the CPU. Sums on an accelerator are copied at once. Blocks for that."""
-    sums: dict[Shard, Sequence[float]] = {}
-    away = {s: s.gradient.block_sums for s in shards if isinstance(s.gradient.block_sums, torch.Tensor)}
+    sums = {shard: shard.gradient.block_sums for shard in shards}
+    away = [shard for shard, own in sums.items() if isinstance(own, torch.Tensor)]
     if away:
-        whole = torch.cat(list(away.values())).tolist()
-        for shard, own in away.items():
-            sums[shard], whole = whole[: own.numel()], whole[own.numel() :]
-    return sums | {s: s.gradient.block_sums for s in shards if not isinstance(s.gradient.block_sums, torch.Tensor)}
+        whole = torch.cat([torch.as_tensor(sums[shard]) for shard in away]).cpu()
+        sums.update(zip(away, whole.split([len(sums[shard]) for shard in away]), strict=True))
+    return {shard: own.tolist() if isinstance(own, torch.Tensor) else own for shard, own in sums.items()}
 
 
 def _fresh(shard: Shard) -> bool:

@@ -29,6 +29,7 @@ one backward and for every micro-batch; at the end of backward it is always call
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -101,7 +102,7 @@ class Hooks:
         self._ending: weakref.ref[EndOfBackward] | None = None  # of the backward under way; dead after an exception
         self._watched = -1  # torch's number of the backward whose end calls `finish_backward`
         self.num_backwards = 0  # backwards that have begun
-        self._clock = 0  # counts begins and ends of forwards
+        self._clock = itertools.count(1)  # of begins and ends of forwards
         self._may_receive: Callable[[], bool] = lambda: True  # False: autograd continues to add to p.grad
         self._on_last_read: Callable[[], None] = lambda: None
         self._handles: list[RemovableHandle] = []
@@ -179,7 +180,7 @@ class Hooks:
         use = frame.use = Use(frame.needed, reads_again)
         if not frame.needed:
             return frame
-        use.entered = self._tick()
+        use.entered = next(self._clock)
         self._uses.add(use)
         given = handed_over(args, kwargs)
         mark([tensor for tensor in given if tensor.grad_fn is not None], use, self._computed)
@@ -196,13 +197,9 @@ class Hooks:
         for live in (*frame.needed, *frame.borrowed):
             self.prefetcher.release(live, may_evict=not in_backward())
         if frame.use is not None and frame.use.units:
-            frame.use.left = self._tick()
+            frame.use.left = next(self._clock)
             self._record("forward", frame.use)
             mark(made, frame.use, self._hold)
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
 
     def is_outermost(self, module: nn.Module) -> bool:
         """Whether a call of a module that begins now is the outermost one, outside backward."""
@@ -278,7 +275,7 @@ class Hooks:
     def _lend_to(self, frame: Frame | None, live: LiveUnit) -> None:
         if frame is None:
             use = Use([live])  # no forward is under way: held until backward ends
-            use.left = self._tick()
+            use.left = next(self._clock)
             self._hold(use)
             return
         self.prefetcher.acquire(live)
@@ -330,8 +327,7 @@ class Hooks:
         while self._held:
             self.answer(self._held[-1])
         while self._returned:
-            live = self._returned.pop()
-            self.prefetcher.release(live)
+            self.prefetcher.release(self._returned.pop())
         with torch._C.DisableTorchFunctionSubclass():
             if self._may_receive():
                 self._homes.finish()

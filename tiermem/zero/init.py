@@ -73,7 +73,6 @@ class Init:
     the parameters. A subclass may override `get_partition_rank` and `get_dp_process_group`.
 
     Args:
-    Args:
         module: partition a finished module instead of building one inside the context.
         data_parallel_group: ranks that share the parameters; default: those of mpu, else the world. If a launcher (torchrun)
             has started ranks and no process group exists, entering the context creates it.

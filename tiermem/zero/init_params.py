@@ -22,7 +22,7 @@ from tiermem.zero import absent, registry
 from tiermem.zero.absent import ZeroParamStatus, absent_part, describe, mark
 from tiermem.zero.agreement import agree
 from tiermem.zero.collectives import share
-from tiermem.zero.gather import gather
+from tiermem.zero.gather import assemble
 from tiermem.zero.topology import Topology, paths_of_rank
 from tiermem.zero.unit_state import become
 
@@ -136,7 +136,6 @@ class ParametersInInit:
             self._piece = torch.empty(_PIECE_NUMEL * 8, dtype=torch.uint8)  # kept: new blocks fragment the heap
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> _Kept
         self._awake: collections.OrderedDict[int, nn.Parameter] = collections.OrderedDict()
-        self._out: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a GatheredParameters context holds
         self._awake_bytes = 0
         self._freed_bytes = 0  # since the heap was last trimmed
         self._num_admitted = 0
@@ -174,7 +173,7 @@ class ParametersInInit:
         is_overwritten: the code sets `data` to another tensor, so the values are not brought back.
         """
         kept = self._kept.get(param)
-        if kept is None or param in self._out:
+        if kept is None or registry.is_gathered(param):
             return
         if id(param) in self._awake:
             self._awake.move_to_end(id(param))
@@ -187,7 +186,7 @@ class ParametersInInit:
 
     def is_asleep(self, param: nn.Parameter) -> bool:
         """Whether a parameter is kept here and shows NaN."""
-        return param in self._kept and param not in self._out and id(param) not in self._awake
+        return param in self._kept and not registry.is_gathered(param) and id(param) not in self._awake
 
     def trim(self, keep_bytes: int = _CACHE_BYTES) -> None:
         """Puts the oldest awake parameters to sleep, with their values written back, until the others take < keep_bytes."""
@@ -253,12 +252,10 @@ class ParametersInInit:
         self._write_back(param)  # keeps changes made while it was awake
         absent.wake([param])
         param.data = self._get(kept).to(param.device, shown).view(kept.shape)
-        self._out[param] = True
         mark((param,), ZeroParamStatus.AVAILABLE)
 
     def put_back(self, param: nn.Parameter) -> None:
         """Ends a `take_out`: the parameter sleeps. Changes are dropped, unless `replace` was called."""
-        self._out.pop(param, None)
         self._sleep(param)
         if not self._is_building:
             absent.rest([param])
@@ -300,13 +297,6 @@ class ParametersInInit:
         self._bounce.write(kept.name, 0, mine.contiguous().view(torch.uint8))
         kept.is_filled = True
 
-    def _part(self, kept: _Kept) -> torch.Tensor:
-        if kept.part is not None:
-            return kept.part
-        part = torch.empty(kept.num_values, dtype=kept.dtype)
-        self._read_pieces(kept, part)
-        return part
-
     def _read_pieces(self, kept: _Kept, into: torch.Tensor) -> None:
         if not kept.is_filled:
             raise RuntimeError(
@@ -323,15 +313,12 @@ class ParametersInInit:
             into[start:stop].copy_(values)
 
     def _get(self, kept: _Kept) -> torch.Tensor:
-        part, numel = self._part(kept), kept.shape.numel()
-        if self.topology.num_shards == 1 or numel == 0:
-            return part
-        part_numel = -(-numel // self.topology.num_shards)
-        padded = torch.nn.functional.pad(part, (0, part_numel - part.numel()))
-        padded = padded.to(self.topology.control_device)
-        whole = torch.empty(part_numel * self.topology.num_shards, dtype=kept.dtype, device=padded.device)
-        gather(self.topology, padded, whole, "gathering initial values")
-        return whole[:numel].cpu()
+        part = kept.part
+        if part is None:
+            part = torch.empty(kept.num_values, dtype=kept.dtype)
+            self._read_pieces(kept, part)
+        device = self.topology.control_device
+        return assemble(self.topology, part, kept.shape.numel(), device, "gathering initial values")
 
     def _forget(self, kept: _Kept) -> None:
         kept.part = None

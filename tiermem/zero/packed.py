@@ -15,12 +15,24 @@ A value is rounded once per step, by at most half a scale of its block (quantise
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.arena import Pool
-from tiermem.zero.collectives import GATHER_TAG, Pending, explained, send_to_all, sends_directly, start, swap_rows
+from tiermem.zero.collectives import (
+    GATHER_TAG,
+    Pending,
+    Then,
+    explaining,
+    send_to_all,
+    sends_directly,
+    start,
+    swap_rows,
+)
 from tiermem.zero.gather import Gather
 from tiermem.zero.quantised import pack_into, packed_bytes, unpack
 from tiermem.zero.topology import Topology
@@ -63,7 +75,14 @@ class PackedGather(Gather):
             pending = Pending(self._topology, what, [], [wire.mine])
         else:
             pending = self._exchange(what, wire)
-        return _Unpacked(pending, self._unit, wire, self._full)
+        return Then([pending], functools.partial(self._unpack, wire), wire.give_back)
+
+    def _unpack(self, wire: _Wire) -> None:
+        for part in self._unit.shards:
+            for rank, row in enumerate(wire.rows):
+                first = part.full_offset + rank * part.shard_numel
+                target = self._full[first : first + part.shard_numel]
+                unpack(row, self._unit.packed_numel, target, part.shard_offset)
 
     def _exchange(self, what: str, wire: _Wire) -> Pending:
         topology, group = self._topology, self._topology.group_of("shard")
@@ -71,10 +90,8 @@ class PackedGather(Gather):
             return start(topology, what, dist.all_gather_into_tensor, wire.rows.view(-1), wire.mine, among="shard")
         pieces = list(wire.rows)
         pieces[topology.shard_rank].copy_(wire.mine)
-        try:
+        with explaining(topology, what):
             works = send_to_all(group, topology.shard_rank, pieces, GATHER_TAG + self._unit.shards[0].index)
-        except RuntimeError as error:
-            raise explained(topology, what, error) from error
         topology.traffic.add("all_gather_into_tensor", what, wire.rows.nbytes, "shard")
         return Pending(topology, what, [works], [wire.rows])
 
@@ -109,64 +126,31 @@ class _Wire:
         self._slot = None
 
 
-class _Unpacked(Pending):
-    """Packed shards under way; the wait unpacks them into the full layout."""
+def start_packed_reduction(
+    topology: Topology, columns: torch.Tensor, what: str, number: int
+) -> tuple[Pending, Callable[[], torch.Tensor]]:
+    """Starts a reduction. Collective: every rank starts and finishes the same reductions in the same order.
 
-    def __init__(self, pending: Pending, unit: Unit, wire: _Wire, full: torch.Tensor) -> None:
-        self._pending: Pending | None = pending
-        self._unit = unit
-        self._wire = wire
-        self._full = full
-
-    def wait(self) -> None:
-        """Blocks until the full layout is filled (on a GPU: in stream order). Raises RankLost; safe to repeat."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        try:
-            pending.wait()
-            for part in self._unit.shards:
-                for rank, row in enumerate(self._wire.rows):
-                    first = part.full_offset + rank * part.shard_numel
-                    target = self._full[first : first + part.shard_numel]
-                    unpack(row, self._unit.packed_numel, target, part.shard_offset)
-        finally:
-            self._wire.give_back()
-
-
-class PackedReduction:
-    """One reduction under way. Collective: every rank starts and finishes the same reductions in the same order.
+    Returns the calls under way, and a function that waits for them and returns the sum of this rank's column: fp32, flat. It
+    blocks, and raises RankLost.
 
     Args:
         topology: the ranks of its shard group take part.
-        columns: flat, a column of equal size for each rank of the shard group; read before the constructor returns.
+        columns: flat, a column of equal size for each rank of the shard group; read before this function returns.
         what: the purpose, for errors and counts.
         number: names the purpose, as in `swap_rows` (collectives.py).
     """
+    across, within = topology.across, topology.within
+    if across is None or within is None:
+        whole = _Exchange(topology, columns.view(topology.num_shards, -1), what, "shard", number)
+        return whole.pending, whole.sum
+    rows = columns.view(across.size, within.size, -1).transpose(0, 1).reshape(within.size, -1)
+    near = _Exchange(topology, rows, what, "within", number)
 
-    def __init__(self, topology: Topology, columns: torch.Tensor, what: str, number: int) -> None:
-        self._topology = topology
-        self._what = what
-        self._number = number
-        if topology.across is None or topology.within is None:
-            self._first = _Exchange(topology, columns.view(topology.num_shards, -1), what, "shard", number)
-            return
-        num_near = topology.within.size
-        near = columns.view(topology.across.size, num_near, -1).transpose(0, 1).reshape(num_near, -1)
-        self._first = _Exchange(topology, near, what, "within", number)
+    def finish() -> torch.Tensor:
+        return _Exchange(topology, near.sum().view(across.size, -1), what, "across", number).sum()
 
-    @property
-    def pending(self) -> Pending:
-        """The calls under way; `finish` waits for them as well."""
-        return self._first.pending
-
-    def finish(self) -> torch.Tensor:
-        """The sum of this rank's column: fp32, flat. Blocks; raises RankLost."""
-        sums = self._first.sum()
-        if self._topology.across is None:
-            return sums
-        rows = sums.view(self._topology.across.size, -1)
-        return _Exchange(self._topology, rows, self._what, "across", self._number).sum()
+    return near.pending, finish
 
 
 class _Exchange:

@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,9 +13,9 @@ import torch.distributed as dist
 from tiermem.policy import OffloadPolicy
 from tiermem.swap.arena import Pool, Slot
 from tiermem.zero.collectives import Pending, call, start, swap_rows
-from tiermem.zero.packed import PackedReduction
+from tiermem.zero.packed import start_packed_reduction
 from tiermem.zero.topology import Topology
-from tiermem.zero.unit import Shard, Unit
+from tiermem.zero.unit import Shard, ShardRange, Unit
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------
 #
@@ -33,39 +32,29 @@ from tiermem.zero.unit import Shard, Unit
 # The place of a cut changes neither which elements of two ranks are added nor the order in which reductions add them.
 
 
-class Piece(NamedTuple):
-    """Elements [start, stop) of each rank's share of a parameter, and where they begin in a bucket's column."""
-
-    shard: Shard
-    start: int
-    stop: int
-    place: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the parameter ends in this bucket."""
-        return self.stop == self.shard.shard_numel
-
-
 @dataclasses.dataclass(frozen=True)
 class Bucket:
     """The input of one reduction."""
 
     unit: Unit
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    ranges: tuple[ShardRange, ...]
     column_numel: int
     num_columns: int
 
     @property
     def number(self) -> int:
         """The index of its first parameter: the same on every rank, and different for buckets of other units."""
-        return self.pieces[0].shard.index
+        return self.ranges[0].shard.index
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all columns: the input that a rank gives to the reduction."""
         return self.column_numel * self.num_columns * self.dtype.itemsize
+
+    def split(self, columns: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Views of columns, one for each range; the last dimension is a column."""
+        return torch.split(columns, [each.numel for each in self.ranges], dim=-1)
 
 
 def cut(unit: Unit, num_shards: int, limit_numel: int) -> list[Bucket]:
@@ -91,39 +80,40 @@ def largest_buffer(unit: Unit, num_shards: int, limit_numel: int) -> int:
     return bucket * (2 if num_shards > 1 else 1)
 
 
-def put_in(bucket: Bucket, piece: Piece, grad: torch.Tensor | None, flat: torch.Tensor) -> None:
-    """Copies a piece of a gradient into every column of a bucket's flat memory; None writes zeros."""
-    columns = flat.view(bucket.num_columns, bucket.column_numel)
-    columns = columns[:, piece.place : piece.place + piece.stop - piece.start]
+def put_in(part: ShardRange, grad: torch.Tensor | None, columns: torch.Tensor) -> None:
+    """Copies a part of a gradient into its place in every column of a bucket; None writes zeros.
+
+    columns: (columns, elements of the part).
+    """
     if grad is None:
         columns.zero_()
         return
-    share, source = piece.shard.shard_numel, grad.reshape(-1)
-    num_full, rest = divmod(piece.shard.numel, share)
-    columns[:num_full].copy_(source[: num_full * share].view(num_full, share)[:, piece.start : piece.stop])
-    if num_full < bucket.num_columns:
-        rest = min(max(0, rest - piece.start), piece.stop - piece.start)
-        begin = num_full * share + piece.start
+    share, source = part.shard.shard_numel, grad.reshape(-1)
+    num_full, rest = divmod(part.shard.numel, share)
+    columns[:num_full].copy_(source[: num_full * share].view(num_full, share)[:, part.start : part.stop])
+    if num_full < len(columns):
+        rest = min(max(0, rest - part.start), part.numel)
+        begin = num_full * share + part.start
         columns[num_full, :rest].copy_(source[begin : begin + rest])
         columns[num_full, rest:].zero_()
         columns[num_full + 1 :].zero_()
 
 
 def _fill(unit: Unit, dtype: torch.dtype, shards: Sequence[Shard], num_shards: int, room: int) -> Iterator[Bucket]:
-    pieces: list[Piece] = []
-    place = 0
+    ranges: list[ShardRange] = []
+    filled = 0
     for shard in shards:
         start = 0
         while start < shard.shard_numel:
-            stop = min(shard.shard_numel, start + room - place)
-            pieces.append(Piece(shard, start, stop, place))
-            place += stop - start
+            stop = min(shard.shard_numel, start + room - filled)
+            ranges.append(ShardRange(shard, start, stop))
+            filled += stop - start
             start = stop
-            if place == room:
-                yield Bucket(unit, dtype, tuple(pieces), place, num_shards)
-                pieces, place = [], 0
-    if pieces:
-        yield Bucket(unit, dtype, tuple(pieces), place, num_shards)
+            if filled == room:
+                yield Bucket(unit, dtype, tuple(ranges), filled, num_shards)
+                ranges, filled = [], 0
+    if ranges:
+        yield Bucket(unit, dtype, tuple(ranges), filled, num_shards)
 
 
 # ---- reductions ------------------------------------------------------------------------------------------------------
@@ -194,8 +184,9 @@ class Reducer:
         filled = None if self._pool is not None else self._in_place(bucket, grads)
         if filled is None:
             filled = self._memory(slot, 0, bucket, device)
-            for piece, grad in zip(bucket.pieces, grads, strict=True):
-                put_in(bucket, piece, grad, filled)
+            columns = bucket.split(filled.view(bucket.num_columns, -1))
+            for part, grad, place in zip(bucket.ranges, grads, columns, strict=True):
+                put_in(part, grad, place)
             if self._factor != 1.0:
                 filled.mul_(self._factor)
         begun = self._begin(f"reducing {what}", slot, bucket, filled)
@@ -237,8 +228,8 @@ class Reducer:
         if topology.num_shards == 1:
             return start(topology, what, dist.all_reduce, filled), lambda: filled
         if topology.packs_reductions:
-            packed = PackedReduction(topology, filled, what, bucket.number)
-            return packed.pending, lambda: packed.finish().to(bucket.dtype)
+            pending, finish = start_packed_reduction(topology, filled, what, bucket.number)
+            return pending, lambda: finish().to(bucket.dtype)
         if filled.device.type == "cpu":
             received = self._memory(slot, filled.nbytes, bucket, filled.device)
             pending = swap_rows(topology, what, received, filled, "shard", bucket.number)

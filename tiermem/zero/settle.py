@@ -242,8 +242,7 @@ class _Settler:
                 if not is_accelerator(value.device):
                     value = value.to(self._topology.control_device)
                 share(self._topology, value, f"sharing {part.name}")
-        first = part.shard_numel * self._topology.shard_rank
-        mine = value.view(-1)[first : first + part.shard_numel]
+        mine = self._values.mine(part, value)
         out[: mine.numel()].copy_(mine)
 
 

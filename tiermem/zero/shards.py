@@ -173,7 +173,7 @@ class Shards:
             if not self.hooks.may_lend:
                 live.let_all_go()  # users left by a forward without backward
             if not live.num_users:
-                self.residency.outdate(live)
+                self.prefetcher.outdate(live)
         elif live.shard is not None and live.shard is not live.memory.full:
             self.values.regather(live.unit, live.shard, live.memory)
 
@@ -194,10 +194,7 @@ class Shards:
             return torch.zeros(self.values.num_mine(shard))
         self.homes.store.settle()
         part = slice(shard.shard_offset, shard.shard_offset + self.values.num_mine(shard))
-        flat, dtype = self.homes.store.view(live.unit), self.homes.dtype(live.unit)
-        local = (
-            self.values.read_part(self.homes.store.entry(live.unit), dtype, part) if flat is None else flat[part].cpu()
-        )
+        local = self.values.read_part(self.homes.store.entry(live.unit), self.homes.dtype(live.unit), part)
         return local.float() * (shard.gradient.factor / self.homes.divisor)
 
     def find(self, param: nn.Parameter) -> tuple[LiveUnit, Shard]:
@@ -396,7 +393,7 @@ class Shards:
         try:
             if self.head_start is not None:
                 self.head_start.drop()
-            self.residency.empty()
+            self.prefetcher.empty()
             weights = [(s.param, self.weight(s.param)) for _, s in self.parameters()] if materialize else []
             self.homes.store.settle()
             for each in self._attached:
@@ -440,13 +437,13 @@ class Shards:
         self.units = settle(units, self.plan, self.policy, self.values, pools)
         move_buffers(self.model, self.device)
         self.store.settle()
-        self.residency = Prefetcher(self.units, order, limits_of(self.plan, self.policy))
+        self.prefetcher = Prefetcher(self.units, order, limits_of(self.plan, self.policy))
         trainable = [u for u in units if u.is_trainable]
         plan, grads, sums = self.plan.grads, pools.gradients, pools.sums
         self.homes = GradientHomes(trainable, plan, self.store, self.topology, self.workers, grads, sums, self.policy)
         live = {module: [self.units[u.index] for u in needed] for module, needed in division.triggers.items()}
         self.triggers = list(live)  # modules that make units present
-        self.hooks = Hooks(self.model, live, self.units, self.residency, self.homes, self.store)
+        self.hooks = Hooks(self.model, live, self.units, self.prefetcher, self.homes, self.store)
         lowered = [s.param for u in units if u.full_dtype != u.dtype for s in u.shards]
         self._handles += serve_islands(self.model, lowered, self.policy, self.device, self.weight)
         self._handles += StateDicts(self.weight, self.replace).watch(self.model)

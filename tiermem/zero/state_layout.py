@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -18,7 +19,7 @@ from tiermem.swap.parts import Moment, Quantised, num_scales
 from tiermem.swap.ranges import ByteRange, Numbers, round_up
 from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero.quantised import BLOCK, byte_ranges
-from tiermem.zero.unit import Shard, Unit
+from tiermem.zero.unit import Shard, Unit, own_numel, ranges_in
 
 # ---- the layout of a tile --------------------------------------------------------------------------------------------
 
@@ -240,19 +241,11 @@ def weight_runs(unit: Unit, shard_rank: int, cuts: Sequence[int] = ()) -> Iterat
     if unit.is_packed:
         yield from _packed_runs(unit, shard_rank)
         return
-    itemsize, edges = unit.dtype.itemsize, [*cuts, unit.shard_numel]
-    for shard in unit.shards:
-        start, stop = shard.shard_offset, shard.shard_offset + own_numel(shard, shard_rank)
-        while start < stop:
-            end = min(stop, edges[bisect.bisect_right(edges, start)])
-            first = shard_rank * shard.shard_numel + start - shard.shard_offset
-            yield Run(shard, _weight, start * itemsize, first * itemsize, (end - start) * itemsize, itemsize)
-            start = end
-
-
-def own_numel(shard: Shard, shard_rank: int) -> int:
-    """Elements of a rank's part of a parameter, without its padding."""
-    return min(shard.shard_numel, max(0, shard.numel - shard.shard_numel * shard_rank))
+    size = unit.dtype.itemsize
+    for span in itertools.starmap(slice, itertools.pairwise([0, *cuts, unit.shard_numel])):
+        for part in ranges_in(unit, span, shard_rank):
+            first = part.first_element(shard_rank)
+            yield Run(part.shard, _weight, part.in_unit.start * size, first * size, part.numel * size, size)
 
 
 def _packed_runs(unit: Unit, shard_rank: int) -> Iterator[Run]:

@@ -174,10 +174,9 @@ def give_fair_threads() -> int:
 # group without two-stage gathers or reductions has across 1. Dimensions of one rank are left out of the mesh. Sizes that
 # do not divide raise ValueError before any group is made.
 
-# The groups made inside a group, by their ranks. torch names a group by its ranks, and the store keeps the keys of a destroyed
-# group under that name. So a group is made once for every list of ranks.
-_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-_ASIDE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+# The groups made inside a group, by their backends and ranks. torch names a group by its ranks, and the store keeps the keys of
+# a destroyed group under that name. So a group is made once for every list of ranks.
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 class Layout(NamedTuple):
@@ -337,8 +336,11 @@ def _in_order_of_parts(topology: Topology, parts: Sequence[int]) -> list[int]:
     return [ranks[index] for index in sorted(range(len(ranks)), key=lambda index: parts[index])]
 
 
-def _group_of(topology: Topology, ranks: list[int], dimension: str) -> dist.ProcessGroup:
-    """The process group of some of the topology's ranks. Collective over these ranks; all make groups in the same order."""
+def _group_of(topology: Topology, ranks: list[int], purpose: str, backend: str = "") -> dist.ProcessGroup:
+    """The process group of some of the topology's ranks. Collective over these ranks; all make groups in the same order.
+
+    backend: default: the topology's.
+    """
     assert topology.group is not None
     made = _GROUPS.setdefault(topology.group, {})
     order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
@@ -347,17 +349,18 @@ def _group_of(topology: Topology, ranks: list[int], dimension: str) -> dist.Proc
             f"ranks were given parts in the order {ranks} (get_partition_rank of a zero.Init), but torch {torch.__version__} "
             "makes groups in the order of ranks alone: take a newer one, or leave the parts in that order"
         )
-    if tuple(ranks) not in made:
-        made[tuple(ranks)] = dist.new_group(
+    key = (backend, *ranks)
+    if key not in made:
+        made[key] = dist.new_group(
             ranks,
             timeout=timedelta(seconds=topology.timeout_s),
-            backend=dist.get_backend_config(topology.group),
+            backend=backend or dist.get_backend_config(topology.group),
             use_local_synchronization=True,
-            group_desc=f"tiermem {dimension}",
+            group_desc=f"tiermem {purpose}",
             **order,
         )
-    bound_waits(made[tuple(ranks)], topology.timeout_s)
-    return made[tuple(ranks)]
+    bound_waits(made[key], topology.timeout_s)
+    return made[key]
 
 
 def group_aside(topology: Topology) -> dist.ProcessGroup:
@@ -366,15 +369,7 @@ def group_aside(topology: Topology) -> dist.ProcessGroup:
     Works on any device. Collective the first time; made once.
     """
     assert topology.group is not None
-    if topology.group not in _ASIDE:
-        _ASIDE[topology.group] = dist.new_group(
-            dist.get_process_group_ranks(topology.group),
-            timeout=timedelta(seconds=topology.timeout_s),
-            backend="gloo",
-            use_local_synchronization=True,
-            group_desc="tiermem aside",
-        )
-    return _ASIDE[topology.group]
+    return _group_of(topology, sorted(dist.get_process_group_ranks(topology.group)), "aside", "gloo")
 
 
 def _mesh(layout: Layout, everyone: list[int], groups: dict[str, dist.ProcessGroup], device_type: str) -> DeviceMesh:

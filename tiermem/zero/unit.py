@@ -259,6 +259,48 @@ class Shard:
         self.set_steps(self.num_steps, self.has_moments or moments, self.has_master or master)
 
 
+def own_numel(shard: Shard, shard_rank: int) -> int:
+    """Elements of a rank's share of a parameter, without its padding."""
+    return min(shard.shard_numel, max(0, shard.numel - shard.shard_numel * shard_rank))
+
+
+class ShardRange(NamedTuple):
+    """Elements [start, stop) of a rank's share of a parameter, or of every rank's share."""
+
+    shard: Shard
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of one rank."""
+        return self.stop - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the share ends with it."""
+        return self.stop == self.shard.shard_numel
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole share, so that the ranges of all ranks are contiguous in the full layout."""
+        return self.numel == self.shard.shard_numel
+
+    @property
+    def in_unit(self) -> slice:
+        """Its place in the unit's shard layout."""
+        return slice(self.shard.shard_offset + self.start, self.shard.shard_offset + self.stop)
+
+    def in_full(self, rank: int) -> slice:
+        """The place of a rank's elements in the unit's full layout."""
+        first = self.shard.full_offset + rank * self.shard.shard_numel
+        return slice(first + self.start, first + self.stop)
+
+    def first_element(self, rank: int) -> int:
+        """The index in the whole parameter of a rank's first element."""
+        return self.shard.shard_numel * rank + self.start
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unit:
     """Parameters that are fetched, gathered and released together."""
@@ -297,6 +339,21 @@ class Unit:
         if self.is_packed:
             return round_up(packed_bytes(self.packed_numel), _PAGE)
         return self.shard_numel * self.dtype.itemsize
+
+
+def ranges_in(unit: Unit, span: slice | None = None, shard_rank: int | None = None) -> list[ShardRange]:
+    """The elements of a unit's parameters that a span of its shard layout holds, in its order; None: the whole layout.
+
+    shard_rank: the rank whose elements are meant, without padding; None: every rank's share, with padding.
+    """
+    start, stop = (span.start, span.stop) if span is not None else (0, unit.shard_numel)
+    found: list[ShardRange] = []
+    for shard in unit.shards:
+        numel = shard.shard_numel if shard_rank is None else own_numel(shard, shard_rank)
+        first, last = max(0, start - shard.shard_offset), min(numel, stop - shard.shard_offset)
+        if first < last:
+            found.append(ShardRange(shard, first, last))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -352,9 +409,7 @@ def divide(model: nn.Module, policy: OffloadPolicy, num_shards: int, is_trained:
             units.append(unit)
             owners.update((p, unit) for p in alike)
             needed[unit.index] = unit
-        for p in params:
-            if p in persistent:
-                small[p] = None
+        small.update(dict.fromkeys(p for p in params if p in persistent))
         if needed:
             triggers.setdefault(module, []).extend(needed.values())
     for kind, alike in _by_kind(list(small), is_trained, {}).items():
@@ -495,14 +550,10 @@ def _check_size(unit: Unit, policy: OffloadPolicy) -> None:
     numel = sum(shard.numel for shard in unit.shards)
     if policy.unit_numel is None or numel <= policy.unit_numel or policy.stage != 3:
         return
+    why, instead = "has no inner module to split it at", ", or replace its Linear by tiermem.zero.TiledLinear"
     if unit.is_leaf:
-        raise ValueError(
-            f"unit {unit.name!r} holds {numel} elements, more than the {policy.unit_numel} of one parameter buffer "
-            "(unit_numel; buffer_size in a config), and is a leaf module, fetched as one because which of its children run may "
-            "differ between ranks. Raise the buffer's size"
-        )
+        why, instead = "is a leaf module, fetched as one because which of its children run may differ between ranks", ""
     raise ValueError(
         f"unit {unit.name!r} holds {numel} elements, more than the {policy.unit_numel} of one parameter buffer "
-        "(unit_numel; buffer_size in a config), and has no inner module to split it at. Raise the buffer's size, "
-        "or replace its Linear by tiermem.zero.TiledLinear"
+        f"(unit_numel; buffer_size in a config), and {why}. Raise the buffer's size{instead}"
     )

@@ -14,11 +14,10 @@ from tiermem.policy import Tier
 from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import Bounce
 from tiermem.zero import registry
-from tiermem.zero.gather import gather, gather_unit, spread
-from tiermem.zero.quantised import byte_ranges, pack, pack_into, unpack
-from tiermem.zero.state_layout import own_numel
+from tiermem.zero.gather import assemble, gather_unit, spread
+from tiermem.zero.quantised import byte_ranges, pack, unpack
 from tiermem.zero.topology import Topology
-from tiermem.zero.unit import Shard, Unit
+from tiermem.zero.unit import Shard, Unit, own_numel
 from tiermem.zero.unit_state import LiveUnit, UnitMemory
 
 # ---- values at rest --------------------------------------------------------------------------------------------------
@@ -63,12 +62,13 @@ class Values:
 
         When the unit rests packed, the first element must be a multiple of BLOCK; every parameter begins at one.
         """
-        if live.unit.is_packed:
-            return self._unpacked_elements(live, part)
-        if live.shard is not None:
-            return live.shard[part].to("cpu", copy=True)
-        assert live.entry is not None
-        return self.read_part(live.entry, live.unit.dtype, part)
+        if not live.unit.is_packed:
+            return self._read(live, live.unit.dtype, part)
+        packed = [
+            self._read(live, torch.uint8, each) for each in byte_ranges(live.unit.packed_numel, part.start, part.stop)
+        ]
+        out = torch.empty(part.stop - part.start, dtype=live.unit.dtype)
+        return unpack(torch.cat(packed), out.numel(), out)
 
     def put_elements(self, live: LiveUnit, start: int, values: torch.Tensor) -> None:
         """Overwrites elements of a unit's shard layout from `start` on, in the unit's dtype. Blocks; raises OSError.
@@ -77,35 +77,52 @@ class Values:
         """
         live.await_home()
         if live.unit.is_packed:
-            self._pack_elements(live, start, values)
-        elif live.shard is not None:
-            live.shard[start : start + values.numel()].copy_(values)
+            packed, stop = pack(values), start + values.numel()
+            codes, scales = byte_ranges(live.unit.packed_numel, start, stop)
+            self._write(live, codes.start, packed[: codes.stop - codes.start])
+            self._write(live, scales.start, packed[codes.stop - codes.start :])
         else:
-            assert live.entry is not None
-            self.write_part(live.entry, start * live.unit.dtype.itemsize, values.contiguous().view(torch.uint8))
+            self._write(live, start, values)
 
     def read_part(self, entry: str, dtype: torch.dtype, part: slice) -> torch.Tensor:
-        """A copy of elements of an entry on NVME, through a small bounce buffer. Blocks; raises OSError."""
+        """A copy of elements of an entry, on the CPU; from NVME through a small bounce buffer. Blocks; raises OSError."""
+        if self.store.home_of(entry) is not Tier.NVME:
+            return self.store.view(entry)[part].to("cpu", copy=True)
         out = torch.empty(part.stop - part.start, dtype=dtype)
         assert self._bounce is not None
         self._bounce.read(entry, part.start * dtype.itemsize, part.stop * dtype.itemsize, out.view(torch.uint8))
         return out
 
-    def write_part(self, entry: str, offset: int, data: torch.Tensor) -> None:
-        """Writes bytes of an entry on NVME from byte `offset` on, through the bounce buffer. Blocks; raises OSError."""
+    def write_part(self, entry: str, start: int, values: torch.Tensor) -> None:
+        """Writes elements of an entry from element `start` on, in its dtype; to NVME through the bounce buffer.
+
+        Blocks; raises OSError.
+        """
+        if self.store.home_of(entry) is not Tier.NVME:
+            self.store.view(entry)[start : start + values.numel()].copy_(values)
+            return
         assert self._bounce is not None
-        self._bounce.write(entry, offset, data)
+        self._bounce.write(entry, start * values.itemsize, values.contiguous().view(torch.uint8))
 
     def put_initial_master(self, unit: Unit, part: Shard, values: torch.Tensor, start: int = 0) -> None:
         """Stores fp32 values until a parameter's first step, from element `start` of this rank's part on. Blocks.
 
         Raises OSError.
         """
-        entry, first = initial_master(unit), part.shard_offset + start
-        if self.store.home_of(entry) is Tier.HOST:
-            self.store.view(entry)[first : first + values.numel()].copy_(values)
+        self.write_part(initial_master(unit), part.shard_offset + start, values.float())
+
+    def _read(self, live: LiveUnit, dtype: torch.dtype, part: slice) -> torch.Tensor:
+        if live.shard is not None:
+            return live.shard[part].to("cpu", copy=True)
+        assert live.entry is not None
+        return self.read_part(live.entry, dtype, part)
+
+    def _write(self, live: LiveUnit, start: int, values: torch.Tensor) -> None:
+        if live.shard is not None:
+            live.shard[start : start + values.numel()].copy_(values)
         else:
-            self.write_part(entry, first * 4, values.float().contiguous().view(torch.uint8))
+            assert live.entry is not None
+            self.write_part(live.entry, start, values)
 
     # ---- by parameter, over ranks ---------------------------------------------------------------------------------------
 
@@ -114,13 +131,7 @@ class Values:
 
         local: this rank's part, flat, with or without its padding.
         """
-        if self.topology.num_shards == 1 or not shard.numel:
-            return local[: shard.numel]
-        mine = torch.zeros(shard.shard_numel, dtype=local.dtype, device=self.device)
-        mine[: local.numel()].copy_(local)
-        whole = torch.empty(shard.shard_numel * self.topology.num_shards, dtype=local.dtype, device=self.device)
-        gather(self.topology, mine, whole, f"gathering {shard.name}")
-        return whole[: shard.numel].cpu()
+        return assemble(self.topology, local, shard.numel, self.device, f"gathering {shard.name}")
 
     def mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a parameter's elements, flat and without padding: a view where possible."""
@@ -142,28 +153,6 @@ class Values:
         """Makes a unit at HOME present in torch's own memory until `end_keeping`. Collective; blocks."""
         shard = live.shard if live.shard is not None else self.elements(live, slice(0, live.unit.shard_numel))
         live.keep(lambda memory: self.regather(live.unit, shard, memory))
-
-    # ---- packed ---------------------------------------------------------------------------------------------------------
-
-    def _unpacked_elements(self, live: LiveUnit, part: slice) -> torch.Tensor:
-        numel, out = live.unit.packed_numel, torch.empty(part.stop - part.start, dtype=live.unit.dtype)
-        if live.shard is not None:
-            return unpack(live.shard, numel, out, part.start)
-        assert live.entry is not None
-        codes, scales = byte_ranges(numel, part.start, part.stop)
-        packed = [self.read_part(live.entry, torch.uint8, each) for each in (codes, scales)]
-        return unpack(torch.cat(packed), out.numel(), out)
-
-    def _pack_elements(self, live: LiveUnit, start: int, values: torch.Tensor) -> None:
-        if live.shard is not None:
-            pack_into(live.shard, live.unit.packed_numel, values, start)
-            return
-        assert live.entry is not None
-        packed = pack(values)
-        codes, scales = byte_ranges(live.unit.packed_numel, start, start + values.numel())
-        num_codes = codes.stop - codes.start
-        self.write_part(live.entry, codes.start, packed[:num_codes])
-        self.write_part(live.entry, scales.start, packed[num_codes:])
 
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------

@@ -151,13 +151,13 @@ class Filling:
 
     def reads(self, tile: Tile, shard_rank: int) -> Iterator[Elements]:
         """The reads of `fill` for a tile, in order."""
-        for segment in tile.segments:
-            name = self._names.get(segment.shard)
+        for part in tile.ranges:
+            name = self._names.get(part.shard)
             if name is None:
                 continue
-            states, first = self._states_of(name, tile), tile.first_element(segment, shard_rank)
-            for start in range(0, segment.numel, CHUNK_NUMEL):
-                numel = min(CHUNK_NUMEL, segment.numel - start)
+            states, first = self._states_of(name, tile), part.first_element(shard_rank)
+            for start in range(0, part.numel, CHUNK_NUMEL):
+                numel = min(CHUNK_NUMEL, part.numel - start)
                 yield from (Elements(name, state, first + start, numel) for state in states)
 
     def fill(self, places: Places) -> None:
@@ -256,7 +256,7 @@ def restore(shards: Shards, source: Source, fitted: Fitted, wants: Wants) -> Non
     """
     filling = Filling(source, fitted.params, shards.workers, wants)
     with shards.changing_all(overwrites=True):
-        shards.residency.empty()
+        shards.prefetcher.empty()
         everywhere(shards.topology, "restoring its part", lambda: _put(shards, source, fitted, wants, filling))
         _show(shards, source, fitted, wants, filling)
     if filling.conversions and shards.topology.rank == 0:

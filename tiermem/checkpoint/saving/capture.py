@@ -21,14 +21,14 @@ from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.saving.pieces import CHUNK_BYTES, Resting, Stretch, in_memory
 from tiermem.optim import ordinary
-from tiermem.optim.tile import Segment, Tile
+from tiermem.optim.tile import Tile
 from tiermem.optim.tiles import tiles_of
 from tiermem.policy import Tier
 from tiermem.zero import registry
 from tiermem.zero.quantised import byte_ranges
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import StatePart
-from tiermem.zero.unit import Shard
+from tiermem.zero.unit import Shard, ShardRange
 from tiermem.zero.unit_state import LiveUnit
 from tiermem.zero.values import initial_master
 
@@ -154,45 +154,45 @@ def _states(shards: Shards, live: LiveUnit, shard: Shard, is_on_nvme: bool) -> I
     pieces = tiles.pieces(shard)
     if not all(tile.is_started for tile, _ in pieces):
         if not is_on_nvme and initial_master(live.unit) in shards.store and pieces[0][0].layout.master is not None:
-            for tile, segment in pieces:
-                yield _initial(shards, tile, segment)
+            for tile, elements in pieces:
+                yield _initial(shards, tile, elements)
         return
-    for tile, segment in pieces:
+    for tile, elements in pieces:
         if (tile.home is Tier.NVME) != is_on_nvme:
             continue
         if tile.layout.master is not None:
-            yield from _part(shards, tile, segment, tile.layout.master, MASTER)
+            yield from _part(shards, tile, elements, tile.layout.master, MASTER)
         for number, name in enumerate(tiles.names(shard)):
-            yield from _part(shards, tile, segment, tile.layout.moment(number), name)
+            yield from _part(shards, tile, elements, tile.layout.moment(number), name)
 
 
-def _part(shards: Shards, tile: Tile, segment: Segment, part: StatePart, state: str) -> Iterator[Stretch]:
-    """The stretches of one state in a segment of a tile; for an 8-bit state its codes and its scales."""
-    shard, first = segment.shard, tile.first_element(segment, shards.topology.shard_rank)
+def _part(shards: Shards, tile: Tile, elements: ShardRange, part: StatePart, state: str) -> Iterator[Stretch]:
+    """The stretches of one state of elements of a tile; for an 8-bit state its codes and its scales."""
+    shard, first = elements.shard, elements.first_element(shards.topology.shard_rank)
     memory = None if tile.home is Tier.NVME else shards.store.view(tile.entry)
     entry = tile.entry if memory is None else None
-    ranges = tile.layout.ranges(part, tile.numel, segment.start, segment.numel)
+    ranges = tile.bytes_of(part, elements)
     place, before = _place(entry, memory, ranges[0].offset), kinds.bytes_of(part.kind, first)
-    yield Stretch(shard.name, state, part.kind, first, segment.numel, before, place)
+    yield Stretch(shard.name, state, part.kind, first, elements.numel, before, place)
     if part.kind == kinds.CODES:
         before = _scales_before(shards, shard, kinds.CODE_SCALES)
-        before += (first - shard.shard_numel * shards.topology.shard_rank) // kinds.BLOCK
+        before += elements.start // kinds.BLOCK
         place = _place(entry, memory, ranges[1].offset)
-        yield Stretch(shard.name, state + kinds.SCALES, kinds.CODE_SCALES, first, segment.numel, before, place)
+        yield Stretch(shard.name, state + kinds.SCALES, kinds.CODE_SCALES, first, elements.numel, before, place)
 
 
-def _initial(shards: Shards, tile: Tile, segment: Segment) -> Stretch:
+def _initial(shards: Shards, tile: Tile, elements: ShardRange) -> Stretch:
     """A master that does not exist yet, as the first step would make it: in fp32."""
     tiles = tiles_of(shards)
     assert tiles is not None
-    first = tile.first_element(segment, shards.topology.shard_rank)
+    first = elements.first_element(shards.topology.shard_rank)
 
     def chunks() -> Iterator[torch.Tensor]:
-        for start in range(0, segment.numel, CHUNK_BYTES // 4):
-            numel = min(CHUNK_BYTES // 4, segment.numel - start)
-            yield tiles.piece(tile, Segment(segment.shard, segment.start + start, numel), MASTER).view(torch.uint8)
+        for start in range(elements.start, elements.stop, CHUNK_BYTES // 4):
+            chunk = elements._replace(start=start, stop=min(start + CHUNK_BYTES // 4, elements.stop))
+            yield tiles.piece(tile, chunk, MASTER).view(torch.uint8)
 
-    return Stretch(segment.shard.name, MASTER, "fp32", first, segment.numel, first * 4, chunks)
+    return Stretch(elements.shard.name, MASTER, "fp32", first, elements.numel, first * 4, chunks)
 
 
 def _scales_before(shards: Shards, shard: Shard, kind: str) -> int:
