@@ -23,7 +23,7 @@ TINY |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 
 
 def job(shape: dict[str, Any]) -> Job:
-    return Job("tiny", shape, None, {}, [], 1, 16, 1, 0, 1e-3, "bf16", False, None, None, [], None)
+    return Job("tiny", shape, None, {}, [], 1, 16, 1, 0, "bf16", False, None, None, [], None)
 
 
 @pytest.mark.parametrize("is_on_disk", [False, True])

@@ -170,7 +170,7 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
     def step(self, pipelining: Pipelining) -> StepRun:
         """Makes one step with the pipeline switched so. Blocks; raises OSError."""
         recorder = self._shards.store.recorder
-        self._shards.policy = dataclasses.replace(self._shards.policy, **pipelining._asdict())
+        self._shards.switch_pipeline(*pipelining)
         recorder.events.clear()
         before, kernel_before = self._counts(), kernel_counts()
         start_ns = time.monotonic_ns()
