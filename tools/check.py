@@ -137,8 +137,8 @@ def find_system() -> Iterator[Finding]:
     disabled = read_word("/proc/sys/kernel/io_uring_disabled")
     if disabled not in ("", "0"):
         yield Finding("io_uring", f"io_uring_disabled is {disabled}", "sysctl kernel.io_uring_disabled=0")
-    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    chosen = pages.read_text().strip() if pages.exists() else "not in this kernel"
+    pages = "/sys/kernel/mm/transparent_hugepage/enabled"
+    chosen = read_word(pages) or "not in this kernel"
     is_off = "[never]" in chosen
     advice = f"echo madvise > {pages}: big buffers then read 10 to 20 % faster" if is_off else ""
     yield Finding("huge pages", f"transparent_hugepage: {chosen}", advice)

@@ -17,7 +17,8 @@ from tiermem.tools.words import read_json
 ModelShape = dict[str, Any]
 
 
-def _llama(hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int) -> ModelShape:
+def llama(hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int) -> ModelShape:
+    """The shape of a Llama whose heads each have keys and values of their own, without the key/value cache."""
     return {
         "model_type": "llama",
         "vocab_size": vocabulary,
@@ -41,11 +42,11 @@ _ENCODERS = frozenset(
 _NUM_BYTE_VALUES = 256
 
 PRESETS: dict[str, ModelShape] = {
-    "151m": _llama(1024, 4096, 8, 16, 8192),
-    "419m": _llama(1024, 4096, 24, 16, 8192),
-    "1.3b": _llama(2048, 5504, 24, 16, 32000),
-    "3b": _llama(3200, 8640, 26, 32, 32000),
-    "7b": _llama(4096, 11008, 32, 32, 32000),
+    "151m": llama(1024, 4096, 8, 16, 8192),
+    "419m": llama(1024, 4096, 24, 16, 8192),
+    "1.3b": llama(2048, 5504, 24, 16, 32000),
+    "3b": llama(3200, 8640, 26, 32, 32000),
+    "7b": llama(4096, 11008, 32, 32, 32000),
 }
 
 
