@@ -266,7 +266,11 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
         ),
         *activation_rows(sizes, num_tokens, loaded.precision, scenario.is_checkpointing, is_gpu),
     ]
-    policy = _within(loaded.policy(), cluster, sum(row.num_bytes for row in extra if row.tier is Tier.HOST))
+    policy = loaded.policy()
+    if policy.host_bytes is None and cluster.host_bytes is not None:  # the store has what a node's memory leaves
+        outside_bytes = sum(row.num_bytes for row in extra if row.tier is Tier.HOST)
+        left = cluster.host_bytes - outside_bytes * cluster.ranks_per_node
+        policy = dataclasses.replace(policy, host_bytes=max(1, left))
     topology = plan_topology(cluster.num_ranks, policy, cluster.ranks_per_node)
     compute = scenario.compute
     if not isinstance(compute, Compute):
@@ -325,14 +329,6 @@ def _plan(
     free = dataclasses.replace(policy, host_bytes=None, resident_bytes=policy.resident_bytes or 0)
     division = divide(model, free, topology.num_shards)
     return division, make_plan(division, free, topology, is_gpu, ranks_on_node), free
-
-
-def _within(policy: OffloadPolicy, cluster: Cluster, outside_bytes: int) -> OffloadPolicy:
-    """The policy with the budget that a node's memory leaves to the store, unless it names one itself."""
-    if policy.host_bytes is not None or cluster.host_bytes is None:
-        return policy
-    left = cluster.host_bytes - outside_bytes * cluster.ranks_per_node
-    return dataclasses.replace(policy, host_bytes=max(1, left))
 
 
 def passing_rows(units: Sequence[Unit], policy: OffloadPolicy) -> list[Row]:

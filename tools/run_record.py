@@ -30,6 +30,11 @@ class IoCounts(NamedTuple):
     read_bytes: int
     written_bytes: int
 
+    @staticmethod
+    def total(counts: Iterable[IoCounts]) -> IoCounts:
+        """The sum; zeros for none."""
+        return IoCounts(*map(sum, zip((0, 0), *counts, strict=True)))
+
     def since(self, before: IoCounts) -> IoCounts:
         """What was added after `before`."""
         return IoCounts(self.read_bytes - before.read_bytes, self.written_bytes - before.written_bytes)

@@ -94,7 +94,7 @@ class StepRun:
     @property
     def total(self) -> IoCounts:
         """Bytes on all paths."""
-        return IoCounts(sum(m.read_bytes for m in self.moved), sum(m.written_bytes for m in self.moved))
+        return IoCounts.total(self.moved)
 
     def lane_s(self, lane: str) -> float:
         """Seconds that events of a lane took together."""
