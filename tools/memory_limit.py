@@ -44,7 +44,7 @@ class Charge(NamedTuple):
     num_hits: int | None = None  # times the cap was reached (mostly answered by dropping page cache)
 
 
-class MemoryLimit:
+class MemoryLimit(contextlib.AbstractContextManager["MemoryLimit"]):
     """No limit, and the base of those that are one.
 
     Use as a context manager, or `close()`; the child must have ended by then, what is left of it is killed.
@@ -55,9 +55,6 @@ class MemoryLimit:
     def __init__(self, limit_bytes: int | None = None, why: str = "no cap was asked for") -> None:
         self.limit_bytes = limit_bytes
         self.why = why
-
-    def __enter__(self) -> MemoryLimit:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

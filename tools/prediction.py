@@ -86,7 +86,11 @@ def _time_copy(
 ) -> tuple[int, float, float]:
     """(elements of matrices in blocks and elsewhere, seconds of a forward, seconds of a backward) of a copy."""
     device = find_device()
-    model = _noise_model(shape, precision, is_checkpointing, device)
+    model: Any = meta_model(shape, precision).to_empty(device=device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.normal_(std=0.02)
+    _set_training(model, is_checkpointing)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(_drop)
     tokens = _tokens(shape, batch, seq).to(device)
@@ -106,16 +110,6 @@ def _tokens(shape: ModelShape, batch: int, seq: int) -> torch.Tensor:
 def _loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
     return loss
-
-
-def _noise_model(shape: ModelShape, precision: str, is_checkpointing: bool, device: torch.device) -> Any:
-    """A model of the shape with small random weights, in the precision."""
-    model = meta_model(shape, precision).to_empty(device=device)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():
-            tensor.data.normal_(std=0.02)
-    _set_training(model, is_checkpointing)
-    return model
 
 
 def _drop(param: torch.Tensor) -> None:
