@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from tiermem.config import ConfigError, Problem, ReportRow, load_config
+from tiermem.config import ConfigError, load_config
 from tiermem.swap.accelerator import facts_of, find_device, free_and_total, is_accelerator
 from tiermem.swap.direct import open_unnamed, preallocate, probe_path
 from tiermem.swap.native import choose_isa
@@ -49,24 +49,13 @@ def check_config(file: Path, console: Console, shows_all: bool = False) -> int:
         try:
             config = load_config(file)
         except ConfigError as error:
-            _print_problems(file, error.problems, console)
+            refused = table(f"{file}: refused", "key", "why")
+            refused.columns[0].style = "bold red"
+            for problem in error.problems:
+                refused.add_row(problem.path or "the config", problem.message)
+            console.print(refused)
             return EXIT_REFUSED
-    _print_report(file, config.report(), console, shows_all)
-    for warning in caught:
-        console.print(f"deprecated: {warning.message}", style="yellow")
-    return 0
-
-
-def _print_problems(file: Path, problems: Sequence[Problem], console: Console) -> None:
-    shown = table(f"{file}: refused", "key", "why")
-    shown.columns[0].style = "bold red"
-    for problem in problems:
-        shown.add_row(problem.path or "the config", problem.message)
-    console.print(shown)
-
-
-def _print_report(file: Path, rows: Sequence[ReportRow], console: Console, shows_all: bool) -> None:
-    shown = table(f"{file}: accepted", "key", "value", "here", "note")
+    shown, rows = table(f"{file}: accepted", "key", "value", "here", "note"), config.report()
     told = [row for row in rows if shows_all or row.is_set]
     for row in told:
         shown.add_row(row.key, str(row.value), Text(row.how, style=_STYLES[row.how]), row.note)
@@ -74,6 +63,9 @@ def _print_report(file: Path, rows: Sequence[ReportRow], console: Console, shows
     left_out = len(rows) - len(told)
     if left_out:
         console.print(f"{left_out} keys are not set and stay at their defaults or are planned (--all lists them)")
+    for warning in caught:
+        console.print(f"deprecated: {warning.message}", style="yellow")
+    return 0
 
 
 # ---- tiermem check ---------------------------------------------------------------------------------------------------
@@ -137,8 +129,8 @@ def find_system() -> Iterator[Finding]:
     disabled = read_word("/proc/sys/kernel/io_uring_disabled")
     if disabled not in ("", "0"):
         yield Finding("io_uring", f"io_uring_disabled is {disabled}", "sysctl kernel.io_uring_disabled=0")
-    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    chosen = pages.read_text().strip() if pages.exists() else "not in this kernel"
+    pages = "/sys/kernel/mm/transparent_hugepage/enabled"
+    chosen = read_word(pages) or "not in this kernel"
     is_off = "[never]" in chosen
     advice = f"echo madvise > {pages}: big buffers then read 10 to 20 % faster" if is_off else ""
     yield Finding("huge pages", f"transparent_hugepage: {chosen}", advice)

@@ -28,7 +28,7 @@ from tiermem.swap.run_folder import RunFolder
 from tiermem.tools.options import ExportOptions, FsckOptions, ImportOptions, InspectOptions, TrainOptions
 from tiermem.tools.reports import table
 from tiermem.tools.train_job import CLIENT_KEY, options_to_save
-from tiermem.tools.words import format_bytes
+from tiermem.tools.words import format_bytes, read_json
 
 # ---- tiermem fsck DIR ------------------------------------------------------------------------------------------------
 #
@@ -64,11 +64,9 @@ _STYLES |= {"removed": "yellow", "unread": "yellow"}
 def fsck(options: FsckOptions, console: Console) -> int:
     """Prints what there is and returns the exit status. Blocks. Raises OSError when the folder cannot be looked at."""
     repaired = repair(survey(options.where)) if options.repairs else []
-    if options.verifies and console.is_terminal and not options.shows_json:
-        with console.status("verifying checksums") as status:
-            found = survey(options.where, True, _counter(status))
-    else:
-        found = survey(options.where, options.verifies)
+    is_shown = options.verifies and not options.shows_json
+    with transfer_bar(console, "verifying checksums", None, is_shown) as advance:
+        found = survey(options.where, options.verifies, advance)
     going = removable(found) if options.removes else []
     removed = [str(run.folder) for run in going if _remove(run, console, options.shows_json)]
     if options.shows_json:
@@ -102,17 +100,6 @@ def _remove(run: RunReport, console: Console, is_silent: bool) -> bool:
         console.print(f"removing {run.folder}, left by {run.owner}", style="yellow")
     RunFolder.claim(run.folder).close(keep=False)
     return not run.folder.exists()
-
-
-def _counter(status: Any) -> Any:
-    done = 0
-
-    def add(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        status.update(f"verifying checksums: {format_bytes(done)}")
-
-    return add
 
 
 def _print_survey(found: Survey, console: Console) -> None:
@@ -295,7 +282,7 @@ def import_checkpoint(options: ImportOptions, console: Console) -> int:
     if shape is not None:
         run = {CLIENT_KEY: options_to_save(TrainOptions(), options.source.resolve().name, shape, None)}
         foreign = dataclasses.replace(foreign, client_state={**foreign.client_state, **run})
-    with transfer_bar(console, total_bytes(foreign), is_shown=not options.shows_json) as advance:
+    with transfer_bar(console, "writing", total_bytes(foreign), not options.shows_json) as advance:
         done = write_checkpoint(foreign, options.out, options.new_tag, advance)
     if options.shows_json:
         print_json({"made_by": _IMPORT, "kind": foreign.kind, **done._asdict()})
@@ -317,11 +304,14 @@ def total_bytes(foreign: Foreign) -> int:
 
 
 @contextlib.contextmanager
-def transfer_bar(console: Console, num_bytes: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar over so many bytes on a terminal, nothing elsewhere; gives the function that is told of bytes written."""
+def transfer_bar(console: Console, what: str, num_bytes: int | None, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar over so many bytes on a terminal, nothing elsewhere; gives the function that is told of bytes done.
+
+    num_bytes: None where the total is not known.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
-        yield functools.partial(bar.advance, bar.add_task("writing", total=num_bytes))
+        yield functools.partial(bar.advance, bar.add_task(what, total=num_bytes))
 
 
 def _model_config(options: ImportOptions) -> dict[str, Any] | None:
@@ -330,10 +320,7 @@ def _model_config(options: ImportOptions) -> dict[str, Any] | None:
     file = given / CONFIG_NAME if given.is_dir() else given
     if options.config is None and (file.name != CONFIG_NAME or not file.is_file()):
         return None
-    try:
-        found = json.loads(file.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--config: {file} is no JSON: {error}") from None
+    found = read_json(file)
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise ValueError(f"--config: {file} is no model's config.json: model_type is missing")
     return found
@@ -373,7 +360,7 @@ def _export_weights(options: ExportOptions, source: Source, dtype: Any, console:
     weights = weights_of(source, dtype, options.exclude_frozen)
     total = sum(weight.parameter.numel * weight.dtype.itemsize for weight in weights)
     config = _config_text(options.config, source)
-    with transfer_bar(console, total, is_shown=not options.shows_json) as advance:
+    with transfer_bar(console, "writing", total, not options.shows_json) as advance:
         shards = export_weights(weights, options.out, options.max_shard_bytes, not options.is_pytorch, config, advance)
     return [shard.name for shard in shards], sum(shard.num_bytes for shard in shards)
 
@@ -381,7 +368,7 @@ def _export_weights(options: ExportOptions, source: Source, dtype: Any, console:
 def _export_dcp(options: ExportOptions, source: Source, dtype: Any, console: Console) -> tuple[list[str], int]:
     from tiermem.checkpoint.interchange.export import export_dcp
 
-    with transfer_bar(console, source.num_bytes, is_shown=not options.shows_json) as advance:
+    with transfer_bar(console, "writing", source.num_bytes, not options.shows_json) as advance:
         num_bytes = export_dcp(source, options.out, dtype, advance)
     return sorted(file.name for file in options.out.iterdir()), num_bytes
 

@@ -17,21 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tiermem.tools.options import (
-    AdamBenchOptions,
-    CheckOptions,
-    CurvesOptions,
-    ExportOptions,
-    FsckOptions,
-    ImportOptions,
-    InspectOptions,
-    IoBenchOptions,
-    PlanOptions,
-    RanksBenchOptions,
-    StepBenchOptions,
-    TrainOptions,
-    TuneOptions,
-)
+from tiermem.tools import options
 from tiermem.tools.words import EXIT_INTERRUPTED, EXIT_USER, message_of, options_of
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_USER", "app", "main", "spread_lists"]
@@ -84,8 +70,8 @@ def _register(words: str, kind: Any, work: str, stopped: str | None) -> None:
         is_debug = given["is_debug"] if has_debug else given.pop("is_debug")
         module, _, name = work.rpartition(".")
         try:
-            options = _made(kind, given)
-            status = getattr(importlib.import_module(f"tiermem.tools.{module}"), name)(options, open_console())
+            made = _made(kind, given)
+            status = getattr(importlib.import_module(f"tiermem.tools.{module}"), name)(made, open_console())
         except (ValueError, OSError) as error:
             status = refuse(words, error, is_debug)
         except KeyboardInterrupt:
@@ -153,19 +139,19 @@ def _root() -> None:
 _STOPPED, _UNWRITTEN = "stopped; nothing is left on the paths", "stopped by Ctrl-C; nothing was written"
 
 # words, options, the function that is called with them and a console and returns the exit status, what is said after Ctrl-C
-_register("train", TrainOptions, "train.train", None)
-_register("plan", PlanOptions, "plan.plan", _UNWRITTEN)
-_register("check", CheckOptions, "check.check", None)
-_register("tune", TuneOptions, "tune.tune", _UNWRITTEN)
-_register("fsck", FsckOptions, "checkpoints.fsck", "stopped by Ctrl-C; nothing was changed")
-_register("inspect", InspectOptions, "checkpoints.inspect_checkpoint", None)
-_register("import", ImportOptions, "checkpoints.import_checkpoint", _UNWRITTEN)
-_register("export", ExportOptions, "checkpoints.export_checkpoint", _UNWRITTEN)
-_register("bench io", IoBenchOptions, "bench.io.bench_io", _STOPPED)
-_register("bench adam", AdamBenchOptions, "bench.adam.bench_adam", "stopped; nothing was written")
-_register("bench step", StepBenchOptions, "bench.step.bench_step", _STOPPED)
-_register("bench ranks", RanksBenchOptions, "bench.ranks.bench_ranks", "stopped; nothing was written")
-_register("bench curves", CurvesOptions, "bench.curves.bench_curves", _UNWRITTEN)
+_register("train", options.TrainOptions, "train.train", None)
+_register("plan", options.PlanOptions, "plan.plan", _UNWRITTEN)
+_register("check", options.CheckOptions, "check.check", None)
+_register("tune", options.TuneOptions, "tune.tune", _UNWRITTEN)
+_register("fsck", options.FsckOptions, "checkpoints.fsck", "stopped by Ctrl-C; nothing was changed")
+_register("inspect", options.InspectOptions, "checkpoints.inspect_checkpoint", None)
+_register("import", options.ImportOptions, "checkpoints.import_checkpoint", _UNWRITTEN)
+_register("export", options.ExportOptions, "checkpoints.export_checkpoint", _UNWRITTEN)
+_register("bench io", options.IoBenchOptions, "bench.io.bench_io", _STOPPED)
+_register("bench adam", options.AdamBenchOptions, "bench.adam.bench_adam", "stopped; nothing was written")
+_register("bench step", options.StepBenchOptions, "bench.step.bench_step", _STOPPED)
+_register("bench ranks", options.RanksBenchOptions, "bench.ranks.bench_ranks", "stopped; nothing was written")
+_register("bench curves", options.CurvesOptions, "bench.curves.bench_curves", _UNWRITTEN)
 
 
 @bench.command(

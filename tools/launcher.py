@@ -36,7 +36,6 @@ class Job:
     seq: int
     batch: int
     seed: int
-    lr: float
     precision: str
     is_checkpointing: bool
     memory_limit_bytes: int | None

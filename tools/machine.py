@@ -112,12 +112,8 @@ def place_of(path: Path) -> Place:
     """Finds the mount that holds a folder, and the device below it."""
     resolved = path.resolve()
     found = Place(str(path), _UNKNOWN, _UNKNOWN, _UNKNOWN, _UNKNOWN, _UNKNOWN)
-    try:
-        mounts = _MOUNTS.read_text().splitlines()
-    except OSError:
-        return found
     best = -1
-    for line in mounts:
+    for line in read_word(_MOUNTS).splitlines():
         first, _, second = line.partition(" - ")
         _, _, number, _, point, options, *_ = first.split(" ")
         file_system, source, super_options = second.split(" ", 2)
@@ -130,7 +126,7 @@ def place_of(path: Path) -> Place:
     return found
 
 
-def read_word(file: str) -> str:
+def read_word(file: str | Path) -> str:
     """What a file of /proc or /sys says; empty when it is not there."""
     try:
         return Path(file).read_text(errors="replace").strip()

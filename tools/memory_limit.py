@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tiermem.tools.machine import read_word
 from tiermem.tools.words import format_bytes
 
 KINDS = ("cgroup-v1", "cgroup-v2", "systemd-scope", "watch")
@@ -43,7 +44,7 @@ class Charge(NamedTuple):
     num_hits: int | None = None  # times the cap was reached (mostly answered by dropping page cache)
 
 
-class MemoryLimit:
+class MemoryLimit(contextlib.AbstractContextManager["MemoryLimit"]):
     """No limit, and the base of those that are one.
 
     Use as a context manager, or `close()`; the child must have ended by then, what is left of it is killed.
@@ -54,9 +55,6 @@ class MemoryLimit:
     def __init__(self, limit_bytes: int | None = None, why: str = "no cap was asked for") -> None:
         self.limit_bytes = limit_bytes
         self.why = why
-
-    def __enter__(self) -> MemoryLimit:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -293,7 +291,7 @@ def own_cgroup(controller: str, pid: int | str = "self") -> Path | None:
     None where that is not mounted. A process without a cgroup counts to the whole version 1 hierarchy.
     """
     fs_type = "cgroup" if controller else "cgroup2"
-    for line in _lines(Path("/proc/self/mountinfo")):
+    for line in read_word("/proc/self/mountinfo").splitlines():
         left, right = line.split(" - ", 1)
         kind, _, options = right.split()[:3]
         if kind == fs_type and (not controller or controller in options.split(",")):
@@ -301,7 +299,7 @@ def own_cgroup(controller: str, pid: int | str = "self") -> Path | None:
             break
     else:
         return None
-    for line in _lines(Path(f"/proc/{pid}/cgroup")):
+    for line in read_word(f"/proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if (controller in controllers.split(",")) if controller else not controllers:
             folder = Path(point, os.path.relpath(path, root)) if path.startswith(root) else Path(point)
@@ -343,12 +341,4 @@ def _table(file: Path) -> dict[str, int]:
 
 
 def _words(file: Path) -> list[str]:
-    return " ".join(_lines(file)).split()
-
-
-def _lines(file: Path) -> list[str]:
-    """The lines of a file; none where it is not there."""
-    try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []
+    return read_word(file).split()

@@ -100,8 +100,7 @@ class TrainOptions(Options):
     peer_python: Path | None = option(None, "an interpreter that has DeepSpeed")
     is_debug: bool = option(False, "show tracebacks and what the trainer prints", "--debug")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_together(self) -> None:
         if self.lr is not None and not 0 <= self.lr < math.inf:
             raise ValueError(f"--lr is {self.lr}; it must be a number of 0 or more")
         if self.memory_bytes is not None and self.memory_bytes < _LEAST_MEMORY_BYTES:
@@ -158,8 +157,7 @@ class PlanOptions(Options):
     is_checkpointing: bool = option(False, "recompute activations in backward", "--checkpointing")
     json_file: Path | None = option(None, "write the figures here", "--json")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_together(self) -> None:
         if self.shows_paper:
             return
         if self.config is None:
@@ -234,8 +232,7 @@ class IoBenchOptions(Options):
     yardstick: Path | None = option(None, "build/yardsticks/bare_loop, from `make yardsticks`", check=program)
     peer_python: Path | None = option(None, "an interpreter that has DeepSpeed: its aio_handle", check=program)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_together(self) -> None:
         used = [*self.blocks, *([self.random_block_bytes] if "random" in self.modes else [])]
         for size in (self.size_bytes, *used):
             if size < _PAGE_BYTES or size % _PAGE_BYTES:
@@ -287,8 +284,7 @@ class StepBenchOptions(Options):
     json_file: Path | None = option(None, "write the figures here", "--json")
     plot_file: Path | None = option(None, "draw a step tile by tile, as a PNG", "--plot")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_together(self) -> None:
         if self.compares and not self.pipelines:
             raise ValueError("--compare switches the pipeline on and off; leave --no-pipeline out")
 
@@ -324,8 +320,7 @@ class CurvesOptions(Options):
     json_file: Path | None = option(None, "write the losses here", "--json")
     plot_file: Path | None = option(None, "draw the losses, as a PNG", "--plot")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_together(self) -> None:
         if not self.presets or not set(self.presets) <= set(STATES) or len(set(self.presets)) < len(self.presets):
             given = ",".join(self.presets)
             raise ValueError(f"--presets is {given!r}; allowed are some of {', '.join(STATES)}, each once")
@@ -385,8 +380,7 @@ class ExportOptions(Options):
     config: Path | None = option(None, "the model's config.json, to lie beside the weights")
     shows_json: bool = option(False, "print the figures as JSON", "--json")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_together(self) -> None:
         if self.is_fp32 and self.dtype is not None:
             raise ValueError("--fp32 and --dtype are given; --fp32 is --dtype fp32")
         if self.is_pytorch and self.is_dcp:

@@ -27,7 +27,7 @@ from tiermem.policy import Tier
 from tiermem.tools.bench.files import measure_disks
 from tiermem.tools.machine import available_bytes
 from tiermem.tools.options import PlanOptions
-from tiermem.tools.planned import PLACES, Cluster, Planned, Scenario, Speed, plan_scenario
+from tiermem.tools.planned import PLACES, Cluster, Planned, Scenario, plan_scenario
 from tiermem.tools.prediction import Maths, copy_bytes, measure_kernels, measure_maths, measure_sums
 from tiermem.tools.presets import ModelShape, shape_of
 from tiermem.tools.reports import table
@@ -37,16 +37,6 @@ from tiermem.tools.words import format_bytes
 EXIT_FITS, EXIT_TOO_SMALL = 0, 1
 _PROBE_S = 1.0
 _ASSUMED_DISK = (3.0e9, 2.0e9)  # bytes a second, read and write: a plain NVMe drive
-_ASSUMED_KERNELS = 50e9
-
-
-class DiskSpeed(NamedTuple):
-    """Bytes per second of a node's paths, whether both directions go at once, and where that is from."""
-
-    read_bytes_s: float
-    write_bytes_s: float
-    is_duplex: bool
-    source: str
 
 
 def plan(options: PlanOptions, console: Console) -> int:
@@ -61,9 +51,9 @@ def plan(options: PlanOptions, console: Console) -> int:
     )
     config = read_config(options.config, [], 1)
     with console.status("measuring this machine"):
-        speed, sources = _speed(options, shape, config)
+        rates, compute, sources = _speed(options, shape, config)
     cluster = Cluster(options.nodes, options.ranks, options.gpu_bytes, options.host_bytes, options.nvme_bytes)
-    planned = plan_scenario(Scenario(shape, config, cluster, speed, options.seq, options.is_checkpointing))
+    planned = plan_scenario(Scenario(shape, config, cluster, rates, compute, options.seq, options.is_checkpointing))
     advice = advise(planned)
     print_plan(planned, advice, sources, console)
     options.save_json(plan_figures(planned, advice, sources))
@@ -82,8 +72,9 @@ def parse_rates(text: str) -> tuple[float, float]:
     return numbers[0], numbers[1]
 
 
-def tuned_speed(file: Path) -> DiskSpeed:
-    """The rates that `tiermem tune` measured. Raises OSError, or ValueError for a file that holds none."""
+def tuned_speed(file: Path) -> tuple[Rates, str]:
+    """The disk's rates that `tiermem tune` measured, and where they are from. Raises OSError, or ValueError for a file that
+    holds none."""
     try:
         measured = json.loads(file.read_text(encoding="utf-8"))["tiermem"]["measured"]
         facts = measured["default" if measured["is_default_kept"] else "winner"]
@@ -93,28 +84,27 @@ def tuned_speed(file: Path) -> DiskSpeed:
     source = f"disk: from {file}"
     rest = 2 / mixed - 1 / read  # of each byte read and each written at once, what is left for the one written
     if rest <= 0 or mixed >= 1.5 * read:
-        return DiskSpeed(read, mixed / 2, True, source)
-    return DiskSpeed(read, 1 / rest, False, source)
+        return Rates(read, mixed / 2, is_disk_duplex=True), source
+    return Rates(read, 1 / rest), source
 
 
-def _speed(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> tuple[Speed, list[str]]:
-    """Every rate, and a line for each on where it is from."""
-    disk = _disk_speed(options, config)
+def _speed(
+    options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]
+) -> tuple[Rates, Compute | float, list[str]]:
+    """Every rate, the compute of a scenario, and a line for each on where it is from."""
+    rates, source = _disk_speed(options, config)
     compute: Compute | float
-    rates = Rates(
-        disk_read_bytes_s=disk.read_bytes_s,
-        disk_write_bytes_s=disk.write_bytes_s,
+    rates = dataclasses.replace(
+        rates,
         link_bytes_s=options.link_bytes_s,
         network_bytes_s=options.network_bytes_s,
         near_bytes_s=options.near_bytes_s,
-        kernel_bytes_s=_ASSUMED_KERNELS,
-        is_disk_duplex=disk.is_duplex,
     )
-    sources = [disk.source]
+    sources = [source]
     if options.flops is not None:
         compute = options.flops
         sources.append(f"computing: {options.flops:.3g} operations a second a rank, given by --flops")
-        sources.append(f"CPU kernels: {_ASSUMED_KERNELS / 1e9:.0f} GB/s of memory traffic, assumed")
+        sources.append(f"CPU kernels: {rates.kernel_bytes_s / 1e9:.0f} GB/s of memory traffic, assumed")
     else:
         compute, use_s, gradient_bytes_s = _measured(options, shape, config).shared_by(options.ranks)
         kernels, sums = measure_kernels() / options.ranks, measure_sums() / options.ranks
@@ -130,7 +120,7 @@ def _speed(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -
         sources.append(f"between ranks of a node: {options.near_bytes_s / 1e9:g} GB/s a rank, by --near-network")
     if options.gpu_bytes is not None:
         sources.append(f"between memory and GPU: {options.link_bytes_s / 1e9:g} GB/s each way, by --link")
-    return Speed(rates, compute), sources
+    return rates, compute, sources
 
 
 def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]) -> Maths:
@@ -146,10 +136,12 @@ def _measured(options: PlanOptions, shape: ModelShape, config: Mapping[str, Any]
     return measure_maths(shape, precision, micro, options.seq, options.is_checkpointing, folders)
 
 
-def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> DiskSpeed:
-    """Given, tuned, measured in the config's own folders when all are here, else assumed."""
+def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> tuple[Rates, str]:
+    """The disk's rates, and where they are from: given, tuned, measured in the config's own folders when all are here, or
+    assumed."""
     if options.nvme_rate is not None:
-        return DiskSpeed(*parse_rates(options.nvme_rate), options.is_duplex, "disk: given by --nvme-rate")
+        read, write = parse_rates(options.nvme_rate)
+        return Rates(read, write, is_disk_duplex=options.is_duplex), "disk: given by --nvme-rate"
     if options.rates is not None:
         return tuned_speed(options.rates)
     folders = _folders_here(config)
@@ -162,7 +154,8 @@ def _disk_speed(options: PlanOptions, config: Mapping[str, Any]) -> DiskSpeed:
         read, write = _ASSUMED_DISK
         how = "assumed: give --nvme-rate, or --rates from `tune`"
         source = f"disk: {read / 1e9:g} GB/s read, {write / 1e9:g} written, {how}"
-    return DiskSpeed(read, write, options.is_duplex, source if nvme_folders(config) else "disk: not used")
+    source = source if nvme_folders(config) else "disk: not used"
+    return Rates(read, write, is_disk_duplex=options.is_duplex), source
 
 
 def _folders_here(config: Mapping[str, Any]) -> list[Path]:
@@ -475,17 +468,12 @@ def _half_batch(scenario: Scenario, micro: int, accumulation: int) -> Scenario:
 
 
 def _twice_the_disks(scenario: Scenario) -> Scenario:
-    rates = scenario.speed.rates
+    rates, cluster = scenario.rates, scenario.cluster
     doubled = dataclasses.replace(
         rates, disk_read_bytes_s=2 * rates.disk_read_bytes_s, disk_write_bytes_s=2 * rates.disk_write_bytes_s
     )
-    cluster = scenario.cluster
-    nvme = cluster.nvme_bytes and 2 * cluster.nvme_bytes
-    return dataclasses.replace(
-        scenario,
-        speed=dataclasses.replace(scenario.speed, rates=doubled),
-        cluster=dataclasses.replace(cluster, nvme_bytes=nvme),
-    )
+    cluster = dataclasses.replace(cluster, nvme_bytes=cluster.nvme_bytes and 2 * cluster.nvme_bytes)
+    return dataclasses.replace(scenario, rates=doubled, cluster=cluster)
 
 
 def _more_nodes(scenario: Scenario) -> Scenario:

@@ -188,22 +188,15 @@ class Cluster:
 
 
 @dataclasses.dataclass(frozen=True)
-class Speed:
-    """How fast a cluster is."""
-
-    rates: Rates
-    compute: Compute | float
-    """Measured, for one micro-batch of the scenario's size on one rank; or the operations a second that a rank reaches."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Scenario:
     """What is to be planned."""
 
     shape: Mapping[str, Any]  # a Hugging Face config.json
     config: Mapping[str, Any]  # DeepSpeed-style
     cluster: Cluster
-    speed: Speed
+    rates: Rates
+    compute: Compute | float
+    """Measured, for one micro-batch of the scenario's size on one rank; or the operations a second that a rank reaches."""
     seq: int
     is_checkpointing: bool = False
 
@@ -273,22 +266,26 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
         ),
         *activation_rows(sizes, num_tokens, loaded.precision, scenario.is_checkpointing, is_gpu),
     ]
-    policy = _within(loaded.policy(), cluster, sum(row.num_bytes for row in extra if row.tier is Tier.HOST))
+    policy = loaded.policy()
+    if policy.host_bytes is None and cluster.host_bytes is not None:  # the store has what a node's memory leaves
+        outside_bytes = sum(row.num_bytes for row in extra if row.tier is Tier.HOST)
+        left = cluster.host_bytes - outside_bytes * cluster.ranks_per_node
+        policy = dataclasses.replace(policy, host_bytes=max(1, left))
     topology = plan_topology(cluster.num_ranks, policy, cluster.ranks_per_node)
-    compute = scenario.speed.compute
+    compute = scenario.compute
     if not isinstance(compute, Compute):
         compute = Compute.of_peak(compute, num_tokens, scenario.is_checkpointing)
     choice = None
     if chooses and policy.host_bytes is not None:
-        rates, per_node = scenario.speed.rates, cluster.ranks_per_node
+        num_ranks, per_node = cluster.num_ranks, cluster.ranks_per_node
         with contextlib.suppress(ValueError):  # not even the rule's plan fits
-            choice = choose(model, policy, rates, compute, cluster.num_ranks, per_node, is_gpu, batch.accumulation)
+            choice = choose(model, policy, scenario.rates, compute, num_ranks, per_node, is_gpu, batch.accumulation)
             policy = choice.policy
     division, plan, policy = _plan(model, policy, topology, is_gpu, cluster.ranks_per_node)
     lines = [*plan.rows, *(passing_rows(plan.division.units, policy) if is_gpu else ())]
     uses = uses_of(model, division, compute)
     forecast = forecast_step(
-        division, plan, policy, topology, uses, scenario.speed.rates, is_gpu, cluster.ranks_per_node, batch.accumulation
+        division, plan, policy, topology, uses, scenario.rates, is_gpu, cluster.ranks_per_node, batch.accumulation
     )
     return Planned(
         scenario=scenario,
@@ -332,14 +329,6 @@ def _plan(
     free = dataclasses.replace(policy, host_bytes=None, resident_bytes=policy.resident_bytes or 0)
     division = divide(model, free, topology.num_shards)
     return division, make_plan(division, free, topology, is_gpu, ranks_on_node), free
-
-
-def _within(policy: OffloadPolicy, cluster: Cluster, outside_bytes: int) -> OffloadPolicy:
-    """The policy with the budget that a node's memory leaves to the store, unless it names one itself."""
-    if policy.host_bytes is not None or cluster.host_bytes is None:
-        return policy
-    left = cluster.host_bytes - outside_bytes * cluster.ranks_per_node
-    return dataclasses.replace(policy, host_bytes=max(1, left))
 
 
 def passing_rows(units: Sequence[Unit], policy: OffloadPolicy) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import statistics
 import time
@@ -25,6 +26,7 @@ from tiermem.swap.accelerator import find_device, is_accelerator
 from tiermem.swap.checksum import crc32c
 from tiermem.swap.native import Workers
 from tiermem.swap.queue import Event
+from tiermem.tools.bench.small_training import PHASES, clock_of, timed
 from tiermem.tools.launcher import Job
 from tiermem.tools.planned import activation_rows, hf_config, meta_model, passing_rows, transformers
 from tiermem.tools.presets import ModelShape, ModelSizes, with_layers
@@ -84,38 +86,30 @@ def _time_copy(
 ) -> tuple[int, float, float]:
     """(elements of matrices in blocks and elsewhere, seconds of a forward, seconds of a backward) of a copy."""
     device = find_device()
-    model = _noise_model(shape, precision, is_checkpointing, device)
+    model: Any = meta_model(shape, precision).to_empty(device=device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.normal_(std=0.02)
+    _set_training(model, is_checkpointing)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(_drop)
     tokens = _tokens(shape, batch, seq).to(device)
-    forward, backward = [], []
-    for _ in range(_NUM_TIMED_COPIES + 1):
-        start = time.monotonic()
-        loss = model(input_ids=tokens, labels=tokens).loss
-        torch.accelerator.synchronize()
-        middle = time.monotonic()
-        loss.backward()
-        torch.accelerator.synchronize()
-        forward.append(middle - start)
-        backward.append(time.monotonic() - middle)
+    forward = functools.partial(_loss_of, model, tokens)
+    seconds = [timed(clock_of(device), forward)[1] for _ in range(_NUM_TIMED_COPIES + 1)]
     numel = sum(p.numel() for p in model.parameters() if p.dim() > 1)
-    del model, loss
+    del model, forward
     gc.collect()
-    return numel, statistics.median(forward[1:]), statistics.median(backward[1:])
+    forward_s, backward_s = (statistics.median(each[phase] for each in seconds[1:]) for phase in PHASES[:2])
+    return numel, forward_s, backward_s
 
 
 def _tokens(shape: ModelShape, batch: int, seq: int) -> torch.Tensor:
     return torch.randint(0, int(shape["vocab_size"]), (batch, seq), generator=torch.Generator().manual_seed(0))
 
 
-def _noise_model(shape: ModelShape, precision: str, is_checkpointing: bool, device: torch.device) -> Any:
-    """A model of the shape with small random weights, in the precision."""
-    model = meta_model(shape, precision).to_empty(device=device)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():
-            tensor.data.normal_(std=0.02)
-    _set_training(model, is_checkpointing)
-    return model
+def _loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
 
 
 def _drop(param: torch.Tensor) -> None:
@@ -190,7 +184,7 @@ def measure_maths(
     with tiermem.shard(model, policy) as shards:
         for _ in range(_NUM_WARM_UP + _NUM_TIMED):
             start = time.monotonic_ns()
-            loss = model(input_ids=tokens, labels=tokens).loss
+            loss = _loss_of(model, tokens)
             middle = time.monotonic_ns()
             loss.backward()
             passes.append(((start, middle), (middle, time.monotonic_ns())))

@@ -17,7 +17,8 @@ from tiermem.tools.words import read_json
 ModelShape = dict[str, Any]
 
 
-def _llama(hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int) -> ModelShape:
+def llama(hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int) -> ModelShape:
+    """The shape of a Llama whose heads each have keys and values of their own, without the key/value cache."""
     return {
         "model_type": "llama",
         "vocab_size": vocabulary,
@@ -41,11 +42,11 @@ _ENCODERS = frozenset(
 _NUM_BYTE_VALUES = 256
 
 PRESETS: dict[str, ModelShape] = {
-    "151m": _llama(1024, 4096, 8, 16, 8192),
-    "419m": _llama(1024, 4096, 24, 16, 8192),
-    "1.3b": _llama(2048, 5504, 24, 16, 32000),
-    "3b": _llama(3200, 8640, 26, 32, 32000),
-    "7b": _llama(4096, 11008, 32, 32, 32000),
+    "151m": llama(1024, 4096, 8, 16, 8192),
+    "419m": llama(1024, 4096, 24, 16, 8192),
+    "1.3b": llama(2048, 5504, 24, 16, 32000),
+    "3b": llama(3200, 8640, 26, 32, 32000),
+    "7b": llama(4096, 11008, 32, 32, 32000),
 }
 
 
@@ -90,17 +91,14 @@ def check_shape(shape: ModelShape) -> None:
         raise ValueError(
             f"vocab_size is {vocabulary}; bytes of text are the tokens, so at least {_NUM_BYTE_VALUES} are due"
         )
-    hidden = shape.get("hidden_size", shape.get("n_embd"))
-    heads = shape.get("num_attention_heads", shape.get("n_head"))
-    if hidden and heads and not shape.get("head_dim") and hidden % heads:
-        raise ValueError(
-            f"num_attention_heads is {heads}, which does not divide hidden_size {hidden}: change one of them"
-        )
-    few = shape.get("num_key_value_heads")
-    if heads and few and heads % few:
-        raise ValueError(
-            f"num_key_value_heads is {few}, which does not divide num_attention_heads {heads}: change one of them"
-        )
+    hidden = None if shape.get("head_dim") else shape.get("hidden_size", shape.get("n_embd"))
+    heads, few = shape.get("num_attention_heads", shape.get("n_head")), shape.get("num_key_value_heads")
+    for key, part, whole_key, whole in (
+        ("num_attention_heads", heads, "hidden_size", hidden),
+        ("num_key_value_heads", few, "num_attention_heads", heads),
+    ):
+        if part and whole and whole % part:
+            raise ValueError(f"{key} is {part}, which does not divide {whole_key} {whole}: change one of them")
 
 
 def with_layers(shape: ModelShape, num_layers: int) -> ModelShape:

@@ -201,7 +201,14 @@ def result_table(run: Summary) -> Table:
         if ours or kernel:
             shown.add_row(f"NVMe bytes {what}", _size(ours), _size(kernel), _difference(ours, kernel))
     shown.add_row("host memory carved", _size(run.get("host_peak_bytes")), "", "peak of the store's arena")
-    _add_device_rows(shown, run.get("device_memory"))
+    card = run.get("device_memory")
+    if card is not None:
+        planned = f"{_size(card['plan_bytes'])} of them planned to rest there"
+        tensors = f"peak; {_size(card['allocated_bytes'])} at the end, {planned}"
+        shown.add_row(f"memory of {card['device']}", _size(card["peak_allocated_bytes"]), "", tensors)
+        of_card = f"of {_size(card['total_bytes'])}, {_size(card['free_bytes'])} free"
+        reserved = f"peak; {_size(card['reserved_bytes'])} at the end, {of_card}"
+        shown.add_row("reserved there by torch", _size(card["peak_reserved_bytes"]), "", reserved)
     shown.add_row("resident", "", _size(run["peak_rss_bytes"]), "peak over the process tree (VmHWM)")
     if run["cgroup_peak_bytes"] is not None:
         anonymous = run["cgroup_anonymous_peak_bytes"]
@@ -212,19 +219,6 @@ def result_table(run: Summary) -> Table:
     if run.get("engine") not in (None, "none yet"):
         shown.add_row("engine", run["engine"], "", run["engine_why"])
     return shown
-
-
-def _add_device_rows(shown: Table, card: Mapping[str, Any] | None) -> None:
-    """The accelerator's memory: tensors beside the plan, and what torch has reserved beside the card."""
-    if card is None:
-        return
-    tensors = (
-        f"peak; {_size(card['allocated_bytes'])} at the end, {_size(card['plan_bytes'])} of them planned to rest there"
-    )
-    shown.add_row(f"memory of {card['device']}", _size(card["peak_allocated_bytes"]), "", tensors)
-    of_card = f"of {_size(card['total_bytes'])}, {_size(card['free_bytes'])} free"
-    reserved = f"peak; {_size(card['reserved_bytes'])} at the end, {of_card}"
-    shown.add_row("reserved there by torch", _size(card["peak_reserved_bytes"]), "", reserved)
 
 
 def predicted_table(run: Summary) -> Table | None:

@@ -30,6 +30,11 @@ class IoCounts(NamedTuple):
     read_bytes: int
     written_bytes: int
 
+    @staticmethod
+    def total(counts: Iterable[IoCounts]) -> IoCounts:
+        """The sum; zeros for none."""
+        return IoCounts(*map(sum, zip((0, 0), *counts, strict=True)))
+
     def since(self, before: IoCounts) -> IoCounts:
         """What was added after `before`."""
         return IoCounts(self.read_bytes - before.read_bytes, self.written_bytes - before.written_bytes)
@@ -364,20 +369,12 @@ def median_after_warm_up(values: Sequence[float]) -> float | None:
     return statistics.median(values[NUM_WARM_UP:] or values) if values else None
 
 
-def machine() -> dict[str, Any]:
-    """This machine in a few words: processor, cores, memory, kernel."""
-    return {
-        "processor": cpu_model(),
-        "cores": num_cores(),
-        "memory_bytes": memory_bytes(),
-        "kernel": platform.release(),
-    }
-
-
 def stamp() -> dict[str, Any]:
     """What identifies a run: when, where, how."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"date": now, "machine": machine(), "command": ["tiermem", *sys.argv[1:]]}
+    facts = {"processor": cpu_model(), "cores": num_cores(), "memory_bytes": memory_bytes()}
+    machine = {**facts, "kernel": platform.release()}
+    return {"date": now, "machine": machine, "command": ["tiermem", *sys.argv[1:]]}
 
 
 def _larger(a: Sample, b: Sample) -> Sample:

@@ -111,21 +111,17 @@ def _run_one(
             contextlib.closing(_Log(folder / "output.log", console if options.is_debug else None)) as log,
         ):
             record.outcome = launch(command, limit, (record, progress, log), CHILD_ENVIRONMENT, patience_s)
-    _clean_up(record, job, console)
+    for path in job.nvme_paths:  # a trainer that was killed left a folder there; one that closed left nothing
+        for name in remove_dead_runs(Path(path), record.outcome.pid):
+            console.print(f"removed {name}, which the killed trainer left in {path}")
     if record.error and record.outcome.exit_code == EXIT_USER and not record.steps:
-        _forget(folder)
+        for file in ("job.json", "output.log"):  # the run never began: nothing else is in its folder
+            (folder / file).unlink(missing_ok=True)
+        folder.rmdir()
         raise ValueError(record.error["trace"] if options.is_debug else record.error["message"])
     run = {"name": title, **stamp(), **record.summary()}
     save_json(folder / "run.json", {**run, "pictures": record.pictures()})
     return run
-
-
-def _clean_up(record: RunRecord, job: Job, console: Console) -> None:
-    """What a trainer that was killed left on its paths goes; a trainer that closed left nothing."""
-    assert record.outcome is not None
-    for path in job.nvme_paths:
-        for name in remove_dead_runs(Path(path), record.outcome.pid):
-            console.print(f"removed {name}, which the killed trainer left in {path}")
 
 
 def _run_peer(peer: Peer, job: Job, folder: Path, options: TrainOptions, console: Console) -> list[dict[str, Any]]:
@@ -219,10 +215,3 @@ def _run_name(options: TrainOptions, resumed: Resumed | None) -> str:
     layers = f"-{options.layers}layers" if options.layers is not None else ""
     states = f"-{options.states}" if options.states is not None else ""
     return f"{model}{layers}{states}-{options.offload or ('config' if options.deepspeed_config else 'nvme')}"
-
-
-def _forget(folder: Path) -> None:
-    """Removes what a run that never began left in its own folder."""
-    for name in ("job.json", "output.log"):
-        (folder / name).unlink(missing_ok=True)
-    folder.rmdir()

@@ -270,7 +270,6 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
         seq=seq,
         batch=micro_batch_of(config, batch),
         seed=seed,
-        lr=_lr_of(config),
         precision=precision_of(config),
         is_checkpointing=options.is_checkpointing,
         memory_limit_bytes=options.memory_bytes,
@@ -365,8 +364,3 @@ def _check_room(shape: ModelShape, nvme: list[Path]) -> None:
 def _existing(path: Path) -> Path:
     """The folder itself, or the one above it that is there."""
     return next(each for each in (path, *path.parents) if each.is_dir())
-
-
-def _lr_of(config: dict[str, Any]) -> float:
-    lr = (config.get("optimizer") or {}).get("params", {}).get("lr", DEFAULT_LR)
-    return float(lr) if isinstance(lr, (int, float)) else DEFAULT_LR

@@ -156,7 +156,12 @@ class Trainer:
             ceiling=ceiling,
             predicted=predicted,
             choice=self._choice,
-            versions=_versions(),
+            versions={
+                "tiermem": tiermem.__version__,
+                "torch": torch.__version__,
+                "transformers": transformers().__version__,
+                "python": platform.python_version(),
+            },
             **store_counts(engine.shards.store)._asdict(),
             **device_fields(engine.device),
         )
@@ -278,15 +283,6 @@ def _waits_since(engine: Engine, start_ns: int) -> dict[str, float]:
         if event.lane == "wait":
             waits[event.name.partition("/")[0]] += event.end_ns - event.start_ns
     return {name: ns * 1e-9 for name, ns in waits.most_common(5)}
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "tiermem": tiermem.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers().__version__,
-        "python": platform.python_version(),
-    }
 
 
 # ---- counts of bytes, and the accelerator's memory ---------------------------------------------------------------------

@@ -43,13 +43,12 @@ LEAST_TURN_S, MOST_TURN_S = 0.04, 0.25
 _TURNS_OF_ROUND = 3  # aimed at: a turn is a third of what a round leaves to a candidate
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Standing(Generic[T]):
     """A candidate and what its turns cost; infinite for one that cannot run."""
 
     candidate: T
     costs: list[float]
-    num_rounds: int = 0
 
     @property
     def cost(self) -> float:
@@ -77,16 +76,17 @@ def halve(
     if not candidates:
         raise ValueError("no candidates")
     shuffler = random.Random(0)
-    standings = [Standing(each, []) for each in candidates]
-    left = list(standings)
+    left, dropped = [Standing(each, []) for each in candidates], list[Standing[T]]()
     deadline = clock() + seconds
     num_rounds = math.ceil(math.log2(len(candidates)))
     for number in range(num_rounds):
         on_round(number + 1, num_rounds, len(left))
         round_s = (deadline - clock()) / (num_rounds - number)
         _play(left, measure, round_s, deadline, shuffler, clock)
-        left = sorted(left, key=lambda standing: standing.cost)[: -(-len(left) // 2)]
-    return sorted(standings, key=lambda standing: (standing is not left[0], -standing.num_rounds, standing.cost))
+        ranked = sorted(left, key=lambda standing: standing.cost)
+        half = -(-len(ranked) // 2)
+        left, dropped = ranked[:half], ranked[half:] + dropped
+    return left + dropped
 
 
 def thin(candidates: Sequence[T], turn_s: Callable[[T], float], seconds: float) -> list[T]:
@@ -108,8 +108,6 @@ def _play(
     """One round: sweeps over the candidates until its time is over, so that all have the same number of turns."""
     turn_s = min(MOST_TURN_S, max(LEAST_TURN_S, round_s / (_TURNS_OF_ROUND * len(left))))
     start, sweep_s = clock(), 0.0
-    for standing in left:
-        standing.num_rounds += 1
     while not all(standing.costs for standing in left) or clock() - start + sweep_s <= round_s:
         began = clock()
         for standing in shuffler.sample(left, len(left)):

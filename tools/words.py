@@ -188,7 +188,7 @@ def read_json(file: Path) -> Any:
     """What a JSON file holds. Raises OSError, and ValueError that names the file."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise ValueError(f"{file} is not JSON: {error}") from None
 
 
@@ -288,6 +288,10 @@ class Options:
         if self.MADE_BY:
             outputs = [getattr(self, name, None) for name in ("json_file", "csv_file", "plot_file")]
             check_outputs(outputs, self.MADE_BY)
+        self.check_together()
+
+    def check_together(self) -> None:
+        """Raises ValueError for values that contradict each other; a command overrides it."""
 
     def report(self, machine: Mapping[str, Any], since_s: float, **figures: Any) -> dict[str, Any]:
         """Figures with what was asked for, on which machine, and how long it took since a moment of time.monotonic()."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -335,7 +334,7 @@ def test_a_step_without_read_ahead_does_not_use_what_came_early(tmp_path: Path) 
         optim = tiermem.AdamW(model.parameters())
         loss_of(model, 0).backward()
         assert begun(shards) == first_tiles(shards, optim)
-        shards.policy = dataclasses.replace(shards.policy, pipeline_read=False)
+        shards.switch_pipeline(read=False, write=True)
         optim.step()
         assert begun(shards) == []
         assert num_free_buffers(shards) == NUM_BUFFERS

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tiermem.tools.bench.io_ranks import Outcome, Setting
+from tiermem.tools.run_record import IoCounts
 
 MIB = 1 << 20
 
@@ -21,15 +22,13 @@ def outcome(seconds: float = 1.0, read: int = 0, written: int = 0, **changed: An
     return Outcome(
         start_s=100.0,
         end_s=100.0 + seconds,
-        read_bytes=read,
-        written_bytes=written,
+        moved=IoCounts(read, written),
         user_s=seconds * 0.2 / 3,
         system_s=seconds * 0.1 / 3,
         idle_fraction=0.25,
         latencies=[1, 2, 3],
         engine="uring",
-        kernel_read_bytes=read,
-        kernel_written_bytes=written,
+        kernel=IoCounts(read, written),
         num_blocks=100,
     )._replace(**changed)
 

@@ -41,7 +41,7 @@ SHAPE = {
 def job_of(**settings: Any) -> Job:
     values = {"batch": 4, "seq": 128, "is_checkpointing": False, "config": {}}
     others = dict.fromkeys(("name", "precision"), "") | {key: [] for key in ("data", "nvme_paths")}
-    rest = {"shape": {}, "checkpoint": None, "steps": 1, "seed": 0, "lr": 0.1, "threads": None, "events_file": None}
+    rest = {"shape": {}, "checkpoint": None, "steps": 1, "seed": 0, "threads": None, "events_file": None}
     return Job(**{**rest, **others, "memory_limit_bytes": None, **values, **settings})
 
 

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from sweep_values import setting
 
 from tiermem.tools.bench.witnesses import ENGINES, read_rate, run_fio
 
@@ -42,7 +43,7 @@ def test_a_failure_has_the_words_of_the_program(tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\necho 'fio: engine not loadable' >&2\nexit 1\n")
     program.chmod(0o755)
     with pytest.raises(OSError, match=r"io_uring.* failed: fio: engine not loadable"):
-        run_fio(str(program), "io_uring", "no file", 4096, "read", 4096, 1, 4096)
+        run_fio(str(program), "io_uring", "no file", 4096, setting(block_bytes=4096, depth=1), 4096)
 
 
 @pytest.mark.parametrize("mode", ["read", "write", "mixed", "random"])
@@ -56,7 +57,8 @@ def test_the_program_measures_a_file_without_a_name(tmp_path: Path, engine: str,
         os.posix_fallocate(fd, 0, 1 << 22)
         file = f"/proc/{os.getpid()}/fd/{fd}"
         try:
-            rate = run_fio(program, engine, file, 1 << 22, mode, 65536, 4, 1 << 21, is_direct=False, sync=True)
+            asked = setting(mode, block_bytes=65536, depth=4)
+            rate = run_fio(program, engine, file, 1 << 22, asked, 1 << 21, is_direct=False, sync=True)
         except OSError as error:
             pytest.skip(f"{engine}: {error}")
         assert rate > 0

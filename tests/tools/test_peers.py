@@ -38,7 +38,6 @@ def job(folder: Path, **changes: object) -> Job:
         "seq": 16,
         "batch": 2,
         "seed": 5,
-        "lr": 1e-3,
         "precision": "bf16",
         "is_checkpointing": False,
         "memory_limit_bytes": None,

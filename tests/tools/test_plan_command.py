@@ -22,7 +22,7 @@ from tiermem.policy import Tier
 from tiermem.tools.cli import EXIT_USER, main
 from tiermem.tools.options import PlanOptions
 from tiermem.tools.plan import EXIT_FITS, EXIT_TOO_SMALL, advise, parse_rates, plan, tiling_hint, tuned_speed
-from tiermem.tools.planned import Cluster, Planned, Scenario, Speed, meta_model, plan_scenario
+from tiermem.tools.planned import Cluster, Planned, Scenario, meta_model, plan_scenario
 from tiermem.tools.presets import preset
 
 TINY = preset("151m") | {
@@ -33,7 +33,8 @@ TINY = preset("151m") | {
     "num_key_value_heads": 4,
     "vocab_size": 301,
 }
-SPEED = Speed(Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=0.5e9), 1e12)
+Speed = tuple[Rates, float]
+SPEED: Speed = (Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=0.5e9), 1e12)
 GIB = 1 << 30
 
 
@@ -55,7 +56,7 @@ def config_of(device: str = "nvme", stage: int = 3, **own: Any) -> dict[str, Any
 def planned(
     config: dict[str, Any], cluster: Cluster, speed: Speed = SPEED, chooses: bool = True, **fields: Any
 ) -> Planned:
-    return plan_scenario(Scenario(TINY, config, cluster, speed, 64, **fields), chooses)
+    return plan_scenario(Scenario(TINY, config, cluster, *speed, 64, **fields), chooses)
 
 
 def test_the_papers_table_needs_no_config(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +98,7 @@ def test_a_node_is_shared_and_every_rank_holds_its_part() -> None:
     one, many = planned(config_of(), Cluster(1, 1)), planned(config_of(), Cluster(num_nodes=3, ranks_per_node=2))
     assert many.tier_bytes(Tier.NVME) == pytest.approx(one.tier_bytes(Tier.NVME) / 6, rel=0.15)  # shards are padded
     assert many.forecast.edge_bytes(RANK_TO_RANK) > 0 == one.forecast.edge_bytes(RANK_TO_RANK)
-    slower = Speed(Rates(disk_read_bytes_s=5e8, disk_write_bytes_s=2.5e8), 1e12)
+    slower = (Rates(disk_read_bytes_s=5e8, disk_write_bytes_s=2.5e8), 1e12)
     halved = planned(config_of(), Cluster(3, 1), slower)
     two = planned(config_of(), Cluster(3, 2))
     assert two.forecast.busy_s["disk"]["step"] == pytest.approx(halved.forecast.busy_s["disk"]["step"] / 2, rel=0.1)
@@ -166,7 +167,7 @@ def test_what_does_not_fit_names_the_tier_and_what_changes_it() -> None:
 
 def test_changes_are_taken_together_when_none_suffices() -> None:
     def of_151m(config: dict[str, Any], host_bytes: int | None) -> Planned:
-        return plan_scenario(Scenario(preset("151m"), config, Cluster(1, 1, host_bytes=host_bytes), SPEED, 64))
+        return plan_scenario(Scenario(preset("151m"), config, Cluster(1, 1, host_bytes=host_bytes), *SPEED, 64))
 
     least = of_151m(config_of("nvme", resident_bytes=0, grads="nvme"), None).tier_bytes(Tier.HOST)
     said = of_151m(config_of("cpu"), least + (8 << 20))
@@ -177,7 +178,7 @@ def test_changes_are_taken_together_when_none_suffices() -> None:
 
 
 def test_a_disk_that_is_the_bound_suggests_more_disks() -> None:
-    slow = Speed(Rates(disk_read_bytes_s=1e7, disk_write_bytes_s=1e7), 1e13)
+    slow = (Rates(disk_read_bytes_s=1e7, disk_write_bytes_s=1e7), 1e13)
     said = planned(config_of(resident_bytes=0), Cluster(1, 1), slow)
     assert said.forecast.bound_of("step") == "disk"
     words = {each.words: each.planned.tokens_per_s / said.tokens_per_s for each in advise(said, most=20)}
@@ -187,7 +188,7 @@ def test_a_disk_that_is_the_bound_suggests_more_disks() -> None:
 
 def test_a_unit_larger_than_the_rest_names_tiled_linear() -> None:
     shape = TINY | {"vocab_size": 300_000}
-    said = plan_scenario(Scenario(shape, config_of(), Cluster(1, 1, gpu_bytes=150 << 20), SPEED, 8))
+    said = plan_scenario(Scenario(shape, config_of(), Cluster(1, 1, gpu_bytes=150 << 20), *SPEED, 8))
     hint = tiling_hint(said)
     assert hint is not None
     assert "replace its Linear by tiermem.zero.TiledLinear" in hint
@@ -212,8 +213,8 @@ def test_a_disk_too_small_for_two_slots_is_told_what_one_needs() -> None:
 
 
 def test_a_second_copy_near_by_pays_where_the_near_network_is_faster() -> None:
-    rates = dataclasses.replace(SPEED.rates, network_bytes_s=1e8, near_bytes_s=1e10)
-    cluster, speed = Cluster(num_nodes=2, ranks_per_node=2), Speed(rates, 1e15)
+    rates = dataclasses.replace(SPEED[0], network_bytes_s=1e8, near_bytes_s=1e10)
+    cluster, speed = Cluster(num_nodes=2, ranks_per_node=2), (rates, 1e15)
     plain, second = config_of("cpu"), config_of("cpu")
     second["zero_optimization"]["zero_hpz_partition_size"] = 2
     far, near = planned(plain, cluster, speed), planned(second, cluster, speed)
@@ -308,12 +309,14 @@ def test_tuned_rates_are_taken_apart(tmp_path: Path) -> None:
     facts = {"mixed_gbps": [2.0, 2.0], "read_gbps": [1.5, 1.5]}
     measured = {"is_default_kept": False, "winner": facts, "default": {}}
     file.write_text(json.dumps({"aio": {}, "tiermem": {"measured": measured}}))
-    shared = tuned_speed(file)
-    assert not shared.is_duplex
-    assert 2 / (1 / shared.read_bytes_s + 1 / shared.write_bytes_s) == pytest.approx(4e9)  # half of the bytes each way
+    shared, _ = tuned_speed(file)
+    assert not shared.is_disk_duplex
+    assert 2 / (1 / shared.disk_read_bytes_s + 1 / shared.disk_write_bytes_s) == pytest.approx(
+        4e9
+    )  # half of the bytes each way
     facts["read_gbps"] = [1.2, 1.2]
     file.write_text(json.dumps({"aio": {}, "tiermem": {"measured": measured}}))
-    assert tuned_speed(file) == (2.4e9, 2e9, True, f"disk: from {file}")
+    assert tuned_speed(file) == (Rates(2.4e9, 2e9, is_disk_duplex=True), f"disk: from {file}")
     file.write_text("{}")
     with pytest.raises(ValueError, match=r"holds no rates; it must be what `tiermem tune` wrote"):
         tuned_speed(file)

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from tiermem.swap.queue import Event
 from tiermem.tools.launcher import Job
-from tiermem.tools.prediction import maths_of, measure, measure_kernels, measure_maths, measure_sums
+from tiermem.tools.prediction import maths_of, measure, measure_kernels, measure_maths, measure_sums, time_plain_copies
 from tiermem.tools.presets import preset
 from tiermem.tools.reports import predicted_table
 
@@ -23,7 +23,12 @@ TINY |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 
 
 def job(shape: dict[str, Any]) -> Job:
-    return Job("tiny", shape, None, {}, [], 1, 16, 1, 0, 1e-3, "bf16", False, None, None, [], None)
+    return Job("tiny", shape, None, {}, [], 1, 16, 1, 0, "bf16", False, None, None, [], None)
+
+
+def test_plain_copies_are_timed_wherever_the_maths_runs() -> None:
+    compute = time_plain_copies(TINY, "bf16", 2, 16, is_checkpointing=False)
+    assert compute.forward_s > 0 and compute.backward_s > 0
 
 
 @pytest.mark.parametrize("is_on_disk", [False, True])

@@ -117,7 +117,7 @@ def test_the_best_of_a_mode_is_its_highest_median() -> None:
 
 
 def test_bytes_past_the_page_cache_are_counted_and_others_not() -> None:
-    direct = Measured(setting(), True, [[outcome(read=GB, written=5, kernel_read_bytes=7)]])
+    direct = Measured(setting(), True, [[outcome(read=GB, written=5, kernel=IoCounts(7, 5))]])
     buffered = Measured(setting(), False, [[outcome(read=GB)]])
     assert byte_counts([direct, buffered]) == (IoCounts(GB, 5), IoCounts(7, 5))
 

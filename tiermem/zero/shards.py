@@ -17,6 +17,7 @@ its weights if asked to.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -150,6 +151,10 @@ class Shards:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def switch_pipeline(self, read: bool, write: bool) -> None:
+        """Switches `pipeline_read` and `pipeline_write` of the policy for the steps that follow, as a benchmark does."""
+        self.policy = dataclasses.replace(self.policy, pipeline_read=read, pipeline_write=write)
 
     # ---- reading values ------------------------------------------------------------------------------------------------
 

@@ -237,7 +237,9 @@ _HELD_BYTES, _HELD_BY_YARDSTICK, _HELD_BY_PEER = 18 + 4, 18, 20  # per parameter
 def bench_adam(options: AdamBenchOptions, console: Console) -> int:
     """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError and OSError."""
     chosen, numel = chosen_rows(options), options.num_params // _UNIT * _UNIT
-    _check_memory(options, numel)
+    held = _HELD_BYTES + _HELD_BY_YARDSTICK * bool(options.yardstick) + _HELD_BY_PEER * bool(options.peer_python)
+    said = f"--params {options.num_params} takes up to {format_bytes(numel * held)} at once"
+    check_memory(numel * held, said, "ask for fewer")
     start = time.monotonic()
     with stopped_by_sigterm():
         rows = measure(options, chosen, numel, console)
@@ -255,12 +257,6 @@ def chosen_rows(options: AdamBenchOptions) -> list[AdamRow]:
         names = "; ".join(row.name for row in ROWS)
         raise ValueError(f"--row {', '.join(options.rows)} is part of no row's name; they are: {names}")
     return rows
-
-
-def _check_memory(options: AdamBenchOptions, numel: int) -> None:
-    held = _HELD_BYTES + _HELD_BY_YARDSTICK * bool(options.yardstick) + _HELD_BY_PEER * bool(options.peer_python)
-    said = f"--params {options.num_params} takes up to {format_bytes(numel * held)} at once"
-    check_memory(numel * held, said, "ask for fewer")
 
 
 def measure(options: AdamBenchOptions, chosen: Sequence[AdamRow], numel: int, console: Console) -> list[dict[str, Any]]:

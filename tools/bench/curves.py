@@ -10,7 +10,6 @@ standard error show how much is chance. The final loss is the mean of the last t
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import statistics
 from collections.abc import Sequence
@@ -26,8 +25,9 @@ from tiermem.precision import PRESETS
 from tiermem.tools.corpus import Corpus
 from tiermem.tools.machine import caption, machine_facts
 from tiermem.tools.options import CurvesOptions
+from tiermem.tools.planned import hf_config, transformers
 from tiermem.tools.plots import new_figure, save_figure
-from tiermem.tools.presets import ModelShape
+from tiermem.tools.presets import llama
 from tiermem.tools.reports import table
 
 if TYPE_CHECKING:
@@ -35,16 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-SHAPE: ModelShape = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "use_cache": False,
-}
+SHAPE = llama(128, 384, layers=4, heads=4, vocabulary=256)
 _SEQ, _BATCH, _LR, _WARMUP_STEPS = 128, 8, 1e-3, 20
 _SMOOTHED = 15  # steps of the moving mean in the picture
 _COLOURS = {"exact": "#4c78a8", "compact": "#54a24b", "tiny": "#f58518", "bf16": "#e45756"}
@@ -139,10 +130,9 @@ def draw_curves(figures: dict[str, Any]) -> Figure:
 
 
 def _build(seed: int) -> nn.Module:
-    transformers = importlib.import_module("transformers")  # typed in parts only
-    transformers.logging.set_verbosity_error()
+    transformers().logging.set_verbosity_error()
     torch.manual_seed(seed)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**SHAPE))
+    model: nn.Module = transformers().AutoModelForCausalLM.from_config(hf_config(SHAPE))
     return model.train()
 
 

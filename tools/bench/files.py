@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ _MEMORY_FRACTION = 0.8
 
 
 class BenchFiles(AbstractContextManager["BenchFiles"]):
-    """Open files of `file_bytes` each. A context manager.
+    """Open files of `file_bytes` each. A context manager: they are gone at its end.
 
     Args:
         paths: existing, writable folders.
@@ -44,18 +43,16 @@ class BenchFiles(AbstractContextManager["BenchFiles"]):
         self._sustained_bytes = sustained_bytes
         self._descriptors: list[list[int]] = []  # of each path: a file for each rank, and last the sustained one
         self._is_direct: list[bool] = []
-        try:
+        with ExitStack() as opened:
             for path in paths:
                 self._descriptors.append([])
                 self._is_direct.append(True)
                 for size in (*[file_bytes] * num_ranks, *[sustained_bytes] * bool(sustained_bytes)):
-                    self._make(path, size)
-        except BaseException:
-            self.close()
-            raise
+                    self._make(path, size, opened)
+            self._opened = opened.pop_all()
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._opened.close()
 
     def name(self, place: int, rank: int, mode: str) -> str:
         """A name by which any process of this user can open a file, while it is open here."""
@@ -77,14 +74,9 @@ class BenchFiles(AbstractContextManager["BenchFiles"]):
         """Whether all of these paths take O_DIRECT."""
         return all(self._is_direct[place] for place in places)
 
-    def close(self) -> None:
-        """Closes the files, which are gone then."""
-        for fd in itertools.chain(*self._descriptors):
-            os.close(fd)
-        self._descriptors.clear()
-
-    def _make(self, path: Path, num_bytes: int) -> None:
+    def _make(self, path: Path, num_bytes: int, opened: ExitStack) -> None:
         fd, is_direct = open_unnamed(path)
+        opened.callback(os.close, fd)
         self._descriptors[-1].append(fd)
         self._is_direct[-1] &= is_direct
         try:

@@ -31,7 +31,7 @@ from tiermem.swap.queue import InFlight, Queues
 from tiermem.swap.run_folder import remove_dead_runs
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
-from tiermem.tools.run_record import kernel_counts
+from tiermem.tools.run_record import IoCounts, kernel_counts
 from tiermem.tools.words import handling, message_of
 
 # ---- what passes between the benchmark and its processes -------------------------------------------------------------
@@ -79,15 +79,13 @@ class Outcome(NamedTuple):
 
     start_s: float
     end_s: float
-    read_bytes: int
-    written_bytes: int
+    moved: IoCounts
     user_s: float  # CPU time of the process, its queues' threads included
     system_s: float
     idle_fraction: float  # of the time, without a block in flight; mean over the queues
     latencies: list[int]  # blocks per bucket, see native.latency_quantiles
     engine: str  # that ran: what "auto" took
-    kernel_read_bytes: int  # of /proc/self/io
-    kernel_written_bytes: int
+    kernel: IoCounts  # of /proc/self/io
     num_blocks: int
     series: tuple[tuple[int, float], ...] = ()  # "sustained": bytes written so far, and when
     shares: tuple[tuple[str, float, float], ...] = ()  # "tensors": what, its GB/s, and the sequential GB/s beside it
@@ -198,10 +196,15 @@ class Ranks(AbstractContextManager["Ranks"]):
     def __init__(self, num_ranks: int, folders: Sequence[Path] = ()) -> None:
         self._folders = folders
         self._ranks: list[_Rank] = []
+        context = multiprocessing.get_context("spawn")
         try:
             with handling({signal.SIGINT: signal.SIG_IGN}):  # Ctrl-C does not reach them, not even while Python starts
                 for number in range(num_ranks):
-                    self._ranks.append(_start(number))
+                    ours, theirs = context.Pipe()
+                    process = context.Process(target=serve, args=(theirs,), name=f"rank {number}", daemon=True)
+                    process.start()
+                    theirs.close()
+                    self._ranks.append(_Rank(process, ours))
         except BaseException:
             self.close()
             raise
@@ -253,15 +256,6 @@ class Ranks(AbstractContextManager["Ranks"]):
 class _Rank(NamedTuple):
     process: SpawnProcess
     connection: Connection
-
-
-def _start(number: int) -> _Rank:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs,), name=f"rank {number}", daemon=True)
-    process.start()
-    theirs.close()
-    return _Rank(process, ours)
 
 
 def _hear(rank: _Rank) -> Any:
@@ -358,7 +352,7 @@ def _measure(several: list[Passes], job: Job) -> Outcome:
     gauge = _Gauge([p.queue for p in several])
     with ThreadPoolExecutor(len(several)) as threads:
         passes = list(threads.map(run, range(len(several)))) if len(several) > 1 else [run(0)]
-    outcome = gauge.outcome(sum(p.read_bytes for p in passes), sum(p.written_bytes for p in passes))
+    outcome = gauge.outcome(IoCounts(sum(p.read_bytes for p in passes), sum(p.written_bytes for p in passes)))
     return outcome._replace(series=tuple(quota.series)) if isinstance(quota, _Metered) else outcome
 
 
@@ -371,7 +365,7 @@ def _measure_tensors(tensors: TensorPass, pair: Passes | None, job: Job) -> Outc
     put = ("put", tensors.put(), beside("write"))
     gauge = _Gauge([tensors.store.queues])
     fetched = tensors.fetch()
-    outcome = gauge.outcome(tensors.num_bytes, 0)
+    outcome = gauge.outcome(IoCounts(tensors.num_bytes, 0))
     return outcome._replace(
         shares=(put, ("fetch", fetched, beside("read")), ("change", tensors.change(), beside("mixed")))
     )
@@ -415,7 +409,7 @@ class _Gauge:
         self._kernel = kernel_counts()
         self._usage, self._start_s = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
 
-    def outcome(self, read: int, written: int) -> Outcome:
+    def outcome(self, moved: IoCounts) -> Outcome:
         """What was read and written from then to now, and at what cost."""
         end_s, usage = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
         kernel = kernel_counts().since(self._kernel)
@@ -425,15 +419,13 @@ class _Gauge:
         return Outcome(
             start_s=self._start_s,
             end_s=end_s,
-            read_bytes=read,
-            written_bytes=written,
+            moved=moved,
             user_s=usage.ru_utime - self._usage.ru_utime,
             system_s=usage.ru_stime - self._usage.ru_stime,
             idle_fraction=max(0.0, 1 - busy_s / ((end_s - self._start_s) * len(pairs))),
             latencies=(latencies - self._latencies).tolist(),
             engine=", ".join(dict.fromkeys(queue.engine for queue in self._queues)),
-            kernel_read_bytes=kernel.read_bytes,
-            kernel_written_bytes=kernel.written_bytes,
+            kernel=kernel,
             num_blocks=sum(after.blocks - before.blocks for before, after in pairs),
         )
 

@@ -80,7 +80,7 @@ class Measured:
     def gbps(self) -> list[float]:
         """The total rate of each loop, all ranks and both directions together, from the first start to the last end."""
         return [
-            sum(o.read_bytes + o.written_bytes for o in ranks)
+            sum(IoCounts.total(o.moved for o in ranks))
             / (max(o.end_s for o in ranks) - min(o.start_s for o in ranks))
             / 1e9
             for ranks in self.outcomes
@@ -95,7 +95,7 @@ def row_of(measured: Measured) -> Row:
     if not rates:
         return row
     outcomes = [outcome for loop in measured.outcomes for outcome in loop]
-    moved = sum(o.read_bytes + o.written_bytes for o in outcomes)
+    moved = sum(IoCounts.total(o.moved for o in outcomes))
     latencies = np.array([o.latencies for o in outcomes], dtype=np.uint64).sum(axis=0)
     p50, p99 = (None if math.isnan(value) else value for value in latency_quantiles(latencies, (0.5, 0.99)))
     row |= {
@@ -147,10 +147,7 @@ def best_of(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def byte_counts(measured: Sequence[Measured]) -> tuple[IoCounts, IoCounts]:
     """Bytes moved past the page cache, as the passes count them and as the kernel does."""
     direct = [outcome for each in measured if each.is_direct for outcomes in each.outcomes for outcome in outcomes]
-    return (
-        IoCounts(sum(o.read_bytes for o in direct), sum(o.written_bytes for o in direct)),
-        IoCounts(sum(o.kernel_read_bytes for o in direct), sum(o.kernel_written_bytes for o in direct)),
-    )
+    return IoCounts.total(o.moved for o in direct), IoCounts.total(o.kernel for o in direct)
 
 
 def _spread_of(rates: Sequence[float]) -> dict[str, float]:
@@ -315,7 +312,15 @@ def notes_of(rows: Sequence[Row], ours: IoCounts, kernel: IoCounts) -> list[str]
                 f"an error of the yardstick: {_name(row)} is {row['fraction']:.3f} of its rate; above {_MOST_FRACTION} "
                 "it was not the fastest loop, or the disk moved between the two"
             )
-    notes += _cold_notes(rows) + disagreements(ours, kernel, "the queues", _TOLERANCE, _SLACK)
+    for row in rows:  # a cache answered all passes but the first
+        rates = row.get("loops_gbps", [])
+        later = statistics.median(rates[1:]) if len(rates) > 2 else 0.0
+        if row["first_gbps"] is not None and row["first_gbps"] < _COLD_FRACTION * later:
+            notes.append(
+                f"{_name(row)}: the first pass reached {row['first_gbps']:.2f} GB/s, later ones {later:.2f}: "
+                "the host's or the device's cache warms"
+            )
+    notes += disagreements(ours, kernel, "the queues", _TOLERANCE, _SLACK)
     for path in dict.fromkeys(row["path"] for row in rows if not row["is_direct"]):
         notes.append(
             f"{path}: buffered, O_DIRECT is refused: the page cache is dropped before each pass and still helps"
@@ -359,22 +364,6 @@ def save_csv(file: Path, made_by: str, rows: Sequence[Row]) -> None:
         writer = csv.DictWriter(out, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-
-
-def _cold_notes(rows: Sequence[Row]) -> list[str]:
-    """Rows whose first pass was slow: a cache answered the later ones."""
-    found = []
-    for row in rows:
-        rates = row.get("loops_gbps", [])
-        if row["first_gbps"] is None or len(rates) < 3:
-            continue
-        later = statistics.median(rates[1:])
-        if row["first_gbps"] < _COLD_FRACTION * later:
-            found.append(
-                f"{_name(row)}: the first pass reached {row['first_gbps']:.2f} GB/s, later ones {later:.2f}: "
-                "the host's or the device's cache warms"
-            )
-    return found
 
 
 def _is_shown(column: tuple[str, Any, str], rows: Sequence[Row]) -> bool:

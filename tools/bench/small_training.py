@@ -96,6 +96,17 @@ def timed(
     return loss, dict(zip(PHASES, (end - start for start, end in itertools.pairwise(marks)), strict=True))
 
 
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """A clock in seconds that waits until a device has done what was asked of it; for `timed`."""
+
+    def clock() -> float:
+        if is_accelerator(device):
+            torch.accelerator.synchronize(device)
+        return time.monotonic()
+
+    return clock
+
+
 def train_in(place: str, sizes: Sizes, folder: Path) -> dict[str, Any]:
     """Trains in one of PLACES; returns losses, seconds of each phase (medians, the first step left out) and bytes. Blocks."""
     params, optim = PLACES[place]
@@ -111,18 +122,12 @@ def train_in(place: str, sizes: Sizes, folder: Path) -> dict[str, Any]:
     seconds: list[dict[str, float]] = []
     with tiermem.shard(model, policy, device="cpu" if place == "cpu" else None) as shards:
         device = shards.device
-
-        def clock() -> float:
-            if is_accelerator(device):
-                torch.accelerator.synchronize(device)
-            return time.monotonic()
-
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
         if is_accelerator(device):
             reset_peak(device)
         for step in range(sizes.steps):
             x, y = _batch(sizes, step, device)
-            loss, taken = timed(clock, functools.partial(_loss_of, model, x, y), optimizer.step)
+            loss, taken = timed(clock_of(device), functools.partial(_loss_of, model, x, y), optimizer.step)
             optimizer.zero_grad()
             losses.append(loss.item())
             seconds.append(taken)

@@ -153,11 +153,6 @@ def cases_of(options: StepBenchOptions) -> list[Case]:
     ]
 
 
-def _ways(options: StepBenchOptions) -> tuple[Pipelining, ...]:
-    """How the pipeline is switched, what is reported first."""
-    return _ALL_WAYS if options.compares else (Pipelining(options.pipelines, options.pipelines),)
-
-
 def bench_step(options: StepBenchOptions, console: Console) -> int:
     """Measures, shows the figures, writes JSON and picture. Leaves nothing on the paths. Blocks.
 
@@ -166,7 +161,8 @@ def bench_step(options: StepBenchOptions, console: Console) -> int:
     cases = cases_of(options)
     _check_room(options, cases)
     facts = machine_facts(options.paths)
-    ways = _ways(options)
+    own = Pipelining(options.pipelines, options.pipelines)
+    ways = _ALL_WAYS if options.compares else (own,)  # what is reported comes first
     with stopped_by_sigterm(), contextlib.ExitStack() as open_models:
         with console.status("building the models and making their first steps"):
             models = [open_models.enter_context(SteppedModel(options, case, ways)) for case in cases]
@@ -188,7 +184,7 @@ def _measure(options: StepBenchOptions, models: Sequence[SteppedModel], console:
     loads = [model.load for model in models]
     with Roofline(options.paths, loads, options.yardstick, options.engine) as roofline:
         for loop in range(options.loops):
-            for way, setting in itertools.zip_longest(_ways(options), SETTINGS):
+            for way, setting in itertools.zip_longest(models[0].steps, SETTINGS):
                 for number, model in enumerate(models):
                     with console.status(f"loop {loop + 1} of {options.loops}, model {number + 1} of {len(models)}"):
                         if way is not None:
@@ -199,7 +195,7 @@ def _measure(options: StepBenchOptions, models: Sequence[SteppedModel], console:
 
 def _figures_of(model: SteppedModel, options: StepBenchOptions, memory_bytes_s: float) -> dict[str, Any]:
     """The figures of one model with the pipeline as asked."""
-    steps = model.steps[_ways(options)[0]]
+    steps = next(iter(model.steps.values()))
     step_s = statistics.median(step.seconds for step in steps)
     moved = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.total for step in steps), strict=True)))
     kernel = IoCounts(*(sum(part) // len(steps) for part in zip(*(step.kernel for step in steps), strict=True)))

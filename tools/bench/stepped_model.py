@@ -94,7 +94,7 @@ class StepRun:
     @property
     def total(self) -> IoCounts:
         """Bytes on all paths."""
-        return IoCounts(sum(m.read_bytes for m in self.moved), sum(m.written_bytes for m in self.moved))
+        return IoCounts.total(self.moved)
 
     def lane_s(self, lane: str) -> float:
         """Seconds that events of a lane took together."""
@@ -170,7 +170,7 @@ class SteppedModel(AbstractContextManager["SteppedModel"]):
     def step(self, pipelining: Pipelining) -> StepRun:
         """Makes one step with the pipeline switched so. Blocks; raises OSError."""
         recorder = self._shards.store.recorder
-        self._shards.policy = dataclasses.replace(self._shards.policy, **pipelining._asdict())
+        self._shards.switch_pipeline(*pipelining)
         recorder.events.clear()
         before, kernel_before = self._counts(), kernel_counts()
         start_ns = time.monotonic_ns()

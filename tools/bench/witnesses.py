@@ -169,9 +169,7 @@ def run_fio(
     engine: str,
     file: str,
     file_bytes: int,
-    mode: str,
-    block_bytes: int,
-    depth: int,
+    setting: Setting,
     num_bytes: int,
     is_direct: bool = True,
     sync: bool = False,
@@ -187,15 +185,15 @@ def run_fio(
         "--allow_file_create=0",
         "--fallocate=none",
         f"--size={file_bytes}",
-        f"--io_size={num_bytes * 2 if mode == 'mixed' else num_bytes}",
-        f"--rw={_PATTERNS[mode]}",
-        f"--bs={block_bytes}",
-        f"--iodepth={depth}",
+        f"--io_size={num_bytes * 2 if setting.mode == 'mixed' else num_bytes}",
+        f"--rw={_PATTERNS[setting.mode]}",
+        f"--bs={setting.block_bytes}",
+        f"--iodepth={setting.depth}",
         f"--ioengine={engine}",
         f"--direct={int(is_direct)}",
         *ENGINES[engine],
-        *(["--norandommap=1", "--randrepeat=0"] if mode == "random" else []),
-        *(["--end_fsync=1"] if sync and mode in ("write", "mixed") else []),
+        *(["--norandommap=1", "--randrepeat=0"] if setting.mode == "random" else []),
+        *(["--end_fsync=1"] if sync and setting.mode in ("write", "mixed") else []),
         "--output-format=json",
     ]
     try:
@@ -265,10 +263,10 @@ class FioWitness(Witness):
 
     def measure(self, setting: Setting, num_bytes: int, loop: int) -> None:
         file, is_direct = self._files.name(setting.places[0], 0, setting.mode), self._files.is_direct(setting.places)
+        what = (file, self._files.file_bytes(setting.mode), setting, num_bytes, is_direct, self._sync)
         for engine in list(self._engines):
-            what = (setting.mode, setting.block_bytes, setting.depth, num_bytes, is_direct, self._sync)
             try:
-                rate = run_fio(self._program, engine, file, self._files.file_bytes(setting.mode), *what)
+                rate = run_fio(self._program, engine, *what)
             except OSError as error:
                 self._engines.remove(engine)
                 self.notes.append(f"{error}; left out from here on")
