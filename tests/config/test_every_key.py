@@ -22,7 +22,10 @@ from config_keys import Key, catalogue, every_model
 from key_claims import CLAIMS
 
 from tiermem.config import TiermemConfig, load_config
-from tiermem.config.base import ConfigModel
+from tiermem.config.base import ConfigModel, Sets
+from tiermem.config.keys import PLANNED
+from tiermem.config.zero import OwnConfig, ZeroConfig
+from tiermem.policy import OffloadPolicy
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,6 +107,24 @@ def test_a_computed_key_takes_any_value_changes_nothing_and_says_what_happens(pa
     assert after.policy() == before.policy()
     (row,) = (row for row in after.report() if row.key == path)
     assert (row.value, row.how, row.note) == (value, "computed", KEYS[path].note)
+
+
+def test_the_documented_default_of_an_honoured_key_is_the_one_that_acts() -> None:
+    """A key that is not given sets no field, so the policy's default acts; planned keys are computed instead."""
+    acts = OffloadPolicy()
+    compared = 0
+    for model in (ZeroConfig, TiermemConfig, OwnConfig):
+        for name, field in model.model_fields.items():
+            sets = next((each for each in field.metadata if isinstance(each, Sets)), None)
+            key = model.path_of(name)
+            if sets is None or key in PLANNED or name == "stage":  # the documents' stage 0 is the policy's 3
+                continue
+            documented = field.get_default(call_default_factory=True)
+            documented = sets.values.get(documented, documented)
+            if documented is not None:
+                assert documented == getattr(acts, sets.field), key
+                compared += 1
+    assert compared >= 8
 
 
 def test_every_deprecated_key_warns_and_names_its_successor() -> None:
