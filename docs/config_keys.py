@@ -272,7 +272,7 @@ def _written(value: Any) -> str:
 # ---- the page ----------------------------------------------------------------------------------------------------------
 
 _HEAD = """\
-<!-- Made by `python docs/config_keys.py > docs/keys.md`. Do not edit: change tiermem/config, and policy.py for a default that acts. -->
+<!-- Made by `python docs/config_keys.py > docs/keys.md`. Do not edit it. -->
 
 # Keys of a config
 
