@@ -320,6 +320,12 @@ class Prefetcher(Generic[T]):
 
         Blocks; raises OSError when a read failed.
         """
+        if live is not None:
+            live.hold()
+            if not live.is_streamed:
+                live.use()
+                return
+            self.order.use(live.unit.index)
         for each, transition in self._due(live):
             try:
                 transition()
@@ -366,24 +372,16 @@ class Prefetcher(Generic[T]):
 
     # ---- fetching ----------------------------------------------------------------------------------------------------
 
-    def _due(self, live: T | None) -> Iterator[_Step[T]]:
+    def _due(self, current: T | None) -> Iterator[_Step[T]]:
         """Yields the transitions that `acquire` makes, in order. The caller makes each one before it asks for the next."""
-        if live is not None:
-            live.hold()
-            if live.is_streamed:
-                self.order.use(live.unit.index)
-            if live.state is not UnitState.PRESENT:
-                live.promote()
-                yield from self._start(live, is_urgent=True)
-                yield live, live.land
-            live.use()
-        if live is None or live.is_streamed:
-            yield from self._start_ahead(live)
-
-    def _start_ahead(self, current: T | None) -> Iterator[_Step[T]]:
-        """Starts to fetch the next units, nearest first, as far as limits and buffers allow."""
+        if current is not None:
+            if current.state is not UnitState.PRESENT:
+                current.promote()
+                yield from self._start(current, is_urgent=True)
+                yield current, current.land
+            current.use()
         may_wait = current is not None  # a gather may wait for one read: that of the next unit
-        for live in self._ahead(current):
+        for live in self._ahead(current):  # nearest first, as far as limits and buffers allow
             if live.state is UnitState.PRESENT or (live.state is UnitState.GATHERING and not self._has_reads):
                 continue
             is_read = live.is_gathered and live.reads

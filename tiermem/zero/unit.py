@@ -169,6 +169,9 @@ class GradientState(enum.Enum):
     ZERO = enum.auto()  # any content: the gradient is zero
 
 
+_THERE = (GradientState.HOME, GradientState.ZERO)
+
+
 class Gradient:
     """The reduced gradient of a parameter; this rank's part is at its home.
 
@@ -184,7 +187,7 @@ class Gradient:
     @property
     def is_there(self) -> bool:
         """Whether the parameter has a gradient."""
-        return self.state in (GradientState.HOME, GradientState.ZERO)
+        return self.state in _THERE
 
     @property
     def is_zero(self) -> bool:
