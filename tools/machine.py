@@ -198,11 +198,11 @@ def endurance_lines(
         seconds: how long it took; 0 leaves the days out.
         tbw_bytes: what the drive may be written in its life; None: 100 TB are spoken of.
     """
-    whats = {f"written to {each.path}": each for each in paths}
+    written_to = {f"written to {each.path}": each for each in paths}
     if sum(each.written_bytes > 0 for each in paths) > 1:
         total = Written("", sum(each.written_bytes for each in paths))
-        whats["all of it, if the paths share one drive"] = total
-    return [_sentence(what, each, num_steps, seconds, tbw_bytes) for what, each in whats.items()]
+        written_to["all of it, if the paths share one drive"] = total
+    return [_sentence(what, each, num_steps, seconds, tbw_bytes) for what, each in written_to.items()]
 
 
 def lines_of_run(run: Mapping[str, Any], tbw_bytes: int | None = None) -> list[str]:
