@@ -31,6 +31,12 @@ def broken(model: nn.Module, number: int, module: nn.Module) -> None:
     handle.remove()
 
 
+def assert_trained_as(plain: nn.Module, model: nn.Module, num_steps: int) -> None:
+    """The model's weights equal those of its plain twin after so many steps, to the bit."""
+    train_steps(plain, tiermem.AdamW(plain.parameters(), lr=1e-2), range(num_steps))
+    assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
+
+
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("is_zeroed", [False, True])
 @pytest.mark.parametrize("broken_at", [0, 2])
@@ -47,10 +53,8 @@ def test_a_broken_backward_leaves_nothing_to_the_next(
         if is_zeroed:
             optim.zero_grad()
         train_steps(model, optim, range(2, 4))
-        twin = tiermem.AdamW(plain.parameters(), lr=1e-2)
-        train_steps(plain, twin, range(4))
-        assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
-        del optim, twin
+        assert_trained_as(plain, model, num_steps=4)
+        del optim
 
 
 def test_micro_batches_before_a_broken_one_are_forgotten_with_it(policy: OffloadPolicy) -> None:
@@ -61,10 +65,8 @@ def test_micro_batches_before_a_broken_one_are_forgotten_with_it(policy: Offload
         loss_of(model, 5).backward()
         broken(model, 7, model.layers[1].up)
         train_steps(model, optim, range(1))
-        twin = tiermem.AdamW(plain.parameters(), lr=1e-2)
-        train_steps(plain, twin, range(1))
-        assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
-        del optim, twin
+        assert_trained_as(plain, model, num_steps=1)
+        del optim
 
 
 def test_a_step_right_after_a_broken_backward_raises_and_changes_nothing(policy: OffloadPolicy) -> None:

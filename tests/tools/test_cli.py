@@ -27,9 +27,8 @@ def tiermem(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
+MISTAKES = {
+    "train": [
         (["--preset", "420m"], "the preset is '420m'; allowed are 151m, 419m"),
         ([], "exactly one of --preset, --config and --model; none is given"),
         (["--preset", "151m", "--config", "x.json"], "--preset and --config are given"),
@@ -56,20 +55,36 @@ def tiermem(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["--preset", "151m", "--memory", "10"], "--memory is 10 bytes, which Python alone exceeds"),
         (["--preset", "151m", "--save", "/proc/1/no"], "cannot write here"),
     ],
+    "tune": [
+        (["--path", "nowhere"], "nowhere: no such folder"),
+        (["--path", ".", "."], "--path names a folder twice"),
+        (["--path", ".", "--engine", "uring,disk"], "--engine is 'disk'; allowed are auto, uring, aio, threads"),
+        (["--path", ".", "--out", "no/tiermem.json"], "no: no such folder"),
+        (["--path", ".", "--size", "1MiB"], "--size is 1.0 MiB; it must be at least 8.0 MiB"),
+        (["--path", ".", "--size", "much"], "'much' is not a size"),
+        (["--path", ".", "--seconds", "0"], "--seconds is 0.0; it must be more than 0"),
+        (["--path", ".", "--size", "8000TiB"], "are needed"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "reason"), [(command, *each) for command, several in MISTAKES.items() for each in several]
 )
 def test_a_mistake_is_one_line_and_nothing_is_made(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    command: str,
     arguments: list[str],
     reason: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        main(["train", *arguments])
+        main([command, *arguments])
     said = capsys.readouterr().err
     assert ended.value.code == 2
-    assert said.startswith("tiermem train: ")
+    assert said.startswith(f"tiermem {command}: ")
     assert reason in said
     assert len(said.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []

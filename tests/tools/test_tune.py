@@ -265,35 +265,6 @@ def run(*arguments: str) -> object:
     return ended.value.code
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--path", "nowhere"], "nowhere: no such folder"),
-        (["--path", ".", "."], "--path names a folder twice"),
-        (["--path", ".", "--engine", "uring,disk"], "--engine is 'disk'; allowed are auto, uring, aio, threads"),
-        (["--path", ".", "--out", "no/tiermem.json"], "no: no such folder"),
-        (["--path", ".", "--size", "1MiB"], "--size is 1.0 MiB; it must be at least 8.0 MiB"),
-        (["--path", ".", "--size", "much"], "'much' is not a size"),
-        (["--path", ".", "--seconds", "0"], "--seconds is 0.0; it must be more than 0"),
-        (["--path", ".", "--size", "8000TiB"], "are needed"),
-    ],
-)
-def test_a_mistake_is_one_line_and_nothing_is_made(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    reason: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(*arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("tiermem tune: ")
-    assert reason in said
-    assert len(said.strip().splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_interrupt_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
