@@ -118,8 +118,8 @@ class ShardedModel:
                 shard.count_step()
 
     def _step_of(self, shard: Shard, factor: float) -> AnyStep | None:
-        found = self._find_rule(shard.param)
-        if found is None or not shard.gradient.is_there:
+        found = self._find_rule(shard.param) if shard.gradient.is_there else None
+        if found is None:
             return None
         group, rule = found
         return rule.scalars(group, shard.num_steps, factor * shard.gradient.factor, shard.shape)

@@ -64,7 +64,7 @@ _PLAIN = (str, bytes, int, float, complex, type(None))
 
 def handed_over(args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors among a forward's arguments that require gradients, without parameters (which end the graph themselves)."""
-    return [t for t in tensors_in([args, kwargs]) if not isinstance(t, nn.Parameter) and t.requires_grad]
+    return [t for t in tensors_in([*args, *kwargs.values()]) if not isinstance(t, nn.Parameter) and t.requires_grad]
 
 
 def handed_back(module: nn.Module, args: Any, kwargs: Any, output: Any) -> list[torch.Tensor]:
@@ -73,7 +73,7 @@ def handed_back(module: nn.Module, args: Any, kwargs: Any, output: Any) -> list[
     bases of views are among them."""
     given = [each for each in (*args, *kwargs.values()) if not isinstance(each, (torch.Tensor, *_PLAIN))]
     kept = [each for each in vars(module).values() if isinstance(each, torch.Tensor)]
-    return made_by(tensors_in([output, given, kept]))
+    return made_by(tensors_in([output, *given, *kept]))
 
 
 def made_by(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -114,16 +114,6 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-class EndOfBackward:
-    """A callback for the end of a backward. torch drops it without a call when the backward ends in an exception."""
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
-
-    def __call__(self) -> None:
-        self._on_end()
-
-
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor in a value: in nested containers, ModelOutput, dataclasses and plain objects."""
     found: list[torch.Tensor] = []
@@ -140,7 +130,7 @@ def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
     seen.add(id(value))
     if isinstance(value, (tuple, list, set, frozenset)):
         inside: Any = value
-    elif isinstance(value, Mapping):
+    elif isinstance(value, (dict, Mapping)):  # dict first: asking an abstract class takes longer
         inside = value.values()
     else:
         inside = vars(value).values() if hasattr(value, "__dict__") else ()

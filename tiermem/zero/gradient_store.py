@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -154,6 +154,9 @@ Consume = Callable[[Unit, torch.Tensor], None]
 """Steps a unit with gradients that are not kept. The tensor is flat, in the unit's shard layout, valid during the call."""
 
 
+_HERE = nullcontext()
+
+
 class OpenHome(NamedTuple):
     """A unit's gradients while parts of them are stored."""
 
@@ -283,16 +286,13 @@ class GradientStore:
         if self._stream is not None:
             current_stream(self._stream.device).wait_stream(self._stream)
 
-    @contextlib.contextmanager
-    def _at_home(self, data: torch.Tensor) -> Iterator[None]:
+    def _at_home(self, data: torch.Tensor) -> AbstractContextManager[object]:
         """Inside the block, accelerator work runs on the stream of DEVICE gradients, after the current stream's `data`."""
         if self._stream is None:
-            yield
-            return
+            return _HERE
         self._stream.wait_stream(current_stream(self._stream.device))
         data.record_stream(self._stream)
-        with on(self._stream):
-            yield
+        return on(self._stream)
 
     def _take(self) -> Slot:
         assert self._pool is not None

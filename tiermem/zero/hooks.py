@@ -29,6 +29,7 @@ one backward and for every micro-batch; at the end of backward it is always call
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import weakref
@@ -42,7 +43,6 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from tiermem.swap.store import TensorStore
 from tiermem.zero.absent import RestingParameter
 from tiermem.zero.backward_marks import (
-    EndOfBackward,
     WeakCall,
     handed_back,
     handed_over,
@@ -99,7 +99,7 @@ class Hooks:
         self._leader: nn.Module | None = None  # the module whose call began the pass
         self._pass_kind: tuple[bool, bool] | None = None
         self._is_training_pass = False  # whether the outermost forward under way began with gradients
-        self._ending: weakref.ref[EndOfBackward] | None = None  # of the backward under way; dead after an exception
+        self._ending: weakref.ref[Callable[[], None]] | None = None  # called at the end of the backward under way
         self._watched = -1  # torch's number of the backward whose end calls `finish_backward`
         self.num_backwards = 0  # backwards that have begun
         self._clock = itertools.count(1)  # of begins and ends of forwards
@@ -391,7 +391,7 @@ class Hooks:
             if self._ending() is not None:
                 return
             self._abandon_backward()  # the earlier backward ended in an exception
-        ending = EndOfBackward(self.finish_backward)
+        ending = functools.partial(self.finish_backward)  # torch drops it when the backward ends in an exception
         self._ending = weakref.ref(ending)
         self._watched = torch._C._current_graph_task_id()
         self.num_backwards += 1

@@ -136,7 +136,10 @@ class StateLayout:
 
     def views(self, states: torch.Tensor, numel: int) -> StateViews:
         """The parts of a tile's states as views of `states`: a uint8 tensor of total_bytes(numel)."""
-        found = [part.view(states[self.offset_bytes(part, numel) :], numel) for part in self.parts]
+        found, offset = [], 0
+        for part in self.parts:
+            found.append(part.view(states[offset:], numel))
+            offset += part.num_bytes(numel)
         master = found.pop(0) if self.master is not None else None
         assert not isinstance(master, Quantised)
         return StateViews(master, tuple(found))

@@ -200,13 +200,13 @@ class Gradient:
         return self.state in (GradientState.ARRIVED, GradientState.HOME)
 
     def arrive(self, block_sums: Sequence[float] | torch.Tensor, factor: float = 1.0) -> None:
-        """NONE -> ARRIVED, any other state -> HOME: all of this rank's part is stored, with these sums of squares."""
-        self.state = GradientState.HOME if self.is_there else GradientState.ARRIVED
+        """HOME or ZERO -> HOME, else -> ARRIVED: all of this rank's part is stored, with these sums of squares."""
+        self.state = GradientState.HOME if self.state in _THERE else GradientState.ARRIVED
         self.factor, self.block_sums = factor, block_sums
 
     def confirm(self) -> None:
         """ARRIVED or NONE (a parameter without elements) -> HOME: some rank had a gradient."""
-        if not self.is_there:
+        if self.state not in _THERE:
             self.state = GradientState.HOME
 
     def scale(self, factor: float) -> None:
