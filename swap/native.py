@@ -53,7 +53,7 @@ _LEAST = 1e-9  # part of a block: the rank of quantile 0 lies in the first bucke
 _NUMPY_NAMES = {"uint64_t": np.uint64, "int32_t": np.int32}
 _VERBS = {READ: "reading", WRITE: "writing", SYNC: "syncing"}
 _RULES = {"adamw": lib.TM_ADAMW, "adam": lib.TM_ADAM, "adagrad": lib.TM_ADAGRAD, "lion": lib.TM_LION, "sgd": lib.TM_SGD}
-_SCALARS = tuple(name for name, _ in ffi.typeof("tm_step_scalars").fields)  # fields of StepRule by the same names
+SCALARS = tuple(name for name, _ in ffi.typeof("tm_step_scalars").fields)  # fields of StepRule by the same names
 _DTYPES = {None: lib.TM_NONE, torch.float32: lib.TM_F32, torch.bfloat16: lib.TM_BF16, torch.float16: lib.TM_F16}
 _REFUSED = "the file system refuses this alignment or O_DIRECT"
 _CRC_ROWS = ("const void *const *", "const uint64_t *", "uint32_t *")
@@ -431,7 +431,7 @@ def optimizer_step(
         | rule.maximize * lib.TM_STEP_MAXIMIZE
         | rule.nesterov * lib.TM_STEP_NESTEROV
     )
-    for field in _SCALARS:
+    for field in SCALARS:
         setattr(step.scalars, field, getattr(rule, field))
     check(lib.tm_optimizer_step(workers.handle, step), f"{rule.name} step")
 
