@@ -43,14 +43,11 @@ def open_direct(file: Path, flags: int) -> tuple[int, str]:
         raise
 
 
-def open_unnamed(folder: Path) -> tuple[int, bool]:
-    """An open file without a name in `folder`, and whether it is direct. Raises OSError; the caller closes it."""
-    fd, why = _open_unnamed(folder)
-    return fd, not why
+def open_unnamed(folder: Path) -> tuple[int, str]:
+    """Opens a file without a name; as `open_direct`. The caller closes it.
 
-
-def _open_unnamed(folder: Path) -> tuple[int, str]:
-    """As `open_direct`. Where the file system has no O_TMPFILE, the file has a name while it is opened."""
+    Where the file system has no O_TMPFILE, the file has a name while it is opened.
+    """
     name = None
     try:
         fd = os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
@@ -175,7 +172,7 @@ def probe_path(path: Path) -> PathFacts:
     if not path.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder: make it first, or correct nvme_path", str(path))
     try:
-        fd, why = _open_unnamed(path)
+        fd, why = open_unnamed(path)
     except OSError as error:
         raise OSError(error.errno, f"cannot write here: {os.strerror(error.errno or 0)}", str(path)) from None
     os.close(fd)

@@ -211,10 +211,6 @@ class Freeze:
     paths: tuple[Path, ...]
     parts: Mapping[str, Sequence[Stored]] = dataclasses.field(repr=False)
 
-    def entries(self) -> list[str]:
-        """Returns the names of the frozen entries."""
-        return list(self.parts)
-
     def files(self) -> tuple[Path, ...]:
         """Returns the segment file of each path; a `path_index` is an index into this tuple."""
         return self.paths

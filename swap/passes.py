@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +58,7 @@ class Quota:
             return taken
 
 
-class Passes:
+class Passes(AbstractContextManager["Passes"]):
     """Moves the bytes of one open file through a queue in one pattern, and times it. A context manager; for one thread.
 
         read     the file in order
@@ -95,9 +96,6 @@ class Passes:
         except BaseException:
             self._memory.close()
             raise
-
-    def __enter__(self) -> Passes:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

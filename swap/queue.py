@@ -110,7 +110,7 @@ class Blocks(NamedTuple):
 Transfers = Sequence[Op] | Sequence[Blocks]
 
 
-class InFlight:
+class InFlight(contextlib.AbstractContextManager["InFlight"]):
     """The pieces of a stream in flight, at most `count`; they end in the order in which they started.
 
     A piece is a function that waits for its transfer and then uses the bytes. It is a context manager: on leaving, it ends all
@@ -120,9 +120,6 @@ class InFlight:
     def __init__(self, count: int) -> None:
         self._count = count
         self._pieces: collections.deque[Callable[[], object]] = collections.deque()
-
-    def __enter__(self) -> InFlight:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
@@ -270,10 +267,6 @@ class Queues:
         """Drops blocks that the kernel does not have yet, on every path. The caller must still wait for the tag."""
         for part in self._parts(tag):
             part.drop()
-
-    def counters(self) -> Counters:
-        """Totals so far; times are sums over the queues."""
-        return add_counters(self.counters_by_path())
 
     def counters_by_path(self) -> list[Counters]:
         """Totals so far of each path's queue."""

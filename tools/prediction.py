@@ -7,6 +7,7 @@ import functools
 import gc
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -227,12 +228,7 @@ def measure_sums() -> float:
 
 def _median_s(work: Callable[[], object]) -> float:
     """The median seconds of a few calls, the first left out."""
-    times = []
-    for _ in range(_NUM_WARM_UP + _NUM_TIMED):
-        start = time.monotonic()
-        work()
-        times.append(time.monotonic() - start)
-    return statistics.median(times[_NUM_WARM_UP:])
+    return statistics.median(timeit.repeat(work, number=1, repeat=_NUM_WARM_UP + _NUM_TIMED)[_NUM_WARM_UP:])
 
 
 def maths_of(

@@ -400,16 +400,6 @@ class Found(NamedTuple):
         """Whether the winner is written rather than the defaults."""
         return self.winner != self.default and self.verdict.is_better
 
-    @property
-    def io(self) -> IoSettings:
-        """What is written."""
-        return self.winner if self.is_taken else self.default
-
-    @property
-    def turn(self) -> Turn:
-        """Its rates."""
-        return self.verdict.tuned if self.is_taken else self.verdict.default
-
 
 def tune(options: TuneOptions, console: Console) -> int:
     """Measures, writes the file, says what it found; returns 0. Blocks; raises OSError and ValueError before it measures."""
@@ -417,7 +407,9 @@ def tune(options: TuneOptions, console: Console) -> int:
     for path in options.paths:
         probe_path(path)
     found = _find(options, console)
-    section = section_of(found.io, weighed(options.paths, found.turn), _notes(options, found))
+    verdict = found.verdict
+    io, turn = (found.winner, verdict.tuned) if found.is_taken else (found.default, verdict.default)
+    section = section_of(io, weighed(options.paths, turn), _notes(options, found))
     save_json(options.out, section)
     _print(found, options.out, section["tiermem"]["paths"], console)
     return 0

@@ -12,7 +12,7 @@ from torch import nn
 
 from tiermem.forecast.loads import MOST_TILES, Use, uses_of
 from tiermem.forecast.rates import Compute, Rates, Timeline, play
-from tiermem.forecast.steps import BACKWARD, FORWARD, MATHS, STEP, Course, build_steps
+from tiermem.forecast.steps import BACKWARD, FORWARD, MATHS, STEP, Course, StepBuilder
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.zero.plan import Plan, make_plan
@@ -85,7 +85,7 @@ def forecast_step(
     """
     of_rank = rates.of_rank(ranks_on_node)
     course = Course(plan.division.units, uses, plan, policy, topology, of_rank, is_gpu, num_micro, most_tiles)
-    return _second_step(play(build_steps(course, 2)))
+    return _second_step(play(StepBuilder(course).build(2)))
 
 
 def forecast_shards(shards: Shards, compute: Compute, rates: Rates, num_micro: int = 1) -> Forecast:

@@ -74,12 +74,7 @@ class _Reducing(NamedTuple):
     is_last: bool  # whether this is the last bucket of its unit
 
 
-def build_steps(course: Course, num_steps: int) -> list[Task]:
-    """Returns the tasks of num_steps steps in a row. The name of a phase ends with the number of its step: "forward 0"."""
-    return _Builder(course).build(num_steps)
-
-
-class _Builder:
+class StepBuilder:
     """Adds tasks to a list and keeps the numbers of those that later tasks wait for."""
 
     def __init__(self, course: Course) -> None:
@@ -102,6 +97,7 @@ class _Builder:
         self._under_way: list[_Reducing] = []  # oldest first
 
     def build(self, num_steps: int) -> list[Task]:
+        """Returns the tasks of num_steps steps in a row. A phase's name ends with the number of its step: "forward 0"."""
         for number in range(num_steps):
             for micro in range(self._course.num_micro):
                 self._forward(number)
@@ -343,7 +339,7 @@ class _Builder:
 class _PlayedUnit:
     """A unit for the real prefetcher, whose transitions add tasks instead of moving bytes."""
 
-    def __init__(self, unit: Unit, builder: _Builder, course: Course) -> None:
+    def __init__(self, unit: Unit, builder: StepBuilder, course: Course) -> None:
         self.unit = unit
         self.state = UnitState.PRESENT if unit.is_resident else UnitState.HOME
         self.num_users = 0

@@ -75,10 +75,10 @@ class BenchFiles(AbstractContextManager["BenchFiles"]):
         return all(self._is_direct[place] for place in places)
 
     def _make(self, path: Path, num_bytes: int, opened: ExitStack) -> None:
-        fd, is_direct = open_unnamed(path)
+        fd, why_buffered = open_unnamed(path)
         opened.callback(os.close, fd)
         self._descriptors[-1].append(fd)
-        self._is_direct[-1] &= is_direct
+        self._is_direct[-1] &= not why_buffered
         try:
             preallocate(fd, 0, num_bytes)
         except OSError as error:
