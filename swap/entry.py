@@ -19,8 +19,7 @@ from tiermem.swap import durable
 from tiermem.swap.arena import Slot
 from tiermem.swap.files import Extent, Files
 from tiermem.swap.move import Move
-from tiermem.swap.native import READ, Op
-from tiermem.swap.queue import Blocks
+from tiermem.swap.native import READ, Blocks, Op
 from tiermem.swap.ranges import Numbers, round_up, spread
 from tiermem.swap.tier import ALIGNMENT, Tier
 

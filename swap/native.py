@@ -118,6 +118,16 @@ class Op(NamedTuple):
     offset: int
 
 
+class Blocks(NamedTuple):
+    """Many transfers of one length between memory and one file: int64 arrays of addresses and file offsets."""
+
+    kind: int
+    fd: int
+    addresses: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    length: int
+
+
 class Answer(NamedTuple):
     """The result of a tag; times are CLOCK_MONOTONIC nanoseconds, error is 0 or an errno."""
 
@@ -263,20 +273,13 @@ class Queue:
         check(lib.tm_queue_submit(self._open_queue(), batch, len(rows)), f"submitting {len(rows)} transfers")
         return tag
 
-    def submit_blocks(
-        self,
-        kind: int,
-        fd: int,
-        addresses: npt.NDArray[np.int64],
-        offsets: npt.NDArray[np.int64],
-        length: int,
-        priority: int = NORMAL,
-    ) -> int:
+    def submit_blocks(self, blocks: Blocks, priority: int = NORMAL) -> int:
         """Starts many transfers of one length, and returns the one tag that answers for all. Never waits.
 
         addresses[i] in memory goes to or comes from offsets[i] in the file; nothing is done per block in Python, so
         that small ones are cheap. Raises ValueError for arrays of different lengths, OSError when a block is malformed.
         """
+        kind, fd, addresses, offsets, length = blocks
         if addresses.ndim != 1 or addresses.shape != offsets.shape:
             raise ValueError(
                 f"addresses and offsets are two rows of one length; given {addresses.shape}, {offsets.shape}"

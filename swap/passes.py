@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tiermem.swap.direct import open_unnamed, preallocate
-from tiermem.swap.native import READ, SYNC, WRITE, IoSettings, Map, Op, Queue
+from tiermem.swap.native import READ, SYNC, WRITE, Blocks, IoSettings, Map, Op, Queue
 from tiermem.swap.paths import NvmePath
 from tiermem.swap.queue import InFlight
 from tiermem.swap.ranges import ByteRange, round_up
@@ -173,7 +173,7 @@ class Passes(AbstractContextManager["Passes"]):
                 offsets = generator.integers(0, file_blocks, num_blocks, dtype=np.int64) * self._block_bytes
                 start = number % _RANDOM_BATCHES * batch
                 addresses = places[start : start + num_blocks]
-                tag = self.queue.submit_blocks(READ, self._fd, addresses, offsets, self._block_bytes)
+                tag = self.queue.submit_blocks(Blocks(READ, self._fd, addresses, offsets, self._block_bytes))
                 in_flight.add(functools.partial(self.queue.finish, tag))
                 done += num_blocks * self._block_bytes
         return done

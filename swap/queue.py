@@ -19,6 +19,7 @@ from tiermem.swap.native import (
     NORMAL,
     URGENT,
     Answer,
+    Blocks,
     Counters,
     Fault,
     IoSettings,
@@ -95,16 +96,6 @@ class StoreStats:
     engine: str
     engine_why: str
     paths: tuple[PathStats, ...] = ()
-
-
-class Blocks(NamedTuple):
-    """Many transfers of one length between memory and one file: int64 arrays of addresses and file offsets."""
-
-    kind: int
-    fd: int
-    addresses: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
-    length: int
 
 
 Transfers = Sequence[Op] | Sequence[Blocks]
@@ -220,7 +211,7 @@ class Queues:
                     ops.setdefault(each.fd, []).append(each)
                 else:
                     queue = self._queue_of(each.fd)
-                    parts.append(_Part(queue, queue.submit_blocks(*each, priority)))
+                    parts.append(_Part(queue, queue.submit_blocks(each, priority)))
             for fd, own in ops.items():
                 queue = self._queue_of(fd)
                 parts.append(_Part(queue, queue.submit(own, priority)))

@@ -157,9 +157,7 @@ def _rank(run: dict[str, Any]) -> tuple[bool, bool, int, float]:
 def _tell_peer(run: dict[str, Any], console: Console) -> None:
     speed = f"{run['tokens_per_s']:.1f} tokens/s, " if run["tokens_per_s"] else ""
     reason = f": {run['error']['type']}: {run['error']['message'].splitlines()[0]}" if run["error"] else ""
-    console.print(
-        f"{run['name']}: {speed}peak {run['peak_rss_bytes'] / 2**20:.0f} MiB, {run['outcome']}{reason}",
-    )
+    console.print(f"{run['name']}: {speed}peak {run['peak_rss_bytes'] / 2**20:.0f} MiB, {run['outcome']}{reason}")
 
 
 def _report(run: dict[str, Any], folder: Path, options: TrainOptions, console: Console) -> None:

@@ -266,6 +266,11 @@ def several(given: Any, help: str, name: str, parse: Callable[[str], Any] = str,
     return option(given, help, name, partial(parse_list, name, parse=parse), check or each_of)
 
 
+def size(given: Any, help: str, name: str, check: Check | None = None) -> Any:
+    """A field that is an option with a size in bytes."""
+    return option(given, help, name, parse_bytes, check)
+
+
 class Options:
     """The base of every command's dataclass: looks at the values as their fields say, then at the files to be written."""
 

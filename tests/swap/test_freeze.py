@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiermem.swap.entry import Freeze, NoSlotError
-from tiermem.swap.native import Fault, IoSettings, Queue
+from tiermem.swap.native import Blocks, Fault, IoSettings, Queue
 from tiermem.swap.paths import NvmePath
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
@@ -211,9 +211,9 @@ def test_blocks_are_one_call_also_where_slots_meet(
     calls: list[tuple[int, int]] = []
     submit_blocks = Queue.submit_blocks
 
-    def watch(self: Queue, kind: int, fd: int, addresses: np.ndarray, offsets: np.ndarray, length: int, p: int) -> int:
-        calls.append((len(addresses), length))
-        return submit_blocks(self, kind, fd, addresses, offsets, length, p)
+    def watch(self: Queue, blocks: Blocks, priority: int) -> int:
+        calls.append((len(blocks.addresses), blocks.length))
+        return submit_blocks(self, blocks, priority)
 
     monkeypatch.setattr(Queue, "submit_blocks", watch)
     into = store.arena.take(8 * PAGE).tensor

@@ -19,15 +19,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from tiermem.forecast.loads import (
-    Send,
-    TileLoad,
-    Use,
-    gathers,
-    reductions,
-    tile_loads,
-    updates,
-)
+from tiermem.forecast.loads import Send, TileLoad, Use, gathers, reductions, tile_loads, updates
 from tiermem.forecast.rates import Rates, Task
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.zero.packed import gathers_packed

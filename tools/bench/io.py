@@ -31,19 +31,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tiermem.tools.bench import io_report
 from tiermem.tools.bench.files import BenchFiles, check_memory, check_room
 from tiermem.tools.bench.io_ranks import CannotRun, Job, Ranks, Setting
-from tiermem.tools.bench.io_report import (
-    Measured,
-    add_witness,
-    best_of,
-    byte_counts,
-    draw_heatmap,
-    notes_of,
-    print_rows,
-    row_of,
-    save_csv,
-)
 from tiermem.tools.bench.witnesses import FioWitness, Witness, bare_witness, peer_witness
 from tiermem.tools.machine import MEMORY_FILE_SYSTEMS, caption, machine_facts, place_of, try_engines
 from tiermem.tools.options import SEQUENTIAL, IoBenchOptions
@@ -62,15 +52,15 @@ def bench_io(options: IoBenchOptions, console: Console) -> int:
     start = time.monotonic()
     with stopped_by_sigterm():
         rows, notes = measure(options, settings, console)
-    best = best_of(rows)
+    best = io_report.best_of(rows)
     facts = machine_facts(options.paths)
     facts["engines"] = {name: why for name, (_, why) in try_engines().items()}
-    print_rows(rows, best, notes, caption(facts), console)
+    io_report.print_rows(rows, best, notes, caption(facts), console)
     options.save_json(options.report(facts, start, rows=rows, best=best, notes=notes), allows_nan=False)
     if options.csv_file is not None:
-        save_csv(options.csv_file, options.MADE_BY, rows)
+        io_report.save_csv(options.csv_file, options.MADE_BY, rows)
     if options.plot_file is not None:
-        draw_heatmap(rows, caption(facts), options.plot_file, options.MADE_BY)
+        io_report.draw_heatmap(rows, caption(facts), options.plot_file, options.MADE_BY)
     return 0 if best else EXIT_FAILED
 
 
@@ -96,15 +86,15 @@ def measure(
             told("writing the files once")
             _fill(options, files, ranks)
             measured = sweep(settings, options, files, ranks, witnesses, told)
-        rows = [row_of(each) for each in measured]
+        rows = [io_report.row_of(each) for each in measured]
         for row, setting in zip(rows, settings, strict=True):
             if is_witnessed(setting):
                 loops = {name: judges.get(name, absent).loops_gbps(setting) for name in ("fio", "yardstick", "peer")}
-                add_witness(row, **loops, bare_user_us=judges.get("yardstick", absent).user_us(setting))
+                io_report.add_witness(row, **loops, bare_user_us=judges.get("yardstick", absent).user_us(setting))
         notes += [note for witness in witnesses for note in witness.notes]
         in_memory = [path for path in options.paths if place_of(path).file_system in MEMORY_FILE_SYSTEMS]
         notes += [f"{path} lies in memory: no disk was measured" for path in in_memory]
-        return rows, notes_of(rows, *(byte_counts([] if in_memory else measured))) + notes
+        return rows, io_report.notes_of(rows, *(io_report.byte_counts([] if in_memory else measured))) + notes
 
 
 def _fill(options: IoBenchOptions, files: BenchFiles, ranks: Ranks) -> None:
@@ -183,12 +173,12 @@ def sweep(
     ranks: Ranks,
     witnesses: Sequence[Witness] = (),
     progress: Callable[[str], None] = lambda _: None,
-) -> list[Measured]:
+) -> list[io_report.Measured]:
     """Measures every setting in every loop ("sustained": once). Blocks; raises OSError when a transfer fails.
 
     A setting whose engine cannot run gets its reason and is not tried again.
     """
-    measured = {setting: Measured(setting, files.is_direct(setting.places)) for setting in settings}
+    measured = {setting: io_report.Measured(setting, files.is_direct(setting.places)) for setting in settings}
     for setting, witness, loop in _turns(settings, options.loops, witnesses):
         if witness is not None:
             progress(f"{witness.name}, {setting.describe()}")

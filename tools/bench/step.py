@@ -247,13 +247,7 @@ def _comparison(model: SteppedModel) -> list[dict[str, Any]]:
     medians = {way: statistics.median(times) for way, times in seconds.items()}
     first = next(iter(medians.values()))
     rows = [
-        {
-            **way._asdict(),
-            "name": way.name,
-            "step_s": seconds[way],
-            "step_s_median": median,
-            "slower": median / first,
-        }
+        {**way._asdict(), "name": way.name, "step_s": seconds[way], "step_s_median": median, "slower": median / first}
         for way, median in medians.items()
     ]
     return rows if len(rows) > 1 else []
