@@ -23,6 +23,7 @@ from typing import NamedTuple
 from tiermem.swap.errors import remedy
 from tiermem.swap.tier import ALIGNMENT
 
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")
 _CHUNK_BYTES = 1 << 20
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
 
@@ -37,7 +38,10 @@ def open_direct(file: Path, flags: int) -> tuple[int, str]:
     except OSError:
         return os.open(file, flags), "it takes no O_DIRECT"  # or raises what is wrong beside that
     try:
-        return fd, _settle(fd)
+        why = why_buffered(fd)
+        if why:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        return fd, why
     except BaseException:
         os.close(fd)
         raise
@@ -143,14 +147,6 @@ def why_buffered(fd: int) -> str:
     if max(memory, offset) > ALIGNMENT:
         return f"O_DIRECT asks for memory at multiples of {memory} and offsets of {offset} bytes, more than {ALIGNMENT}"
     return ""
-
-
-def _settle(fd: int) -> str:
-    """Removes O_DIRECT from a descriptor that cannot have it; returns the reason, or an empty string."""
-    why = why_buffered(fd)
-    if why:
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-    return why
 
 
 class PathFacts(NamedTuple):

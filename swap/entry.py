@@ -485,7 +485,9 @@ class Entry:
     def turn_back(self) -> None:
         """COMING -> HOME, LEAVING or LOST: the fetch failed or was cancelled."""
         self.expect("given up", EntryState.COMING)
-        self.coming, self.slot, self.state = None, None, self._without_slot()
+        self.coming, self.slot, self.state = None, None, EntryState.HOME
+        if self.leaving is not None:
+            self.state = EntryState.LOST if self.leaving.has_failed else EntryState.LEAVING
 
     def rest(self) -> None:
         """PRESENT -> HOME, without a write."""
@@ -532,8 +534,3 @@ class Entry:
     def _check_bytes(self, buffer: torch.Tensor) -> None:
         if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
             raise ValueError(f"{self.name!r}: a buffer is a contiguous uint8 tensor, not {buffer.dtype}")
-
-    def _without_slot(self) -> EntryState:
-        if self.leaving is None:
-            return EntryState.HOME
-        return EntryState.LOST if self.leaving.has_failed else EntryState.LEAVING

@@ -239,16 +239,12 @@ def weigh(paths: Sequence[NvmePath], io: IoSettings) -> list[float]:
         rates = list(together.map(lambda path: _rate(path, small), paths))
     slowest = min((rate for rate in rates if rate), default=1.0)
     weights = [round((rate or slowest) / slowest, 3) for rate in rates]
-    _report(paths, rates, weights)
-    return weights
-
-
-def _report(paths: Sequence[NvmePath], rates: list[float | None], weights: list[float]) -> None:
     figures = ", ".join(
         f"{path.path} {'not measured' if rate is None else f'{rate / 1e9:.2f} GB/s'} (weight {weight:g})"
         for path, rate, weight in zip(paths, rates, weights, strict=True)
     )
     logger.info("mixed reads and writes, all paths at once: %s", figures)
+    return weights
 
 
 def _rate(path: NvmePath, io: IoSettings) -> float | None:

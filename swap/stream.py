@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import errno
 import functools
 import os
@@ -243,15 +244,13 @@ class ReadAhead:
                 self._areas[part.area][1].add(part.at, part.buffer.numel())
 
 
+@dataclasses.dataclass
 class Reading:
     """Ranges that are being read into the memory of a ReadAhead, until `release`. ReadAhead makes it."""
 
-    def __init__(
-        self, in_flight: tuple[Queue, int] | None, parts: list[_Part], give_back: Callable[[Sequence[_Part]], None]
-    ) -> None:
-        self._in_flight = in_flight  # a queue and its tag, until they are waited for
-        self._parts = parts
-        self._give_back = give_back
+    _in_flight: tuple[Queue, int] | None  # a queue and its tag, until they are waited for
+    _parts: list[_Part]
+    _give_back: Callable[[Sequence[_Part]], None]
 
     def wait(self) -> list[torch.Tensor]:
         """Returns the bytes of each range, valid until `release`. Blocks; raises OSError that names the file."""

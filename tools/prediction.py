@@ -429,6 +429,8 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
     rows = activation_rows(sizes, num_tokens, job.precision, job.is_checkpointing, is_gpu)
     activations = sum(row.num_bytes for row in rows)
     units = passing_rows([live.unit for live in engine.shards.units], engine.shards.policy)
+    # whether steps write beside what a checkpoint holds; it takes its room with the first step after one
+    freezes = job.save_every is not None or engine.shards.policy.durability == "step"
     on_device = plan.device_bytes + activations + sum(row.num_bytes for row in units)
     return {
         **{f"{phase}_s": seconds for phase, seconds in forecast.seconds.items()},
@@ -437,14 +439,9 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
         "resident_bytes": resident_bytes,
         "host_bytes": plan.host_bytes,
         "activation_bytes": activations,
-        "disk_bytes": plan.disk_bytes - (0 if _freezes(engine, job) else plan.frozen_disk_bytes),
+        "disk_bytes": plan.disk_bytes - (0 if freezes else plan.frozen_disk_bytes),
         "peak_bytes": None if is_gpu else resident_bytes + plan.host_bytes + activations,
         "device_bytes": on_device if is_gpu else None,
         "busy_s": {lane: dict(by) for lane, by in forecast.busy_s.items()},
         "rates": {"compute": compute._asdict(), **dataclasses.asdict(rates), "disk": disk},
     }
-
-
-def _freezes(engine: Engine, job: Job) -> bool:
-    """Whether steps write beside what a checkpoint holds; it takes its room with the first step after one."""
-    return job.save_every is not None or engine.shards.policy.durability == "step"

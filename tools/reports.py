@@ -152,8 +152,6 @@ def _seconds_of(step: Message) -> float:
 
 _WIDTH = 150  # of tables that go to a file
 
-Summary = Mapping[str, Any]
-
 
 def open_console() -> Console:
     """A console on stdout, wide where there is no terminal to be wide as; it prints texts as they are, brackets too."""
@@ -185,7 +183,7 @@ def plan_table(ready: Message) -> Table:
     return shown
 
 
-def result_table(run: Summary) -> Table:
+def result_table(run: Mapping[str, Any]) -> Table:
     """What a run took: our figures beside the kernel's."""
     shown = table(f"{run['name']}: {run['outcome']}", "", ">measured", ">kernel", "")
     losses = run["losses"]
@@ -221,7 +219,7 @@ def result_table(run: Summary) -> Table:
     return shown
 
 
-def predicted_table(run: Summary) -> Table | None:
+def predicted_table(run: Mapping[str, Any]) -> Table | None:
     """What was predicted before the first step beside what it was; None for a run without a prediction or an end."""
     said = run.get("predicted")
     if not said or "not_made" in said or not run["losses"]:
@@ -245,7 +243,7 @@ def predicted_table(run: Summary) -> Table | None:
     return shown
 
 
-def peers_table(runs: Sequence[Summary]) -> Table:
+def peers_table(runs: Sequence[Mapping[str, Any]]) -> Table:
     """The same training by different means, side by side."""
     has_device = any(_device_peak(run) is not None for run in runs)
     figures = (">loss", ">forward s", ">backward s", ">step s", ">tokens/s", ">peak RSS", *(">peak GPU",) * has_device)
@@ -260,12 +258,12 @@ def peers_table(runs: Sequence[Summary]) -> Table:
     return shown
 
 
-def _medians(run: Summary) -> dict[str, float | None]:
+def _medians(run: Mapping[str, Any]) -> dict[str, float | None]:
     """Seconds of each phase of the median step."""
     return {phase: median_after_warm_up(run[f"{phase}_s"]) for phase in ("forward", "backward", "step")}
 
 
-def _device_peak(run: Summary) -> int | None:
+def _device_peak(run: Mapping[str, Any]) -> int | None:
     card = run.get("device_memory")
     return card["peak_allocated_bytes"] if card is not None else None
 

@@ -46,7 +46,6 @@ _CHECKED = {"always": 1.0, "sample": 1 / 16, "resume": 0.0}  # fraction of the b
 class Course:
     """Everything that determines the tasks of a rank's step."""
 
-    units: Sequence[Unit]
     uses: Sequence[Use]
     plan: Plan
     policy: OffloadPolicy
@@ -72,14 +71,13 @@ class StepBuilder:
     def __init__(self, course: Course) -> None:
         self._course = course
         self._rates = course.rates
+        self._units = course.plan.division.units
         self._tasks: list[Task] = []
         self._phase = ""
         self._last = -1  # the program's latest task: its next tasks come after it
         self._arrivals: dict[int, int] = {}  # unit -> the task after which the unit is present
-        self._loads = tile_loads(
-            course.units, course.plan, course.policy, course.topology.shard_rank, course.most_tiles
-        )
-        self._played = [_PlayedUnit(unit, self, course) for unit in course.units]
+        self._loads = tile_loads(self._units, course.plan, course.policy, course.topology.shard_rank, course.most_tiles)
+        self._played = [_PlayedUnit(unit, self, course) for unit in self._units]
         again = [use.units for use in reversed(course.uses) if use.reads_again]
         order = Order(self._streamed([use.units for use in course.uses]), self._streamed(again))
         self._prefetcher = Prefetcher(self._played, order, limits_of(course.plan, course.policy))
@@ -115,9 +113,9 @@ class StepBuilder:
                 self._begin_tiles()
             for index in use.units:
                 left[index] -= 1
-                if not left[index] and self._course.units[index].is_trainable:
-                    self._receive(self._course.units[index], is_first=micro == 0)
-        for unit in self._course.units:
+                if not left[index] and self._units[index].is_trainable:
+                    self._receive(self._units[index], is_first=micro == 0)
+        for unit in self._units:
             if unit.is_trainable and unit.index not in left:  # small resident units: at the end of backward
                 self._receive(unit, is_first=micro == 0)
         while self._under_way:
@@ -134,7 +132,7 @@ class StepBuilder:
         for played in needed:
             self._prefetcher.release(played)
         arrivals = [self._arrivals[index] for index in units if index in self._arrivals]
-        landing = [self._course.units[index].shard_bytes for index in units if index in self._unchecked]
+        landing = [self._units[index].shard_bytes for index in units if index in self._unchecked]
         self._unchecked.difference_update(units)
         seconds += self._rates.use_s + self._sum_s(sum(landing), 0)
         self._last = self._add(name, MATHS, seconds, [self._last, *arrivals])
@@ -248,7 +246,7 @@ class StepBuilder:
             writes = self._tiles(self._loads, begun, self._last)
             self._last = self._add("written", MATHS, 0.0, [self._last, *writes])
         if course.topology.num_shards > 1 or course.is_gpu:
-            for unit in course.units:
+            for unit in self._units:
                 if unit.is_resident and unit.is_trainable:  # every rank's copy of it is updated
                     sends = updates(unit, course.policy, course.topology)
                     self._last = self._to_gpu(unit, self._send(f"update {unit.name}", sends, self._last))

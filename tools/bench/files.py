@@ -38,7 +38,7 @@ class BenchFiles(AbstractContextManager["BenchFiles"]):
     """
 
     def __init__(self, paths: Sequence[Path], num_ranks: int, file_bytes: int, sustained_bytes: int = 0) -> None:
-        self._paths = tuple(paths)
+        self.paths = tuple(paths)
         self._file_bytes = file_bytes
         self._sustained_bytes = sustained_bytes
         self._descriptors: list[list[int]] = []  # of each path: a file for each rank, and last the sustained one
@@ -61,10 +61,6 @@ class BenchFiles(AbstractContextManager["BenchFiles"]):
     def descriptor(self, place: int, rank: int = 0) -> int:
         """The open file of a rank on a path."""
         return self._descriptors[place][rank]
-
-    def folder(self, place: int) -> str:
-        """The path that a file lies on."""
-        return str(self._paths[place])
 
     def file_bytes(self, mode: str) -> int:
         """The size of the file that a mode uses."""

@@ -31,11 +31,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tiermem.swap.direct import MEMORY_FILE_SYSTEMS, file_system_of
 from tiermem.tools.bench import io_report
 from tiermem.tools.bench.files import BenchFiles, check_memory, check_room
 from tiermem.tools.bench.io_ranks import CannotRun, Job, Ranks, Setting
 from tiermem.tools.bench.witnesses import FioWitness, Witness, bare_witness, peer_witness
-from tiermem.tools.machine import MEMORY_FILE_SYSTEMS, caption, machine_facts, place_of, try_engines
+from tiermem.tools.machine import caption, machine_facts, try_engines
 from tiermem.tools.options import SEQUENTIAL, IoBenchOptions
 from tiermem.tools.words import format_bytes, stopped_by_sigterm
 
@@ -47,7 +48,9 @@ _FILL_DEPTH = 32
 def bench_io(options: IoBenchOptions, console: Console) -> int:
     """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError and OSError."""
     settings = settings_of(options)
-    _check_memory(settings)
+    largest = max(settings, key=_buffer_bytes)
+    said = f"{format_bytes(_buffer_bytes(largest))} of buffers are needed for {largest.describe()}"
+    check_memory(_buffer_bytes(largest), said, "ask for smaller blocks, less depth or fewer ranks")
     check_room(options.paths, _room(options))
     start = time.monotonic()
     with stopped_by_sigterm():
@@ -92,7 +95,7 @@ def measure(
                 loops = {name: judges.get(name, absent).loops_gbps(setting) for name in ("fio", "yardstick", "peer")}
                 io_report.add_witness(row, **loops, bare_user_us=judges.get("yardstick", absent).user_us(setting))
         notes += [note for witness in witnesses for note in witness.notes]
-        in_memory = [path for path in options.paths if place_of(path).file_system in MEMORY_FILE_SYSTEMS]
+        in_memory = [path for path in options.paths if file_system_of(path) in MEMORY_FILE_SYSTEMS]
         notes += [f"{path} lies in memory: no disk was measured" for path in in_memory]
         return rows, io_report.notes_of(rows, *(io_report.byte_counts([] if in_memory else measured))) + notes
 
@@ -117,15 +120,8 @@ def _room(options: IoBenchOptions) -> list[tuple[str, int]]:
     return [files, ("the tensors' stores", stores), ("sustained writes (--bytes)", _sustained_bytes(options))]
 
 
-def _check_memory(settings: Sequence[Setting]) -> None:
-    """Sees that the buffers of the largest setting fit. Raises ValueError with the arithmetic."""
-    largest = max(settings, key=_buffer_bytes)
-    needed = _buffer_bytes(largest)
-    said = f"{format_bytes(needed)} of buffers are needed for {largest.describe()}"
-    check_memory(needed, said, "ask for smaller blocks, less depth or fewer ranks")
-
-
 def _buffer_bytes(setting: Setting) -> int:
+    """Bytes of the memory that a setting's blocks pass through."""
     copies = 3 if setting.mode == "tensors" else 1  # its store's memory, and the sequential pass beside it
     return setting.block_bytes * setting.depth * setting.ranks * len(setting.places) * copies
 
@@ -225,7 +221,7 @@ def jobs_of(setting: Setting, options: IoBenchOptions, files: BenchFiles, seed: 
         Job(
             setting,
             files=tuple(files.name(place, rank, setting.mode) for place in setting.places),
-            folders=tuple(files.folder(place) for place in setting.places),
+            folders=tuple(str(files.paths[place]) for place in setting.places),
             file_bytes=files.file_bytes(setting.mode),
             num_bytes=bytes_of(setting, options),
             is_direct=files.is_direct(setting.places),
