@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -234,6 +236,7 @@ class Shards:
 
     def receive_gradients(self) -> None:
         """Reduces the gradients that backwards have left in `p.grad`, and stores them. Collective; blocks."""
+        self.store.check_process()
         self.hooks.check_backward_ended()
         self.homes.forget_replaced()
         self.homes.receive_rest()
@@ -272,7 +275,8 @@ class Shards:
             )
 
     def check_whole(self) -> None:
-        """Raises RuntimeError when the model's states are of two different steps."""
+        """Raises RuntimeError when the model's states are of two different steps, and in a forked child."""
+        self.store.check_process()
         if self.is_torn:
             raise RuntimeError(
                 "a step, or opening a checkpoint, failed half-way, so that this model is a mixture of two steps: open a "
@@ -318,7 +322,8 @@ class Shards:
         self._attached.append(attached)
 
     def find_attached(self, kind: type[_Attached]) -> _Attached | None:
-        """The attached object of this class, or None."""
+        """The attached object of this class, or None. Raises RuntimeError in a forked child, which has no thread of it."""
+        self.store.check_process()
         return next((each for each in self._attached if isinstance(each, kind)), None)
 
     def attach_states(self, states: States, on_last_read: Callable[[], None] | None) -> None:
@@ -363,7 +368,8 @@ class Shards:
 
     @property
     def may_lend(self) -> bool:
-        """Whether a forward or a backward is under way."""
+        """Whether a forward or a backward is under way. Raises RuntimeError in a forked child."""
+        self.store.check_process()
         return self.hooks.may_lend
 
     def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
@@ -390,8 +396,11 @@ class Shards:
         """Removes the hooks and closes the store; files on paths are deleted, unless they hold a checkpoint.
 
         With materialize the parameters become ordinary tensors with their weights (collective; takes the whole model's
-        memory). Without it, parameters that are not resident show NaN. Blocks. Raises the first error of a write-back.
+        memory). Without it, parameters that are not resident show NaN. Blocks. Raises the first error of a write-back. Does
+        nothing in a forked child, but raises RuntimeError there with materialize.
         """
+        if materialize:
+            self.store.check_process()
         if self._is_closed:
             return
         self._is_closed = True
@@ -413,6 +422,14 @@ class Shards:
             self.store.close(keep=any(each.keeps_files for each in self._attached))
         for param, value in weights:
             param.data = value.to(self.device)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child, which has no arena: parameters show NaN, calls on them are refused, and `close` does nothing."""
+        self._is_closed = True
+        for live in self.units:
+            live.leave_to_parent()
+        if self.policy.stage == 3:
+            show_parts(self.units)
 
     # ---- building ------------------------------------------------------------------------------------------------------
 
@@ -457,6 +474,7 @@ class Shards:
     def _take_charge(self) -> None:
         """Registers the parameters as partitioned ones; afterwards no module holds a unit."""
         self._by_param = {id(s.param): (u, s) for u, s in self.parameters()}
+        _watch_forks()
         for _, part in self.parameters():
             registry.register(part.param, self)
         if self.policy.stage == 3:
@@ -478,3 +496,17 @@ class Shards:
             self.plan.disk_bytes / 2**20,
             engine,
         )
+
+
+# ---- forks -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _leave_to_parent() -> None:
+    for owner in registry.owners():
+        if isinstance(owner, Shards):
+            owner.leave_to_parent()
