@@ -29,6 +29,7 @@ JOIN_TIMEOUT_S = 60.0
 _KEY = "tiermem/joining"
 _LOOK_S = 0.02
 _GRACE_S = 5.0
+_LEAST_S = 10.0  # for making the group
 _AGREED = "agreed"
 
 
@@ -115,10 +116,49 @@ def _join(world: int, backend: str, timeout_s: float, join_timeout_s: float) -> 
     if not _says_where():
         dist.init_process_group(backend, timeout=timeout)
         return
-    rank = int(os.environ["RANK"])
-    store = _meet(rank, world, min(join_timeout_s, timeout_s))
+    rank, join_timeout_s = int(os.environ["RANK"]), min(join_timeout_s, timeout_s)
+    store = _meet(rank, world, join_timeout_s)
+    kinds = {each.rpartition(":")[2] for each in backend.split(",")}
+    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # private; it knows these backends alone
+    can_change = set_timeout is not None and kinds <= {"gloo", "nccl"}
+    # The same on every rank, so that all find out together: a rank that dies now is not waited for as in a collective.
+    joining = timedelta(seconds=max(join_timeout_s / 2, _LEAST_S)) if can_change else timeout
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=joining)
+    except RuntimeError as error:
+        gone = _gone(store, rank, world)
+        if not gone:
+            raise
+        raise ValueError(
+            f"WORLD_SIZE is {world}, and ranks {gone} had come but were gone before the group was made: see their logs, and "
+            "start all ranks again"
+        ) from error
     store.set_timeout(timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    if set_timeout is not None and can_change:
+        set_timeout(timeout, dist.group.WORLD)
+
+
+def _gone(store: Store, rank: int, world: int) -> list[int]:
+    """The ranks that are not here when the group cannot be made. Every rank that is here calls it; blocks for a moment."""
+    try:
+        store.set(f"here/{rank}", "")
+        store.add("arrived", 1)
+        deadline = time.monotonic() + _GRACE_S
+        while (gone := [r for r in range(world) if not store.check([f"here/{r}"])]) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        _end_reading(store, rank)
+    except dist.DistError:
+        return [0]  # the store has ended with it
+    return gone
+
+
+def _end_reading(store: Store, rank: int, most_s: float = 5.0) -> None:
+    """Notes that this rank has read. Rank 0 may keep the store: it waits for those that have arrived, at most `most_s`."""
+    deadline = time.monotonic() + most_s
+    while rank == 0 and store.add("read", 0) < store.add("arrived", 0) - 1 and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    with contextlib.suppress(dist.DistError):  # rank 0 may have gone with the store
+        store.add("read", 1)
 
 
 def _says_where() -> bool:
@@ -128,7 +168,7 @@ def _says_where() -> bool:
 def _meet(rank: int, world: int, timeout_s: float) -> Store:
     """The store to which all ranks have come. Raises ValueError when ranks are missing or their numbers differ. Blocks."""
     deadline = time.monotonic() + timeout_s
-    store = _open_store(rank, world, timeout_s)
+    store = _open_store(rank, world, deadline, timeout_s)
     arrived = store.add(f"{_KEY}/arrived", 1)
     attempt = PrefixStore(f"{_KEY}/{(arrived - 1) // world}", store)
     place = attempt.add("arrived", 1)  # counts arrivals, not ranks: two processes may have the same RANK
@@ -136,31 +176,33 @@ def _meet(rank: int, world: int, timeout_s: float) -> Store:
     if rank == 0:
         attempt.set("answer", _read_all(attempt, world, deadline, timeout_s))
     answer = _answer(attempt, world, deadline, timeout_s)
-    if rank == 0:
-        _wait_until_read(attempt)
-    attempt.add("read", 1)
+    _end_reading(attempt, rank)
     if answer != _AGREED:
         raise ValueError(answer)
     return PrefixStore(f"group/{(arrived - 1) // world}", store)
 
 
-def _open_store(rank: int, world: int, timeout_s: float) -> Store:
+def _open_store(rank: int, world: int, deadline: float, timeout_s: float) -> Store:
     """The store of rank 0 or of torchrun's agent, with its own prefix for every restart of the ranks."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_mine = rank == 0 and not is_agents
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        store = TCPStore(
-            address, port, is_master=is_mine, timeout=timeout, wait_for_workers=False, multi_tenant=not is_agents
-        )
-    except dist.DistNetworkError as error:
-        if is_mine:
-            raise
-        raise ValueError(
-            f"WORLD_SIZE is {world}, and in {timeout_s:g} s nothing answered at MASTER_ADDR:MASTER_PORT {address}:{port}: "
-            f"rank 0 has not come, or not there ({error})"
-        ) from None
+    store = None
+    while store is None:
+        half = timedelta(seconds=max((deadline - time.monotonic()) / 2, 1.0))  # torch tries twice, each time so long
+        try:
+            store = TCPStore(
+                address, port, is_master=is_mine, timeout=half, wait_for_workers=False, multi_tenant=not is_agents
+            )
+        except dist.DistNetworkError as error:
+            if is_mine:
+                raise
+            if time.monotonic() > deadline - 1.0:
+                raise ValueError(
+                    f"WORLD_SIZE is {world}, and in {timeout_s:g} s nothing answered at MASTER_ADDR:MASTER_PORT "
+                    f"{address}:{port}: rank 0 has not come, or not there ({error})"
+                ) from None
+    store.set_timeout(timedelta(seconds=timeout_s))
     if not is_agents:
         return store
     return PrefixStore(f"tiermem/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -209,10 +251,3 @@ def _read_all(attempt: Store, world: int, deadline: float, timeout_s: float) -> 
             return f"two processes say that they are rank {rank} of {world}: start every rank with a RANK of its own"
         found[rank] = theirs
     return _AGREED if len(found) == world else _missing(world, set(found), timeout_s)
-
-
-def _wait_until_read(attempt: Store, most_s: float = 5.0) -> None:
-    """Rank 0 may keep the store: it waits until the ranks that have come have read the answer, at most `most_s`."""
-    deadline = time.monotonic() + most_s
-    while attempt.add("read", 0) < attempt.add("arrived", 0) - 1 and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
