@@ -126,39 +126,22 @@ def _join(world: int, backend: str, timeout_s: float, join_timeout_s: float) -> 
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=joining)
     except RuntimeError as error:
-        gone = _gone(store, rank, world)
-        if not gone:
-            raise
-        raise ValueError(
-            f"WORLD_SIZE is {world}, and ranks {gone} had come but were gone before the group was made: see their logs, and "
-            "start all ranks again"
-        ) from error
+        _tell_gone(store, rank, world, error)
+        raise
     store.set_timeout(timeout)
     if set_timeout is not None and can_change:
         set_timeout(timeout, dist.group.WORLD)
 
 
-def _gone(store: Store, rank: int, world: int) -> list[int]:
-    """The ranks that are not here when the group cannot be made. Every rank that is here calls it; blocks for a moment."""
+def _tell_gone(store: Store, rank: int, world: int, error: RuntimeError) -> None:
+    """Raises ValueError that names the ranks that are gone when the group cannot be made; all others call it. Blocks."""
     try:
-        store.set(f"here/{rank}", "")
-        store.add("arrived", 1)
-        deadline = time.monotonic() + _GRACE_S
-        while (gone := [r for r in range(world) if not store.check([f"here/{r}"])]) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
-        _end_reading(store, rank)
-    except dist.DistError:
-        return [0]  # the store has ended with it
-    return gone
-
-
-def _end_reading(store: Store, rank: int, most_s: float = 5.0) -> None:
-    """Notes that this rank has read. Rank 0 may keep the store: it waits for those that have arrived, at most `most_s`."""
-    deadline = time.monotonic() + most_s
-    while rank == 0 and store.add("read", 0) < store.add("arrived", 0) - 1 and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
-    with contextlib.suppress(dist.DistError):  # rank 0 may have gone with the store
-        store.add("read", 1)
+        _agree(PrefixStore("again", store), rank, world, _GRACE_S, time.monotonic() + _GRACE_S)
+    except (ValueError, dist.DistError) as said:
+        asked = said if isinstance(said, ValueError) else "rank 0, which keeps the store, does not answer"
+        raise ValueError(
+            f"all ranks had come, and some were gone before the group was made: see their logs. Asked again, {asked}"
+        ) from error
 
 
 def _says_where() -> bool:
@@ -169,17 +152,24 @@ def _meet(rank: int, world: int, timeout_s: float) -> Store:
     """The store to which all ranks have come. Raises ValueError when ranks are missing or their numbers differ. Blocks."""
     deadline = time.monotonic() + timeout_s
     store = _open_store(rank, world, deadline, timeout_s)
-    arrived = store.add(f"{_KEY}/arrived", 1)
-    attempt = PrefixStore(f"{_KEY}/{(arrived - 1) // world}", store)
+    attempt = (store.add(f"{_KEY}/arrived", 1) - 1) // world
+    _agree(PrefixStore(f"{_KEY}/{attempt}", store), rank, world, timeout_s, deadline)
+    return PrefixStore(f"group/{attempt}", store)
+
+
+def _agree(attempt: Store, rank: int, world: int, timeout_s: float, deadline: float) -> None:
+    """Returns when all ranks have come. Raises ValueError as `_meet`, DistError when the store has gone. Blocks."""
     place = attempt.add("arrived", 1)  # counts arrivals, not ranks: two processes may have the same RANK
     attempt.set(f"said/{place}", f"{rank} {world}")
     if rank == 0:
         attempt.set("answer", _read_all(attempt, world, deadline, timeout_s))
     answer = _answer(attempt, world, deadline, timeout_s)
-    _end_reading(attempt, rank)
+    if rank == 0:
+        _wait_until_read(attempt)
+    with contextlib.suppress(dist.DistError):  # rank 0 may have gone with the store
+        attempt.add("read", 1)
     if answer != _AGREED:
         raise ValueError(answer)
-    return PrefixStore(f"group/{(arrived - 1) // world}", store)
 
 
 def _open_store(rank: int, world: int, deadline: float, timeout_s: float) -> Store:
@@ -251,3 +241,10 @@ def _read_all(attempt: Store, world: int, deadline: float, timeout_s: float) -> 
             return f"two processes say that they are rank {rank} of {world}: start every rank with a RANK of its own"
         found[rank] = theirs
     return _AGREED if len(found) == world else _missing(world, set(found), timeout_s)
+
+
+def _wait_until_read(attempt: Store, most_s: float = 5.0) -> None:
+    """Rank 0 may keep the store: it waits until the ranks that have come have read the answer, at most `most_s`."""
+    deadline = time.monotonic() + most_s
+    while attempt.add("read", 0) < attempt.add("arrived", 0) - 1 and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)

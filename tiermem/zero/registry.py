@@ -48,12 +48,6 @@ def is_gathered(param: nn.Parameter) -> bool:
     return param in _gathered
 
 
-def owners() -> list[Any]:
-    """Every owner of a parameter, once."""
-    found = [ref() for ref in _owners.values()]
-    return list({id(owner): owner for owner in found if owner is not None}.values())
-
-
 def owner_of(param: nn.Parameter) -> Any | None:
     """The owner of a parameter, or None for an ordinary parameter."""
     found = _owners.get(param)

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -36,7 +34,7 @@ from tiermem.policy import OffloadPolicy
 from tiermem.swap.accelerator import activate, find_device, is_accelerator
 from tiermem.swap.native import Workers, trim_heap
 from tiermem.swap.pipeline import HeadStart
-from tiermem.swap.run_folder import RunName
+from tiermem.swap.run_folder import RunName, call_in_child
 from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import Bounce
 from tiermem.zero import registry
@@ -423,7 +421,7 @@ class Shards:
         for param, value in weights:
             param.data = value.to(self.device)
 
-    def leave_to_parent(self) -> None:
+    def _leave_to_parent(self) -> None:
         """In a forked child, which has no arena: parameters show NaN, calls on them are refused, and `close` does nothing."""
         self._is_closed = True
         for live in self.units:
@@ -474,7 +472,7 @@ class Shards:
     def _take_charge(self) -> None:
         """Registers the parameters as partitioned ones; afterwards no module holds a unit."""
         self._by_param = {id(s.param): (u, s) for u, s in self.parameters()}
-        _watch_forks()
+        call_in_child(self, Shards._leave_to_parent)
         for _, part in self.parameters():
             registry.register(part.param, self)
         if self.policy.stage == 3:
@@ -496,17 +494,3 @@ class Shards:
             self.plan.disk_bytes / 2**20,
             engine,
         )
-
-
-# ---- forks -----------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def _leave_to_parent() -> None:
-    for owner in registry.owners():
-        if isinstance(owner, Shards):
-            owner.leave_to_parent()
