@@ -267,10 +267,10 @@ def _started(pid: int) -> str:
 
 
 T = TypeVar("T")
-_inherited: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+_inherited: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
 
 
-def call_in_child(owner: T, act: Callable[[T], None]) -> None:
+def call_in_child(owner: T, act: Callable[[T], object]) -> None:
     """Calls `act(owner)` at the start of every child that is forked while the owner lives."""
     _watch_forks()
     _inherited[owner] = act

@@ -344,7 +344,9 @@ def advise(planned: Planned, most: int = 5) -> list[Advice]:
     """What to change, the best first; empty when it fits and nothing is faster."""
     tried = [advice for each in _candidates(planned) if (advice := _try(each, planned.scenario))]
     if not planned.problems:
-        faster = [each for each in tried if each.fits and _gain(planned, each) >= _LEAST_GAIN]
+        faster = [
+            each for each in tried if each.fits and each.planned.tokens_per_s >= _LEAST_GAIN * planned.tokens_per_s > 0
+        ]
         return sorted(faster, key=lambda each: -each.planned.tokens_per_s)[:most]
     fitting = sorted((each for each in tried if each.fits), key=lambda each: -each.planned.tokens_per_s)
     if fitting:
@@ -361,10 +363,6 @@ def _try(candidate: Candidate, scenario: Scenario) -> Advice | None:
         return Advice(candidate.words, plan_scenario(candidate.change(scenario), chooses=False))
     except ValueError:
         return None  # refused where it would be refused for real: no advice
-
-
-def _gain(before: Planned, after: Advice) -> float:
-    return after.planned.tokens_per_s / before.tokens_per_s if before.tokens_per_s else 0.0
 
 
 def _excess(planned: Planned) -> float:

@@ -74,7 +74,6 @@ def entries(engine: tiermem.Engine, folder: Path) -> dict[str, Callable[[], obje
         "module_state_dict": engine.module_state_dict,
         "load_state_dict": lambda: model.load_state_dict(seeded(Tower).state_dict()),
         "weight": lambda: shards.weight(param),
-        "close with materialize": lambda: shards.close(materialize=True),
         "save_checkpoint": lambda: engine.save_checkpoint(folder / "other"),
         "load_checkpoint": lambda: engine.load_checkpoint(folder / "saved"),
         "wait_checkpoint": engine.wait_checkpoint,

@@ -119,17 +119,17 @@ def _join(world: int, backend: str, timeout_s: float, join_timeout_s: float) -> 
     rank, join_timeout_s = int(os.environ["RANK"]), min(join_timeout_s, timeout_s)
     store = _meet(rank, world, join_timeout_s)
     kinds = {each.rpartition(":")[2] for each in backend.split(",")}
-    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # private; it knows these backends alone
-    can_change = set_timeout is not None and kinds <= {"gloo", "nccl"}
+    # Private to torch, and only for these backends.
+    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None) if kinds <= {"gloo", "nccl"} else None
     # The same on every rank, so that all find out together: a rank that dies now is not waited for as in a collective.
-    joining = timedelta(seconds=max(join_timeout_s / 2, _LEAST_S)) if can_change else timeout
+    joining = timedelta(seconds=max(join_timeout_s / 2, _LEAST_S)) if set_timeout else timeout
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=joining)
     except RuntimeError as error:
         _tell_gone(store, rank, world, error)
         raise
     store.set_timeout(timeout)
-    if set_timeout is not None and can_change:
+    if set_timeout is not None:
         set_timeout(timeout, dist.group.WORLD)
 
 

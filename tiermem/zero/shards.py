@@ -395,10 +395,8 @@ class Shards:
 
         With materialize the parameters become ordinary tensors with their weights (collective; takes the whole model's
         memory). Without it, parameters that are not resident show NaN. Blocks. Raises the first error of a write-back. Does
-        nothing in a forked child, but raises RuntimeError there with materialize.
+        nothing in a forked child, where parameters show NaN.
         """
-        if materialize:
-            self.store.check_process()
         if self._is_closed:
             return
         self._is_closed = True

@@ -132,9 +132,9 @@ class UnitMemory:
 
     def hold(self, slot: Slot) -> None:
         """Makes an arena buffer the unit's memory for life, content undefined (CPU, resident units)."""
-        data = torch.from_numpy(slot.tensor[: self.unit.full_bytes].numpy())  # in a storage of its own
-        self.full = full = data.view(self.unit.full_dtype)
-        self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in self.unit.shards]
+        data = slot.tensor[: self.unit.full_bytes].numpy()
+        self.full = torch.from_numpy(data).view(self.unit.full_dtype)  # in a storage of its own: `leave_to_parent`
+        self.views = [self.full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in self.unit.shards]
 
     def allocate(self, filled_on: torch.Stream | None = None) -> None:
         """Allocates the full layout in torch's own memory, content undefined.
