@@ -43,7 +43,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from tiermem.swap import durable
 from tiermem.swap.direct import file_system_of
@@ -266,11 +266,10 @@ def _started(pid: int) -> str:
     return ""
 
 
-T = TypeVar("T")
 _inherited: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
 
 
-def call_in_child(owner: T, act: Callable[[T], object]) -> None:
+def call_in_child(owner: Any, act: Callable[[Any], object]) -> None:
     """Calls `act(owner)` at the start of every child that is forked while the owner lives."""
     _watch_forks()
     _inherited[owner] = act
