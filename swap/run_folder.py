@@ -41,9 +41,9 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tiermem.swap import durable
 from tiermem.swap.direct import file_system_of
@@ -266,17 +266,23 @@ def _started(pid: int) -> str:
     return ""
 
 
-_held: weakref.WeakSet[RunFolder] = weakref.WeakSet()  # the folders whose descriptors a forked child must close
+_inherited: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
+
+
+def call_in_child(owner: Any, act: Callable[[Any], object]) -> None:
+    """Calls `act(owner)` at the start of every child that is forked while the owner lives."""
+    _watch_forks()
+    _inherited[owner] = act
 
 
 @functools.cache
 def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_close_copies)
+    os.register_at_fork(after_in_child=_act_in_child)
 
 
-def _close_copies() -> None:
-    for folder in tuple(_held):
-        folder._unlock()
+def _act_in_child() -> None:
+    for owner, act in tuple(_inherited.items()):
+        act(owner)
 
 
 FOLDER_PREFIX = "tiermem-"
@@ -327,8 +333,7 @@ class RunFolder:
         self._folder_fd = folder_fd  # of a folder that was taken over: its flock keeps others from sharing it
         self._pid = os.getpid()
         self._made: list[str] = []  # files that this object made
-        _watch_forks()
-        _held.add(self)
+        call_in_child(self, RunFolder._unlock)
 
     @classmethod
     def new(cls, path: Path, run: RunName) -> RunFolder:

@@ -52,7 +52,7 @@ from tiermem.swap.native import BACKGROUND, NORMAL, WRITE, Fault, IoSettings, Op
 from tiermem.swap.paths import AnyPath
 from tiermem.swap.queue import PathStats, Queues, Recorder, StoreStats, Transfers
 from tiermem.swap.resources import Resources, UnderWay
-from tiermem.swap.run_folder import RunName
+from tiermem.swap.run_folder import RunName, call_in_child
 from tiermem.swap.tier import Tier
 
 __all__ = ["PathStats", "StoreStats", "TensorStore"]
@@ -110,7 +110,8 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         self._held = Resources(paths, host_bytes, disk_bytes, self.run, settings, link_bytes, faults, self.recorder)
         self.arena, self._files = self._held.arena, self._held.files
         self._no_queues = Queues({}, settings, recorder=self.recorder)  # for moves without transfers
-        self._finalizer = weakref.finalize(self, _close_forgotten, os.getpid(), self._held)
+        self._finalizer = weakref.finalize(self, self._held.close)  # for a program that drops the store without `close`
+        call_in_child(self, lambda store: store._finalizer.detach())
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -394,7 +395,7 @@ class TensorStore(AbstractContextManager["TensorStore"]):
         With `keep`, or after `keep_files`, the folders stay without their lock file and with the frozen bytes; other disk
         space is given back. A second call does nothing, nor does a call in a forked child.
         """
-        if os.getpid() != self._owner or self._finalizer.detach() is None:
+        if self._finalizer.detach() is None:
             return
         self._held.keep_files(keep or self._held.keeps_files)
         try:
@@ -563,9 +564,3 @@ class TensorStore(AbstractContextManager["TensorStore"]):
                     return
             for move in moves:
                 move.outcome()
-
-
-def _close_forgotten(owner: int, held: Resources) -> None:
-    """Closes a store that the program dropped without `close`; does nothing in a forked child."""
-    if os.getpid() == owner:
-        held.close()

@@ -149,7 +149,9 @@ class Precision:
 
     def key(self, name: str) -> int:
         """What stochastic rounding of a parameter is keyed by: seed and full name, mixed into 64 bits."""
-        digest = hashlib.blake2b(name.encode(), digest_size=8, key=self.seed.to_bytes(8, "little"))
+        digest = hashlib.blake2b(
+            name.encode(errors="surrogatepass"), digest_size=8, key=self.seed.to_bytes(8, "little")
+        )
         return int.from_bytes(digest.digest(), "little")
 
     @property

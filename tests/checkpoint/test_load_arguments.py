@@ -242,6 +242,8 @@ def test_nothing_saved_is_a_warning_and_a_missing_tag_an_error(
     assert "nothing is opened" in caplog.text
     with pytest.raises(FileNotFoundError, match="no tag 'newest' here; those there are: new, old"):
         saved.load_checkpoint(tmp_path / "ck", "newest")
+    with pytest.raises(ValueError, match="save_dir is empty"):
+        saved.save_checkpoint("")
 
 
 # ---- damage --------------------------------------------------------------------------------------------------------------

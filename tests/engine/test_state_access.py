@@ -7,14 +7,12 @@ what is put is put there too. Several ranks: test_state_access_on_ranks.py.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forks import forked
 from torch import nn
 from twins import Tower, assert_same_tensors, loss_of, seeded, states_of, train_steps
 
@@ -545,27 +543,3 @@ def test_a_closed_model_has_no_states_left(tmp_path: Path) -> None:
     assert isinstance(shards, Shards)
     with pytest.raises(ValueError, match="once the engine or the shards are closed, its states are gone"):
         safe_get_full_fp32_param(model.head.weight)
-
-
-@pytest.mark.parametrize("home", [Tier.DEVICE, Tier.HOST])
-def test_a_forked_child_is_refused_where_it_would_read_memory_that_it_has_not(home: Tier) -> None:
-    """The arena is not inherited: without a refusal the child ends with SIGSEGV."""
-    made = seeded(Tower)
-    with tiermem.shard(made, OffloadPolicy(stage=3, params=home, optim=Tier.HOST)) as shards:
-        optimizer = tiermem.AdamW(made.parameters())
-        loss_of(made, 0).backward()
-        param = next(made.parameters())
-        uses = [
-            lambda: loss_of(made, 1),
-            optimizer.step,
-            lambda: shards.weight(param),
-            lambda: safe_get_full_grad(param),
-        ]
-
-        def use_all() -> None:
-            for use in uses:
-                with pytest.raises(RuntimeError, match="forked child may not use it"):
-                    use()
-
-        assert os.waitstatus_to_exitcode(os.waitpid(forked(use_all), 0)[1]) == 0
-        optimizer.step()

@@ -90,6 +90,7 @@ def test_keys_are_the_same_in_every_process_and_differ_by_name_and_seed() -> Non
     keys = {Precision(seed=seed).key(name) for name in names for seed in (0, 1, (1 << 64) - 1)}
     assert len(keys) == 3 * len(names)
     assert all(0 <= key < 1 << 64 for key in keys)
+    assert Precision().key("\ud800") not in keys  # torch allows every string as a name
 
 
 @pytest.mark.parametrize(

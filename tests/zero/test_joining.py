@@ -82,6 +82,20 @@ try:
 except ValueError as error:
     print(error)
 """
+DIES = """
+import os
+import torch
+import torch.distributed as dist
+import tiermem
+from tiermem.zero import joining
+joining._GRACE_S = joining._LEAST_S = 2.0
+if os.environ["RANK"] == "{who}":
+    dist.init_process_group = lambda *args, **words: os.kill(os.getpid(), 9)
+try:
+    tiermem.shard(torch.nn.Linear(2, 2), tiermem.OffloadPolicy(join_timeout_s=3.0))
+except ValueError as error:
+    print(error)
+"""
 MADE_BY = {
     "shard": "tiermem.shard(torch.nn.Linear(2, 2), policy)",
     "Init": "tiermem.zero.Init(policy=policy).__enter__()",
@@ -194,6 +208,8 @@ def waiting(agent: int) -> Iterator[dict[str, list[Started]]]:
         "an agent's store": started((0, 3), (2, 3), join_timeout_s=3.0, agents_port=agent, starts=1),
         "no store": started((1, 3), (2, 3), join_timeout_s=3.0),
         "an agent's store without rank 0": started((1, 3), (2, 3), join_timeout_s=3.0, agents_port=agent, starts=2),
+        "1 dies": started((0, 3), (1, 3), (2, 3), script=DIES.format(who=1)),
+        "0 dies": started((0, 3), (1, 3), (2, 3), script=DIES.format(who=0)),
     } | {who: started((0, 3), script=PASSIVE.format(join_timeout_s=3.0, what=what)) for who, what in MADE_BY.items()}
     with contextlib.ExitStack() as stack:
         for process in itertools.chain(*worlds.values()):
@@ -213,6 +229,14 @@ def test_rank_0_that_never_comes_is_named_by_all(waiting: dict[str, list[Started
         assert "rank 0 has not come" in said
     for said in last_lines(waiting["an agent's store without rank 0"]):
         assert said.startswith("WORLD_SIZE is 3, and after 3 s ranks [0] have not come")
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_dies_before_the_group_is_made_is_named(who: int, waiting: dict[str, list[Started]]) -> None:
+    processes = waiting[f"{who} dies"]
+    for said in last_lines([process for rank, process in enumerate(processes) if rank != who]):
+        assert said.startswith("all ranks had come, and some were gone before the group was made")
+        assert ("rank 0, which keeps the store," if who == 0 else "after 2 s ranks [1] have not come") in said
 
 
 @pytest.mark.parametrize("who", MADE_BY)

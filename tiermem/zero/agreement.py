@@ -38,7 +38,7 @@ def agree(topology: Topology, facts: Mapping[str, Any], where: str = "tiermem.sh
     if topology.group is None:
         return
     text = json.dumps([where, {name: str(value) for name, value in facts.items()}])
-    digests = exchange_digests(topology, hashlib.sha256(text.encode()).digest())
+    digests = exchange_digests(topology, hashlib.sha256(text.encode(errors="surrogatepass")).digest())
     if topology.watch is not None:
         topology.watch.meet()
     if len(set(digests)) == 1:

@@ -166,7 +166,7 @@ class Watch:
         self._others = [rank for rank in ranks if rank != self._me]
         self._traffic = traffic
         self._board = Board()
-        self._board.post(f"rank/{self._me}", _this_process())
+        self._board.post(f"rank/{self._me}", (socket.gethostname(), os.getpid(), _start_of(os.getpid())))
         self._known: dict[int, tuple[str, int, str]] = {}  # host, process and start of ranks, while the store lives
         self._groups: list[dist.ProcessGroup] = []
         self._key = ""  # prefix of the posted sequences; empty until the watch is started
@@ -321,10 +321,6 @@ class Watch:
         if self._key and max(newest, default=0) != self._num_posted:
             self._num_posted = max(newest, default=0)
             self._board.post(f"{self._key}/{self._me}", newest)
-
-
-def _this_process() -> tuple[str, int, str]:
-    return socket.gethostname(), os.getpid(), _start_of(os.getpid())
 
 
 def _has_died(host: str, pid: int, started: str) -> bool:

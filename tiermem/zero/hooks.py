@@ -386,7 +386,11 @@ class Hooks:
             self._store.recorder.add("unit", f"{phase} {live.unit.name}", use.start_ns, end_ns)
 
     def watch_backward(self, grad: torch.Tensor | None = None) -> None:
-        """At the first sign of a backward: clears `p.grad` and registers a callback for the end of the backward."""
+        """At the first sign of a backward: clears `p.grad` and registers a callback for the end of the backward.
+
+        Raises RuntimeError in a forked child.
+        """
+        self._store.check_process()
         if self._ending is not None:
             if self._ending() is not None:
                 return

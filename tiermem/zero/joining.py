@@ -29,6 +29,7 @@ JOIN_TIMEOUT_S = 60.0
 _KEY = "tiermem/joining"
 _LOOK_S = 0.02
 _GRACE_S = 5.0
+_LEAST_S = 10.0  # for making the group
 _AGREED = "agreed"
 
 
@@ -115,10 +116,32 @@ def _join(world: int, backend: str, timeout_s: float, join_timeout_s: float) -> 
     if not _says_where():
         dist.init_process_group(backend, timeout=timeout)
         return
-    rank = int(os.environ["RANK"])
-    store = _meet(rank, world, min(join_timeout_s, timeout_s))
+    rank, join_timeout_s = int(os.environ["RANK"]), min(join_timeout_s, timeout_s)
+    store = _meet(rank, world, join_timeout_s)
+    kinds = {each.rpartition(":")[2] for each in backend.split(",")}
+    # Private to torch, and only for these backends.
+    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None) if kinds <= {"gloo", "nccl"} else None
+    # The same on every rank, so that all find out together: a rank that dies now is not waited for as in a collective.
+    joining = timedelta(seconds=max(join_timeout_s / 2, _LEAST_S)) if set_timeout else timeout
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=joining)
+    except RuntimeError as error:
+        _tell_gone(store, rank, world, error)
+        raise
     store.set_timeout(timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    if set_timeout is not None:
+        set_timeout(timeout, dist.group.WORLD)
+
+
+def _tell_gone(store: Store, rank: int, world: int, error: RuntimeError) -> None:
+    """Raises ValueError that names the ranks that are gone when the group cannot be made; all others call it. Blocks."""
+    try:
+        _agree(PrefixStore("again", store), rank, world, _GRACE_S, time.monotonic() + _GRACE_S)
+    except (ValueError, dist.DistError) as said:
+        asked = said if isinstance(said, ValueError) else "rank 0, which keeps the store, does not answer"
+        raise ValueError(
+            f"all ranks had come, and some were gone before the group was made: see their logs. Asked again, {asked}"
+        ) from error
 
 
 def _says_where() -> bool:
@@ -128,9 +151,14 @@ def _says_where() -> bool:
 def _meet(rank: int, world: int, timeout_s: float) -> Store:
     """The store to which all ranks have come. Raises ValueError when ranks are missing or their numbers differ. Blocks."""
     deadline = time.monotonic() + timeout_s
-    store = _open_store(rank, world, timeout_s)
-    arrived = store.add(f"{_KEY}/arrived", 1)
-    attempt = PrefixStore(f"{_KEY}/{(arrived - 1) // world}", store)
+    store = _open_store(rank, world, deadline, timeout_s)
+    attempt = (store.add(f"{_KEY}/arrived", 1) - 1) // world
+    _agree(PrefixStore(f"{_KEY}/{attempt}", store), rank, world, timeout_s, deadline)
+    return PrefixStore(f"group/{attempt}", store)
+
+
+def _agree(attempt: Store, rank: int, world: int, timeout_s: float, deadline: float) -> None:
+    """Returns when all ranks have come. Raises ValueError as `_meet`, DistError when the store has gone. Blocks."""
     place = attempt.add("arrived", 1)  # counts arrivals, not ranks: two processes may have the same RANK
     attempt.set(f"said/{place}", f"{rank} {world}")
     if rank == 0:
@@ -138,29 +166,33 @@ def _meet(rank: int, world: int, timeout_s: float) -> Store:
     answer = _answer(attempt, world, deadline, timeout_s)
     if rank == 0:
         _wait_until_read(attempt)
-    attempt.add("read", 1)
+    with contextlib.suppress(dist.DistError):  # rank 0 may have gone with the store
+        attempt.add("read", 1)
     if answer != _AGREED:
         raise ValueError(answer)
-    return PrefixStore(f"group/{(arrived - 1) // world}", store)
 
 
-def _open_store(rank: int, world: int, timeout_s: float) -> Store:
+def _open_store(rank: int, world: int, deadline: float, timeout_s: float) -> Store:
     """The store of rank 0 or of torchrun's agent, with its own prefix for every restart of the ranks."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_mine = rank == 0 and not is_agents
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        store = TCPStore(
-            address, port, is_master=is_mine, timeout=timeout, wait_for_workers=False, multi_tenant=not is_agents
-        )
-    except dist.DistNetworkError as error:
-        if is_mine:
-            raise
-        raise ValueError(
-            f"WORLD_SIZE is {world}, and in {timeout_s:g} s nothing answered at MASTER_ADDR:MASTER_PORT {address}:{port}: "
-            f"rank 0 has not come, or not there ({error})"
-        ) from None
+    store = None
+    while store is None:
+        half = timedelta(seconds=max((deadline - time.monotonic()) / 2, 1.0))  # torch tries twice, each time so long
+        try:
+            store = TCPStore(
+                address, port, is_master=is_mine, timeout=half, wait_for_workers=False, multi_tenant=not is_agents
+            )
+        except dist.DistNetworkError as error:
+            if is_mine:
+                raise
+            if time.monotonic() > deadline - 1.0:
+                raise ValueError(
+                    f"WORLD_SIZE is {world}, and in {timeout_s:g} s nothing answered at MASTER_ADDR:MASTER_PORT "
+                    f"{address}:{port}: rank 0 has not come, or not there ({error})"
+                ) from None
+    store.set_timeout(timedelta(seconds=timeout_s))
     if not is_agents:
         return store
     return PrefixStore(f"tiermem/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -34,7 +34,7 @@ from tiermem.policy import OffloadPolicy
 from tiermem.swap.accelerator import activate, find_device, is_accelerator
 from tiermem.swap.native import Workers, trim_heap
 from tiermem.swap.pipeline import HeadStart
-from tiermem.swap.run_folder import RunName
+from tiermem.swap.run_folder import RunName, call_in_child
 from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import Bounce
 from tiermem.zero import registry
@@ -234,6 +234,7 @@ class Shards:
 
     def receive_gradients(self) -> None:
         """Reduces the gradients that backwards have left in `p.grad`, and stores them. Collective; blocks."""
+        self.store.check_process()
         self.hooks.check_backward_ended()
         self.homes.forget_replaced()
         self.homes.receive_rest()
@@ -272,7 +273,8 @@ class Shards:
             )
 
     def check_whole(self) -> None:
-        """Raises RuntimeError when the model's states are of two different steps."""
+        """Raises RuntimeError when the model's states are of two different steps, and in a forked child."""
+        self.store.check_process()
         if self.is_torn:
             raise RuntimeError(
                 "a step, or opening a checkpoint, failed half-way, so that this model is a mixture of two steps: open a "
@@ -318,7 +320,8 @@ class Shards:
         self._attached.append(attached)
 
     def find_attached(self, kind: type[_Attached]) -> _Attached | None:
-        """The attached object of this class, or None."""
+        """The attached object of this class, or None. Raises RuntimeError in a forked child, which has no thread of it."""
+        self.store.check_process()
         return next((each for each in self._attached if isinstance(each, kind)), None)
 
     def attach_states(self, states: States, on_last_read: Callable[[], None] | None) -> None:
@@ -363,7 +366,8 @@ class Shards:
 
     @property
     def may_lend(self) -> bool:
-        """Whether a forward or a backward is under way."""
+        """Whether a forward or a backward is under way. Raises RuntimeError in a forked child."""
+        self.store.check_process()
         return self.hooks.may_lend
 
     def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
@@ -390,7 +394,8 @@ class Shards:
         """Removes the hooks and closes the store; files on paths are deleted, unless they hold a checkpoint.
 
         With materialize the parameters become ordinary tensors with their weights (collective; takes the whole model's
-        memory). Without it, parameters that are not resident show NaN. Blocks. Raises the first error of a write-back.
+        memory). Without it, parameters that are not resident show NaN. Blocks. Raises the first error of a write-back. Does
+        nothing in a forked child, where parameters show NaN.
         """
         if self._is_closed:
             return
@@ -413,6 +418,14 @@ class Shards:
             self.store.close(keep=any(each.keeps_files for each in self._attached))
         for param, value in weights:
             param.data = value.to(self.device)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child, which has no arena: parameters show NaN, calls on them are refused, and `close` does nothing."""
+        self._is_closed = True
+        for live in self.units:
+            live.leave_to_parent()
+        if self.policy.stage == 3:
+            show_parts(self.units)
 
     # ---- building ------------------------------------------------------------------------------------------------------
 
@@ -457,6 +470,7 @@ class Shards:
     def _take_charge(self) -> None:
         """Registers the parameters as partitioned ones; afterwards no module holds a unit."""
         self._by_param = {id(s.param): (u, s) for u, s in self.parameters()}
+        call_in_child(self, Shards._leave_to_parent)
         for _, part in self.parameters():
             registry.register(part.param, self)
         if self.policy.stage == 3:

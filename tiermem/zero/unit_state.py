@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -94,7 +95,7 @@ class UnitMemory:
         self.full = full
         self._storage = full.untyped_storage()
         self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards]
-        self._nan = torch.full((), _nothing(unit.dtype), dtype=unit.dtype, device=passage.device)
+        self._nan = absent.absent_part(1, unit.dtype)[0].to(passage.device)
         self._is_checked = passage.device.type == "cpu" and unit.dtype.is_floating_point  # reading it costs no transfer
         self.absent = [self._nan.expand(s.shape) for s in unit.shards]
         self._storage.resize_(0)
@@ -131,9 +132,9 @@ class UnitMemory:
 
     def hold(self, slot: Slot) -> None:
         """Makes an arena buffer the unit's memory for life, content undefined (CPU, resident units)."""
-        full = slot.tensor[: self.unit.full_bytes].view(self.unit.full_dtype)
-        self.full = full
-        self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in self.unit.shards]
+        data = slot.tensor[: self.unit.full_bytes].numpy()
+        self.full = torch.from_numpy(data).view(self.unit.full_dtype)  # in a storage of its own: `leave_to_parent`
+        self.views = [self.full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in self.unit.shards]
 
     def allocate(self, filled_on: torch.Stream | None = None) -> None:
         """Allocates the full layout in torch's own memory, content undefined.
@@ -498,6 +499,20 @@ class LiveUnit:
         absent.wake(self._changing)
         self._changing = []
 
+    def leave_to_parent(self) -> None:
+        """PRESENT -> HOME in a forked child, which has no arena. In any state the parameters rest, so that calls are refused.
+
+        A graph that the parent made reads zeros, which take no memory, until a hook refuses its backward.
+        """
+        self.shard = None
+        if self.is_present:
+            self._become(UnitState.HOME)
+            self._point()
+            if self._passage.may_swap:
+                zeros = torch.from_numpy(np.zeros(self.unit.full_bytes, np.uint8)).untyped_storage()
+                self.memory.full.untyped_storage()._swap_data_ptr_(zeros)  # type: ignore[attr-defined]
+        absent.rest(self._params)
+
     # ---- steps of transitions ----------------------------------------------------------------------------------------
 
     def _check(self, to: UnitState, *states: UnitState) -> None:
@@ -565,7 +580,3 @@ def _point(params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> N
     with torch._C.DisableTorchFunctionSubclass():  # a resting parameter would ask its owner (absent.py)
         for param, tensor in zip(params, tensors, strict=True):
             param.data = tensor
-
-
-def _nothing(dtype: torch.dtype) -> float:
-    return float("nan") if dtype.is_floating_point else 0

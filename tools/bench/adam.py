@@ -316,11 +316,8 @@ def _print_rows(rows: Sequence[dict[str, Any]], title: str, facts: str, console:
     shown = table(title, *columns, caption=facts)
     for row in rows:
         share = "-" if row["stream_fraction"] is None else f"{row['stream_fraction']:.1%}"
-        told = [_peer(row["peers"].get(name)) for name in ("torch", "deepspeed")]
+        peers = [row["peers"].get(name) for name in ("torch", "deepspeed")]
+        told = ["-" if each is None else f"{each['ns_per_param']:.4f} ({each['speedup']:.2f}x)" for each in peers]
         figures = (f"{row['bytes_per_param']:.4g}", f"{row['ns_per_param']:.4f}", f"{row['gbps']:.1f}", share, *told)
         shown.add_row(row["name"], *figures)
     console.print(shown)
-
-
-def _peer(figures: dict[str, float] | None) -> str:
-    return "-" if figures is None else f"{figures['ns_per_param']:.4f} ({figures['speedup']:.2f}x)"

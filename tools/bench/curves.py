@@ -113,7 +113,8 @@ def draw_curves(figures: dict[str, Any]) -> Figure:
     first = _smoothed(figures["rows"][0]["losses"])
     for row in figures["rows"]:
         curve, colour = _smoothed(row["losses"]), _COLOURS[row["preset"]]
-        label = f"{_label(row)}: {row['final_loss']:.4f} ({_apart(row)})"
+        states = f"{row['preset']} (master {row['master']}, moments {row['moments']}, {row['rounding']})"
+        label = f"{states}: {row['final_loss']:.4f} ({_apart(row)})"
         top.plot(range(1, len(curve) + 1), curve, color=colour, label=label, linewidth=1.4)
         apart = [100.0 * (mine / other - 1.0) for mine, other in zip(curve, first, strict=True)]
         bottom.plot(range(1, len(curve) + 1), apart, color=colour, linewidth=1.4)
@@ -154,10 +155,6 @@ def _smoothed(curve: Sequence[float]) -> list[float]:
     """The mean of each step and those before it, at most _SMOOTHED."""
     sums = [0.0, *itertools.accumulate(curve)]
     return [(sums[i] - sums[max(0, i - _SMOOTHED)]) / min(i, _SMOOTHED) for i in range(1, len(sums))]
-
-
-def _label(row: dict[str, Any]) -> str:
-    return f"{row['preset']} (master {row['master']}, moments {row['moments']}, {row['rounding']})"
 
 
 def _apart(row: dict[str, Any]) -> str:
