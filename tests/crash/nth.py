@@ -77,6 +77,7 @@ SCENES = (
     Scene(_THREADS._replace(engine="aio"), (*_ROUNDS, *ALLOCATIONS[1:], COMPLETION)),
     Scene(_THREADS._replace(engine="auto"), ("io_uring_setup", "eventfd", "mmap", *ALLOCATIONS[1:])),
     Scene(_THREADS, ("fsync", "fdatasync", "pwrite", "write"), buffered=True),
+    Scene(_THREADS._replace(num_steps=4), ("fsync", "fdatasync", "rename", "renameat", "unlink", "unlinkat")),
 )
 
 
@@ -171,9 +172,10 @@ def documented() -> set[str]:
 def _is_in_order(line: dict[str, Any], known: set[str]) -> bool:
     """Whether an exception is one of the list, or the OSError that its text promises, and names a path or an error.
 
-    After a step that failed a model may refuse to be saved, and says so.
+    After a step that failed a model may refuse to be saved, and says so. Where an old step could not be removed, as a warning
+    has said, its bytes are not written over.
     """
-    if line["part"] == "last save" and line["raised"] == "RuntimeError":
+    if line["raised"] == ("RuntimeError" if line["part"] == "last save" else "NoSlotError"):
         return True
     is_known = line["raised"] in known or ("OSError" in line["kinds"] and line["errno"])
     names = line["file"] or "/" in line["text"] or line["errno"] or "Errno" in line["text"]
@@ -223,9 +225,8 @@ class Bench:
             lines = lines_of(self._place / "said.0")
             losses = {line["step"]: line["loss"] for line in lines if "step" in line}
             digests = {line["at"]: line["digest"] for line in lines if "at" in line} | {1: found["digest"]}
-            assert ended.status == 0 and found["opened"] == 1 and set(digests) == {1, 2}, (
-                f"{lines}\n{errors_of(self._place)}"
-            )
+            known = set(range(1, SCENES[number].plan.num_steps + 1))
+            assert ended.status == 0 and set(digests) == known, f"{lines}\n{errors_of(self._place)}"
             ended = self._run(number, None)
             counts = ended.counts()
             counts.update(next(line["counts"] for line in lines_of(self._place / "said.0") if "counts" in line))

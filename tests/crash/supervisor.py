@@ -12,6 +12,7 @@ O_DIRECT loses what was written since the last one: the kernel marks such pages 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -157,9 +158,18 @@ def why_not() -> str:
         return f"no table of system calls for {platform.machine()}"
     pid = os.fork()
     if pid == 0:
-        hold(["mlock"])
-        os._exit(0)
-    return "seccomp filters are not allowed here" if os.waitpid(pid, 0)[1] else ""
+        with contextlib.suppress(OSError):
+            hold(["eventfd"])
+        try:
+            os._exit(os.eventfd(0))
+        except OSError as error:
+            os._exit(error.errno or 0)
+    try:
+        ended = Supervisor(pid, ["eventfd"], [], Rule("eventfd", 1, errno.EMFILE, is_for_good=False)).watch(10.0)
+    except OSError as error:
+        return f"a filter's calls cannot be answered here: {error}"
+    is_answered = ended.status is not None and os.waitstatus_to_exitcode(ended.status) == errno.EMFILE
+    return "" if is_answered else "seccomp filters are not allowed here"
 
 
 def hold(calls: list[str]) -> None:
@@ -212,6 +222,7 @@ class Supervisor:
         log: list[Entry] | None = None,
     ) -> None:
         self._log = log
+        self._memory = -1  # the process's, once it has a filter
         self._pid, self._rule, self._is_buffered = pid, rule, buffered
         self._roots = tuple(str(root) for root in roots)
         self._names = {number: call for call in calls for number in _numbers(call)}
@@ -224,10 +235,10 @@ class Supervisor:
             self._synced = {file.stat().st_ino: file.read_bytes() for file in files}
 
     def watch(self, longest_s: float) -> Supervised:
-        """Answers until the process has ended; kills it when that takes too long. Blocks."""
-        deadline, ended = time.monotonic() + longest_s, os.pidfd_open(self._pid)
-        listener = self._listener(ended)
+        """Answers until the process has ended; kills it when that takes too long, or on an OSError. Blocks."""
+        deadline, ended, listener = time.monotonic() + longest_s, os.pidfd_open(self._pid), -1
         try:
+            listener = self._listener(ended)
             poll = select.poll()
             for descriptor in (listener, ended):
                 if descriptor >= 0:
@@ -239,9 +250,11 @@ class Supervisor:
                 if listener in ready:
                     self._answer(listener)
                 if time.monotonic() > deadline:
-                    os.kill(self._pid, signal.SIGKILL)
-                    os.waitpid(self._pid, 0)
+                    self._kill()
                     return Supervised(None, self._seen)
+        except BaseException:
+            self._kill()  # it would wait for an answer for ever
+            raise
         finally:
             os.close(ended)
             if listener >= 0:
@@ -249,7 +262,9 @@ class Supervisor:
             if self._memory >= 0:
                 os.close(self._memory)
 
-    _memory = -1
+    def _kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
 
     def _listener(self, ended: int) -> int:
         """This process's descriptor of the filter, once there is one; -1 when no calls are held, or the process has ended."""
@@ -265,6 +280,8 @@ class Supervisor:
                 if is_found:
                     self._memory = os.open(f"/proc/{self._pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
                     listener = int(libc.syscall(_PIDFD_GETFD, ended, int(each), 0))
+                    if listener < 0:
+                        raise OSError(ctypes.get_errno(), "pidfd_getfd: " + os.strerror(ctypes.get_errno()))
                     libc.ioctl(listener, ctypes.c_ulong(_SET_FLAGS), ctypes.c_ulong(_SWITCH_AT_ONCE))
                     return listener
         return -1
