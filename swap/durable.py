@@ -111,6 +111,14 @@ def check_regular(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
 
 
+def exists(path: Path) -> bool:
+    """Whether a name is taken, also by a link that leads nowhere. Raises OSError where that cannot be seen, by EIO for one."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        path.lstat()
+        return True
+    return False
+
+
 def read_file(path: Path, most_bytes: int, follows: bool = False) -> bytes:
     """Returns the first most_bytes + 1 bytes of a file; the extra byte shows that it is longer. Blocks. Raises OSError."""
     with open(open_regular(path, follows=follows), "rb") as file, named(path):

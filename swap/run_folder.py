@@ -135,10 +135,9 @@ def is_of_one_host(folder: Path) -> bool:
 
 def leads_to(path: Path, fd: int) -> bool:
     """Whether a path names the file or folder that a descriptor has open; False when it names none."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(fd))
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def this_process() -> Owner:

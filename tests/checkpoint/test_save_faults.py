@@ -17,8 +17,11 @@ Where each fault is met, by injection and by real means:
 from __future__ import annotations
 
 import errno
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +103,31 @@ def test_an_earlier_run_whose_folder_cannot_be_looked_through_is_left_and_not_he
             checkpoint.save(shards, None, tmp_path / "out", f"tag{number}")
     assert "is left" in caplog.text and not list(tmp_path.glob("tiermem-*/lock"))
     assert len(steps_in(tmp_path)) == 1 and {each.state for each in survey(tmp_path / "out").steps} == {"whole"}
+
+
+def test_a_file_that_cannot_be_looked_at_is_no_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, latest = {"stat": os.stat, "lstat": os.lstat}, tmp_path / "out" / "latest"
+
+    def fail_in(call: str) -> Callable[..., os.stat_result]:
+        def fail(path: object, **fields: Any) -> os.stat_result:
+            if str(path) == str(latest):
+                raise OSError(errno.EIO, "it fails", str(path))
+            return real[call](path, **fields)  # type: ignore[operator]
+
+        return fail
+
+    made = model()
+    with tiermem.shard(made, policy("nvme", tmp_path, keep=2)) as shards:
+        checkpoint.save(shards, None, tmp_path / "out", "first")
+        for call in real:
+            monkeypatch.setattr(os, call, fail_in(call))
+        with pytest.raises(OSError, match="it fails") as caught:
+            checkpoint.load(shards, None, tmp_path / "out")
+        assert caught.value.errno == errno.EIO  # and not: nothing is saved there
+        with failing("rename", "latest", code=errno.EIO), pytest.raises(OSError, match="it fails"):
+            checkpoint.save(shards, None, tmp_path / "out", "second")
+        assert latest.read_text() == "first"  # what was not written is not taken back
+        monkeypatch.undo()
 
 
 def copy_behind_a_step(made: Small, shards: tiermem.Shards, optimizer: tiermem.AdamW, out: Path) -> None:

@@ -178,7 +178,7 @@ def publish(content: Content, manifest: Manifest, path: Path, undo: contextlib.E
 
 def replace(path: Path, data: bytes, undo: contextlib.ExitStack) -> None:
     """Writes a file. `undo` restores the old content, or removes the file if there was none."""
-    if os.path.lexists(path):
+    if durable.exists(path):
         undo.callback(_restore, path, durable.read_file(path, _MOST_BYTES))
     else:
         undo.callback(remove, path)
@@ -341,11 +341,8 @@ def drop_step(manifest: Path, why: str) -> bool:
                 claimed.append(RunFolder.claim(folder))
                 closing.callback(claimed[-1].close, True)
             logger.warning("%s", why)
-            commits = [
-                commit
-                for commit in (*superseded, opened.manifest.commit)
-                if remove(manifest.parent / manifest_name(commit))
-            ]
+            doomed = (*superseded, opened.manifest.commit)
+            commits = [each for each in doomed if remove(manifest.parent / manifest_name(each))]
             is_last = not any(manifest.parent.glob("manifest-*.json"))
             for each in claimed:
                 for commit in () if is_last else commits:
