@@ -170,8 +170,9 @@ static tm_completion end_refused(Aio *engine, int error) {
     return {(uint32_t)(block - engine->blocks.data()), result};
 }
 
-// Hands over what is pending. A block that the kernel refuses becomes a completion.
-static uint32_t submit_pending(Aio *engine, tm_completion *completions, uint32_t max) {
+// Hands over what is pending. A block that the kernel refuses becomes a completion. The count, or -errno when the
+// kernel refuses the poll: without it a sleeping reap cannot be woken.
+static int submit_pending(Aio *engine, tm_completion *completions, uint32_t max) {
     uint32_t count = 0;
     while (engine->num_pending > 0 && count < max) {
         const int taken = io_submit(engine->context, (long)engine->num_pending, engine->pending.data());
@@ -180,10 +181,12 @@ static uint32_t submit_pending(Aio *engine, tm_completion *completions, uint32_t
             drop_pending(engine, (uint32_t)taken);
         else if (taken == -EAGAIN || taken == -EINTR || taken == 0)
             break; // the kernel is short of memory: again at the next reap
+        else if (engine->pending[0] == &engine->wake_poll)
+            return taken;
         else
             completions[count++] = end_refused(engine, taken);
     }
-    return count;
+    return (int)count;
 }
 
 static void drain_wake(Aio *engine) {
@@ -197,7 +200,10 @@ static int aio_reap(tm_engine_state *state, tm_reap_mode mode, tm_completion *co
     Aio *engine = aio_of(state);
     if (!engine->is_wake_armed)
         arm_wake(engine);
-    uint32_t count = submit_pending(engine, completions, max);
+    const int submitted = submit_pending(engine, completions, max);
+    if (submitted < 0)
+        return submitted;
+    uint32_t count = (uint32_t)submitted;
     const uint32_t room = max - count < engine->events.size() ? max - count : (uint32_t)engine->events.size();
     if (room == 0)
         return (int)count;

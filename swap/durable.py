@@ -111,6 +111,14 @@ def check_regular(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
 
 
+def exists(path: Path) -> bool:
+    """Whether a name is taken, also by a link that leads nowhere. Raises OSError where that cannot be seen, by EIO for one."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        path.lstat()
+        return True
+    return False
+
+
 def read_file(path: Path, most_bytes: int, follows: bool = False) -> bytes:
     """Returns the first most_bytes + 1 bytes of a file; the extra byte shows that it is longer. Blocks. Raises OSError."""
     with open(open_regular(path, follows=follows), "rb") as file, named(path):
@@ -124,12 +132,9 @@ def write_file(path: Path, data: bytes) -> None:
     """
     new = path.with_name(path.name + NEW_SUFFIX)
     try:
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
+        with opened(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
             write_all(fd, data, new)
             sync(fd, new)
-        finally:
-            os.close(fd)
         rename(new, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -159,13 +164,18 @@ def sync(fd: int, name: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Blocks until the names in a folder are on the disk. Raises OSError that names it."""
-    with named(folder):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            with step("sync", folder):
-                _fsync_folder(fd)
-        finally:
-            os.close(fd)
+    with named(folder), opened(folder) as fd, step("sync", folder):
+        _fsync_folder(fd)
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int = os.O_RDONLY | os.O_DIRECTORY) -> Iterator[int]:
+    """Opens a folder, or with other flags a file, for the block, which gets the descriptor. Raises OSError."""
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def rename(old: Path, new: Path) -> None:

@@ -85,8 +85,7 @@ def share(folder: Path, run_id: str | None = None) -> Iterator[None]:
 
     Raises OSError: EBUSY when the run lives, or may live on another host, or a process has taken the folder over.
     """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with durable.opened(folder) as fd:
         _flock_folder(fd, folder, fcntl.LOCK_SH)
         owner = owner_of(folder)
         if owner is not None and not (run_id and folder.name.partition("-")[2].partition(".")[0] == run_id):
@@ -94,8 +93,6 @@ def share(folder: Path, run_id: str | None = None) -> Iterator[None]:
                 raise _lives(folder)
             _check_host(folder, owner)
         yield
-    finally:
-        os.close(fd)
 
 
 def owner_of(folder: Path) -> Owner | None:
@@ -124,10 +121,9 @@ def is_stillborn(folder: Path) -> bool:
 
     Then the folder holds no file, or only an unheld lock.new, and did not change for 5 seconds.
     """
-    new = folder / _NEW_LOCK
     try:
         is_bare = {file.name for file in folder.iterdir()} <= {_NEW_LOCK}
-        return is_bare and time.time() - folder.stat().st_mtime > _BIRTH_S and not (new.exists() and _is_held(new))
+        return is_bare and time.time() - folder.stat().st_mtime > _BIRTH_S and not _is_held(folder / _NEW_LOCK)
     except OSError:  # gone, or another user's
         return False
 
@@ -139,10 +135,9 @@ def is_of_one_host(folder: Path) -> bool:
 
 def leads_to(path: Path, fd: int) -> bool:
     """Whether a path names the file or folder that a descriptor has open; False when it names none."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(fd))
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def this_process() -> Owner:
@@ -378,7 +373,7 @@ class RunFolder:
         if not keep:
             _remove_made(self.folder, self._made)
         try:
-            _remove_file(self.folder / LOCK, syncs=False)
+            remove(self.folder / LOCK, syncs=False, is_expected=True)
         finally:
             self._unlock()
         if not keep:
@@ -442,20 +437,35 @@ def has_saved(folder: Path) -> bool:
 
 
 def _remove_made(folder: Path, expected: list[str]) -> None:
-    """Removes every file that runs make, except the lock file. Removes and syncs manifests first."""
-    names = [file.name for file in folder.glob("*") if _MADE.fullmatch(file.name) and file.name != LOCK]
-    for name in sorted({*names, *expected}, key=lambda name: (not _MANIFEST.fullmatch(name), name)):
-        _remove_file(folder / name, syncs=_MANIFEST.fullmatch(name) is not None)
+    """Removes every file that runs make, except the lock file. Removes and syncs manifests first; while one stays, all stay."""
+    try:
+        names = {name for name in os.listdir(folder) if _MADE.fullmatch(name) and name != LOCK}
+    except FileNotFoundError:
+        names = set()
+    except OSError as error:
+        logger.warning("%s is left: %s", folder, error.strerror)
+        return
+    for name in sorted(names.union(expected), key=lambda name: (not _MANIFEST.fullmatch(name), name)):
+        is_manifest = _MANIFEST.fullmatch(name) is not None
+        if not remove(folder / name, syncs=is_manifest, is_expected=True) and is_manifest:
+            return
 
 
-def _remove_file(file: Path, syncs: bool) -> None:
-    """Removes a file of a run; a warning says why it cannot."""
+def remove(file: Path, syncs: bool = True, is_expected: bool = False) -> bool:
+    """Removes a file of a run or a checkpoint if it exists; returns whether it is gone. Never raises OSError. Blocks.
+
+    A warning names a file that cannot be removed, a folder that cannot be synced, and a missing file that is expected. While a
+    manifest exists, the files that it names stay and its slots are not written to.
+    """
     try:
         durable.remove(file, syncs)
     except FileNotFoundError:
-        logger.warning("%s had been removed while the run used it", file)
+        if is_expected:
+            logger.warning("%s had been removed while the run used it", file)
     except OSError as error:
-        logger.warning("%s is left: %s", file, error.strerror)
+        logger.warning("%s is left: %s", error.filename, error.strerror)
+        return str(error.filename) != str(file)  # but of the folder, whose sync failed
+    return True
 
 
 def _remove_folder(folder: Path) -> None:

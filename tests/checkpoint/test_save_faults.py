@@ -17,8 +17,11 @@ Where each fault is met, by injection and by real means:
 from __future__ import annotations
 
 import errno
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +29,8 @@ from runs import Small, error_of, failing, files_below, model, policy, read_only
 
 import tiermem
 from tiermem import checkpoint
+from tiermem.checkpoint.saving import publish
+from tiermem.checkpoint.survey import survey
 from tiermem.precision import Precision
 
 
@@ -60,6 +65,69 @@ def test_an_old_step_that_cannot_be_removed_is_said_and_the_new_one_stands(
             train(made, optimizer, 1)
         assert "manifest-1.json is left" in caplog.text
         assert checkpoint.Source.open(folder).manifest.commit == 2
+        assert steps_in(folder) == {1: "whole", 2: "whole"} and (folder / "part-1-0.json").exists()
+        train(made, optimizer, 1)
+        assert steps_in(folder) == {3: "whole"} and not (folder / "part-1-0.json").exists()
+    assert steps_in(folder) == {3: "whole"}
+
+
+def steps_in(folder: Path) -> dict[int | None, str]:
+    """What fsck says of the steps in a folder."""
+    return {each.step: each.state for each in survey(folder, verifies=True).steps}
+
+
+def test_what_a_manifest_of_an_earlier_run_names_stays_while_it_cannot_be_removed(tmp_path: Path) -> None:
+    for number in range(2):
+        made = model()
+        with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
+            optimizer = tiermem.AdamW(made.parameters(), lr=0.01)
+            if number:
+                checkpoint.load(shards, optimizer, tmp_path / "out")
+            train(made, optimizer, 1, seed=number)
+            with failing("remove", "manifest-1.json", code=errno.EIO):  # of the first run, when the second saves
+                checkpoint.save(shards, optimizer, tmp_path / "out", f"tag{number}")
+    assert steps_in(tmp_path) == {1: "whole", 2: "whole"} and steps_in(tmp_path / "out") == {1: "whole", 2: "whole"}
+
+
+def test_an_earlier_run_whose_folder_cannot_be_looked_through_is_left_and_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(commit: int) -> str:
+        raise OSError(errno.EIO, "it fails", str(tmp_path))
+
+    for number in range(2):
+        made = model()
+        with tiermem.shard(made, policy("nvme", tmp_path)) as shards:
+            if number:
+                monkeypatch.setattr(publish, "manifest_name", fail)  # once the folder of the first run is claimed
+            checkpoint.save(shards, None, tmp_path / "out", f"tag{number}")
+    assert "is left" in caplog.text and not list(tmp_path.glob("tiermem-*/lock"))
+    assert len(steps_in(tmp_path)) == 1 and {each.state for each in survey(tmp_path / "out").steps} == {"whole"}
+
+
+def test_a_file_that_cannot_be_looked_at_is_no_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, latest = {"stat": os.stat, "lstat": os.lstat}, tmp_path / "out" / "latest"
+
+    def fail_in(call: str) -> Callable[..., os.stat_result]:
+        def fail(path: object, **fields: Any) -> os.stat_result:
+            if str(path) == str(latest):
+                raise OSError(errno.EIO, "it fails", str(path))
+            return real[call](path, **fields)  # type: ignore[operator]
+
+        return fail
+
+    made = model()
+    with tiermem.shard(made, policy("nvme", tmp_path, keep=2)) as shards:
+        checkpoint.save(shards, None, tmp_path / "out", "first")
+        for call in real:
+            monkeypatch.setattr(os, call, fail_in(call))
+        with pytest.raises(OSError, match="it fails") as caught:
+            checkpoint.load(shards, None, tmp_path / "out")
+        assert caught.value.errno == errno.EIO  # and not: nothing is saved there
+        with failing("rename", "latest", code=errno.EIO), pytest.raises(OSError, match="it fails"):
+            checkpoint.save(shards, None, tmp_path / "out", "second")
+        assert latest.read_text() == "first"  # what was not written is not taken back
+        monkeypatch.undo()
 
 
 def copy_behind_a_step(made: Small, shards: tiermem.Shards, optimizer: tiermem.AdamW, out: Path) -> None:

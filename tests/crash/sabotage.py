@@ -6,6 +6,7 @@ a slot given back too early, a file, a descriptor or a range forgotten.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -103,7 +104,7 @@ def copies_are_not_synced() -> None:
 
 def a_file_is_left() -> None:
     """What a predecessor has left stays."""
-    publish.remove = lambda path: None
+    publish.remove = lambda path: True
     close = RunFolder.close
     RunFolder.close = lambda self, keep: close(self, True)  # type: ignore[method-assign]
 
@@ -132,6 +133,28 @@ def space_is_left() -> None:
     Segment.close = close_large  # type: ignore[method-assign]
 
 
+def failed_syncs_are_not_told() -> None:
+    """A sync that fails counts as done."""
+    sync = durable.sync
+
+    def sync_at_best(fd: int, name: Path) -> None:
+        with contextlib.suppress(OSError):
+            sync(fd, name)
+
+    durable.sync = sync_at_best
+
+
+def files_go_before_their_manifest() -> None:
+    """What a manifest names is removed although the manifest cannot be."""
+    remove = publish.remove
+
+    def remove_and_go_on(file: Path) -> bool:
+        remove(file)
+        return True
+
+    publish.remove = remove_and_go_on
+
+
 DEATHS: dict[str, Callable[[], None]] = {
     each.__name__: each
     for each in (
@@ -148,4 +171,7 @@ DEATHS: dict[str, Callable[[], None]] = {
 LEAKS: dict[str, Callable[[], None]] = {
     each.__name__: each for each in (a_file_is_left, a_descriptor_is_left, space_is_left)
 }
-WAYS = DEATHS | LEAKS
+FAULTS: dict[str, Callable[[], None]] = {
+    each.__name__: each for each in (failed_syncs_are_not_told, files_go_before_their_manifest)
+}
+WAYS = DEATHS | LEAKS | FAULTS

@@ -36,6 +36,7 @@ class Plan(NamedTuple):
     precision: str = "compact"
     num_steps: int = 5
     tile_numel: int = 4096
+    engine: str = "auto"
 
 
 class Block(nn.Module):
@@ -80,7 +81,7 @@ def config_of(place: Path, plan: Plan) -> dict[str, Any]:
             "stage": 3, "sub_group_size": plan.tile_numel, "offload_param": nvme, "offload_optimizer": nvme,
             "stage3_param_persistence_threshold": 0,
         },
-        "tiermem": {"precision": plan.precision, "durability": plan.durability, "keep": plan.keep},
+        "tiermem": {"precision": plan.precision, "durability": plan.durability, "keep": plan.keep, "engine": plan.engine},
     }  # fmt: skip
 
 
@@ -90,7 +91,7 @@ def train(place: Path, plan: Plan, rank: int, begin: Callable[[str], None]) -> N
     begin("opening")
     torch.manual_seed(7)
     engine, *_ = tiermem.initialize(model=Small(), config=config_of(place, plan))
-    opened = _open_newest(engine, place)
+    opened = open_newest(engine, newest(place, plan))
     said(opened=engine.global_steps, name=opened)
     while engine.global_steps < plan.num_steps:
         begin("training")
@@ -145,11 +146,15 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def _open_newest(engine: Any, place: Path) -> str | None:
-    """Opens what `latest` names, or the run whose manifest is the newest: as the user of a killed run does."""
+def newest(place: Path, plan: Plan) -> Path | None:
+    """The folder that holds `latest`, or that of the run with the newest manifest: what the user of a killed run opens."""
     manifests = sorted((place / "nvme").glob("tiermem-*/manifest-*.json"), key=lambda file: file.stat().st_mtime_ns)
-    is_by_step = engine.shards.policy.durability == "step" and manifests
-    if not is_by_step and not (place / "saved" / "latest").exists():
-        return None
-    path, _ = engine.load_checkpoint(str(manifests[-1].parent if is_by_step else place / "saved"))
+    if plan.durability == "step" and manifests:
+        return manifests[-1].parent
+    return place / "saved" if (place / "saved" / "latest").exists() else None
+
+
+def open_newest(engine: Any, folder: Path | None) -> str | None:
+    """Opens a folder, if there is one; returns what was opened."""
+    path = engine.load_checkpoint(str(folder))[0] if folder is not None else None
     return None if path is None else str(path)

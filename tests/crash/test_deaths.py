@@ -5,36 +5,21 @@ And would it be seen if it did not: each way of sabotage.py breaks something tha
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from pathlib import Path
-from typing import Any
 
-import fork_server
 import pytest
 import sabotage
-
-HERE = Path(__file__).parent
-
-
-def _totals(script: str, folder: Path, *words: str) -> dict[str, Any]:
-    """What a script counted; TIERMEM_SOAK_TOTALS names a folder that keeps it."""
-    keep = os.environ.get("TIERMEM_SOAK_TOTALS")
-    totals = (Path(keep) if keep else folder) / f"{Path(script).stem}.json"
-    done = fork_server.run([str(HERE / script), str(folder / "runs"), "--totals", str(totals), *words])
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    found: dict[str, Any] = json.loads(totals.read_text())
-    return found
+from harness import totals_of
 
 
 def test_some_deaths_lose_nothing(tmp_path: Path) -> None:
     words = ("--plans", "0", "1", "--ranks", "1", "--share", "0.01", "--count", "2", "--workers", "1")
-    assert sum(_totals("deaths.py", tmp_path, *words)["cases"].values()) >= 8
+    assert sum(totals_of("deaths.py", tmp_path, *words)["cases"].values()) >= 8
 
 
 def test_some_operations_leave_nothing(tmp_path: Path) -> None:
-    assert sum(_totals("operations.py", tmp_path, "--count", "12")["totals"].values()) >= 12
+    assert sum(totals_of("operations.py", tmp_path, "--count", "12")["totals"].values()) >= 12
 
 
 @pytest.mark.slow
@@ -43,7 +28,7 @@ def test_death_is_noticed(way: str, tmp_path: Path) -> None:
     plan = "3" if way.startswith("copies") else "0"
     words = ("--plans", plan, "--ranks", "1", "--share", "0.3", "--count", "6", "--workers", "1", "--seed", "4")
     with pytest.raises(AssertionError, match="AssertionError"):
-        _totals("deaths.py", tmp_path, *words, "--sabotage", way)
+        totals_of("deaths.py", tmp_path, *words, "--sabotage", way)
     shutil.rmtree(tmp_path / "runs")  # what is left of the case that failed
 
 
@@ -51,13 +36,13 @@ def test_death_is_noticed(way: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", sorted(sabotage.LEAKS))
 def test_leak_is_noticed(way: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="AssertionError: seed 4, operation"):
-        _totals("operations.py", tmp_path, "--count", "40", "--seed", "4", "--sabotage", way)
+        totals_of("operations.py", tmp_path, "--count", "40", "--seed", "4", "--sabotage", way)
     shutil.rmtree(tmp_path / "runs")
 
 
 @pytest.mark.soak
 def test_no_death_loses_anything(tmp_path: Path) -> None:
-    found = _totals("deaths.py", tmp_path, "--seed", "2")
+    found = totals_of("deaths.py", tmp_path, "--seed", "2")
     assert sum(found["cases"].values()) > 3000
     for ranks in ("1 rank", "2 ranks"):
         for phase in ("opening", "training", "saving"):
@@ -66,4 +51,4 @@ def test_no_death_loses_anything(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_no_operation_leaves_anything(tmp_path: Path) -> None:
-    assert sum(_totals("operations.py", tmp_path, "--seed", "3")["totals"].values()) > 2000  # and the last tidying
+    assert sum(totals_of("operations.py", tmp_path, "--seed", "3")["totals"].values()) > 2000  # and the last tidying

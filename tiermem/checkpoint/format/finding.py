@@ -243,7 +243,7 @@ def is_tag(tag: str) -> bool:
 def read_latest(where: Path) -> str | None:
     """The tag that `latest` names; None if there is no such file. Raises ManifestError if its text is not a tag."""
     file = where / LATEST_FILE
-    if not os.path.lexists(file) or file.is_dir():
+    if not durable.exists(file) or file.is_dir():
         return None
     tag = _read(file, _MOST_TAG_BYTES).decode(errors="replace").strip()
     if not is_tag(tag):
@@ -295,22 +295,21 @@ def tags_of(where: Path) -> list[str]:
 
 
 def _is_of_tag(folder: Path) -> bool:
-    if os.path.lexists(folder / POINTER_FILE):
-        return True
     with contextlib.suppress(PermissionError):  # lost+found, or another user's
-        return not folder.name.startswith("tiermem-") and bool(_commits(folder))
+        has_pointer = durable.exists(folder / POINTER_FILE)
+        return has_pointer or (not folder.name.startswith("tiermem-") and bool(_commits(folder)))
     return False
 
 
 def _age(folder: Path) -> int:
     """When a tag was written: the newest modification time of its pointer and manifests, in ns."""
     files = [folder / POINTER_FILE, *(file for _, file in _commits(folder))]
-    return max((file.lstat().st_mtime_ns for file in files if os.path.lexists(file)), default=0)
+    return max((file.lstat().st_mtime_ns for file in files if durable.exists(file)), default=0)
 
 
 def _in_folder(folder: Path) -> list[Found]:
     """A folder's pointer, or its manifests, newest first."""
-    if os.path.lexists(folder / POINTER_FILE):
+    if durable.exists(folder / POINTER_FILE):
         return [Found(folder / POINTER_FILE, None)]
     return [Found(file, None) for _, file in sorted(_commits(folder), reverse=True)]
 

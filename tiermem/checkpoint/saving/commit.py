@@ -42,14 +42,13 @@ from tiermem.checkpoint.saving.publish import (
     frozen,
     manifest_of,
     publish,
-    remove,
     remove_pointer,
     write_part,
 )
 from tiermem.checkpoint.together import talk_over, together
 from tiermem.swap.accelerator import is_accelerator, rng_state
 from tiermem.swap.entry import Freeze
-from tiermem.swap.run_folder import is_of_commit
+from tiermem.swap.run_folder import is_of_commit, remove
 from tiermem.zero.shards import Shards
 
 if TYPE_CHECKING:
@@ -146,22 +145,22 @@ class Commits:
             )
             doomed = self._doomed(kept, content.is_whole)
 
-            def save_all() -> None:
+            def save_all() -> list[int]:
                 if topology.rank == 0:
                     ranks = topology.world, topology.num_shards
                     manifest = manifest_of(content, self.run_id, commit, ranks, told, kept.manifest.parent)
                     publish(content, manifest, kept.manifest, undo)
-                    for each in doomed:
-                        remove(each.manifest)
+                    return self.removed(doomed)
+                return []
 
             def unheard(went_well: bool) -> None:
                 if topology.rank or went_well:
                     undo.pop_all()
                     self._shards.store.keep_files()
 
-            together(talk, WHAT, save_all, unheard=unheard)
+            _, (gone, *_) = together(talk, WHAT, save_all, unheard=unheard)
             undo.pop_all()
-        self._take_over(kept, doomed, content.save_dir)
+        self._take_over(kept, [each for each in doomed if each.commit in gone], content.save_dir)
         self._sweep()
 
     # ---- every rank -----------------------------------------------------------------------------------------------------
@@ -221,6 +220,10 @@ class Commits:
     def went_on_from(self, manifest: Path, opened: Manifest) -> None:
         """Records the manifest that the model was loaded from. The next commit drops an earlier run's untagged step."""
         self._opened = manifest if opened.tag is None and opened.run_id != self.run_id else None
+
+    def removed(self, doomed: Sequence[Kept]) -> list[int]:
+        """Removes manifests; returns the commits whose manifest is gone. The others stay durable. Rank 0 only."""
+        return [each.commit for each in doomed if remove(each.manifest)]
 
     def forget(self, gone: Sequence[Kept]) -> None:
         """Thaws these steps and removes their files. Call it after rank 0 has removed their manifests durably."""

@@ -40,7 +40,6 @@ from tiermem.checkpoint.saving.publish import (
     frozen,
     manifest_of,
     publish,
-    remove,
     write_part,
 )
 from tiermem.checkpoint.together import Talk, talk_over, together
@@ -48,7 +47,7 @@ from tiermem.swap import direct, durable
 from tiermem.swap.direct import open_direct
 from tiermem.swap.entry import Freeze
 from tiermem.swap.ranges import round_up
-from tiermem.swap.run_folder import is_of_one_host
+from tiermem.swap.run_folder import is_of_one_host, remove
 from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero.shards import Shards
 from tiermem.zero.topology import Topology, group_aside
@@ -297,23 +296,23 @@ class Copies:
         with contextlib.closing(work.held), work.undo:
             _, told = together(talk, WHAT, lambda: self._copy_own(work))
 
-            def save_all() -> None:
+            def save_all() -> list[int]:
                 if topology.rank == 0:
                     self._check_seen(told)
                     ranks = topology.world, topology.num_shards
                     manifest = manifest_of(content, self._commits.run_id, work.commit, ranks, told, work.folder)
                     name = copy_name(self._commits.run_id, work.commit, None, "json")
                     publish(content, manifest, work.folder / name, work.undo)
-                    for each in replaced:
-                        remove(each.manifest)
+                    return self._commits.removed(replaced)
+                return []
 
             def unheard(went_well: bool) -> None:
                 if topology.rank or went_well:  # a manifest may name these files
                     work.undo.pop_all()
 
-            together(talk, WHAT, save_all, unheard=unheard)
+            _, (gone, *_) = together(talk, WHAT, save_all, unheard=unheard)
             work.undo.pop_all()
-        self._commits.forget(replaced)
+        self._commits.forget([each for each in replaced if each.commit in gone])
         if work.freeze is not None:
             self._shards.store.thaw(work.freeze)
         remove_other_copies(work.folder, f"{self._commits.run_id}-{work.commit}", topology)

@@ -41,7 +41,7 @@ from tiermem.checkpoint.saving.pieces import Placed, Resting, Run, Stretch, chec
 from tiermem.swap import durable
 from tiermem.swap.durable import NEW_SUFFIX
 from tiermem.swap.entry import Freeze
-from tiermem.swap.run_folder import RunFolder, RunName, is_of_one_host, leads_to, run_folders
+from tiermem.swap.run_folder import RunFolder, RunName, is_of_one_host, leads_to, remove, run_folders
 from tiermem.zero.shards import Shards
 
 # ---- the content of a commit or a copy -------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def publish(content: Content, manifest: Manifest, path: Path, undo: contextlib.E
 
 def replace(path: Path, data: bytes, undo: contextlib.ExitStack) -> None:
     """Writes a file. `undo` restores the old content, or removes the file if there was none."""
-    if os.path.lexists(path):
+    if durable.exists(path):
         undo.callback(_restore, path, durable.read_file(path, _MOST_BYTES))
     else:
         undo.callback(remove, path)
@@ -191,15 +191,6 @@ def make_folder(folder: Path, undo: contextlib.ExitStack) -> None:
     for each in reversed(missing):
         undo.callback(remove_empty, each)
     durable.make_folder(folder)
-
-
-def remove(path: Path) -> None:
-    """Removes a file if it exists. Logs a warning and leaves the file if it cannot be removed."""
-    try:
-        if path.exists():
-            durable.remove(path)
-    except OSError as error:
-        logger.warning("%s is left: %s", path, error.strerror)
 
 
 def remove_pointer(pointer: Path) -> None:
@@ -280,15 +271,12 @@ def _unfinished(folder: Path) -> list[Path]:
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[bool]:
     """Tries to lock a folder. Yields True if no process saves into it; then none starts to while the block runs."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with durable.opened(folder) as fd:
         is_alone = False
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_alone = True
         yield is_alone
-    finally:
-        os.close(fd)
 
 
 # ---- durable steps of earlier runs -----------------------------------------------------------------------------------
@@ -346,27 +334,25 @@ def drop_step(manifest: Path, why: str) -> bool:
     except (ManifestError, OSError) as error:
         logger.warning("%s is left: %s", manifest, error)
         return False
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as closing:
         try:
             claimed = []
             for folder in folders:
                 claimed.append(RunFolder.claim(folder))
-                undo.callback(claimed[-1].close, True)
+                closing.callback(claimed[-1].close, True)
+            logger.warning("%s", why)
+            doomed = (*superseded, opened.manifest.commit)
+            commits = [each for each in doomed if remove(manifest.parent / manifest_name(each))]
+            is_last = not any(manifest.parent.glob("manifest-*.json"))
+            for each in claimed:
+                for commit in () if is_last else commits:
+                    for file in [*each.folder.glob(f"part-{commit}-*.json"), each.folder / data_name(commit)]:
+                        remove(file)
+                each.close(keep=not is_last)
         except OSError as error:
             logger.warning("%s is left: %s: %s", manifest, error.filename, error.strerror)
             return False
-        undo.pop_all()
-        logger.warning("%s", why)
-        commits = [*superseded, opened.manifest.commit]
-        for commit in commits:
-            remove(manifest.parent / manifest_name(commit))
-        is_last = not any(manifest.parent.glob("manifest-*.json"))
-        for each in claimed:
-            for commit in () if is_last else commits:
-                for file in [*each.folder.glob(f"part-{commit}-*.json"), each.folder / data_name(commit)]:
-                    remove(file)
-            each.close(keep=not is_last)
-    return True
+    return opened.manifest.commit in commits
 
 
 def _superseded(opened: Opened) -> list[int]:
