@@ -17,8 +17,10 @@ from saved_by_hand import latest_of, rewrite
 
 import tiermem
 from tiermem import checkpoint
+from tiermem.checkpoint.format import finding
 from tiermem.checkpoint.format.fields import ManifestError, crc32c
 from tiermem.checkpoint.format.finding import NothingSaved, find
+from tiermem.checkpoint.format.manifest import Pointer
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.survey import repair, survey
 from tiermem.swap import durable
@@ -191,6 +193,19 @@ def test_a_stale_latest_is_told_and_repaired(place: Path, stale: str) -> None:
     assert repair(survey(place)) == [f"{place / 'latest'}: names 't3' again"]
     assert (step_of(place), survey(place).is_damaged) == (3, False)
     assert repair(survey(place)) == []
+
+
+def test_a_save_while_the_folder_is_opened_is_no_stale_latest(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest, read = (place / "latest").read_bytes(), finding.pointers_of
+
+    def read_late(where: Path) -> list[tuple[Path, Pointer, Path]]:
+        found = read(where)
+        (place / "latest").write_bytes(newest)  # it has been replaced since it was read
+        return found
+
+    shutil.copy(place / "latest-t1", place / "latest")
+    monkeypatch.setattr(finding, "pointers_of", read_late)
+    assert step_of(place) == 3
 
 
 def test_tags_of_another_folder_may_be_put_beside(place: Path, tmp_path: Path) -> None:

@@ -275,6 +275,8 @@ def read_latest(where: Path) -> Pointer | None:
         raise ManifestError(f"{file}: {latest.tag[:80]!r} is no tag")
     for _, each, _ in pointers_of(where):
         if each.number > latest.number + 1 and latest.series in ("", each.series):
+            if _read(file, MOST_POINTER_BYTES) != data:  # a run saves meanwhile
+                return read_latest(where)
             raise ManifestError(
                 f"{file}: names {latest.tag!r} and is older than {each.tag!r} (step {each.step}): it was put in the place of a "
                 f"newer one. Open a tag by its name, or let tiermem fsck --repair write {LATEST_FILE} anew"
@@ -325,7 +327,7 @@ def read_manifest(found: Found) -> Opened:
             raise
         raise ManifestError(f"{found.file}: is of {_name(pointer)}; beside that lies {_name(newer)}{_OLDER}") from None
     manifest = parse_manifest(data, str(file))
-    num_said = 4 if pointer.tag or manifest.choices is not None else 2
+    num_said = 4 if pointer.tag or manifest.choices is not None else 2  # version 1 says run and commit
     if _identity(pointer)[:num_said] != _identity(manifest)[:num_said]:
         raise ManifestError(f"{found.file}: is of {_name(pointer)}; {file} is of {_name(manifest)}")
     return Opened(file, manifest, found.file.parent)

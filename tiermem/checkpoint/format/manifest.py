@@ -1,6 +1,6 @@
 """Manifest: the files that describe a durable step. This docstring specifies the format, version 2.
 
-    <dir>/latest                       a copy of the newest tag's pointer
+    <dir>/latest                       a pointer: as a rule a copy of the newest tag's
     <dir>/<tag>/tiermem.json           pointer: the folder and the file of the tag's manifest
     <folder>/manifest-<commit>.json    what all ranks saved: parameters, scalars, checksums, the list of parts
     <folder>/part-<commit>-<rank>.json what one rank saved: pieces of states, and their file and byte ranges

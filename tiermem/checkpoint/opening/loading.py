@@ -315,9 +315,8 @@ def _candidates(shards: Shards, where: Path, tag: str | None, newest: bool) -> l
             if newest and tags:
                 return find(where, tags[0])
             if tags:
-                raise NothingSaved(
-                    error.errno, f"{error.strerror}; or give newest=True, for the first", str(where)
-                ) from None
+                what = f"{error.strerror}; or give newest=True, for the first"
+                raise NothingSaved(error.errno, what, str(where)) from None
             logger.warning("nothing is opened: %s", error)
             return []
 

@@ -29,7 +29,6 @@ from tiermem.checkpoint.format.finding import (
     read_parts,
     read_pointer,
     real,
-    tag_folder,
     written,
 )
 from tiermem.checkpoint.format.manifest import (
@@ -42,7 +41,6 @@ from tiermem.checkpoint.format.manifest import (
     Pointer,
     data_name,
     manifest_name,
-    parse_manifest,
 )
 from tiermem.checkpoint.saving.pieces import Placed, Resting, Run, Stretch, checksums
 from tiermem.swap import durable
@@ -191,7 +189,7 @@ def pointer_to(
     series, number = secrets.token_hex(6), 0
     if latest is not None and latest.series:
         series, number = latest.series, latest.number
-    where = written(path.parent, tag_folder(save_dir, tag))
+    where = written(path.parent, pointer_path(save_dir, tag).parent)
     return Pointer(
         manifest.run_id,
         manifest.commit,
@@ -208,8 +206,8 @@ def pointer_to(
 
 def write_latest(path: Path, save_dir: Path, tag: str) -> None:
     """Writes `latest` for a tag whose manifest is `path`. Blocks; raises ManifestError, OSError."""
-    data = durable.read_file(path, MOST_BYTES)
-    said = pointer_to(path, data, parse_manifest(data, str(path)), save_dir, tag, known_latest(save_dir))
+    data, manifest = durable.read_file(path, MOST_BYTES), read_manifest(Found(path, None)).manifest
+    said = pointer_to(path, data, manifest, save_dir, tag, known_latest(save_dir))
     durable.write_file(save_dir / LATEST_FILE, said.dump())
 
 
@@ -351,8 +349,9 @@ def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
     except (ManifestError, OSError) as error:
         logger.warning("%s: checkpoints of earlier runs are left: %s", save_dir, error)
         return
-    kept = None if latest is None else latest.tag
-    others = [each for each in pointers if each[1].run_id != run_id and each[0].parent.name != kept]
+    others = [
+        each for each in pointers if each[1].run_id != run_id and (latest is None or each[0].parent.name != latest.tag)
+    ]
     stores = [each for each in others if RunName.of(real(each[2]).parent) is not None]  # no copies
     gone = [file for file, pointer, manifest in stores if is_removed(pointer, manifest)]
     for file in gone:  # a process died after it removed the manifest and before the pointer
