@@ -1,10 +1,12 @@
 """A checkpoint made by hand: states given as tensors, dealt over ranks, cut into pieces and strewn over files.
 
-`write` makes what save_checkpoint(copy=True) would: DIR/latest, DIR/<tag>/ with a manifest, parts and data files.
+`write` makes what an import would: DIR/latest, DIR/<tag>/ with a manifest, parts and data files. `latest_of` and `rewrite` read
+and change small files.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Iterable, Mapping
@@ -15,6 +17,8 @@ import torch
 
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.fields import crc32c as crc32c_of_text
+from tiermem.checkpoint.format.fields import seal
+from tiermem.checkpoint.format.finding import read_latest
 from tiermem.checkpoint.format.manifest import (
     CHECKSUM_BYTES,
     Manifest,
@@ -26,6 +30,7 @@ from tiermem.checkpoint.format.manifest import (
     manifest_name,
     part_name,
 )
+from tiermem.checkpoint.saving.publish import write_latest
 from tiermem.swap.checksum import crc32c
 
 
@@ -83,11 +88,25 @@ def write(
     }
     manifest = Manifest(
         "byhand", commit, tag, fields.pop("step", commit), world, world, tuple(parts), **(values | fields),
-        parameters=parameters, excluded=(), checksums=sums,
+        parameters=parameters, excluded=(), checksums=sums, choices={},
     )  # fmt: skip
     (folder / manifest_name(commit)).write_bytes(manifest.dump())
-    (where / "latest").write_text(tag)
+    write_latest(folder / manifest_name(commit), where, tag)
     return folder
+
+
+def latest_of(where: Path) -> str:
+    """The tag that `latest` names."""
+    found = read_latest(where)
+    assert found is not None and found.series
+    return found.tag
+
+
+def rewrite(file: Path, /, **fields: Any) -> None:
+    """Changes fields of a file of a checkpoint, or removes them (None); its checksum is right again."""
+    content = json.loads(file.read_bytes()) | fields
+    del content["crc32c"]
+    file.write_bytes(seal({name: value for name, value in content.items() if fields.get(name, 0) is not None}))
 
 
 class _Files:

@@ -37,8 +37,9 @@ from tiermem.tools.words import format_bytes, read_json
 #     0    no problem was found
 #     1    a killed run left its folder: resume it, or remove it with --remove; or the removal of a step was interrupted:
 #          --repair completes it
-#     2    wrong options (as for every command), or some files could not be checked: this process lacks memory, threads,
-#          descriptors or a permission, and the message says which. It makes no statement about those files
+#     2    wrong options (as for every command), or --repair while a run lives here, or some files could not be checked:
+#          this process lacks memory, threads, descriptors or a permission, and the message says which. It makes no
+#          statement about those files
 #     3    durable data is broken or damaged; the complete steps are listed
 #
 # The disk space of runs is divided by use; the sum is the sizes that stat reports (checkpoint/survey.py):
@@ -51,8 +52,8 @@ from tiermem.tools.words import format_bytes, read_json
 # --verify reads every byte of every step and compares it with its checksum. --remove removes the folders of killed
 # runs, after naming them, and in them only files that runs make; one that holds a durable step goes only when its own
 # folder is named. --repair ends what was cut short before it looks: pointers of removed steps go, what killed saves
-# left goes, and a `latest` that is lost or names no tag names the newest whole one. It says what it does, and leaves
-# folders alone that a run may save into.
+# left goes, and a `latest` that is lost, damaged, stale or names no tag names the newest whole one. It says what it does,
+# and refuses while a run lives here.
 
 EXIT_DEAD, EXIT_UNREAD, EXIT_DAMAGED = 1, 2, 3
 _SPACE = (">on the disk", ">durable", ">live", ">free", ">unclear", ">records")

@@ -46,11 +46,13 @@ def manifest(of: list[Part] | None = None) -> Manifest:
             Parameter("w", ("tied.w",), "parameter", (5, 33), "bf16", True, 3, 0),
             Parameter("b", (), "buffer", (2, 3), "fp32", False, 0, None),
             Parameter("empty", (), "parameter", (0, 4), "fp32", True, 0, 0),
-        ), ("frozen.w",), sums,
+        ), ("frozen.w",), sums, {},
     )  # fmt: skip
 
 
 def pointer() -> Pointer:
     """To that manifest."""
     data = manifest().dump()
-    return Pointer(RUN, 3, f"/mnt/nvme0/tiermem-{RUN}", "manifest-3.json", len(data), crc32c(data))
+    return Pointer(
+        RUN, 3, f"/mnt/nvme0/tiermem-{RUN}", "manifest-3.json", len(data), crc32c(data), "global_step3", 3, "abc", 7
+    )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from runs import opened, states_in
+from saved_by_hand import latest_of
 from torch import nn
 
 import tiermem
@@ -45,15 +46,13 @@ def test_the_default_tag_counts_steps_and_latest_names_it(tmp_path: Path) -> Non
     engine = engine_on(tmp_path)
     step(engine, 3)
     assert engine.save_checkpoint(str(tmp_path / "out"), client_state={"best": 0.5}) is True
-    assert (tmp_path / "out" / "latest").read_text() == "global_step3"
+    assert latest_of(tmp_path / "out") == "global_step3"
     _, manifest, _ = opened(tmp_path / "out", "global_step3")
     assert checkpoint.decode(manifest.client_state, "") == {"best": 0.5}
     assert manifest.engine["global_steps"] == 3 and manifest.engine["micro_steps"] == 3
     assert manifest.config["train_micro_batch_size_per_gpu"] == 1
     engine.save_checkpoint(tmp_path / "out", 7, save_latest=False)
-    assert (tmp_path / "out" / "7" / "tiermem.json").exists() and (
-        tmp_path / "out" / "latest"
-    ).read_text() == "global_step3"
+    assert (tmp_path / "out" / "7" / "tiermem.json").exists() and latest_of(tmp_path / "out") == "global_step3"
     engine.close()
 
 

@@ -76,7 +76,7 @@ def test_every_flipped_bit_is_noticed() -> None:
 
 WRONG = [
     (put("format", "other"), "format"),
-    (put("version", 2), "newer"),
+    (put("version", 3), "version 3 of the format; this tiermem reads version 2: open it with a newer one"),
     (put("version", True), "version"),
     (put("run_id", ""), "run_id"),
     (put("commit", -1), "commit"),
@@ -116,6 +116,12 @@ WRONG = [
     (put("checksums", {"v": {}}), "none of the parameters"),
     (put("checksums", "w", "weight", [1 << 32]), "weight"),
     (put("checksums", "w", "weight", [True]), "weight"),
+    (put("version", 1), "choices is due since version 2 of the format, and not in version 1"),
+    (put("choices", {"overlap": "backward"}), "choices: 'overlap' is unknown: it was written by a newer tiermem"),
+    (put("choices", []), "choices is a list"),
+    (put("choices", None), "choices is due since version 2"),
+    (lambda content: content.pop("choices"), "choices is due since version 2"),
+    (put("parameters", 0, "at_rest", "nf4"), "at_rest: 'nf4' is unknown: it was written by a newer tiermem"),
     (put("surplus", 1), "no such field"),
     (lambda content: content.pop("step"), "step is missing"),
 ]

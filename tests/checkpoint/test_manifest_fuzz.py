@@ -84,7 +84,8 @@ def read(data: bytes, parse: Parse) -> bool:
             cover(manifest(), [found, parts()[1]], "file")
     except ManifestError:
         return False
-    assert parse(found.dump(), "again") == found
+    if json.loads(data)["version"] > 1:  # what is read of version 1 is not written again
+        assert parse(found.dump(), "again") == found
     return True
 
 

@@ -18,6 +18,7 @@ from tiermem.checkpoint.format.finding import NothingSaved
 from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.opening.verified import DamagedState
+from tiermem.checkpoint.saving.publish import write_latest
 from tiermem.swap.errors import CorruptionError
 from tiermem.swap.native import Workers, widen_part
 
@@ -189,9 +190,9 @@ def test_without_an_older_step_the_error_says_so(tmp_path: Path) -> None:
 
 def test_a_newer_version_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr("tiermem.checkpoint.format.manifest.VERSION", 2)
+        newer.setattr("tiermem.checkpoint.format.manifest.VERSION", 3)
         write(tmp_path, states(7))
-    with pytest.raises(ManifestError, match="version 2 of the format; this tiermem reads version 1"):
+    with pytest.raises(ManifestError, match="version 3 of the format; this tiermem reads version 2"):
         Source.open(tmp_path)
 
 
@@ -200,7 +201,7 @@ def test_a_newer_version_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_latest_is_what_opens_and_a_tag_what_is_asked_for(tmp_path: Path) -> None:
     two_tags(tmp_path)
-    (tmp_path / "latest").write_text("old\n")
+    write_latest(tmp_path / "old" / "manifest-1.json", tmp_path, "old")
     places = [(tmp_path, None, 10), (tmp_path, "new", 20), (tmp_path / "new", None, 20)]
     for where, tag, step in [*places, (tmp_path / "old" / "manifest-1.json", None, 10)]:
         with Source.open(where, tag) as source:
@@ -212,6 +213,7 @@ def test_a_run_folder_opens_at_its_newest_commit(tmp_path: Path) -> None:
     again = write(tmp_path, states(7), "again", commit=10)
     for name in ("manifest-10.json", "part-10-0.json"):
         (again / name).rename(folder / name)
+    (tmp_path / "latest").unlink()  # the folder is a run's, no tag's
     with Source.open(folder) as source:
         assert source.manifest.commit == 10
 

@@ -44,7 +44,7 @@ def test_copy_with_manifest_and_no_pointer_stays(tmp_path: Path) -> None:
 
 def test_beside_a_pointer_only_what_it_names_stays(tmp_path: Path) -> None:
     tag = _make(tmp_path / "step3", DATA, PART, MANIFEST, "data-77-1-0.bin")
-    (tag / "tiermem.json").write_bytes(Pointer("0a1b2c", 3, ".", MANIFEST, 1, 0).dump())
+    (tag / "tiermem.json").write_bytes(Pointer("0a1b2c", 3, ".", MANIFEST, 1, 0, "t", 3, "s", 1).dump())
     remove_unfinished(tmp_path)
     assert sorted(file.name for file in tag.iterdir()) == sorted([DATA, PART, MANIFEST, "tiermem.json"])
 

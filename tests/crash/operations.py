@@ -35,6 +35,7 @@ import sabotage
 from killed_ranks import Begin, Death, errors_of, fresh, in_fork, run_ranks
 from small_run import PHASES, Plan, Said, Small, config_of, digest, lines_of, step_once
 
+from tiermem.checkpoint.format.finding import known_latest
 from tiermem.swap.run_folder import has_saved
 from tiermem.tools.cli import main as tiermem_command
 
@@ -108,9 +109,9 @@ class World:
                 command(["fsck", str(folder), "--remove"], self.place)
         left = {folder.name.split(".")[0] for folder in (self.place / "nvme").iterdir() if not has_saved(folder)}
         self.num_dead = len(left)  # killed a moment ago, before they had a lock: that may still be a run that begins
-        latest = (self.place / "saved" / "latest").read_text() if (self.place / "saved" / "latest").exists() else ""
+        latest = known_latest(self.place / "saved")
         tags = sorted((self.place / "saved").glob("global_step*"), key=lambda tag: int(tag.name[11:]))
-        copies = [tag for tag in tags if list(tag.glob("manifest-*.json")) and tag.name != latest]
+        copies = [tag for tag in tags if list(tag.glob("manifest-*.json")) and tag.name != (latest and latest.tag)]
         for tag in copies[:-_MOST_COPIES]:
             shutil.rmtree(tag)
         for tag in tags:

@@ -17,9 +17,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from rich.console import Console
-from saved_by_hand import write
+from saved_by_hand import latest_of, rewrite, write
 
-from tiermem.checkpoint.format.fields import seal
 from tiermem.checkpoint.format.finding import read_pointer
 from tiermem.swap import native
 from tiermem.tools.checkpoints import EXIT_DAMAGED, EXIT_DEAD, EXIT_UNREAD, fsck, inspect_checkpoint
@@ -42,6 +41,7 @@ class Left(NamedTuple):
     unsaved: Path
     pid: int
     when_live: Found
+    refused: str  # the error of --repair while they lived
 
     @property
     def run(self) -> Path:
@@ -65,9 +65,11 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
             console = Console(markup=False, width=400, file=io.StringIO())
             status = fsck(FsckOptions(folder, removes=True), console)  # live runs stay
             said = console.file.getvalue()  # type: ignore[attr-defined]
+            with pytest.raises(OSError, match="tiermem-") as refused:
+                fsck(FsckOptions(paths[0], repairs=True), console)
         finally:
             process.send_signal(signal.SIGKILL)
-    yield Left(*paths, process.pid, Found(status, said))
+    yield Left(*paths, process.pid, Found(status, said), str(refused.value))
     for path in paths:
         shutil.rmtree(path)
 
@@ -103,6 +105,7 @@ def test_live_runs_are_named_and_never_removed(template: Left) -> None:
     assert " live " in line_of(text, "saved/global_step2")
     assert "its run lives" in line_of(text, "saved/global_step2")
     assert template.run.is_dir()
+    assert "--repair changes nothing here before the run's end" in template.refused
 
 
 def test_a_killed_runs_step_is_found_and_verified(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,11 +361,9 @@ def test_a_folder_that_may_not_be_read_is_told_and_the_rest_is_looked_at(
 
 def cut_short(left: Left, name: str = "older") -> Path:
     """A tag whose removal stopped between its manifest and its pointer."""
-    pointer = json.loads((left.saved / "global_step2" / "tiermem.json").read_text())
-    del pointer["crc32c"]
-    (left.saved / name).mkdir()
+    shutil.copytree(left.saved / "global_step2", left.saved / name)
     file = left.saved / name / "tiermem.json"
-    file.write_bytes(seal(pointer | {"file": "manifest-999.json", "commit": 999}))
+    rewrite(file, tag=name, file="manifest-999.json", commit=999)
     return file
 
 
@@ -381,14 +382,24 @@ def test_a_removal_that_was_cut_short_is_ended_by_repair(left: Left, capsys: pyt
 
 def test_a_pointer_to_a_disk_that_is_not_there_stays(left: Left, capsys: pytest.CaptureFixture[str]) -> None:
     pointer = cut_short(left)
-    content = json.loads(pointer.read_text())
-    del content["crc32c"]
-    pointer.write_bytes(seal(content | {"folder": str(left.saved.parent / "unmounted" / "tiermem-1")}))
+    rewrite(pointer, folder=str(left.saved.parent / "unmounted" / "tiermem-1"))
     assert look(left.saved, capsys, repairs=True).status == EXIT_DAMAGED
     assert read_pointer(pointer)[0].commit == 999
 
 
-@pytest.mark.parametrize("latest", [None, "t9", "../x"])
+def test_exchanged_tags_are_broken_and_stay_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (1, 2):
+        write(tmp_path, {"w": {"weight": torch.arange(50.0)}}, f"t{number}", commit=number)
+    for old, new in (("t1", "aside"), ("t2", "t1"), ("aside", "t2")):
+        (tmp_path / old).rename(tmp_path / new)
+    for repairs in (False, True):
+        status, text = look(tmp_path, capsys, repairs=repairs)
+        assert status == EXIT_DAMAGED and "repaired" not in text
+        assert "is of step 2 (tag 't2', run byhand, commit 2), in the folder of tag 't1'" in line_of(text, "t1")
+        assert "is of step 1 (tag 't1', run byhand, commit 1), in the folder of tag 't2'" in line_of(text, "t2")
+
+
+@pytest.mark.parametrize("latest", [None, "t9", "../x", "{"])
 def test_a_lost_latest_is_restored(tmp_path: Path, capsys: pytest.CaptureFixture[str], latest: str | None) -> None:
     for number in (1, 2, 3):
         folder = write(tmp_path, {"w": {"weight": torch.arange(50.0)}}, f"t{number}", commit=number)
@@ -400,5 +411,5 @@ def test_a_lost_latest_is_restored(tmp_path: Path, capsys: pytest.CaptureFixture
     status, text = look(tmp_path, capsys, repairs=True)
     assert status == EXIT_DAMAGED  # t3 is
     assert f"repaired {tmp_path / 'latest'}: names 't2' again" in text
-    assert (tmp_path / "latest").read_text() == "t2"
+    assert latest_of(tmp_path) == "t2"
     assert "repaired" not in look(tmp_path, capsys, repairs=True).text

@@ -125,6 +125,32 @@ def test_the_elements_that_an_error_names_are_those_of_the_flipped_byte(
     assert caught.value.piece.start <= element < caught.value.piece.stop
 
 
+@pytest.mark.parametrize("what", ["lost", "misdirected"])
+def test_a_write_that_was_lost_or_went_elsewhere_is_named(
+    trained: Callable[..., tuple[Shards, torch.optim.Optimizer]], what: str
+) -> None:
+    """The bytes there are valid ones of another time, or of another tile."""
+    shards, optim = trained("exact")
+    assert shards.states is not None
+    shards.drop_head_start()
+    tile, other = shards.states.tiles[2], shards.states.tiles[3]
+    before = on_disk(shards, tile.entry)[0].read_bytes()
+    train(shards.model, optim, 1)
+    shards.drop_head_start()
+    file, place, num_bytes = on_disk(shards, tile.entry)
+    old, start = (before, place) if what == "lost" else (file.read_bytes(), on_disk(shards, other.entry)[1])
+    assert old[start : start + num_bytes] != file.read_bytes()[place : place + num_bytes]
+    with file.open("r+b") as opened:
+        opened.seek(place)
+        opened.write(old[start : start + num_bytes])
+        os.fsync(opened.fileno())
+    with pytest.raises(CorruptionError) as caught:
+        train(shards.model, optim, 1)
+    error = caught.value
+    assert isinstance(error.piece, StatePiece) and error.piece.num_steps in (3, 4)  # with the one under way
+    assert Path(error.filename) == file and place <= error.offset < place + num_bytes
+
+
 # ---- nothing is trained on it ----------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from tiermem.checkpoint.format.finding import (
     Found,
     NothingSaved,
     find,
-    read_latest,
+    known_latest,
     read_manifest,
     read_parts,
     read_pointer,
@@ -26,8 +26,7 @@ from tiermem.checkpoint.format.manifest import LATEST_FILE, POINTER_FILE, Part
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.opening.verified import DamagedState
-from tiermem.checkpoint.saving.publish import alone, is_removed, remove_pointer, remove_unfinished
-from tiermem.swap import durable
+from tiermem.checkpoint.saving.publish import alone, is_removed, remove_pointer, remove_unfinished, write_latest
 from tiermem.swap.run_folder import RunName, holds_states, is_live, is_made, is_stillborn, owner_of, run_folders, share
 
 # ---- disk space ------------------------------------------------------------------------------------------------------
@@ -295,10 +294,10 @@ def survey(where: Path, verifies: bool = False, progress: Progress | None = None
             continue
         runs += own
         faults += wrong
-        steps += [_step(each, is_latest, verifies, progress, named) for each, is_latest in found]
+        steps += [_step(each, verifies, progress, named) for each in found]
     for folder in runs:
         if folder != where:
-            steps += [_step(each, False, verifies, progress, named) for each, _ in _found(folder)[0]]
+            steps += [_step(each, verifies, progress, named) for each in _found(folder)[0]]
     unique = {real(step.manifest): step for step in reversed(steps)}  # a tag's report replaces that of its manifest
     unknown = {_run_id_of(step) for step in unique.values() if not named.knows(step.manifest)}
     reports = tuple(_run(folder, named, unknown) for folder in runs)
@@ -313,26 +312,34 @@ def survey(where: Path, verifies: bool = False, progress: Progress | None = None
 def repair(found: Survey) -> list[str]:
     """Completes removals and saves that were cut short; returns what it did, one line each. Blocks; raises OSError.
 
-    A `removed` step loses its pointer. If `latest` names none of the tags beside it, it names the newest whole tag. Files that
-    killed saves left are removed (saving/publish.py). A folder that a run saves into, or may, is left as it is.
+    A `removed` step loses its pointer. A `latest` that is lost, damaged, stale, or names a tag that is not there, is written
+    anew for the newest whole tag. Files that killed saves left are removed (saving/publish.py). Nothing else is changed: a
+    `latest` that names a broken tag stays. A folder that a process saves into is left as it is.
+
+    Raises OSError (EBUSY) before it changes anything if a run lives here, or may live on another host.
     """
+    live = [run.folder for run in found.runs if run.state in ("live", "unseen")]
+    live += [step.place for step in found.steps if step.state == "live"]
+    if live:
+        what = "its run lives, or may live on another host: --repair changes nothing here before the run's end"
+        raise OSError(errno.EBUSY, what, str(live[0]))
     done: list[str] = []
     of_folder: dict[Path, list[StepReport]] = {}
     for step in found.steps:
         if step.place.is_dir() and RunName.of(step.place) is None and step.place != found.where:
             of_folder.setdefault(step.place.parent, []).append(step)
     for folder, steps in of_folder.items():
-        if is_deepspeed(folder) or any(step.state in ("live", "unread") for step in steps):
+        if is_deepspeed(folder) or any(step.state == "unread" for step in steps):
             continue
         for step in steps:
             with alone(step.place) as is_alone:
                 if is_alone and step.state == "removed":
                     remove_pointer(step.place / POINTER_FILE)
                     done.append(f"{step.place}: the pointer of a removed step is removed")
-        whole = [step.place.name for step in steps if step.state == "whole"]
+        whole = {step.place.name: step.manifest for step in steps if step.state == "whole"}
         if whole and not any(step.is_latest for step in steps):
             newest = next(tag for tag in tags_of(folder) if tag in whole)
-            durable.write_file(folder / LATEST_FILE, newest.encode())
+            write_latest(whole[newest], folder, newest)
             done.append(f"{folder / LATEST_FILE}: names {newest!r} again")
         remove_unfinished(folder)
     return done
@@ -340,16 +347,13 @@ def repair(found: Survey) -> list[str]:
 
 def _is_cut_short(step: StepReport, steps: Iterable[StepReport]) -> bool:
     """Whether a removal ended after it removed the manifest and before it removed the pointer (saving/publish.py)."""
-    if step.state != "broken" or step.is_latest or step.manifest.name != POINTER_FILE:
-        return False
-    if not any(
-        each.is_latest and each.place.parent == step.place.parent for each in steps if each.state in ("whole", "live")
-    ):
-        return False
-    try:
-        return is_removed(read_pointer(step.manifest)[1])
-    except (ManifestError, OSError):
-        return False
+    of_latest = (each.place.parent for each in steps if each.is_latest and each.state in ("whole", "live"))
+    is_pointer = step.state == "broken" and not step.is_latest and step.manifest.name == POINTER_FILE
+    if is_pointer and step.place.parent in of_latest:
+        with contextlib.suppress(ManifestError, OSError):
+            pointer, manifest = read_pointer(step.manifest)
+            return pointer.tag in ("", step.tag) and is_removed(pointer, manifest)
+    return False
 
 
 def _folders(where: Path) -> list[Path]:
@@ -361,24 +365,25 @@ def _folders(where: Path) -> list[Path]:
     return [where, *(each for each in below if RunName.of(each) is None and each.name not in tags)]
 
 
-def _found(folder: Path) -> tuple[list[tuple[Found, bool]], list[str]]:
-    """(step, whether `latest` names it) for each step of one folder, and the faults of its `latest`."""
+def _found(folder: Path) -> tuple[list[Found], list[str]]:
+    """The steps of one folder, and the faults of its `latest`, which then names none of them."""
+    wrong: list[str] = []
     try:
-        latest = read_latest(folder)
-        return [(each, latest is not None and each.tag == latest) for each in find(folder)], []
+        return find(folder), wrong
     except NothingSaved:
-        is_ours = latest is not None and not is_deepspeed(folder)
-        wrong = [f"{folder / 'latest'} names {latest!r}, which is not there"] if is_ours else []
+        latest = known_latest(folder)
+        if latest is not None and not is_deepspeed(folder):
+            wrong.append(f"{folder / LATEST_FILE} names {latest.tag!r}, which is not there")
     except (ManifestError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in _OF_THE_FILES:
             raise
-        wrong = [_said(error)]
-    return [(each, False) for tag in tags_of(folder)[:1] for each in find(folder, tag)], wrong
+        wrong.append(_said(error))
+    return [each._replace(latest=None) for tag in tags_of(folder)[:1] for each in find(folder, tag)], wrong
 
 
-def _step(found: Found, is_latest: bool, verifies: bool, progress: Progress | None, named: Named) -> StepReport:
+def _step(found: Found, verifies: bool, progress: Progress | None, named: Named) -> StepReport:
     place = found.file if found.tag is None else found.file.parent
-    report = StepReport(place, found.file, found.tag, is_latest, "broken", "")
+    report = StepReport(place, found.file, found.tag, found.latest is not None, "broken", "")
     try:
         opened = read_manifest(found)
         manifest = opened.manifest

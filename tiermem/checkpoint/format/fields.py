@@ -8,7 +8,7 @@ import functools
 import json
 import math
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, cast
 
@@ -143,8 +143,7 @@ def _few_keys(value: Any) -> Any:
 
 def _different(names: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(names)) < len(names):
-        seen: set[str] = set()
-        twice = next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        twice = Counter(names).most_common(1)[0][0]
         raise ValueError(f"{twice!r} is listed twice")
     return names
 

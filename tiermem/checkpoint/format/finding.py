@@ -168,9 +168,19 @@ def copy_name(run_id: str, commit: int, rank: int | None, suffix: str) -> str:
 
 
 # ---- the durable steps of a place ------------------------------------------------------------------------------------
+#
+# A save writes the manifest, then the tag's pointer, then `latest`. A crash between two of them leaves
+#
+#     a manifest that no pointer names    the tag has the step before, or none
+#     a pointer newer than `latest`       of a new tag: `latest` names an older tag, which opens
+#                                         of the tag that `latest` names: the newer step opens
+#
+# In both cases of the second line the pointer's number is that of `latest` plus 1, and so it is after a save with
+# save_latest=False. What no crash leaves is an error: a pointer, manifest or folder of another tag or step; a pointer that is
+# older than `latest` says; a `latest` that is older than two pointers written one after the other.
 
 _MANIFEST = re.compile(r"manifest-(?:[^-]{1,64}-)?(\d{1,18})\.json")
-_MOST_TAG_BYTES = 4096
+MOST_POINTER_BYTES = 1 << 16  # of a pointer or `latest`: two names of 4096 characters and more
 
 
 class Found(NamedTuple):
@@ -178,6 +188,7 @@ class Found(NamedTuple):
 
     file: Path
     tag: str | None  # the folder's name, if the folder is a tag's
+    latest: Pointer | None = None  # the content of `latest`, if it names this tag
 
     def __str__(self) -> str:
         return f"tag {self.tag!r}" if self.tag is not None else str(self.file)
@@ -204,11 +215,15 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
     a run folder        its newest commit                                   its other commits
     a file              that manifest or pointer                            -
 
-    The other steps are for callers that may fall back to them. This function reads `latest` and file names only. Manifests,
-    pointers and `latest` must be regular files: a FIFO or a link in their place is an error when it is read. Folders may be
-    links, and so may the file that the user names.
+    A tag that is found by its name must have that name: `read_manifest` compares. Beside a `latest`, this holds for DIR/TAG
+    too; a folder that was moved elsewhere may have any name.
 
-    Raises NothingSaved (a FileNotFoundError) when there is no step, or not that tag; the text lists the tags.
+    The other steps are for callers that may fall back to them. This function reads `latest`, pointers and file names only.
+    Manifests, pointers and `latest` must be regular files: a FIFO or a link in their place is an error when it is read. Folders
+    may be links, and so may the file that the user names.
+
+    Raises NothingSaved (a FileNotFoundError) when there is no step, or not that tag; the text lists the tags. Without `tag`
+    raises ManifestError as `read_latest`.
     """
     if tag is not None and not is_tag(tag):
         raise ValueError(f"tag is {tag!r}; a tag is the name of a folder below the checkpoint's")
@@ -217,7 +232,8 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
     if not where.is_dir():
         raise NothingSaved(2, "there is no such checkpoint", str(where))
     tags = tags_of(where)
-    first = tag if tag is not None else read_latest(where)
+    latest = read_latest(where) if tag is None else known_latest(where)
+    first = tag if tag is not None else None if latest is None else latest.tag
     if first is not None:
         if not _is_of_tag(where / first):
             known = ", ".join(tags) or "none"
@@ -226,8 +242,12 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
                 what = f"latest names {first!r}, which is not there; other tags: {known}"
             raise NothingSaved(2, what, str(where))
         names = [first, *(other for other in tags if other != first)]
-        return [_in_folder(where / name)[0]._replace(tag=name) for name in names]
-    own = _in_folder(where)
+        said = {} if latest is None else {latest.tag: latest}
+        return [Found(_in_folder(where / name)[0].file, name, said.get(name)) for name in names]
+    own, place = _in_folder(where), real(where)
+    if own and not place.name.startswith("tiermem-") and os.path.lexists(place.parent / LATEST_FILE):
+        named = find(place.parent, place.name)[0]
+        return [named._replace(file=own[0].file), *own[1:]]
     if not own:
         others = f"; name one of its tags: {', '.join(tags)}" if tags else ""
         raise NothingSaved(2, f"holds no file named {LATEST_FILE}, and no manifest{others}", str(where))
@@ -240,15 +260,44 @@ def is_tag(tag: str) -> bool:
     return 0 < len(tag) <= 255 and "\0" not in tag and bool(parts) and ".." not in parts and not Path(tag).is_absolute()
 
 
-def read_latest(where: Path) -> str | None:
-    """The tag that `latest` names; None if there is no such file. Raises ManifestError if its text is not a tag."""
+def read_latest(where: Path) -> Pointer | None:
+    """The content of `latest`, a copy of a tag's pointer; None: no such file. The text of version 1 is a pointer's tag alone.
+
+    Raises ManifestError if it is damaged, names no tag, or a save must have replaced it by a newer one; OSError.
+    """
     file = where / LATEST_FILE
     if not durable.exists(file) or file.is_dir():
         return None
-    tag = _read(file, _MOST_TAG_BYTES).decode(errors="replace").strip()
-    if not is_tag(tag):
-        raise ManifestError(f"{file}: {tag[:80]!r} is no tag")
-    return tag
+    data = _read(file, MOST_POINTER_BYTES)
+    text = data.decode(errors="replace").strip()
+    latest = parse_pointer(data, str(file)) if data.startswith(b"{") else Pointer("", 0, "", "", 0, 0, text)
+    if not is_tag(latest.tag):
+        raise ManifestError(f"{file}: {latest.tag[:80]!r} is no tag")
+    for _, each, _ in pointers_of(where):
+        if each.number > latest.number + 1 and latest.series in ("", each.series):
+            if _read(file, MOST_POINTER_BYTES) != data:  # a run saves meanwhile
+                return read_latest(where)
+            raise ManifestError(
+                f"{file}: names {latest.tag!r} and is older than {each.tag!r} (step {each.step}): it was put in the place of a "
+                f"newer one. Open a tag by its name, or let tiermem fsck --repair write {LATEST_FILE} anew"
+            )
+    return latest
+
+
+def known_latest(where: Path) -> Pointer | None:
+    """As `read_latest`; None where that raises an error."""
+    with contextlib.suppress(ManifestError, OSError):
+        return read_latest(where)
+    return None
+
+
+def pointers_of(where: Path) -> list[tuple[Path, Pointer, Path]]:
+    """(pointer file, pointer, manifest path) of the tags below a folder, newest first. Skips invalid files. Raises OSError."""
+    found = []
+    for file in [where / tag / POINTER_FILE for tag in tags_of(where)]:
+        with contextlib.suppress(ManifestError, OSError):
+            found.append((file, *read_pointer(file)))
+    return found
 
 
 def real(path: Path) -> Path:
@@ -263,19 +312,60 @@ def read_pointer(file: Path) -> tuple[Pointer, Path]:
 
 
 def read_manifest(found: Found) -> Opened:
-    """The manifest of a place; a pointer is followed. Raises ManifestError, OSError."""
+    """The manifest of a place; a pointer is followed. Raises OSError, and ManifestError for a step of another tag or time."""
     if found.file.name != POINTER_FILE:
         manifest = parse_manifest(_read(found.file), str(found.file))
+        _check_place(found, manifest, manifest.choices is None)
         return Opened(found.file, manifest, found.file if found.tag is None else found.file.parent)
     pointer, file = read_pointer(found.file)
-    data = _read_whole(file, pointer.num_bytes, pointer.crc32c, str(found.file))
+    _check_place(found, pointer, not pointer.tag)
+    try:
+        data = _read_whole(file, pointer.num_bytes, pointer.crc32c, str(found.file))
+    except FileNotFoundError:
+        newer = newer_of(pointer, file)
+        if newer is None:
+            raise
+        raise ManifestError(f"{found.file}: is of {_name(pointer)}; beside that lies {_name(newer)}{_OLDER}") from None
     manifest = parse_manifest(data, str(file))
-    if (manifest.run_id, manifest.commit) != (pointer.run_id, pointer.commit):
-        raise ManifestError(
-            f"{found.file}: points at run {pointer.run_id}, commit {pointer.commit}; {file} is of run {manifest.run_id}, "
-            f"commit {manifest.commit}"
-        )
+    num_said = 4 if pointer.tag or manifest.choices is not None else 2  # version 1 says run and commit
+    if _identity(pointer)[:num_said] != _identity(manifest)[:num_said]:
+        raise ManifestError(f"{found.file}: is of {_name(pointer)}; {file} is of {_name(manifest)}")
     return Opened(file, manifest, found.file.parent)
+
+
+def newer_of(pointer: Pointer, file: Path) -> Manifest | None:
+    """A manifest of the pointer's tag beside `file`, which it names: of a later commit or another run. None: there is none."""
+    for commit, other in sorted(_commits(file.parent), reverse=True):
+        with contextlib.suppress(ManifestError, OSError):
+            manifest = parse_manifest(_read(other), str(other))
+            if manifest.tag == pointer.tag and (manifest.run_id != pointer.run_id or commit > pointer.commit):
+                return manifest
+    return None
+
+
+def _check_place(found: Found, step: Pointer | Manifest, is_version_1: bool) -> None:
+    """Raises ManifestError for a step of another tag than its folder (not in version 1), or of another time than `latest`."""
+    folder, latest = found.file.parent, found.latest
+    if found.tag is not None and not is_version_1 and step.tag not in (found.tag, real(folder).name):
+        raise ManifestError(
+            f"{found.file}: is of {_name(step)}, in the folder of tag {found.tag!r}: give files and folders their own names "
+            "again, or open the other tag"
+        )
+    if latest is None or not latest.series or _identity(step)[:2] == _identity(latest)[:2]:
+        return
+    if not (isinstance(step, Pointer) and step.series == latest.series and step.number > latest.number):
+        raise ManifestError(f"{found.file}: is of {_name(step)}; {LATEST_FILE} is of {_name(latest)}{_OLDER}")
+
+
+def _identity(step: Pointer | Manifest) -> tuple[object, ...]:
+    return step.run_id, step.commit, step.step, step.tag
+
+
+def _name(step: Pointer | Manifest) -> str:
+    return f"step {step.step} (tag {step.tag!r}, run {step.run_id}, commit {step.commit})"
+
+
+_OLDER = ": an older file was put in the place of a newer one. Open another tag"
 
 
 def read_parts(opened: Opened) -> list[tuple[Path, Part]]:

@@ -1,6 +1,6 @@
-"""Manifest: the files that describe a durable step. This docstring specifies the format, version 1.
+"""Manifest: the files that describe a durable step. This docstring specifies the format, version 2.
 
-    <dir>/latest                       text: the newest tag
+    <dir>/latest                       a pointer: as a rule a copy of the newest tag's
     <dir>/<tag>/tiermem.json           pointer: the folder and the file of the tag's manifest
     <folder>/manifest-<commit>.json    what all ranks saved: parameters, scalars, checksums, the list of parts
     <folder>/part-<commit>-<rank>.json what one rank saved: pieces of states, and their file and byte ranges
@@ -10,18 +10,20 @@
                                        it under similar names, so a tag that is saved again changes only with its pointer
 
 <folder> is a run folder, `<path>/tiermem-<run id>[.<rank>]`: rank 0's for the manifest, each rank's own for the rest. A path in
-a file is absolute, or relative to the folder of the file that names it. Commit numbers of a run increase. Every file is
-written under a temporary name, synced and renamed. The order is parts, manifest, pointer: a file that exists is whole.
+a file is absolute, or relative to the folder of the file that names it (in `latest`: to the tag's folder). Commit numbers of
+a run increase. Every file is written under a temporary name, synced and renamed. The order is parts, manifest, pointer,
+`latest`: a file that exists is whole.
 
 Each file is one JSON object (UTF-8, no NaN, no key twice) on one line. Its last field, "crc32c", is the CRC-32C of all bytes
 before `,"crc32c"`, in 8 hexadecimal digits. Sizes and offsets are in bytes; starts and numels are in elements.
 
-pointer   format "tiermem" · version 1 · run_id · commit · folder · file · bytes and crc32c_of (of the manifest file)
+pointer   format "tiermem" · version 2 · tag, run_id, commit and step, as the manifest has them · series, number (below) ·
+          folder · file · bytes and crc32c_of (of the manifest file)
 manifest  format, version, run_id, commit · tag (null: a durable step without a tag) · step (number of optimizer steps) ·
           world (ranks) · num_shards (ranks that share one copy of a parameter) · parts [{rank, folder, file, bytes, crc32c}],
           one per rank, in order · optimizer, scheduler, loss_scaler, engine, client_state, config (values, see fields.py) ·
-          parameters [{name, aliases, role, shape, dtype, trainable, num_steps, group}] · excluded (frozen parameters that
-          the caller left out) · checksums {parameter: {state: [CRC-32C of each MiB]}}
+          parameters [{name, aliases, role, shape, dtype, trainable, num_steps, group, at_rest}] · excluded (frozen parameters
+          that the caller left out) · checksums {parameter: {state: [CRC-32C of each MiB]}} · choices
 part      format, version, run_id, commit · rank · rng, data (values) · files [path] ·
           states [{param, state, kind, pieces [[start, numel, file, offset]]}], each (param, state) once
 
@@ -36,7 +38,16 @@ piece     elements [start, start + numel) of the whole parameter, row-major, fro
           one file do not overlap. Pieces may have any size. A state without pieces has its value from before the first step:
           a moment is zero, and a master equals the weight
 checksums of each 1 MiB of a state's bytes, in the order of its elements as if they lay in one piece. They do not depend on
-          tiles, ranks or files. The last checksum covers the remaining bytes. Codes and scales have separate checksums
+          tiles, ranks or files. The last checksum covers the remaining bytes. Codes and scales have separate checksums. The
+          manifest holds them, not the blocks: a block that was written elsewhere, or not at all, differs from its checksum
+choices   {name: value}, strings: choices that can affect bits and that all ranks share. Reserved: there are none yet, and a
+          reader refuses a name that it does not know
+at_rest   the form of a frozen parameter that rests quantised. Reserved: null; a reader refuses any other value
+number    a pointer's number is that of `latest` when it was written, plus 1. Numbers belong to a series: a new series begins
+          where no `latest` can be trusted. finding.py says which states a crash leaves, and which only a change from outside
+
+Version 1 had no tag, step, series and number in a pointer, and no choices and at_rest; `latest` was the name of the tag as
+plain text. It opens as before, without the comparisons of these fields.
 
 This module and finding.py validate all files before any byte of a state is read. An error is a ManifestError that names the
 file and the field. Nothing in a file is executed, and memory use is bounded by the file's size. `dump` reads back what it
@@ -74,7 +85,7 @@ from tiermem.checkpoint.format.fields import (
     write,
 )
 
-FORMAT, VERSION = "tiermem", 1
+FORMAT, VERSION = "tiermem", 2
 CHECKSUM_BYTES = 1 << 20
 POINTER_FILE, LATEST_FILE = "tiermem.json", "latest"
 WEIGHT, MASTER = "weight", "master"
@@ -103,6 +114,13 @@ def _checksums(found: Json) -> dict[str, dict[str, tuple[int, ...]]]:
             if not are_whole(sums, _MOST_CRC):
                 raise ValueError(f"{state[:80]} of {param[:80]!r}: a list of whole numbers of 0 to {_MOST_CRC} is due")
     return {param: {state: tuple(sums) for state, sums in states.items()} for param, states in found.items()}
+
+
+def _known(found: Json) -> Json:
+    """Refuses names that this version does not know: of any choice, and of any form at rest."""
+    for name in [found] if isinstance(found, str) else found:
+        raise ValueError(f"{name!r:.80} is unknown: it was written by a newer tiermem, open it with that")
+    return found
 
 
 _RunId = Annotated[str, string(64)]
@@ -184,6 +202,7 @@ class Parameter:
     is_trainable: Annotated[bool, Field(strict=True, alias="trainable")]
     num_steps: Whole
     group: Whole | None
+    at_rest: Annotated[str, AfterValidator(_known)] | None = None
 
     @property
     def numel(self) -> int:
@@ -211,6 +230,8 @@ class Manifest:
     parameters: Records[Parameter]
     excluded: Names
     checksums: Annotated[Mapping[str, Mapping[str, tuple[int, ...]]], PlainValidator(_checksums)]
+    choices: Annotated[Mapping[str, str], AfterValidator(_known)] | None = None
+    """None: a manifest of version 1."""
 
     def dump(self) -> bytes:
         """The file's bytes. Raises ManifestError for what `parse_manifest` refuses."""
@@ -219,7 +240,10 @@ class Manifest:
 
 @record
 class Pointer:
-    """The manifest file of a tag: its folder, name, size and CRC-32C, its run and commit."""
+    """The manifest file of a tag: its folder, name, size and CRC-32C, its run and commit.
+
+    In version 2 also its tag and step, and the series and number of the pointer. An empty tag: a pointer of version 1.
+    """
 
     run_id: _RunId
     commit: Whole
@@ -227,6 +251,10 @@ class Pointer:
     file: _File
     num_bytes: Annotated[Whole, Field(alias="bytes")]
     crc32c: Annotated[Digest, Field(alias="crc32c_of")]
+    tag: _File = ""
+    step: Whole = 0
+    series: _RunId = ""
+    number: Whole = 0
 
     def dump(self) -> bytes:
         """The file's bytes. Raises ManifestError for what `parse_pointer` refuses."""
@@ -298,6 +326,9 @@ _NOT_SAVED = "this cannot be saved, because it would not open again"
 _Record = TypeVar("_Record", Pointer, Part, Manifest)
 
 
+_SINCE_2: Mapping[type, Sequence[str]] = {Pointer: ("tag", "step", "series", "number"), Manifest: ("choices",)}
+
+
 @record
 class _Listed:
     """The fields of a manifest that list tensors."""
@@ -329,6 +360,9 @@ def _opened(kind: type[_Record], data: bytes, source: str) -> _Record:
             f"{source}: is of version {head.version} of the format; this tiermem reads version {VERSION}: open it with a "
             "newer one"
         )
+    for name in _SINCE_2.get(kind, ()):
+        if (content.get(name) is None) != (head.version == 1):
+            raise ManifestError(f"{source}: {name} is due since version 2 of the format, and not in version 1")
     return read(kind, content, source)
 
 

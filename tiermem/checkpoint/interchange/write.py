@@ -17,14 +17,14 @@ import torch
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.fields import Json, encode
 from tiermem.checkpoint.format.finding import Found, NothingSaved, copy_name, find, is_tag, read_manifest
-from tiermem.checkpoint.format.manifest import LATEST_FILE, Parameter, check_parameters
+from tiermem.checkpoint.format.manifest import Parameter, check_parameters
 from tiermem.checkpoint.interchange.foreign import Foreign, ForeignParameter, ForeignState, LossScale, optimizer_of
 from tiermem.checkpoint.interchange.from_dcp import is_dcp, read_dcp
 from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed, read_deepspeed
 from tiermem.checkpoint.interchange.from_torch import read_torch
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.saving.pieces import CHUNK_BYTES, Resting, Stretch, in_memory, write_data
-from tiermem.checkpoint.saving.publish import Content, manifest_of, write_part
+from tiermem.checkpoint.saving.publish import Content, manifest_of, write_latest, write_part
 from tiermem.swap import durable
 
 # ---- reading a checkpoint of any known system ------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progre
 
         OUT/<tag>.new/    data (preallocated)   part   manifest     each synced, in this order; named as a copy's (finding.py)
         OUT/<tag>/        the same folder, renamed
-        OUT/latest        the tag
+        OUT/latest        names the tag
 
     A folder named <tag> is whole: it has another name until it is synced, and it is removed after an error. Values are
     summed and written in chunks.
@@ -162,8 +162,8 @@ def write_checkpoint(foreign: Foreign, out: Path, tag: str | None = None, progre
         raise FileExistsError(17, "is there already; choose another tag or folder", str(folder))
     with contextlib.ExitStack() as undoing:
         with new_folder(folder, undoing) as new:
-            left_behind, num_bytes = _write_folder(foreign, parameters, new, tag, step, progress)
-        durable.write_file(out / LATEST_FILE, tag.encode())
+            file, left_behind, num_bytes = _write_folder(foreign, parameters, new, tag, step, progress)
+        write_latest(folder / file, out, tag)
         undoing.pop_all()
     return Imported(folder, tag, step, len(foreign.parameters), num_bytes, tuple(left_behind))
 
@@ -191,7 +191,7 @@ def new_folder(folder: Path, undoing: contextlib.ExitStack) -> Iterator[Path]:
 
 def _write_folder(
     foreign: Foreign, parameters: tuple[Parameter, ...], folder: Path, tag: str, step: int, progress: Progress | None
-) -> tuple[list[str], int]:
+) -> tuple[str, list[str], int]:
     run_id = secrets.token_hex(6)
     scalars, lost = scalars_of(foreign)
     content = Content(
@@ -203,7 +203,7 @@ def _write_folder(
     told = write_part(part, run_id, _COMMIT, 0, content, [data], placed)
     durable.write_file(file, manifest_of(content, run_id, _COMMIT, (1, 1), [told], folder).dump())
     Source(read_manifest(Found(file, None))).close()  # raises if it would not open
-    return [*foreign.left_behind, *lost], sum(each.num_bytes for each in content.in_memory)
+    return file.name, [*foreign.left_behind, *lost], sum(each.num_bytes for each in content.in_memory)
 
 
 def _parameter(p: ForeignParameter) -> Parameter:

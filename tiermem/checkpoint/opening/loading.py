@@ -309,15 +309,14 @@ def _candidates(shards: Shards, where: Path, tag: str | None, newest: bool) -> l
         try:
             return find(where, tag)
         except NothingSaved as error:
-            tags = tags_of(where) if where.is_dir() else []
-            if newest and tags and tag is None and read_latest(where) is None:
-                return find(where, tags[0])
             if tag is not None or (where.is_dir() and read_latest(where) is not None):
                 raise
+            tags = tags_of(where) if where.is_dir() else []
+            if newest and tags:
+                return find(where, tags[0])
             if tags:
-                raise NothingSaved(
-                    error.errno, f"{error.strerror}; or give newest=True, for the first", str(where)
-                ) from None
+                what = f"{error.strerror}; or give newest=True, for the first"
+                raise NothingSaved(error.errno, what, str(where)) from None
             logger.warning("nothing is opened: %s", error)
             return []
 

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tiermem.checkpoint.format.fields import Json, ManifestError, encode
-from tiermem.checkpoint.format.finding import pointer_path, read_latest, written
+from tiermem.checkpoint.format.fields import Json, encode
+from tiermem.checkpoint.format.finding import known_latest, pointer_path, written
 from tiermem.checkpoint.format.manifest import LATEST_FILE, Manifest, data_name, manifest_name, part_name
 from tiermem.checkpoint.saving.pieces import put_together, write_data
 from tiermem.checkpoint.saving.publish import (
@@ -245,14 +245,12 @@ class Commits:
     def _drop_pointer(self, old: Kept, new: Kept, save_dir: Path | None) -> None:
         assert old.pointer is not None
         remove_pointer(old.pointer)
-        latest = None
-        with contextlib.suppress(ManifestError, OSError):
-            latest = None if save_dir is None else read_latest(save_dir)
+        latest = None if save_dir is None else known_latest(save_dir)
         logger.warning(
             "checkpoint %r (step %d) is dropped for %r (step %d): keep=%d. Keep more with OffloadPolicy(keep=...), or "
             '"tiermem": {"keep": ...} in a config; copy=True makes copies, which are never dropped%s',
             old.tag, old.step, new.tag, new.step, self._shards.policy.keep,
-            f"; {LATEST_FILE} in {save_dir} still names it" if latest == old.tag else "",
+            f"; {LATEST_FILE} in {save_dir} still names it" if latest is not None and latest.tag == old.tag else "",
         )  # fmt: skip
 
 

@@ -8,17 +8,22 @@ import fcntl
 import logging
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tiermem.checkpoint.format.fields import Json, ManifestError, crc32c
+from tiermem.checkpoint.format.fields import MOST_BYTES, Json, ManifestError, crc32c
 from tiermem.checkpoint.format.finding import (
+    MOST_POINTER_BYTES,
     Found,
     Opened,
+    known_latest,
+    newer_of,
     pointer_path,
+    pointers_of,
     read_latest,
     read_manifest,
     read_parts,
@@ -111,6 +116,7 @@ def manifest_of(
             param: {state: checksums(found, f"{state} of {param}") for state, found in states.items()}
             for param, states in sums.items()
         },
+        choices={},
         **content.values,
     )
 
@@ -131,8 +137,6 @@ def frozen(shards: Shards, content: Content, freeze: Freeze) -> Placed:
 # is as before.
 
 logger = logging.getLogger("tiermem")
-
-_MOST_BYTES = 1 << 20  # far more than a pointer or `latest` has
 
 
 class SavingInto:
@@ -161,25 +165,56 @@ class SavingInto:
 
 
 def publish(content: Content, manifest: Manifest, path: Path, undo: contextlib.ExitStack) -> None:
-    """Writes a manifest to its path and, for a tag, the pointer and `latest`. Blocks; raises OSError."""
+    """Writes a manifest to its path and, for a tag, the pointer and `latest`. Blocks; raises OSError.
+
+    Without `save_latest`, a `latest` that names this tag already is written too: the pointer that it is a copy of has changed.
+    """
     data = manifest.dump()
     undo.callback(remove, path)
     durable.write_file(path, data)
     if content.tag is None or content.save_dir is None:
         return
-    pointer = pointer_path(content.save_dir, content.tag)
+    pointer, latest = pointer_path(content.save_dir, content.tag), known_latest(content.save_dir)
     with contextlib.closing(SavingInto(pointer.parent, undo)):
-        where = written(path.parent, pointer.parent)
-        said = Pointer(manifest.run_id, manifest.commit, where, path.name, len(data), crc32c(data))
-        replace(pointer, said.dump(), undo)
-    if content.save_latest:
-        replace(content.save_dir / LATEST_FILE, content.tag.encode(), undo)
+        said = pointer_to(path, data, manifest, content.save_dir, content.tag, latest).dump()
+        replace(pointer, said, undo)
+    if content.save_latest or (latest is not None and latest.tag == content.tag):
+        replace(content.save_dir / LATEST_FILE, said, undo)
+
+
+def pointer_to(
+    path: Path, data: bytes, manifest: Manifest, save_dir: Path, tag: str, latest: Pointer | None
+) -> Pointer:
+    """A tag's pointer to its manifest `path`, whose bytes are `data`. Its number follows that of `latest`, if that is known."""
+    series, number = secrets.token_hex(6), 0
+    if latest is not None and latest.series:
+        series, number = latest.series, latest.number
+    where = written(path.parent, pointer_path(save_dir, tag).parent)
+    return Pointer(
+        manifest.run_id,
+        manifest.commit,
+        where,
+        path.name,
+        len(data),
+        crc32c(data),
+        tag,
+        manifest.step,
+        series,
+        number + 1,
+    )
+
+
+def write_latest(path: Path, save_dir: Path, tag: str) -> None:
+    """Writes `latest` for a tag whose manifest is `path`. Blocks; raises ManifestError, OSError."""
+    data, manifest = durable.read_file(path, MOST_BYTES), read_manifest(Found(path, None)).manifest
+    said = pointer_to(path, data, manifest, save_dir, tag, known_latest(save_dir))
+    durable.write_file(save_dir / LATEST_FILE, said.dump())
 
 
 def replace(path: Path, data: bytes, undo: contextlib.ExitStack) -> None:
     """Writes a file. `undo` restores the old content, or removes the file if there was none."""
     if durable.exists(path):
-        undo.callback(_restore, path, durable.read_file(path, _MOST_BYTES))
+        undo.callback(_restore, path, durable.read_file(path, MOST_POINTER_BYTES))
     else:
         undo.callback(remove, path)
     durable.write_file(path, data)
@@ -298,29 +333,33 @@ def drop_tags(save_dir: Path, run_id: str, num_more: int) -> None:
     A pointer whose manifest was removed is removed too, and does not count. Complete copies are neither dropped nor counted.
     """
     try:
-        pointers = _pointers(save_dir)
+        latest, pointers = read_latest(save_dir), pointers_of(save_dir)
     except (ManifestError, OSError) as error:
         logger.warning("%s: checkpoints of earlier runs are left: %s", save_dir, error)
         return
-    others = [(file, manifest) for file, pointer, manifest in pointers if pointer.run_id != run_id]
-    stores = [(file, manifest) for file, manifest in others if RunName.of(manifest.parent) is not None]  # no copies
-    gone = [file for file, manifest in stores if is_removed(manifest)]
+    others = [
+        each for each in pointers if each[1].run_id != run_id and (latest is None or each[0].parent.name != latest.tag)
+    ]
+    stores = [each for each in others if RunName.of(real(each[2]).parent) is not None]  # no copies
+    gone = [file for file, pointer, manifest in stores if is_removed(pointer, manifest)]
     for file in gone:  # a process died after it removed the manifest and before the pointer
         remove_pointer(file)
-    for file, manifest in [each for each in stores if each[0] not in gone][num_more:]:
+    for file, _, manifest in [each for each in stores if each[0] not in gone][num_more:]:
         if drop_step(manifest, f"checkpoint {file.parent.name!r} of an earlier run is dropped: newer ones are kept"):
             remove_pointer(file)
 
 
-def is_removed(manifest: Path) -> bool:
-    """Whether a manifest in a run's folder was removed: it is missing, and that folder or another run's beside it exists.
+def is_removed(pointer: Pointer, manifest: Path) -> bool:
+    """Whether the manifest of a pointer was removed from a run's folder: it is missing, and that folder or another run's beside
+    it exists, and the tag has no newer one there.
 
     If the disk is not mounted or the folder is not readable, the answer is False. Never raises OSError.
     """
     try:
         manifest.lstat()
     except FileNotFoundError:
-        return manifest.parent.is_dir() or bool(run_folders(manifest.parent.parent))
+        is_there = manifest.parent.is_dir() or bool(run_folders(manifest.parent.parent))
+        return is_there and newer_of(pointer, manifest) is None
     except OSError:
         return False
     return False
@@ -375,17 +414,3 @@ def _folders(opened: Opened) -> Sequence[Path]:
         found.update(real(folder / file).parent for file in part.files)
         found.add(folder)
     return sorted(folder for folder in {real(each) for each in found} if folder.exists())
-
-
-def _pointers(save_dir: Path) -> list[tuple[Path, Pointer, Path]]:
-    """(pointer file, pointer, manifest path) of a folder's tags, newest first, without the tag that `latest` names.
-
-    Files that are not valid pointers are skipped. Raises ManifestError, OSError when `latest` cannot be read.
-    """
-    latest, found = read_latest(save_dir), []
-    for file in save_dir.glob(f"*/{POINTER_FILE}"):
-        if file.parent.name != latest:
-            with contextlib.suppress(ManifestError, OSError):
-                pointer, manifest = read_pointer(file)
-                found.append((file.stat().st_mtime_ns, (file, pointer, real(manifest))))
-    return [each for _, each in sorted(found, key=lambda each: each[0], reverse=True)]
