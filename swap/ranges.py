@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,8 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 """A column of a table: byte offsets, lengths, element starts or row numbers. A model has tens of thousands of ranges, so one
 numpy operation handles all of them."""
+
+N = TypeVar("N", int, Numbers)
 
 
 def spread(first: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
@@ -91,6 +93,6 @@ class FreeRanges:
         return list(self._ranges)
 
 
-def round_up(value: int, unit: int) -> int:
-    """The least multiple of `unit` that is not less than `value`."""
+def round_up(value: N, unit: int) -> N:
+    """The least multiple of `unit` that is not less than `value`, a number or a column of them."""
     return -(-value // unit) * unit

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tiermem.swap import durable
@@ -384,7 +386,7 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
                 take_room(self._fd, 0, round_up(num_bytes, ALIGNMENT), self.path)
             arena = Arena(_WRITE_PIECE_BYTES * _NUM_PIECES)
             closing.callback(arena.close)
-            self._pieces = [arena.take(_WRITE_PIECE_BYTES, "a write buffer").tensor for _ in range(_NUM_PIECES)]
+            self._pieces = [arena.take(_WRITE_PIECE_BYTES, "a write buffer").tensor.numpy() for _ in range(_NUM_PIECES)]
             self._queue = Queue(files={self._fd: str(self.path)})
             closing.callback(self._queue.close)
             opened.pop_all()
@@ -401,16 +403,17 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
         """Number of bytes put so far."""
         return self._offset + self._filled
 
-    def put(self, data: torch.Tensor) -> None:
-        """Adds a flat uint8 CPU tensor; the caller may change it after the return. Blocks while all buffers are in flight.
+    def put(self, data: torch.Tensor | npt.NDArray[np.uint8]) -> None:
+        """Adds a flat uint8 CPU tensor or array; the caller may change it after the return.
 
-        Raises OSError of this or an earlier write, ValueError beyond num_bytes.
+        Blocks while all buffers are in flight. Raises OSError of this or an earlier write, ValueError beyond num_bytes.
         """
-        if self.position + data.numel() > self.num_bytes:
-            raise ValueError(f"{self.path}: byte {self.position + data.numel()} of a file of {self.num_bytes} bytes")
-        done = 0
-        while done < data.numel():
-            taken = min(data.numel() - done, _WRITE_PIECE_BYTES - self._filled)
+        data = data.numpy() if isinstance(data, torch.Tensor) else data
+        num_bytes, done = len(data), 0
+        if self.position + num_bytes > self.num_bytes:
+            raise ValueError(f"{self.path}: byte {self.position + num_bytes} of a file of {self.num_bytes} bytes")
+        while done < num_bytes:
+            taken = min(num_bytes - done, _WRITE_PIECE_BYTES - self._filled)
             self._piece()[self._filled : self._filled + taken] = data[done : done + taken]
             self._filled += taken
             done += taken
@@ -419,7 +422,8 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
 
     def skip_to(self, position: int) -> None:
         """Writes zeros up to a position."""
-        self.put(torch.zeros(position - self.position, dtype=torch.uint8))
+        if position != self.position:
+            self.put(np.zeros(position - self.position, np.uint8))
 
     def close(self) -> None:
         """Ends every write and syncs the file. Its name is durable after a sync of the folder. Blocks.
@@ -430,7 +434,7 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
             if self.position != self.num_bytes:
                 raise ValueError(f"{self.path}: {self.position} of {self.num_bytes} bytes were put")
             if self._filled:
-                self._piece()[self._filled :].zero_()
+                self._piece()[self._filled :] = 0
                 self._write()
             self._in_flight.finish()
             os.ftruncate(self._fd, self.num_bytes)
@@ -455,13 +459,13 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
         if closing is not None:
             closing.close()
 
-    def _piece(self) -> torch.Tensor:
+    def _piece(self) -> npt.NDArray[np.uint8]:
         """Returns the present buffer; no write of it is in flight."""
         return self._pieces[self._offset // _WRITE_PIECE_BYTES % _NUM_PIECES]
 
     def _write(self) -> None:
         """Starts writing the present buffer, in whole blocks."""
         length = round_up(self._filled, ALIGNMENT)
-        tag = self._queue.submit([Op(WRITE, self._fd, self._piece().data_ptr(), length, self._offset)])
+        tag = self._queue.submit([Op(WRITE, self._fd, self._piece().ctypes.data, length, self._offset)])
         self._offset, self._filled = self._offset + self._filled, 0
         self._in_flight.add(functools.partial(self._queue.finish, tag))

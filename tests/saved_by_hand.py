@@ -45,6 +45,12 @@ def states_of(pieces: Iterable[Piece]) -> tuple[PartState, ...]:
     return tuple(found.values())
 
 
+def pieces_of(part: Part) -> list[Piece]:
+    """All pieces of a part, one by one."""
+    found = ((of, piece) for of in part.states for piece in of.pieces)
+    return [Piece(of.param, of.state, of.kind, *piece, kinds.bytes_of(of.kind, piece[1])) for of, piece in found]
+
+
 States = Mapping[str, Mapping[str, torch.Tensor]]
 """By parameter and state; a split master is int16."""
 

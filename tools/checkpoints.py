@@ -12,12 +12,13 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
+from tiermem.checkpoint.format.fields import no_collection
 from tiermem.checkpoint.format.manifest import Manifest, Parameter
 from tiermem.checkpoint.interchange.foreign import Foreign
 from tiermem.checkpoint.interchange.write import read_foreign, write_checkpoint
@@ -178,27 +179,11 @@ def _name(path: Path, where: Path) -> str:
 
 _OF_PARAMETER = ("name", "aliases", "role", "shape", "dtype", "is_trainable", "num_steps")
 
-
-class Row(NamedTuple):
-    """One tensor of the model or the optimizer, as the manifest has it, with its states."""
-
-    parameter: Parameter
-    states: dict[str, str]  # state -> kind
-    state_bytes: dict[str, int]
-    files: tuple[str, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all states."""
-        return sum(self.state_bytes.values())
-
-    def figures(self) -> dict[str, Any]:
-        """As --json has it."""
-        facts = {name: getattr(self.parameter, name) for name in _OF_PARAMETER}
-        states = {"states": self.states, "state_bytes": self.state_bytes, "files": self.files}
-        return {**facts, **states, "num_bytes": self.num_bytes}
+Figures = Mapping[str, Any]
+"""One tensor of the model or the optimizer, as the manifest has it, with its states, their kinds, bytes and files."""
 
 
+@no_collection()
 def inspect_checkpoint(options: InspectOptions, console: Console) -> int:
     """Prints the step and returns 0. Blocks; raises ValueError and OSError for what cannot be opened or matches nothing."""
     patterns = options.patterns or ("*",)
@@ -207,48 +192,58 @@ def inspect_checkpoint(options: InspectOptions, console: Console) -> int:
         named = [p for p in manifest.parameters if any(fnmatch.fnmatchcase(p.name, each) for each in patterns)]
         if options.patterns and not named:
             raise ValueError(f"--match: no tensor of {place} is named {' or '.join(patterns)}")
-        rows = [_row(source, each) for each in named]
+        rows = [_figures(source, each) for each in named]
     if options.shows_json:
         head = {name: getattr(manifest, name) for name in ("step", "tag", "run_id", "commit", "world", "num_shards")}
-        tensors = {"tensors": [row.figures() for row in rows], "totals": totals(rows)}
+        tensors = {"tensors": rows, "totals": totals(rows)}
         print_json({"made_by": "tiermem inspect", **head, "place": place, "excluded": manifest.excluded, **tensors})
         return 0
     _print_tensors(rows, manifest, place, console)
     return 0
 
 
-def totals(rows: Sequence[Row]) -> dict[str, int]:
+def totals(rows: Sequence[Figures]) -> dict[str, int]:
     """Bytes of each state over all rows."""
     found: Counter[str] = Counter()
     for row in rows:
-        found.update(row.state_bytes)
+        found.update(row["state_bytes"])
     return dict(found)
 
 
-def _row(source: Source, each: Parameter) -> Row:
+def _figures(source: Source, each: Parameter) -> Figures:
+    """As --json has it."""
     states = source.states(each.name)
-    return Row(
-        each,
-        {state: source.kind(each.name, state) or "" for state in states},
-        {state: source.bytes_of(each.name, state) for state in states},
-        tuple(dict.fromkeys(str(file) for state in states for file in source.files(each.name, state))),
-    )
+    sizes = {state: source.bytes_of(each.name, state) for state in states}
+    return {
+        **{name: getattr(each, name) for name in _OF_PARAMETER},
+        "states": {state: source.kind(each.name, state) or "" for state in states},
+        "state_bytes": sizes,
+        "files": tuple(dict.fromkeys(str(file) for state in states for file in source.files(each.name, state))),
+        "num_bytes": sum(sizes.values()),
+    }
 
 
-def _print_tensors(rows: Sequence[Row], manifest: Manifest, place: str, console: Console) -> None:
+def _print_tensors(rows: Sequence[Figures], manifest: Manifest, place: str, console: Console) -> None:
     tag = f", tag {manifest.tag}" if manifest.tag else ""
     ranks = f"{manifest.world} rank{'s' if manifest.world > 1 else ''}"
     console.print(f"{place}: step {manifest.step}{tag}, saved by {ranks}, run {manifest.run_id}")
-    roots = {file: f"[{number}]" for number, file in enumerate(dict.fromkeys(f for row in rows for f in row.files))}
-    shown = table("", "", "shape", "dtype", "states", ">bytes", ">steps", "file", "name")
+    roots = {file: f"[{number}]" for number, file in enumerate(dict.fromkeys(f for row in rows for f in row["files"]))}
+    # The mode: p parameter, b buffer, o ordinary; t trainable; s stepped.
+    lines = [("", "shape", "dtype", "states", "bytes", "steps", "file", "name")]
     for row in rows:
-        tensor = row.parameter
-        shape = " x ".join(map(str, tensor.shape)) or "scalar"
-        states = " ".join(f"{state}:{kind}" for state, kind in row.states.items())
-        name = tensor.name + (f" = {', '.join(tensor.aliases)}" if tensor.aliases else "")
-        sizes = (f"{row.num_bytes:,}", str(tensor.num_steps), " ".join(roots[f] for f in row.files))
-        shown.add_row(_mode(tensor), shape, tensor.dtype, states, *sizes, name)
-    console.print(shown)
+        shape = " x ".join(map(str, row["shape"])) or "scalar"
+        states = " ".join(f"{state}:{kind}" for state, kind in row["states"].items())
+        name = " = ".join([row["name"], *([", ".join(row["aliases"])] if row["aliases"] else [])])
+        mode = row["role"][0] + ("t" if row["is_trainable"] else "-") + ("s" if row["num_steps"] else "-")
+        sizes = (f"{row['num_bytes']:,}", str(row["num_steps"]), " ".join(roots[f] for f in row["files"]))
+        lines.append((mode, shape, row["dtype"], states, *sizes, name))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    form = (
+        "  ".join(f"{{:{'>' if place in (4, 5) else ''}{width}}}" for place, width in enumerate(widths[:-1])) + "  {}"
+    )
+    console.out(
+        "\n".join(form.format(*cells) for cells in lines), highlight=False
+    )  # rich tables take a minute for 100,000
     for file, mark in roots.items():
         console.print(f"{mark} {file}", style="dim")
     found = totals(rows)
@@ -256,11 +251,6 @@ def _print_tensors(rows: Sequence[Row], manifest: Manifest, place: str, console:
     console.print(f"{len(rows)} tensors, {format_bytes(sum(found.values()))}: {parts or 'nothing'}")
     if manifest.excluded:
         console.print(f"left out when it was saved, frozen: {', '.join(manifest.excluded)}", style="dim")
-
-
-def _mode(tensor: Parameter) -> str:
-    """What it is, in three letters: p parameter, b buffer, o ordinary; t trainable; s stepped."""
-    return tensor.role[0] + ("t" if tensor.is_trainable else "-") + ("s" if tensor.num_steps else "-")
 
 
 # ---- tiermem import SOURCE OUT ---------------------------------------------------------------------------------------

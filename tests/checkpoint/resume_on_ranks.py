@@ -18,6 +18,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from launch import as_rank
+from saved_by_hand import pieces_of
 from twins import VOCAB, Tower, seeded
 
 import tiermem
@@ -126,7 +127,7 @@ def spoil(folder: Path) -> None:
     """Flips a bit of the last elements of a moment, which rank 1 holds."""
     with checkpoint.Source.open(folder) as source:
         part = source.parts[1]
-        piece = next(each for each in part.pieces if (each.param, each.state) == ("head.weight", "exp_avg"))
+        piece = next(each for each in pieces_of(part) if (each.param, each.state) == ("head.weight", "exp_avg"))
         file = source.file.parent / part.files[piece.file]
     with open(file, "r+b") as stream:
         stream.seek(piece.offset)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from saved_by_hand import pieces_of
 from torch import nn
 
 import tiermem
@@ -90,7 +91,7 @@ def states_in(save_dir: Path, tag: str) -> dict[tuple[str, str], bytes]:
     _, manifest, parts = opened(save_dir, tag)
     found: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
     for folder, part in parts:
-        for piece in part.pieces:
+        for piece in pieces_of(part):
             with open(folder / part.files[piece.file], "rb") as file:
                 file.seek(piece.offset)
                 data = file.read(piece.num_bytes)

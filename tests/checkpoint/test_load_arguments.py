@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from saved_by_hand import pieces_of
 from test_resume import check_same, counters, started, states, train
 from torch import nn
 from twins import assert_same_tensors, loss_of
@@ -251,7 +252,7 @@ def test_nothing_saved_is_a_warning_and_a_missing_tag_an_error(
 
 def flip_in_segment(folder: Path, param: str, state: str) -> None:
     with checkpoint.Source.open(folder) as source:
-        piece = next(p for p in source.parts[0].pieces if (p.param, p.state) == (param, state))
+        piece = next(p for p in pieces_of(source.parts[0]) if (p.param, p.state) == (param, state))
         file = source.file.parent / source.parts[0].files[piece.file]
     with open(file, "r+b") as stream:
         stream.seek(piece.offset + 9)

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from tiermem.checkpoint.format import kinds
+from tiermem.checkpoint.format.finding import Key, Rows, joined_rows
 from tiermem.checkpoint.saving.copies import lay_out
-from tiermem.checkpoint.saving.pieces import Resting, Stretch, checksums, cuts, joined_rows, rows_of
+from tiermem.checkpoint.saving.pieces import Resting, Stretch, checksums, cuts
 from tiermem.swap.checksum import Pieces, Sums, crc32c
 from tiermem.swap.entry import Freeze, Stored
 from tiermem.swap.files import Extent
@@ -91,6 +92,11 @@ class Made:
             table.put(np.arange(len(crcs)), np.array(crcs, np.uint32))
             table.is_known[::7] = False
         return made
+
+
+def rows_of(keys: Sequence[Key], rows: Sequence[tuple[int, int, int, int, int, int]]) -> Rows:
+    """Rows from tuples (key, start, numel, file, offset, bytes)."""
+    return Rows(keys, *np.array(rows, np.int64).reshape(-1, 6).T)
 
 
 def whole(rows: Sequence[Sequence[int]], kind: str, files: Sequence[Path]) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from runs import files_below, live_states, model, opened, policy, states_in, train
-from saved_by_hand import latest_of
+from saved_by_hand import latest_of, pieces_of
 
 import tiermem
 from tiermem import checkpoint
@@ -69,7 +69,7 @@ def test_smaller_states_are_saved_as_they_are_kept(tmp_path: Path, preset: str) 
         checkpoint.save(shards, optimizer, tmp_path, "t")
         saved, (_, _, [(_, part)]) = states_in(tmp_path, "t"), opened(tmp_path, "t")
     numel, name = 37 * 13, "embed.weight"
-    kinds = {(piece.param, piece.state): piece.kind for piece in part.pieces}
+    kinds = {(piece.param, piece.state): piece.kind for piece in pieces_of(part)}
     assert kinds[name, "weight"] == "bf16" and len(saved[name, "weight"]) == 2 * numel
     assert kinds.get((name, "master")) == (None if preset == "bf16" else "split")
     assert kinds[name, "exp_avg"] == ("8bit" if preset == "tiny" else "bf16")

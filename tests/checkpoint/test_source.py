@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from saved_by_hand import write
+from saved_by_hand import pieces_of, write
 
 from tiermem.checkpoint.format.fields import ManifestError
 from tiermem.checkpoint.format.finding import NothingSaved
@@ -103,7 +103,7 @@ def test_a_flipped_bit_is_named_and_the_older_step_is_whole(tmp_path: Path) -> N
     two_tags(tmp_path)
     with Source.open(tmp_path) as source:
         part = source.parts[1]
-        piece = next(p for p in part.pieces if p.state == "exp_avg" and p.param == "big")
+        piece = next(p for p in pieces_of(part) if p.state == "exp_avg" and p.param == "big")
         file = tmp_path / "new" / part.files[piece.file]
     flip(file, piece.offset + 5 * 4 + 1)
     with Source.open(tmp_path) as source, pytest.raises(DamagedState) as caught:
@@ -127,7 +127,7 @@ def test_a_flipped_bit_is_named_and_the_older_step_is_whole(tmp_path: Path) -> N
 def test_a_whole_block_is_verified_even_for_one_element(tmp_path: Path) -> None:
     folder = write(tmp_path, states())
     with Source.open(tmp_path) as source:
-        piece = next(p for p in source.parts[0].pieces if (p.param, p.state) == ("big", "master"))
+        piece = next(p for p in pieces_of(source.parts[0]) if (p.param, p.state) == ("big", "master"))
         flip(folder / source.parts[0].files[piece.file], piece.offset + CHECKSUM_BYTES - 1)
         with pytest.raises(DamagedState, match="elements 0 to 262144"):
             source.read("big", "master", 0, 1)

@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -129,7 +130,7 @@ def test_what_a_step_that_cannot_be_read_may_name_is_not_called_free(tmp_path: P
 def test_blocks_hold_every_byte_and_no_other_block(drawn: list[tuple[int, int]]) -> None:
     ranges = [(start, start + num_bytes) for start, num_bytes in drawn]
     due = {number for start, stop in ranges for number in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))}
-    found = blocks(ranges)
+    found = blocks([np.array(ranges, np.int64).reshape(-1, 2)]).tolist()
     assert {number for start, stop in found for number in range(start // BLOCK_BYTES, stop // BLOCK_BYTES)} == due
-    assert length(found) == len(due) * BLOCK_BYTES
+    assert length(np.array(found).reshape(-1, 2)) == len(due) * BLOCK_BYTES
     assert all(one[1] < other[0] for one, other in itertools.pairwise(found))

@@ -10,7 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from tiermem.checkpoint.format.fields import ManifestError
+import numpy as np
+
+from tiermem.checkpoint.format.fields import ManifestError, no_collection
 from tiermem.checkpoint.format.finding import (
     Found,
     NothingSaved,
@@ -20,6 +22,7 @@ from tiermem.checkpoint.format.finding import (
     read_parts,
     read_pointer,
     real,
+    rows_of_part,
     tags_of,
 )
 from tiermem.checkpoint.format.manifest import LATEST_FILE, POINTER_FILE, Part
@@ -27,14 +30,17 @@ from tiermem.checkpoint.interchange.from_deepspeed import is_deepspeed
 from tiermem.checkpoint.opening.source import Source
 from tiermem.checkpoint.opening.verified import DamagedState
 from tiermem.checkpoint.saving.publish import alone, is_removed, remove_pointer, remove_unfinished, write_latest
+from tiermem.swap.ranges import Numbers
 from tiermem.swap.run_folder import RunName, holds_states, is_live, is_made, is_stillborn, owner_of, run_folders, share
 
 # ---- disk space ------------------------------------------------------------------------------------------------------
 
 BLOCK_BYTES = 4096
 
-Ranges = Sequence[tuple[int, int]]
-"""(start, stop) of byte ranges, sorted; no two ranges touch."""
+_MOST_BYTES = 1 << 62  # more than any file has; a whole block beyond it has a number
+
+Ranges = Numbers
+"""(start, stop) of byte ranges, one row each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,15 +85,16 @@ class Named:
     """The blocks of files that durable steps name."""
 
     def __init__(self) -> None:
-        self._steps: dict[Path, dict[Path, list[tuple[int, int]]]] = {}  # the step's manifest, then the file
+        self._steps: dict[Path, dict[Path, list[Ranges]]] = {}  # the step's manifest, then the file
 
     def add(self, step: Path, parts: Iterable[tuple[Path, Part]]) -> None:
         """Adds a step, identified by its manifest: its parts, each with the folder of the part."""
         found = self._steps[step] = {}
         for place, part in parts:
-            files = [real(place / name) for name in part.files]
-            for piece in part.pieces:
-                found.setdefault(files[piece.file], []).append((piece.offset, piece.offset + piece.num_bytes))
+            rows = rows_of_part(part)
+            ranges = np.stack((rows.offset, rows.offset + rows.num_bytes), 1)
+            for number in set(rows.file.tolist()):
+                found.setdefault(real(place / part.files[number]), []).append(ranges[rows.file == number])
 
     def knows(self, step: Path) -> bool:
         """Whether a step's parts have been read and added."""
@@ -96,7 +103,7 @@ class Named:
     def blocks_of(self, file: Path, without: Path | None = None) -> Ranges:
         """The blocks that any step names, except the step `without`."""
         named = (files.get(real(file), ()) for step, files in self._steps.items() if step != without)
-        return blocks(each for ranges in named for each in ranges)
+        return blocks([each for ranges in named for each in ranges])
 
     def by_folder(self, step: Path) -> tuple[StepSpace, ...]:
         """The space of a step in each folder."""
@@ -120,21 +127,19 @@ def space_of(files: Iterable[Path], named: Named, goes_on: bool, is_clear: bool)
     return total_of(found)
 
 
-def blocks(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Ranges as whole blocks, sorted and joined."""
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        first, last = start // BLOCK_BYTES * BLOCK_BYTES, -(-stop // BLOCK_BYTES) * BLOCK_BYTES
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(last, found[-1][1])
-        else:
-            found.append((first, last))
-    return found
+def blocks(several: Sequence[Ranges]) -> Ranges:
+    """All ranges as whole blocks, sorted and joined."""
+    ranges = np.minimum(np.concatenate([np.zeros((0, 2), np.int64), *several]), _MOST_BYTES)
+    starts, stops = ranges[np.argsort(ranges[:, 0])].T
+    starts = starts // BLOCK_BYTES * BLOCK_BYTES
+    stops = np.maximum.accumulate(-(-stops // BLOCK_BYTES) * BLOCK_BYTES)  # the farthest so far
+    firsts = np.flatnonzero(np.append(True, starts[1:] > stops[:-1])[: len(starts)])
+    return np.stack((starts[firsts], stops[np.append(firsts, len(stops))[1:] - 1]), 1)
 
 
 def length(ranges: Ranges) -> int:
     """Total bytes of ranges."""
-    return sum(stop - start for start, stop in ranges)
+    return int((ranges[:, 1] - ranges[:, 0]).sum())
 
 
 def _of_file(file: Path, named: Named, goes_on: bool, is_clear: bool) -> Space:
@@ -145,8 +150,8 @@ def _of_file(file: Path, named: Named, goes_on: bool, is_clear: bool) -> Space:
     durable_bytes = min(length(frozen), taken)
     live_bytes = 0
     if goes_on:
-        written = blocks(_data_of(file))
-        live_bytes = min(length(blocks([*frozen, *written])) - length(frozen), taken - durable_bytes)
+        written = np.array(list(_data_of(file)), np.int64).reshape(-1, 2)
+        live_bytes = min(length(blocks([frozen, written])) - length(frozen), taken - durable_bytes)
     rest = taken - durable_bytes - live_bytes
     unnamed = {"free_bytes" if is_clear else "unclear_bytes": rest}
     return Space(file_bytes=taken, durable_bytes=durable_bytes, live_bytes=live_bytes, **unnamed)
@@ -271,6 +276,7 @@ class Survey:
         )
 
 
+@no_collection()
 def survey(where: Path, verifies: bool = False, progress: Progress | None = None) -> Survey:
     """Lists the contents of a folder: a store's path, a run's folder, a folder of checkpoints, or a tag's folder.
 
@@ -396,7 +402,8 @@ def _step(found: Found, verifies: bool, progress: Progress | None, named: Named)
             world=manifest.world,
             num_parameters=len(manifest.parameters),
         )
-        named.add(report.manifest, read_parts(opened))
+        opened = opened._replace(parts=read_parts(opened))
+        named.add(report.manifest, opened.parts)
         with Source(opened) as source:
             if verifies:
                 for param in source.parameters:

@@ -65,7 +65,9 @@ class StateTiles:
         num_moments = max((len(self.names(s)) for live in trainable for s in live.unit.shards), default=0)
         self.tiles = self._at_home([tile for live in trainable for tile in self._cut(live, num_moments)])
         self._pieces: dict[Shard, list[tuple[Tile, ShardRange]]] = {}  # of each parameter, in the order of elements
+        self._of_unit: dict[LiveUnit, list[Tile]] = {}
         for tile in self.tiles:
+            self._of_unit.setdefault(tile.live, []).append(tile)
             for part in tile.ranges:
                 self._pieces.setdefault(part.shard, []).append((tile, part))
         if any(tile.entry in self._store for tile in self.tiles):
@@ -93,7 +95,7 @@ class StateTiles:
 
     def step_unit(self, live: LiveUnit, grads: torch.Tensor, rule_of: RuleOf) -> None:
         """Steps one unit's tiles with the given gradients: flat, in its shard layout. Blocks; raises OSError."""
-        self._step([tile for tile in self.tiles if tile.live is live], rule_of, grads)
+        self._step(self._of_unit.get(live, ()), rule_of, grads)
 
     def state(self, shard: Shard, name: str) -> torch.Tensor:
         """A copy of this rank's part of one state of a parameter: fp32, flat, without padding. Blocks; raises OSError.
@@ -205,7 +207,7 @@ class StateTiles:
             tile.mark_started()
         for live in {tile.live for tile in tiles}:
             initial = initial_master(live.unit)
-            if initial in self._store and all(t.is_started for t in self.tiles if t.live is live):
+            if initial in self._store and all(tile.is_started for tile in self._of_unit[live]):
                 self._store.drop(initial)
 
     def _cut(self, live: LiveUnit, num_moments: int) -> Iterator[Tile]:
@@ -235,13 +237,12 @@ class StateTiles:
     def _protect(self) -> None:
         """Sets up checksums for bytes on NVMe: for states, and anew for weights, because tiles write parts of them."""
         rank = self._shards.topology.shard_rank
-        cuts: dict[LiveUnit, list[int]] = {}
         for tile in self.tiles:
-            cuts.setdefault(tile.live, []).append(tile.start)
             if tile.state_bytes and tile.home is Tier.NVME:
                 self._store.sums.protect(tile.entry, StatePieces(tile_runs(tile, rank, self.names)).pieces)
-        for live, starts in cuts.items():
+        for live, tiles in self._of_unit.items():
             if live.entry is not None:
+                starts = [tile.start for tile in tiles]
                 self._store.sums.protect(live.entry, StatePieces(weight_runs(live.unit, rank, starts)).pieces)
 
     # ---- reading and writing pieces ----------------------------------------------------------------------------------------

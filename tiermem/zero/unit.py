@@ -510,11 +510,9 @@ def _by_kind(
     params: list[nn.Parameter], is_trained: bool, lowered: Mapping[nn.Parameter, torch.dtype]
 ) -> dict[_Kind, list[nn.Parameter]]:
     kinds: dict[_Kind, list[nn.Parameter]] = {}
-    for param in params:
+    for param in dict.fromkeys(params):
         kind = _Kind(param.dtype, param.requires_grad and is_trained, lowered.get(param, param.dtype))
-        alike = kinds.setdefault(kind, [])
-        if all(param is not other for other in alike):
-            alike.append(param)
+        kinds.setdefault(kind, []).append(param)
     return kinds
 
 

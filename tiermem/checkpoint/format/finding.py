@@ -1,4 +1,4 @@
-"""Finding: the durable steps of a place, the paths of their files, and the check that their parts are complete.
+"""Finding: the durable steps of a place, the paths of their files, and the pieces of all parts as arrays, checked.
 
 This module opens manifests, parts, pointers and `latest`. It never opens the files of states; opening/source.py does.
 """
@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.fields import MOST_BYTES, ManifestError, crc32c
+from tiermem.checkpoint.format.fields import LARGEST, MOST_BYTES, ManifestError, crc32c, no_collection
 from tiermem.checkpoint.format.manifest import (
     CHECKSUM_BYTES,
     LATEST_FILE,
@@ -24,6 +26,7 @@ from tiermem.checkpoint.format.manifest import (
     Manifest,
     Parameter,
     Part,
+    PartState,
     Piece,
     Pointer,
     parse_manifest,
@@ -31,11 +34,113 @@ from tiermem.checkpoint.format.manifest import (
     parse_pointer,
 )
 from tiermem.swap import durable
+from tiermem.swap.ranges import Numbers
+
+# ---- rows: pieces as arrays ------------------------------------------------------------------------------------------
+
+Key = tuple[str, str, str]
+"""Parameter, state, kind."""
+
+
+class Rows(NamedTuple):
+    """Pieces as flat int64 arrays of one length, because a model has hundreds of thousands; manifest.Piece is one piece.
+
+    Row i holds elements [start, start + numel) of the state `keys[key]`, in `num_bytes` bytes from `offset` of file `file`, an
+    index into the files of a part, or of all parts one after another.
+    """
+
+    keys: Sequence[Key]
+    key: Numbers
+    start: Numbers
+    numel: Numbers
+    file: Numbers
+    offset: Numbers
+    num_bytes: Numbers
+
+    def states(self) -> tuple[PartState, ...]:
+        """The rows as a part lists them: keys in their order, each with its rows in the order of elements."""
+        order = np.lexsort((self.start, self.key))
+        table = np.stack((self.start, self.numel, self.file, self.offset), 1)[order].tolist()
+        edges = [0, *np.cumsum(np.bincount(self.key, minlength=len(self.keys))).tolist()]
+        found = zip(self.keys, itertools.pairwise(edges), strict=True)
+        return tuple(PartState(*key, table[start:end]) for key, (start, end) in found if start < end)
+
+
+def rows_of_part(part: Part) -> Rows:
+    """The pieces of a part, in their order."""
+    states = [each for each in part.states if each.pieces]
+    keys, counts = [(each.param, each.state, each.kind) for each in states], [len(each.pieces) for each in states]
+    pieces = itertools.chain.from_iterable(each.pieces for each in states)
+    start, numel, file, offset = np.fromiter(itertools.chain.from_iterable(pieces), np.int64).reshape(-1, 4).T
+    key = np.repeat(np.arange(len(keys)), counts)
+    grain_bytes, grain_numel = grains(keys)
+    return Rows(keys, key, start, numel, file, offset, -(-numel // grain_numel[key]) * grain_bytes[key])
+
+
+def joined_rows(several: Sequence[Rows]) -> Rows:
+    """All rows of several Rows. A key may occur in more than one."""
+    if len(several) == 1:
+        return several[0]
+    keys = dict.fromkeys(key for rows in several for key in rows.keys)
+    numbers = dict(zip(keys, range(len(keys)), strict=True))
+    tables = [
+        np.stack((np.array([numbers[key] for key in rows.keys], np.int64)[rows.key], *rows[2:])) for rows in several
+    ]
+    return Rows(list(keys), *np.concatenate([np.zeros((6, 0), np.int64), *tables], 1))
+
+
+def grains(keys: Sequence[Key]) -> tuple[Numbers, Numbers]:
+    """The smallest unit of each key's kind, in bytes and in elements."""
+    numbers = {kind: number for number, kind in enumerate(sorted(kinds.KINDS))}
+    units = np.array([kinds.grain_of(kind) for kind in numbers], np.int64)
+    num_bytes, numel = units[np.fromiter((numbers[kind] for _, _, kind in keys), np.int64, len(keys))].T
+    return num_bytes, numel
+
 
 # ---- cover: the parts of a manifest hold every state once and whole --------------------------------------------------
 
-States = Mapping[tuple[str, str], Sequence[tuple[int, Piece]]]
-"""(rank, piece) of each (parameter, state), in the order of elements."""
+
+class States:
+    """The pieces of every state of all parts.
+
+    A model may have a million states. The pieces are rows of one table, and one operation handles a column of it. An object
+    is made for a piece when it is asked for.
+
+    Attributes:
+        numbers: of each (parameter, state).
+        rows: by state, then in the order of elements. Files are numbered one part after another.
+        number: of each row's state. firsts: the first row of each state.
+        kinds, num_bytes: of each state. With mixed kinds, the first.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.files = [(part.rank, file) for part in parts for file in part.files]
+        first_files = itertools.accumulate((len(part.files) for part in parts), initial=0)
+        moved = [(rows_of_part(part), first) for part, first in zip(parts, first_files, strict=False)]
+        rows = joined_rows([each._replace(file=each.file + first) for each, first in moved])
+        names = dict.fromkeys(key[:2] for key in rows.keys)
+        self.numbers = dict(zip(names, range(len(names)), strict=True))
+        number = np.array([self.numbers[key[:2]] for key in rows.keys], np.int64)[rows.key]
+        order = np.lexsort((rows.start, number))
+        self._table = np.stack(rows[1:], 1)[order]
+        self.rows, self.number = Rows(rows.keys, *self._table.T), number[order]
+        self.firsts = np.flatnonzero(np.diff(self.number, prepend=-1))
+        self._edges = [*self.firsts.tolist(), len(number)]
+        self.kinds = [rows.keys[key][2] for key in self.rows.key[self.firsts].tolist()]
+        sizes = self.rows.num_bytes
+        if sizes.sum(dtype=float) > LARGEST:  # of a hostile part: int64 would wrap around
+            sizes = sizes.astype(object)
+        self.num_bytes: list[int] = np.add.reduceat(sizes, self.firsts).tolist() if len(number) else []
+
+    def pieces(self, param: str, state: str) -> list[Piece]:
+        """The pieces of a state in the order of elements. Raises KeyError for a state without pieces."""
+        number = self.numbers[param, state]
+        return [self.piece(row) for row in range(self._edges[number], self._edges[number + 1])]
+
+    def piece(self, row: int) -> Piece:
+        """One piece."""
+        key, *rest = self._table[row].tolist()
+        return Piece(*self.rows.keys[key], *rest)
 
 
 def cover(manifest: Manifest, parts: Sequence[Part], source: str) -> States:
@@ -48,18 +153,15 @@ def cover(manifest: Manifest, parts: Sequence[Part], source: str) -> States:
     """
     _check_parts(manifest, parts, source)
     parameters = {each.name: each for each in manifest.parameters}
-    found: dict[tuple[str, str], list[tuple[int, Piece]]] = {}
-    for part in parts:
-        _check_files(part, source)
-        for piece in part.pieces:
-            if piece.param not in parameters:
-                raise ManifestError(f"{source}: part {part.rank}: {piece.param[:80]!r} is none of the parameters")
-            found.setdefault((piece.param, piece.state), []).append((part.rank, piece))
-    for (param, state), pieces in found.items():
-        pieces.sort(key=lambda each: each[1].start)
-        _check_state(parameters[param], state, pieces, source)
-    _check_due(manifest, found, source)
-    return found
+    states = States(parts)
+    for param, state in states.numbers:
+        if param not in parameters:
+            rank, _ = states.files[states.pieces(param, state)[0].file]
+            raise ManifestError(f"{source}: part {rank}: {param[:80]!r} is none of the parameters")
+    _check_files(states, source)
+    _check_states(states, parameters, source)
+    _check_due(manifest, states, parameters, source)
+    return states
 
 
 def _check_parts(manifest: Manifest, parts: Sequence[Part], source: str) -> None:
@@ -71,50 +173,59 @@ def _check_parts(manifest: Manifest, parts: Sequence[Part], source: str) -> None
             )
 
 
-def _check_files(part: Part, source: str) -> None:
-    for before, piece in itertools.pairwise(sorted(part.pieces, key=lambda each: (each.file, each.offset))):
-        if piece.file == before.file and piece.offset < before.offset + before.num_bytes:
-            raise ManifestError(
-                f"{source}: part {part.rank}: {piece.state} of {piece.param[:80]!r} overlaps another piece at byte "
-                f"{piece.offset} of {part.files[piece.file]}"
-            )
+def _check_files(states: States, source: str) -> None:
+    rows, order = states.rows, np.lexsort((states.rows.offset, states.rows.file))
+    file, offset, stop = rows.file[order], rows.offset[order], (rows.offset + rows.num_bytes)[order]
+    overlaps = (file[1:] == file[:-1]) & (offset[1:] < stop[:-1])
+    for row in order[1:][overlaps].tolist():
+        piece = states.piece(row)
+        rank, name = states.files[piece.file]
+        what = f"{piece.state} of {piece.param[:80]!r} overlaps another piece at byte {piece.offset} of {name}"
+        raise ManifestError(f"{source}: part {rank}: {what}")
 
 
-def _check_state(parameter: Parameter, state: str, pieces: Sequence[tuple[int, Piece]], source: str) -> None:
-    what = f"{source}: {state} of {parameter.name[:80]!r}"
-    end = 0
-    for rank, piece in pieces:
-        if piece.start != end:
-            word = "is missing" if piece.start > end else "is there twice"
-            raise ManifestError(f"{what}: element {min(end, piece.start)} {word} (part {rank})")
-        if piece.kind != pieces[0][1].kind:
-            raise ManifestError(f"{what}: mixes {pieces[0][1].kind} and {piece.kind}")
-        end += piece.numel
-    if end != parameter.numel:
-        raise ManifestError(f"{what}: its pieces hold {end} elements; the parameter has {parameter.numel}")
-    kind = pieces[0][1].kind
-    if state.split(".")[0] == WEIGHT and kinds.SCALES not in state and kind not in (parameter.dtype, kinds.PACKED):
-        raise ManifestError(f"{what}: is {kind}; the parameter is {parameter.dtype}")
-    is_split_of_other = kind == kinds.SPLIT and (state.split(".")[0] != MASTER or parameter.dtype != "bf16")
-    if is_split_of_other or (kind in kinds.OF_SCALES) != (kinds.SCALES in state):
-        raise ManifestError(f"{what}: is {kind}, which no such state is")
+def _check_states(states: States, parameters: Mapping[str, Parameter], source: str) -> None:
+    rows, firsts = states.rows, states.firsts
+    stops = rows.start + rows.numel
+    due = np.append(0, stops)[: len(stops)]
+    due[firsts] = 0
+    is_mixed = rows.key != rows.key[firsts][states.number]
+    lasts = np.append(firsts[1:], len(stops))[: len(firsts)] - 1
+    numel = np.fromiter((parameters[param].numel for param, _ in states.numbers), np.int64, len(firsts))
+    is_wrong = (rows.start != due) | is_mixed
+    is_wrong[lasts[stops[lasts] != numel]] = True
+    for row in np.flatnonzero(is_wrong).tolist():
+        param, state, kind, start, _, file, _, _ = states.piece(row)
+        what, first = f"{source}: {state} of {param[:80]!r}", int(firsts[states.number[row]])
+        if start != due[row]:
+            word = "is missing" if start > due[row] else "is there twice"
+            raise ManifestError(f"{what}: element {min(due[row], start)} {word} (part {states.files[file][0]})")
+        if is_mixed[row]:
+            raise ManifestError(f"{what}: mixes {states.piece(first).kind} and {kind}")
+        of = parameters[param].numel
+        raise ManifestError(f"{what}: its pieces hold {stops[row]} elements; the parameter has {of}")
 
 
-def _check_due(manifest: Manifest, found: States, source: str) -> None:
+def _check_due(manifest: Manifest, states: States, parameters: Mapping[str, Parameter], source: str) -> None:
     for parameter in manifest.parameters:
-        if parameter.numel and (parameter.name, WEIGHT) not in found:
+        if (parameter.name, WEIGHT) not in states.numbers and parameter.numel:
             raise ManifestError(f"{source}: {parameter.name[:80]!r} has no weight")
-    for (param, state), pieces in found.items():
-        if pieces[0][1].kind in kinds.SCALED and (param, kinds.scales_of(state)) not in found:
-            raise ManifestError(f"{source}: {state} of {param[:80]!r} is in 8 bits and has no scales")
-        num_bytes, sums = sum(piece.num_bytes for _, piece in pieces), manifest.checksums.get(param, {}).get(state)
-        due = -(-num_bytes // CHECKSUM_BYTES)
+    for (param, state), kind, num_bytes in zip(states.numbers, states.kinds, states.num_bytes, strict=True):
+        base, dtype, what = state.split(".")[0], parameters[param].dtype, f"{state} of {param[:80]!r}"
+        if base == WEIGHT and kinds.SCALES not in state and kind not in (dtype, kinds.PACKED):
+            raise ManifestError(f"{source}: {what}: is {kind}; the parameter is {dtype}")
+        is_split_of_other = kind == kinds.SPLIT and (base != MASTER or dtype != "bf16")
+        if is_split_of_other or (kind in kinds.OF_SCALES) != (kinds.SCALES in state):
+            raise ManifestError(f"{source}: {what}: is {kind}, which no such state is")
+        if kind in kinds.SCALED and (param, kinds.scales_of(state)) not in states.numbers:
+            raise ManifestError(f"{source}: {what} is in 8 bits and has no scales")
+        sums, due = manifest.checksums.get(param, {}).get(state), -(-num_bytes // CHECKSUM_BYTES)
         if sums is None or len(sums) != due:
-            has, what = "no" if sums is None else len(sums), f"{state} of {param[:80]!r}"
+            has = "no" if sums is None else len(sums)
             raise ManifestError(f"{source}: checksums: {what} has {has} checksums; {due} are due for {num_bytes} bytes")
-    for param, states in manifest.checksums.items():
-        for state in states:
-            if (param, state) not in found:
+    for param, sums_of in manifest.checksums.items():
+        for state in sums_of:
+            if (param, state) not in states.numbers:
                 raise ManifestError(f"{source}: checksums: {param[:80]!r} has no {state[:80]!r}")
 
 
@@ -200,6 +311,7 @@ class Opened(NamedTuple):
     file: Path
     manifest: Manifest
     place: Path  # the tag's folder, else the manifest
+    parts: Sequence[tuple[Path, Part]] = ()  # with their folders, once they are read
 
 
 class NothingSaved(FileNotFoundError):
@@ -311,6 +423,7 @@ def read_pointer(file: Path) -> tuple[Pointer, Path]:
     return pointer, file.parent / pointer.folder / pointer.file
 
 
+@no_collection()
 def read_manifest(found: Found) -> Opened:
     """The manifest of a place; a pointer is followed. Raises OSError, and ManifestError for a step of another tag or time."""
     if found.file.name != POINTER_FILE:
@@ -368,6 +481,7 @@ def _name(step: Pointer | Manifest) -> str:
 _OLDER = ": an older file was put in the place of a newer one. Open another tag"
 
 
+@no_collection()
 def read_parts(opened: Opened) -> list[tuple[Path, Part]]:
     """Every rank's part, with the folder of the part. Raises ManifestError, OSError."""
     found = []

@@ -56,7 +56,6 @@ has written with the same functions: a checkpoint that opening would refuse is n
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Literal, NamedTuple, TypeVar
@@ -164,15 +163,6 @@ class Part:
     data: Plain
     files: Names
     states: Records[PartState]
-
-    @functools.cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """All pieces, one by one."""
-        return tuple(
-            Piece(of.param, of.state, of.kind, start, numel, file, offset, kinds.bytes_of(of.kind, numel))
-            for of in self.states
-            for start, numel, file, offset in of.pieces
-        )
 
     def dump(self) -> bytes:
         """The file's bytes. Raises ManifestError for what `parse_part` refuses."""

@@ -19,10 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.fields import ManifestError
+from tiermem.checkpoint.format.fields import ManifestError, no_collection
 from tiermem.checkpoint.format.finding import Found, Opened, cover, find, read_manifest, read_parts
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Manifest, Parameter, Part
 from tiermem.checkpoint.opening.verified import LEAST_AREA_BYTES, DamagedState, Span, Stream, Verified
@@ -62,6 +63,7 @@ class Source:
     another process uses the store.
     """
 
+    @no_collection()
     def __init__(self, opened: Opened, others: Sequence[Found] = (), own: frozenset[Owner] = frozenset()) -> None:
         self.file = opened.file
         self.place = opened.place
@@ -73,7 +75,7 @@ class Source:
         with contextlib.ExitStack() as shared:
             self._shared: set[Path] = set()
             self._share(self.file.parent, shared)
-            self._open(read_parts(opened), shared)
+            self._open(opened.parts or read_parts(opened), shared)
             self._shares = shared.pop_all()
 
     def _open(self, parts: Sequence[tuple[Path, Part]], shared: contextlib.ExitStack) -> None:
@@ -81,21 +83,18 @@ class Source:
         for folder in dict.fromkeys(folder for folder, _ in parts):
             self._share(folder, shared)
         self.parts: tuple[Part, ...] = tuple(part for _, part in parts)
-        covered = cover(self.manifest, self.parts, str(self.file))
+        self._saved = cover(self.manifest, self.parts, str(self.file))
         self.parameters: Mapping[str, Parameter] = {each.name: each for each in self.manifest.parameters}
         self._aliases = {alias: each.name for each in self.manifest.parameters for alias in each.aliases}
         self._states: dict[str, list[str]] = {name: [] for name in self.parameters}
-        self._streams: dict[tuple[str, str], Stream] = {}
-        paths = [[folder / file for file in part.files] for folder, part in parts]  # once per file, not per piece
-        used: set[Path] = set()
-        for (param, state), pieces in covered.items():
-            placed = [(paths[rank][piece.file], piece) for rank, piece in pieces]
-            self._streams[param, state] = Stream(param, state, placed)
+        for param, state in self._saved.numbers:
             self._states[param].append(state)
-            used.update(path for path, _ in placed)
-        for folder in sorted({path.parent for path in used}):
+        self._streams: dict[tuple[str, str], Stream] = {}  # those that were asked for
+        self._paths = [folder / file for folder, part in parts for file in part.files]
+        used = set(self._saved.rows.file.tolist())
+        for folder in sorted({self._paths[number].parent for number in used}):
             self._share(folder, shared)
-        self._check_files()
+        self._check_files(used)
 
     @classmethod
     def open(cls, where: Path | str, tag: str | None = None, allow_older: bool = False) -> Self:
@@ -147,21 +146,21 @@ class Source:
 
     def kind(self, param: str, state: str) -> str | None:
         """How a state's elements are stored (kinds.py); None if the state was not saved."""
-        stream = self._streams.get((param, state))
-        return None if stream is None else stream.kind
+        number = self._saved.numbers.get((param, state))
+        return None if number is None else self._saved.kinds[number]
 
     def files(self, param: str, state: str) -> tuple[Path, ...]:
         """The files that hold a state, in the order of its elements."""
-        return tuple(self._streams[param, state].ends())
+        return tuple(dict.fromkeys(self._paths[piece.file] for piece in self._saved.pieces(param, state)))
 
     def bytes_of(self, param: str, state: str) -> int:
         """Bytes of a state in its stored form."""
-        return self._streams[param, state].num_bytes
+        return self._saved.num_bytes[self._saved.numbers[param, state]]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all states."""
-        return sum(stream.num_bytes for stream in self._streams.values())
+        return sum(self._saved.num_bytes)
 
     # ---- reading -------------------------------------------------------------------------------------------------------
 
@@ -182,13 +181,13 @@ class Source:
         Blocks. Raises DamagedState, OSError; KeyError for a state that was not saved; ValueError for a quantised state, whose
         codes need their scales: use `fp32`.
         """
-        out = torch.empty(numel, dtype=self._dtype(self._streams[param, state]))
+        out = torch.empty(numel, dtype=self._dtype(self._stream(param, state)))
         self.read_into(param, state, start, out)
         return out
 
     def read_into(self, param: str, state: str, start: int, out: torch.Tensor) -> None:
         """`read` into a flat contiguous CPU tensor of the kind's dtype; takes no memory for the whole range. Blocks."""
-        stream = self._streams[param, state]
+        stream = self._stream(param, state)
         dtype = self._dtype(stream)
         if out.dtype != dtype:
             raise ValueError(f"{state} of {param} is stored as {dtype}; it cannot be read into {out.dtype}")
@@ -201,11 +200,11 @@ class Source:
         A master that was not saved equals the weight; a moment that was not saved is zero.
         """
         base, _, rank = state.partition(kinds.OF_RANK)
-        if base == MASTER and (param, state) not in self._streams:
+        if base == MASTER and (param, state) not in self._saved.numbers:
             state = self._weight_beside(param, rank)
-        stream = self._streams.get((param, state))
-        if stream is None:
+        if (param, state) not in self._saved.numbers:
             return torch.zeros(numel)
+        stream = self._stream(param, state)
         if stream.kind in kinds.SCALED:
             return self._scaled(stream, start, numel)
         values = self.read(param, state, start, numel)
@@ -234,7 +233,7 @@ class Source:
 
     def verify(self, param: str, state: str) -> Iterator[int]:
         """Compares every block of a state with its checksum; yields the bytes of each chunk. Raises DamagedState, OSError."""
-        yield from self._verified.verify(self._streams[param, state])
+        yield from self._verified.verify(self._stream(param, state))
 
     # ---- helpers -------------------------------------------------------------------------------------------------------
 
@@ -246,35 +245,40 @@ class Source:
             shared.enter_context(share(place, name.run_id if owner_of(place) in self._own else None))
             self._shared.add(place)
 
-    def _check_files(self) -> None:
+    def _check_files(self, used: set[int]) -> None:
         """Raises OSError or ManifestError unless every file exists and is as long as its pieces require."""
-        sizes: dict[Path, int] = {}
-        for stream in self._streams.values():
-            for path, end in stream.ends().items():
-                if path not in sizes:
-                    sizes[path] = _size_of(path)
-                if end > sizes[path]:
-                    raise ManifestError(
-                        f"{path}: has {sizes[path]} bytes and {stream.state} of {stream.param} ends at byte {end}: it was cut, "
-                        "or is another's"
-                    )
+        rows = self._saved.rows
+        sizes = np.array([_size_of(path) if n in used else 0 for n, path in enumerate(self._paths)], np.int64)
+        for row in np.flatnonzero(rows.offset + rows.num_bytes > sizes[rows.file]).tolist():
+            piece = self._saved.piece(row)
+            raise ManifestError(
+                f"{self._paths[piece.file]}: has {sizes[piece.file]} bytes and {piece.state} of {piece.param} ends at byte "
+                f"{piece.offset + piece.num_bytes}: it was cut, or is another's"
+            )
+
+    def _stream(self, param: str, state: str) -> Stream:
+        """The bytes of a state. Raises KeyError for a state that was not saved."""
+        found = self._streams.get((param, state))
+        if found is None:
+            pieces = [(self._paths[piece.file], piece) for piece in self._saved.pieces(param, state)]
+            found = self._streams[param, state] = Stream(param, state, pieces)
+        return found
 
     def _bytes_of(self, told: Elements) -> Iterator[Span]:
         """The spans of elements of a state, with the spans of its scales and of the weight beside a split master."""
         base, _, rank = told.state.partition(kinds.OF_RANK)
-        streams = [self._streams.get((told.param, told.state))]
-        if base == MASTER and (streams[0] is None or streams[0].kind == kinds.SPLIT):
-            streams.append(self._streams.get((told.param, self._weight_beside(told.param, rank))))
-        for each in streams:
-            for span in each.spans(told.start, told.numel) if each is not None else ():
-                assert each is not None
+        states = [told.state]
+        if base == MASTER and self.kind(told.param, told.state) in (None, kinds.SPLIT):
+            states.append(self._weight_beside(told.param, rank))
+        for each in (self._stream(told.param, state) for state in states if (told.param, state) in self._saved.numbers):
+            for span in each.spans(told.start, told.numel):
                 if each.kind in kinds.SCALED:
                     yield from self._scales_of(each).spans(span.start, span.numel)
                 yield span
 
     def _scales_of(self, stream: Stream) -> Stream:
         """The scales of a quantised state."""
-        return self._streams[stream.param, kinds.scales_of(stream.state)]
+        return self._stream(stream.param, kinds.scales_of(stream.state))
 
     def _dtype(self, stream: Stream) -> torch.dtype:
         if stream.kind == kinds.SPLIT:
@@ -288,7 +292,7 @@ class Source:
     def _weight_beside(self, param: str, rank: str) -> str:
         """The weight beside a master: that rank's own weight, if it was saved, else rank 0's."""
         own = f"{WEIGHT}{kinds.OF_RANK}{rank}"
-        return own if rank and (param, own) in self._streams else WEIGHT
+        return own if rank and (param, own) in self._saved.numbers else WEIGHT
 
     def _scaled(self, stream: Stream, start: int, numel: int) -> torch.Tensor:
         scales, parts = self._scales_of(stream), []

@@ -136,13 +136,6 @@ class Stream:
         last = bisect.bisect_left(self._bytes, last_byte) - 1
         return self._element(first, first_byte), self._element(last, last_byte, is_end=True)
 
-    def ends(self) -> dict[Path, int]:
-        """The files that hold the stream, each with the size in bytes that it must have."""
-        found: dict[Path, int] = {}
-        for path, piece in self._pieces:
-            found[path] = max(found.get(path, 0), piece.offset + piece.num_bytes)
-        return found
-
     def _element(self, number: int, byte: int, is_end: bool = False) -> int:
         piece, inside = self._pieces[number][1], byte - self._bytes[number]
         num_bytes, numel = grain_of(self.kind)

@@ -11,8 +11,9 @@ neither stepped nor loaded has no states; the reader takes them as zeros. Gradie
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,7 +28,6 @@ from tiermem.policy import Tier
 from tiermem.zero import registry
 from tiermem.zero.quantised import byte_ranges
 from tiermem.zero.shards import Shards
-from tiermem.zero.state_layout import StatePart
 from tiermem.zero.unit import Shard, ShardRange
 from tiermem.zero.unit_state import LiveUnit
 from tiermem.zero.values import initial_master
@@ -99,12 +99,12 @@ def own(shards: Shards, optimizer: NativeOptimizer | None) -> Iterator[Stretch]:
     for name, tensor in held:
         if not tensor.numel():
             continue
-        yield Stretch(name, WEIGHT, kinds.name_of(tensor.dtype), 0, tensor.numel(), 0, in_memory(tensor))
+        yield Stretch(name, WEIGHT, kinds.name_of(tensor.dtype), 0, tensor.numel(), 0, (in_memory(tensor), 0))
         states = optimizer.state.get(tensor, {}) if optimizer is not None else {}
         for key, value in states.items():
             if key != ordinary.STEP:
                 state, kind = _ordinary_kind(key, value, states)
-                yield Stretch(name, state, kind, 0, tensor.numel(), 0, in_memory(value))
+                yield Stretch(name, state, kind, 0, tensor.numel(), 0, (in_memory(value), 0))
 
 
 # ---- sharded states --------------------------------------------------------------------------------------------------
@@ -125,30 +125,42 @@ def stretches(shards: Shards, names: frozenset[str], is_on_nvme: bool) -> Iterat
     """The stretches of the named parameters on NVMe, or those in memory. Reads no bytes; does not block."""
     if shards.topology.replica:  # a rank of replica 0 saves the same elements
         return
+    plan = functools.cache(functools.partial(_plan, shards))
     for live, shard in shards.parameters():
         if shard.name in names and shards.values.num_mine(shard):
             if (live.entry is not None) == is_on_nvme:
                 yield from _weight(shards, live, shard)
             if shards.states is not None and live.unit.is_trainable:
-                yield from _states(shards, live, shard, is_on_nvme)
+                yield from _states(shards, live, shard, plan, is_on_nvme)
+
+
+def _plan(shards: Shards, tile: Tile, names: tuple[str, ...]) -> Sequence[tuple[str, str, str | torch.Tensor, int]]:
+    """(state, kind, holder, first byte there) of every state of a tile; of an 8-bit state its codes, then its scales."""
+    layout, found = tile.layout, list[tuple[str, str, str | torch.Tensor, int]]()
+    holder = tile.entry if tile.home is Tier.NVME else in_memory(shards.store.view(tile.entry))
+    master = [] if layout.master is None else [(layout.master, MASTER)]
+    for part, state in [*master, *((layout.moment(number), name) for number, name in enumerate(names))]:
+        codes, *scales = layout.ranges(part, tile.numel, 0, tile.numel)
+        found.append((state, part.kind, holder, codes.offset))
+        found += [(state + kinds.SCALES, kinds.CODE_SCALES, holder, each.offset) for each in scales]
+    return found
 
 
 def _weight(shards: Shards, live: LiveUnit, shard: Shard) -> Iterator[Stretch]:
     unit, numel = live.unit, shards.values.num_mine(shard)
+    holder = in_memory(live.shard) if live.entry is None and live.shard is not None else live.entry or ""
     first, offset = shard.shard_numel * shards.topology.shard_rank, shard.shard_offset
     if not unit.is_packed:
-        size = unit.dtype.itemsize
-        place = _place(live.entry, live.shard, offset * size)
-        yield Stretch(shard.name, WEIGHT, kinds.name_of(unit.dtype), first, numel, first * size, place)
+        size, kind = unit.dtype.itemsize, kinds.name_of(unit.dtype)
+        yield Stretch(shard.name, WEIGHT, kind, first, numel, first * size, (holder, offset * size))
         return
     codes, scales = byte_ranges(unit.packed_numel, offset, offset + numel)
-    yield Stretch(shard.name, WEIGHT, kinds.PACKED, first, numel, first, _place(live.entry, live.shard, codes.start))
-    before = _scales_before(shards, shard, kinds.PACKED_SCALES)
-    place = _place(live.entry, live.shard, scales.start)
-    yield Stretch(shard.name, WEIGHT + kinds.SCALES, kinds.PACKED_SCALES, first, numel, before, place)
+    yield Stretch(shard.name, WEIGHT, kinds.PACKED, first, numel, first, (holder, codes.start))
+    before, kind = _scales_before(shards, shard, kinds.PACKED_SCALES), kinds.PACKED_SCALES
+    yield Stretch(shard.name, WEIGHT + kinds.SCALES, kind, first, numel, before, (holder, scales.start))
 
 
-def _states(shards: Shards, live: LiveUnit, shard: Shard, is_on_nvme: bool) -> Iterator[Stretch]:
+def _states(shards: Shards, live: LiveUnit, shard: Shard, plan: Any, is_on_nvme: bool) -> Iterator[Stretch]:
     tiles = tiles_of(shards)
     assert tiles is not None
     pieces = tiles.pieces(shard)
@@ -157,28 +169,18 @@ def _states(shards: Shards, live: LiveUnit, shard: Shard, is_on_nvme: bool) -> I
             for tile, elements in pieces:
                 yield _initial(shards, tile, elements)
         return
+    names = tiles.names(shard)
     for tile, elements in pieces:
         if (tile.home is Tier.NVME) != is_on_nvme:
             continue
-        if tile.layout.master is not None:
-            yield from _part(shards, tile, elements, tile.layout.master, MASTER)
-        for number, name in enumerate(tiles.names(shard)):
-            yield from _part(shards, tile, elements, tile.layout.moment(number), name)
-
-
-def _part(shards: Shards, tile: Tile, elements: ShardRange, part: StatePart, state: str) -> Iterator[Stretch]:
-    """The stretches of one state of elements of a tile; for an 8-bit state its codes and its scales."""
-    shard, first = elements.shard, elements.first_element(shards.topology.shard_rank)
-    memory = None if tile.home is Tier.NVME else shards.store.view(tile.entry)
-    entry = tile.entry if memory is None else None
-    ranges = tile.bytes_of(part, elements)
-    place, before = _place(entry, memory, ranges[0].offset), kinds.bytes_of(part.kind, first)
-    yield Stretch(shard.name, state, part.kind, first, elements.numel, before, place)
-    if part.kind == kinds.CODES:
-        before = _scales_before(shards, shard, kinds.CODE_SCALES)
-        before += elements.start // kinds.BLOCK
-        place = _place(entry, memory, ranges[1].offset)
-        yield Stretch(shard.name, state + kinds.SCALES, kinds.CODE_SCALES, first, elements.numel, before, place)
+        first, in_tile = elements.first_element(shards.topology.shard_rank), tile.place_of(elements).start
+        for state, kind, holder, offset in plan(tile, names):
+            if kind in kinds.OF_SCALES:  # blocks of 64 start anew on each rank
+                before = _scales_before(shards, shard, kind) + kinds.bytes_of(kind, elements.start)
+            else:
+                before = kinds.bytes_of(kind, first)
+            place = holder, offset + kinds.bytes_of(kind, in_tile)
+            yield Stretch(shard.name, state, kind, first, elements.numel, before, place)
 
 
 def _initial(shards: Shards, tile: Tile, elements: ShardRange) -> Stretch:
@@ -198,14 +200,6 @@ def _initial(shards: Shards, tile: Tile, elements: ShardRange) -> Stretch:
 def _scales_before(shards: Shards, shard: Shard, kind: str) -> int:
     """Bytes of scales that earlier ranks hold of a parameter. Blocks of 64 start anew on each rank."""
     return shards.topology.shard_rank * kinds.bytes_of(kind, shard.shard_numel)
-
-
-def _place(entry: str | None, memory: torch.Tensor | None, offset: int) -> tuple[str, int] | torch.Tensor:
-    """The place of bytes: an offset in an entry on NVMe, or the tail of a tensor in memory."""
-    if entry is not None:
-        return entry, offset
-    assert memory is not None
-    return in_memory(memory, offset)
 
 
 # ---- states that every rank holds whole ------------------------------------------------------------------------------

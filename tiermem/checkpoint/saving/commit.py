@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +138,7 @@ class Commits:
         """Makes the states durable as they are now. Collective; blocks. Errors: see the module."""
         self.number += 1
         commit, topology, talk = self.number, self._shards.topology, talk_over(self._shards.topology)
-        with _no_collection(), contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as undo:
             (kept, _), told = together(
                 talk, WHAT, lambda: self._save_own(content, commit, undo), tell=lambda own: own[1]
             )
@@ -252,16 +251,3 @@ class Commits:
             old.tag, old.step, new.tag, new.step, self._shards.policy.keep,
             f"; {LATEST_FILE} in {save_dir} still names it" if latest is not None and latest.tag == old.tag else "",
         )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disables Python's garbage collector. A commit makes tens of thousands of tuples and no cycle. They would trigger a
-    collection of the whole heap, which takes longer than the commit."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

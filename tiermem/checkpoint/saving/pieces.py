@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,10 +14,11 @@ import numpy.typing as npt
 import torch
 
 from tiermem.checkpoint.format import kinds
-from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES, PartState
-from tiermem.swap.checksum import Crcs, PieceTable, Sums, crc32c
+from tiermem.checkpoint.format.finding import Key, Rows, grains, joined_rows
+from tiermem.checkpoint.format.manifest import CHECKSUM_BYTES
+from tiermem.swap.checksum import Crcs, Sums, crc32c
 from tiermem.swap.entry import Freeze
-from tiermem.swap.native import Workers, crc32c_combine, crc32c_join
+from tiermem.swap.native import Workers, crc32c_combine, crc32c_join, crc32c_of
 from tiermem.swap.ranges import Numbers, round_up, spread
 from tiermem.swap.stream import FileWriter
 
@@ -28,8 +28,7 @@ Chunks = Callable[[], Iterator[torch.Tensor]]
 """Returns the bytes in order: uint8 tensors, contiguous, on the CPU. Each is valid until the next one is requested."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Stretch:
+class Stretch(NamedTuple):
     """Elements [start, start + numel) of one state of a parameter, in one byte range of this rank.
 
     A stretch on NVMe lies in an entry of the store; the freeze keeps its bytes, and they are not copied. A stretch in memory
@@ -37,7 +36,8 @@ class Stretch:
 
     Attributes:
         first_byte: position of the stretch in the bytes of the whole state.
-        place: on NVMe: (entry, byte offset in it). In memory: the bytes, on any device, or a function that returns them.
+        place: on NVMe: (entry, byte offset in it). In memory: (flat uint8 tensor on any device, byte offset in it), or a
+            function that returns the bytes.
     """
 
     param: str
@@ -46,7 +46,7 @@ class Stretch:
     start: int
     numel: int
     first_byte: int
-    place: tuple[str, int] | torch.Tensor | Chunks
+    place: tuple[str | torch.Tensor, int] | Chunks
 
     @property
     def num_bytes(self) -> int:
@@ -56,8 +56,7 @@ class Stretch:
     def chunks(self) -> Iterator[torch.Tensor]:
         """The bytes of a stretch in memory. Raises ValueError if their number is not `num_bytes`."""
         place, done = self.place, 0
-        assert not isinstance(place, tuple), f"{self.state} of {self.param} rests on NVMe"
-        for data in _cut(place[: self.num_bytes]) if isinstance(place, torch.Tensor) else place():
+        for data in _cut(*place, self.num_bytes) if isinstance(place, tuple) else place():
             done += data.numel()
             if done > self.num_bytes:
                 break
@@ -68,61 +67,15 @@ class Stretch:
             )
 
 
-def in_memory(data: torch.Tensor, offset: int = 0) -> torch.Tensor:
-    """The bytes of a tensor from byte `offset` on: uint8, flat, on the tensor's device."""
-    return data.detach().reshape(-1).view(torch.uint8)[offset:]
+def in_memory(data: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor: uint8, flat, on the tensor's device."""
+    return data.detach().reshape(-1).view(torch.uint8)
 
 
-def _cut(data: torch.Tensor) -> Iterator[torch.Tensor]:
+def _cut(held: str | torch.Tensor, offset: int, num_bytes: int) -> Iterator[torch.Tensor]:
+    assert isinstance(held, torch.Tensor), f"{held} rests on NVMe"
+    data = held[offset : offset + num_bytes]
     return (data[at : at + CHUNK_BYTES].cpu() for at in range(0, data.numel(), CHUNK_BYTES))
-
-
-# ---- rows: pieces as arrays ------------------------------------------------------------------------------------------
-
-Key = tuple[str, str, str]
-"""Parameter, state, kind."""
-
-
-class Rows(NamedTuple):
-    """Pieces as flat int64 arrays of one length, because a model has tens of thousands; manifest.Piece is one piece.
-
-    Row i holds elements [start, start + numel) of the state `keys[key]`, in `num_bytes` bytes from `offset` of file `file`, an
-    index into the files of a part.
-    """
-
-    keys: Sequence[Key]
-    key: Numbers
-    start: Numbers
-    numel: Numbers
-    file: Numbers
-    offset: Numbers
-    num_bytes: Numbers
-
-    def states(self) -> tuple[PartState, ...]:
-        """The rows as a part lists them: keys in their order, each with its rows in the order of elements."""
-        order = np.lexsort((self.start, self.key))
-        table = np.stack((self.start, self.numel, self.file, self.offset), 1)[order].tolist()
-        edges = [0, *np.cumsum(np.bincount(self.key, minlength=len(self.keys))).tolist()]
-        found = zip(self.keys, itertools.pairwise(edges), strict=True)
-        return tuple(PartState(*key, table[start:end]) for key, (start, end) in found if start < end)
-
-
-def rows_of(keys: Sequence[Key], rows: Sequence[tuple[int, int, int, int, int, int]]) -> Rows:
-    """Rows from tuples (key, start, numel, file, offset, bytes)."""
-    return Rows(keys, *np.array(rows, np.int64).reshape(-1, 6).T)
-
-
-def joined_rows(several: Sequence[Rows]) -> Rows:
-    """All rows of several Rows. A key may occur in more than one."""
-    numbers: dict[Key, int] = {}
-    for rows in several:
-        for key in rows.keys:
-            numbers.setdefault(key, len(numbers))
-    mapped = [np.array([numbers[key] for key in rows.keys], np.int64)[rows.key] for rows in several if len(rows.key)]
-    columns = zip(*(rows[2:] for rows in several if len(rows.key)), strict=True)
-    if not mapped:
-        return rows_of([], [])
-    return Rows(list(numbers), np.concatenate(mapped), *(np.concatenate(each) for each in columns))
 
 
 # ---- the checksums of a state, one per MiB ---------------------------------------------------------------------------
@@ -182,54 +135,54 @@ def run_of(start: int, tensors: Sequence[torch.Tensor], workers: Workers | None)
     return run
 
 
-def checksums(runs: Iterable[Run], what: str) -> tuple[int, ...]:
+def checksums(runs: Sequence[Run], what: str) -> tuple[int, ...]:
     """The checksum of every block of a state. Raises RuntimeError unless the runs hold every byte exactly once."""
-    found = joined(runs)
+    found = joined(runs) if len(runs) != 1 else runs
     if len(found) != 1 or found[0].start:
         places = ", ".join(f"{run.start} to {run.start + run.num_bytes}" for run in found[:4])
         raise RuntimeError(f"{what}: bytes {places} are saved; a state is saved once and whole")
     return tuple(found[0].crcs)
 
 
-# ---- stretches on NVMe -----------------------------------------------------------------------------------------------
-
 ReadEntry = Callable[[str, int, int], torch.Tensor]
 """(entry, start, stop) -> the bytes [start, stop) of an entry, uint8."""
 
+# ---- stretches as arrays ---------------------------------------------------------------------------------------------
+#
+#     stretches -> one row each: key, elements, holder, offset     once, for those on NVMe until a state moves between tiers
+#               -> ranges that have one checksum each, by state    as often
+#               -> checksums of every MiB of every state           in every save
+#
+# Hence no Python code runs per row when states on NVMe are saved, and little for states in memory.
+
 
 class Resting:
-    """Stretches on NVMe, in any order, as arrays; `place` of each is (entry, offset).
+    """Stretches in any order, as arrays, by holder and offset. `held` are the entries and tensors that hold them.
 
-        stretches -> one row each: key, elements, entry, offset         once, until a state moves between tiers
-                  -> ranges that have one checksum each, by state       once, until a state moves between tiers
-        freeze    -> the file ranges of each row                        in every save
-        checksums -> one for every MiB of every state                   in every save
-
-    A save of states on NVMe costs a sync and the last two lines; hence no Python loop over rows.
+    `order` is the place of each row in the stretches that were given.
     """
 
     def __init__(self, stretches: Iterable[Stretch]) -> None:
         keys: dict[Key, int] = {}
-        entries: dict[str, int] = {}
+        held: dict[object, tuple[int, str | torch.Tensor]] = {}
         numbers = array.array("q")  # rows in one flat array: no Python object per row
-        for each in stretches:
-            assert isinstance(each.place, tuple), f"{each.state} of {each.param} is in memory"
-            entry, offset = each.place
-            key = keys.setdefault((each.param, each.state, each.kind), len(keys))
-            number = entries.setdefault(entry, len(entries))
-            numbers.extend((number, offset, key, each.start, each.numel, each.first_byte, each.num_bytes))
-        table = np.array(numbers, np.int64).reshape(-1, 7)
-        self.entries, self.keys = list(entries), list(keys)
-        columns = table[np.lexsort((table[:, 1], table[:, 0]))].T  # by entry, then by offset
-        self._entry, self._offset, self._key, self._start, self._numel, self._first_byte, self._num_bytes = columns
-        grains = np.array([kinds.grain_of(kind) for _, _, kind in keys], np.int64).reshape(-1, 2)
-        self._grain_bytes, self._grain_numel = grains[self._key].T
-        self._known: _Known | None = None
+        for param, state, kind, start, numel, first_byte, place in stretches:
+            holder, offset = place if isinstance(place, tuple) else ("", 0)  # a function returns its bytes
+            name = holder if isinstance(holder, str) else holder.data_ptr()
+            number, _ = held.setdefault(name, (len(held), holder))
+            numbers.extend((number, offset, keys.setdefault((param, state, kind), len(keys)), start, numel, first_byte))
+        self.keys, self.held = list(keys), [holder for _, holder in held.values()]
+        self.entries = [holder for holder in self.held if isinstance(holder, str)]
+        table = np.array(numbers, np.int64).reshape(-1, 6)
+        self.order = np.lexsort((table[:, 1], table[:, 0]))
+        self._holder, self._offset, self._key, self._start, self._numel, self._first_byte = table[self.order].T
+        self._grain_bytes, self._grain_numel = (each[self._key] for each in grains(self.keys))
+        self.num_bytes = -(-self._numel // self._grain_numel) * self._grain_bytes
         self._cut_at_blocks()
 
     def rows(self, freeze: Freeze) -> Rows:
         """The file ranges of all stretches in a freeze; `file` is an index into the store's paths."""
-        found = freeze.find(self.entries, self._entry, self._offset, self._num_bytes)
+        found = freeze.find(self.entries, self._holder, self._offset, self.num_bytes)
         row, grain = found.request, self._grain_bytes[found.request]
         skipped = (found.start - self._offset[row]) // grain * self._grain_numel[row]
         numel = np.minimum(found.num_bytes // grain * self._grain_numel[row], self._numel[row] - skipped)
@@ -241,8 +194,33 @@ class Resting:
 
         Blocks only for a checksum that the store does not know: it is computed from the bytes and kept. Raises OSError.
         """
-        crcs = self._crcs(known, read, workers)[self._order]
-        blocks = crc32c_join(self._block_first, crcs, self._block_lengths)
+        return self.runs(self._crcs(known, read, workers))
+
+    def rows_at(self, file: int, offset: Numbers) -> Rows:
+        """The rows, from these offsets of a file on."""
+        return Rows(self.keys, self._key, self._start, self._numel, np.full_like(offset, file), offset, self.num_bytes)
+
+    def in_memory(self, workers: Workers | None) -> tuple[list[tuple[npt.NDArray[np.uint8], slice]], Crcs]:
+        """(bytes in the CPU's memory, ranges) of each row, and the checksum of every range. Blocks; GIL free.
+
+        A row without bytes there, or with too few, has none or fewer, and checksums of no meaning.
+        """
+        held = [
+            each.numpy() if isinstance(each, torch.Tensor) and each.device.type == "cpu" else np.zeros(0, np.uint8)
+            for each in self.held
+        ]
+        address = np.array([each.ctypes.data for each in held], np.uint64)[self._piece_holder]
+        is_there = self._piece_stop <= np.array([len(each) for each in held], np.int64)[self._piece_holder]
+        num_bytes = np.where(is_there, self._piece_stop - self._piece_start, 0).astype(np.uint64)
+        crcs = crc32c_of(address + self._piece_start.astype(np.uint64), num_bytes, workers)
+        places = zip(self._holder.tolist(), self._offset.tolist(), self.num_bytes.tolist(), strict=True)
+        views = [held[holder][offset : offset + size] for holder, offset, size in places]
+        ranges = itertools.starmap(slice, itertools.pairwise(self._first_piece.tolist()))
+        return list(zip(views, ranges, strict=True)), crcs
+
+    def runs(self, crcs: Crcs) -> dict[tuple[str, str], list[Run]]:
+        """The checksums of every (parameter, state), in the fewest runs, from those of the ranges."""
+        blocks = crc32c_join(self._block_first, crcs[self._order], self._block_lengths)
         found: dict[tuple[str, str], list[Run]] = {}
         all_crcs = blocks.tolist()
         for key, first_block, last_block, start, num_bytes in self._runs:
@@ -250,18 +228,17 @@ class Resting:
             found.setdefault((param, state), []).append(Run(start, num_bytes, all_crcs[first_block:last_block]))
         return found
 
-    # ---- checksums ------------------------------------------------------------------------------------------------------
-
     def _cut_at_blocks(self) -> None:
         """Cuts the rows at every MiB of their state, and sorts the results by state and position."""
-        stop = self._first_byte + self._num_bytes
+        stop = self._first_byte + self.num_bytes
         first_block, last_block = self._first_byte // CHECKSUM_BYTES, (stop - 1) // CHECKSUM_BYTES
         row, block = spread(first_block, last_block - first_block + 1)
+        self._first_piece = np.searchsorted(row, np.arange(len(stop) + 1))
         first = np.maximum(self._first_byte[row], block * CHECKSUM_BYTES)
         length = np.minimum(stop[row], (block + 1) * CHECKSUM_BYTES) - first
         self._piece_start = self._offset[row] + first - self._first_byte[row]  # in the entry
         self._piece_stop = self._piece_start + length
-        self._piece_entry = self._entry[row]
+        self._piece_holder = self._holder[row]
         self._order = np.lexsort((first, self._key[row]))
         key, first, length = self._key[row][self._order], first[self._order], length[self._order]
         goes_on = (key[1:] == key[:-1]) & (first[1:] == first[:-1] + length[:-1])
@@ -279,58 +256,34 @@ class Resting:
     def _crcs(self, sums: Sums, read: ReadEntry, workers: Workers) -> Crcs:
         """The checksum of every range: combined from the store's checksums, else computed from the bytes."""
         tables = [sums.of(entry) for entry in self.entries]
-        if self._known is None or not self._known.is_of(tables):
-            self._known = _Known(tables, self._piece_entry, self._piece_start, self._piece_stop)
-        for number in np.unique(self._piece_entry[self._known.unknown(tables)]).tolist():
+        held = [(number, table) for number, table in enumerate(tables) if table is not None]
+        starts, stops = self._piece_start, self._piece_stop
+        # Entries are numbered as if they lay one after another, `size` bytes each.
+        size = 1 + max([int(stops.max(initial=0)), *(int(table.pieces.stops.max(initial=0)) for _, table in held)])
+        none = [np.zeros(0, np.int64)]
+        own_starts = np.concatenate(none + [table.pieces.starts + number * size for number, table in held])
+        own_stops = np.concatenate(none + [table.pieces.stops + number * size for number, table in held])
+        first = np.searchsorted(own_starts, starts + self._piece_holder * size, "left")
+        counts = np.maximum(0, np.searchsorted(own_stops, stops + self._piece_holder * size, "right") - first)
+        row, chosen = spread(first, counts)
+        lengths = (own_stops - own_starts)[chosen]
+        # Pieces do not overlap: if the pieces inside a range have its total length, they cover it.
+        is_known = np.bincount(row, lengths, len(starts)) == stops - starts
+
+        def unknown() -> Numbers:
+            known = np.concatenate([np.zeros(0, np.bool_), *(table.is_known for _, table in held)])
+            found: Numbers = row[~known[chosen]]
+            return found
+
+        for number in np.unique(self._piece_holder[unknown()]).tolist():
             sums.complete(self.entries[number], functools.partial(read, self.entries[number]))
-        crcs, is_known = self._known.look_up(tables)
+        is_known[unknown()] = False
+        own_crcs = np.concatenate([np.zeros(0, np.uint32), *(table.crcs for _, table in held)])
+        crcs = crc32c_join(np.append(0, np.cumsum(counts)), own_crcs[chosen], lengths)
         for number in np.flatnonzero(~is_known).tolist():
-            entry = self.entries[self._piece_entry[number]]
-            data = read(entry, int(self._piece_start[number]), int(self._piece_stop[number]))
+            data = read(self.entries[self._piece_holder[number]], int(starts[number]), int(stops[number]))
             crcs[number] = crc32c([data], workers)[0]
         return crcs
-
-
-class _Known:
-    """The pieces in the store's tables that make up each range [start[i], stop[i]) of entry[i], if there are such pieces."""
-
-    def __init__(self, tables: Sequence[PieceTable | None], entry: Numbers, start: Numbers, stop: Numbers) -> None:
-        self._pieces = [None if table is None else table.pieces for table in tables]
-        held = [(number, pieces) for number, pieces in enumerate(self._pieces) if pieces is not None]
-        size = 1 + max([0, *stop.tolist(), *(int(pieces.stops[-1]) for _, pieces in held if len(pieces.stops))])
-        none = [np.zeros(0, np.int64)]  # entries are numbered as if they lay one after another, `size` bytes each
-        starts = np.concatenate(none + [pieces.starts + number * size for number, pieces in held])
-        stops = np.concatenate(none + [pieces.stops + number * size for number, pieces in held])
-        low, high = start + entry * size, stop + entry * size
-        first = np.searchsorted(starts, low, "left")
-        counts = np.maximum(0, np.searchsorted(stops, high, "right") - first)
-        self._range, self._chosen = spread(first, counts)
-        self._first = np.concatenate(([0], np.cumsum(counts)))
-        self._lengths = (stops - starts)[self._chosen]
-        self._num_ranges = len(start)
-        # Pieces do not overlap: if the pieces inside a range have its total length, they cover it.
-        self._is_covered = np.bincount(self._range, self._lengths, self._num_ranges) == stop - start
-
-    def is_of(self, tables: Sequence[PieceTable | None]) -> bool:
-        """Whether these tables still have the same pieces."""
-        return all(
-            (None if table is None else table.pieces) is pieces
-            for table, pieces in zip(tables, self._pieces, strict=True)
-        )
-
-    def unknown(self, tables: Sequence[PieceTable | None]) -> Numbers:
-        """The ranges that contain a piece whose checksum is not known."""
-        is_known = np.concatenate([np.zeros(0, np.bool_), *(table.is_known for table in tables if table is not None)])
-        unknown: Numbers = self._range[~is_known[self._chosen]]
-        return unknown
-
-    def look_up(self, tables: Sequence[PieceTable | None]) -> tuple[Crcs, npt.NDArray[np.bool_]]:
-        """The checksum of each range, and whether that checksum is known."""
-        crcs = np.concatenate([np.zeros(0, np.uint32), *(table.crcs for table in tables if table is not None)])
-        joined = crc32c_join(self._first, crcs[self._chosen], self._lengths)
-        is_known = self._is_covered.copy()
-        is_known[self.unknown(tables)] = False
-        return joined, is_known
 
 
 # ---- the data file of a rank -----------------------------------------------------------------------------------------
@@ -359,7 +312,7 @@ def put_together(placed: Sequence[Placed]) -> Placed:
     for each in placed:
         for key, runs in each.sums.items():
             sums.setdefault(key, []).extend(runs)
-    return Placed(joined_rows([each.rows for each in placed]), {key: joined(runs) for key, runs in sums.items()})
+    return Placed(joined_rows([each.rows for each in placed]), sums)
 
 
 def write_data(
@@ -374,26 +327,29 @@ def write_data(
     progress: called with the number of bytes just written. Raises OSError, and ValueError as `Stretch.chunks`; then the file
     does not exist.
     """
-    keys: dict[Key, int] = {}
-    rows = []
-    sums: dict[tuple[str, str], list[Run]] = {}
-    with FileWriter(path, data_bytes(stretches)) as out:
-        for stretch in stretches:
-            out.skip_to(round_up(out.position, _ALIGN))
-            key = keys.setdefault((stretch.param, stretch.state, stretch.kind), len(keys))
-            rows.append((key, stretch.start, stretch.numel, file, out.position, stretch.num_bytes))
-            at, found = stretch.first_byte, sums.setdefault((stretch.param, stretch.state), [])
-            for data in stretch.chunks():
+    rest = Resting(stretches)
+    sizes = round_up(rest.num_bytes, _ALIGN)
+    starts = np.cumsum(sizes) - sizes
+    with FileWriter(path, data_bytes(rest)) as out:
+        held, crcs = rest.in_memory(workers)
+        for number, start, (view, ranges) in zip(rest.order.tolist(), starts.tolist(), held, strict=True):
+            out.skip_to(start)
+            each = stretches[number]
+            at, runs = each.first_byte, list[Run]()
+            for data in () if len(view) == each.num_bytes else each.chunks():
                 out.put(data)
-                found.append(run_of(at, [data], workers))
+                runs.append(run_of(at, [data], workers))
                 at += data.numel()
                 progress(data.numel())
-    return Placed(rows_of(list(keys), rows), {key: joined(runs) for key, runs in sums.items()})
+            if runs:
+                crcs[ranges] = joined(runs)[0].crcs
+                continue
+            out.put(view)
+            progress(len(view))
+    return Placed(rest.rows_at(file, starts), rest.runs(crcs))
 
 
-def data_bytes(stretches: Iterable[Stretch]) -> int:
+def data_bytes(rest: Resting) -> int:
     """Size in bytes of the file that `write_data` writes."""
-    end = 0
-    for stretch in stretches:
-        end = round_up(end, _ALIGN) + stretch.num_bytes
-    return end
+    sizes = rest.num_bytes
+    return int(round_up(sizes[:-1], _ALIGN).sum() + sizes[-1:].sum())

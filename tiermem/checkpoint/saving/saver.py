@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tiermem.checkpoint.format.fields import Json, encode
+from tiermem.checkpoint.format.fields import Json, encode, no_collection
 from tiermem.checkpoint.format.finding import named_folder, tag_folder
 from tiermem.checkpoint.format.kinds import OF_RANK
 from tiermem.checkpoint.format.manifest import check_parameters
@@ -155,6 +155,7 @@ class Saver:
         self.wait()
 
 
+@no_collection()
 def save(
     shards: Shards,
     optimizer: NativeOptimizer | None,
@@ -204,6 +205,7 @@ def save(
     return True
 
 
+@no_collection()
 def make_durable(shards: Shards, optimizer: NativeOptimizer | None, beside: Beside | None = None) -> None:
     """Makes the current step durable without a tag; it replaces the last such step. Collective; blocks; raises as `save`."""
     saver, found = saver_of(shards), beside or Beside()
@@ -293,7 +295,7 @@ def _agree(shards: Shards, make: Callable[[], _Draft], tag_validation: TagValida
     first = _agreed_own([each["own"] for each in told])
     own = [each for each in draft.own if rank == 0 or first.get((each.param, each.state)) != _sum(each)]
     variant = f"{OF_RANK}{rank}" if rank else ""
-    own = [dataclasses.replace(each, state=each.state + variant) for each in own]
+    own = [each._replace(state=each.state + variant) for each in own]
     content = dataclasses.replace(draft.content, tag=tag, in_memory=[*draft.content.in_memory, *own])
     return content, any(each["is_copy"] for each in told)
 
@@ -336,5 +338,5 @@ def _may_stay(shards: Shards, save_dir: Path) -> bool:
 
 
 def _sum(own: Stretch) -> int:
-    assert isinstance(own.place, torch.Tensor)
-    return crc32c([own.place.cpu()])[0]
+    assert isinstance(own.place, tuple) and isinstance(own.place[0], torch.Tensor)
+    return crc32c([own.place[0].cpu()])[0]
