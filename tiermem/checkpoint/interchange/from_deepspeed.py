@@ -161,7 +161,8 @@ class _Reader:
     def _states(self, name: str, found: dict[str, ForeignState]) -> dict[str, ForeignState]:
         """The states of a parameter, from its master and moments. Its weight is the master in the dtype in which the model is
         trained: DeepSpeed keeps an empty tensor of it in place of each parameter."""
-        master, kept = found[MASTER], self._first["module"].get(name)
+        master = found[MASTER]
+        kept = self._first["module"].get(name)
         dtype = kept.dtype if isinstance(kept, torch.Tensor) and kept.is_floating_point() else master.dtype
         if dtype == torch.float32:
             del found[MASTER]

@@ -149,21 +149,20 @@ def _reason(error: Exception) -> str:
 
 def _check_structure(path: Path, size: int) -> bool:
     """Whether the file is a zip, as torch.save writes since 1.6. Raises ValueError when its entries claim too many bytes."""
-    if not zipfile.is_zipfile(path):
-        with open(path, "rb") as file:
-            if file.read(4) == b"PK\x03\x04":
-                raise ValueError(f"{path}: the end is missing: {size} bytes are not the whole file")
-        return False
     try:
-        with zipfile.ZipFile(path) as opened:
-            entries = opened.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, UnicodeDecodeError) as error:
+        with open(path, "rb") as file:
+            head = file.read(4)
+            is_zip = zipfile.is_zipfile(file)
+            entries = zipfile.ZipFile(file).infolist() if is_zip else []
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise ValueError(f"{path}: not a file that torch.save wrote, or a damaged one ({error})") from None
+    if not is_zip and head == b"PK\x03\x04":
+        raise ValueError(f"{path}: the end is missing: {size} bytes are not the whole file")
     for entry in entries:
         is_data = "/data/" in entry.filename
         if entry.file_size > size or (not is_data and entry.file_size > _MAX_PICKLE_BYTES):
             raise ValueError(f"{path}: {entry.filename} claims {entry.file_size} bytes in a file of {size}")
-    return True
+    return is_zip
 
 
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
