@@ -7,8 +7,8 @@ Where each fault is met, by injection and by real means:
     EIO                         here, test_export_faults        test_failing_disks: a lost range, a bad one, a disk that is gone
     read-only                   here: from any moment on        test_failing_file_systems: while each thing is done
     a tile cut, or a bit of it  test_source, test_unharmed      test_load_arguments: the model is opened from the one before
-    a manifest or part          test_source, test_manifest, test_manifest_fuzz: cut, flipped, changed in any way
-    another system's header     test_import_fuzz; test_torch_import, test_dcp_import, test_deepspeed_import
+    a manifest or part          test_source, test_manifest, test_fuzz: cut, flipped, changed in any way
+    another system's header     test_fuzz; test_torch_import, test_dcp_import, test_deepspeed_import
     a deleted segment or part   test_source                     test_store_damage (swap): under a run
     a newer version             test_source, test_manifest
     a path listed twice         test_manifest; test_files (swap): of a store
