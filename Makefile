@@ -33,7 +33,7 @@ test: .venv/.installed
 test-all: .venv/.installed
 	@$(PYTEST) -m "not soak"
 
-soak: .venv/.installed
+soak: .venv/.installed .venv/.fuzz
 	@mkdir -p build/soak
 	@TIERMEM_SOAK_TOTALS=$(CURDIR)/build/soak $(BIN)/python -m pytest -q -m soak --timeout=0
 
@@ -87,6 +87,11 @@ clean:
 .venv/.installed: pyproject.toml constraints.txt $(NATIVE) .venv/.torch
 	@native/system_packages.sh $(CURDIR)/.venv/bin/python
 	$(PIP) install -c constraints.txt -e ".[test,plots,hf]"
+	@touch $@
+
+# Coverage-guided fuzzing. There are wheels for Python 3.11 to 3.13 on x86-64; elsewhere its tests are skipped.
+.venv/.fuzz: pyproject.toml constraints.txt .venv/.installed
+	-$(PIP) install -c constraints.txt --only-binary=:all: $$($(BIN)/python .ci/extra.py fuzz)
 	@touch $@
 
 .venv/.tools: pyproject.toml constraints.txt | .venv/bin/python

@@ -113,16 +113,19 @@ def check_regular(fd: int) -> None:
 
 def exists(path: Path) -> bool:
     """Whether a name is taken, also by a link that leads nowhere. Raises OSError where that cannot be seen, by EIO for one."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    try:
         path.lstat()
-        return True
-    return False
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return False
+    return True
 
 
 def read_file(path: Path, most_bytes: int, follows: bool = False) -> bytes:
     """Returns the first most_bytes + 1 bytes of a file; the extra byte shows that it is longer. Blocks. Raises OSError."""
     with open(open_regular(path, follows=follows), "rb") as file, named(path):
-        return file.read(most_bytes + 1)
+        return file.read(min(os.fstat(file.fileno()).st_size, most_bytes) + 1)  # it takes this much memory at once
 
 
 def write_file(path: Path, data: bytes) -> None:

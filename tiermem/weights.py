@@ -123,6 +123,7 @@ _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20
 _MAX_DIMS = 64  # torch's limit
 INDEX_NAME = "model.safetensors.index.json"
@@ -177,9 +178,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
 
 def dtype_code(dtype: torch.dtype) -> str:
     """The safetensors name of a dtype. Raises ValueError for a dtype without one."""
-    for code, known in _DTYPES.items():
-        if known == dtype:
-            return code
+    if dtype in _CODES:
+        return _CODES[dtype]
     raise ValueError(f"safetensors files hold {', '.join(str(known) for known in _DTYPES.values())}, not {dtype}")
 
 
@@ -212,10 +212,8 @@ def read_ties(file: Path) -> dict[str, str]:
     """{alias: name in the file} of tied tensors, from a file's metadata. Raises ValueError as read_header."""
     header, _ = _header_of(file)
     said = header.get("__metadata__")
-    said = said if isinstance(said, dict) else {}
-    return {
-        alias: name for alias, name in said.items() if isinstance(name, str) and name in header and alias not in header
-    }
+    ties = said.items() if isinstance(said, dict) else ()
+    return {alias: name for alias, name in ties if isinstance(name, str) and name in header and alias not in header}
 
 
 def _header_of(file: Path) -> tuple[dict[str, Any], int]:
@@ -253,7 +251,7 @@ def names_in(index: Path) -> list[str]:
         raise ValueError(f"{index}: more than {_MAX_HEADER_BYTES} bytes are too many for an index")
     names = _parse(index, data).get("weight_map")
     if not isinstance(names, dict) or not all(
-        isinstance(n, str) and n == os.path.basename(n) != "" for n in names.values()
+        isinstance(n, str) and n.isprintable() and n == os.path.basename(n) != "" for n in names.values()
     ):
         raise ValueError(f"{index}: weight_map must be a map from tensor names to names of files in the same folder")
     return sorted(set(names.values()))
@@ -261,7 +259,7 @@ def names_in(index: Path) -> list[str]:
 
 def _parse(file: Path, text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text, object_pairs_hook=_once)
+        found = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: the header is no JSON: {error}") from None
     if not isinstance(found, dict):
@@ -269,7 +267,8 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
     return found
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values; for json.loads. Raises ValueError for a key that is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key is there twice")

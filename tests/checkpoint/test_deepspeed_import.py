@@ -117,6 +117,11 @@ def test_ranks_that_are_missing_are_named(tmp_path: Path) -> None:
         (tmp_path / TAG / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").unlink()
     with pytest.raises(ValueError, match="written by 3 ranks, files of 1 are here"):
         read_deepspeed(tmp_path)
+    (
+        tmp_path / TAG / f"zero_pp_rank_{10**15}_mp_rank_00_model_states.pt"
+    ).touch()  # the ranks before it are not counted
+    with pytest.raises(ValueError, match=r"no model states of rank 1$"):
+        read_deepspeed(tmp_path)
 
 
 def test_another_stage_is_refused_with_what_to_do(tmp_path: Path) -> None:

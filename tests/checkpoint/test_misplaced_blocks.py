@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from runs import opened, policy
-from saved_by_hand import write
+from saved_by_hand import pieces_of, write
 from torch import nn
 
 import tiermem
@@ -47,7 +47,7 @@ def pieces(where: Path, tag: str) -> list[Placed]:
     return [
         Placed(tag, folder / part.files[piece.file], piece)
         for folder, part in opened(where, tag)[2]
-        for piece in part.pieces
+        for piece in pieces_of(part)
     ]
 
 
@@ -119,7 +119,7 @@ def test_exchanged_blocks_are_named(saved: Path, tmp_path: Path, what: str) -> N
 def test_blocks_of_two_ranks_that_were_exchanged_are_named(tmp_path: Path) -> None:
     write(tmp_path, {"w": {"weight": torch.arange(4000.0)}, "v": {"weight": torch.ones(2)}}, "t1", world=2)
     with Source.open(tmp_path) as source:
-        parts = [(tmp_path / "t1" / part.files[each.file], each) for part in source.parts for each in part.pieces]
+        parts = [(tmp_path / "t1" / part.files[each.file], each) for part in source.parts for each in pieces_of(part)]
     one, other = (Placed("t1", *each) for each in parts if each[1].param == "w")
     exchange(one, other)
     check_named(tmp_path, one)

@@ -253,6 +253,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str, k
         (b"", "not a file that torch.save wrote"),
         (b"hello world", "not a file that torch.save wrote"),
         (b"PK\x03\x04 and so on", "the end is missing"),
+        (b"PK\x06\x07" + bytes(12) + b"\2\0\0\0PK\x05\x06" + bytes(18), "span multiple disks"),
         (b"\x80\x02]q\x01.", "not a file that torch.save wrote|does more"),
         (b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00trueR.", "it holds os.system|does more"),
     ],

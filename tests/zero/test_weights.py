@@ -167,7 +167,13 @@ def test_a_missing_file_is_named(model: nn.Module, saved: nn.Module, folder: Pat
 
 @pytest.mark.parametrize(
     "index",
-    ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../model.safetensors"}}'],
+    [
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": 3}',
+        *(f'{{"weight_map": {{"a": {name}}}}}' for name in ("3", '"../a"', r'"\ud800"')),
+    ],
 )
 def test_a_bad_index_is_refused(index: str, model: nn.Module, folder: Path) -> None:
     (folder / INDEX_NAME).write_text(index)

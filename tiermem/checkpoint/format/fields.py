@@ -22,6 +22,7 @@ from typing_extensions import dataclass_transform
 
 from tiermem.checkpoint.format.kinds import DTYPES, dtype_of, name_of
 from tiermem.swap.native import crc32c_of
+from tiermem.weights import once
 
 # ---- the CRC-32C of a file's text (for states: swap/checksum.py) -----------------------------------------------------
 
@@ -210,14 +211,6 @@ _SAID = {
 }
 
 
-def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these keys and values; for json.loads. Raises ValueError for a key that is there twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key is there twice")
-    return found
-
-
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
@@ -251,7 +244,7 @@ def _kind(value: Any) -> str:
 # value equals the encoded one. Dicts keep their order; an OrderedDict comes back as a dict.
 
 _TYPE = "$"
-_MOST_DEPTH = 100
+_MOST_DEPTH, _MOST_ALIKE = 100, 100
 
 
 def encode(value: Any, where: str, depth: int = 0) -> Json:
@@ -339,7 +332,13 @@ def _decode_dict(value: Json, where: str, depth: int) -> dict[Any, Any]:
     pairs = _decode_items(value, where, depth - 1)
     for pair in pairs:
         _checked(pair, isinstance(pair, list) and len(pair) == 2, "a list of a key and a value")
-    return dict(pairs)
+    return dict(zip(_spread([key for key, _ in pairs]), [item for _, item in pairs], strict=True))
+
+
+def _spread(keys: list[Any]) -> list[Any]:
+    """Keys of a dict or a set. Raises ValueError where so many have one hash that time would grow with their square."""
+    most = max(Counter(map(hash, keys)).values(), default=0)
+    return cast(list[Any], _checked(keys, most <= _MOST_ALIKE, f"at most {_MOST_ALIKE} keys with one hash"))
 
 
 def _decode_complex(value: Json, where: str, depth: int) -> complex:
@@ -410,8 +409,8 @@ _CODECS: dict[str, _Codec] = {
     "dict": _Codec((dict, OrderedDict), _encode_dict, _decode_dict, False),
     "size": _Codec((torch.Size,), _encode_items, lambda value, *_: torch.Size(_sizes(value))),
     "tuple": _Codec((tuple,), _encode_items, lambda *given: tuple(_decode_items(*given)), False),
-    "set": _Codec((set,), _encode_items, lambda *given: set(_decode_items(*given)), False),
-    "frozenset": _Codec((frozenset,), _encode_items, lambda *given: frozenset(_decode_items(*given)), False),
+    "set": _Codec((set,), _encode_items, lambda *given: set(_spread(_decode_items(*given))), False),
+    "frozenset": _Codec((frozenset,), _encode_items, lambda *given: frozenset(_spread(_decode_items(*given))), False),
     "tensor": _Codec((torch.Tensor, torch.nn.Parameter), _encode_tensor, _decode_tensor, False, True),
     "bytes": _Codec((bytes,), lambda value, *_: _base64(value), _decode_bytes),
     "scalar": _Codec((np.generic,), _encode_array, _decode_scalar, is_array=True),

@@ -357,7 +357,7 @@ def find(where: Path, tag: str | None = None) -> list[Found]:
         said = {} if latest is None else {latest.tag: latest}
         return [Found(_in_folder(where / name)[0].file, name, said.get(name)) for name in names]
     own, place = _in_folder(where), real(where)
-    if own and not place.name.startswith("tiermem-") and os.path.lexists(place.parent / LATEST_FILE):
+    if own and not place.name.startswith("tiermem-") and durable.exists(place.parent / LATEST_FILE):
         named = find(place.parent, place.name)[0]
         return [named._replace(file=own[0].file), *own[1:]]
     if not own:

@@ -108,7 +108,7 @@ def steps_in(value: Any, what: str) -> int:
     number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     if not is_number or not number >= 0 or number != int(number) or number >= 1 << 53:
-        raise ValueError(f"{what}: the step is {number!r}, which counts no steps")
+        raise ValueError(f"{what}: the step is {number!r:.80}, which counts no steps")
     return int(number)
 
 
@@ -124,12 +124,13 @@ def states_in(entry: Mapping[Any, Any], left_behind: set[str]) -> dict[str, Any]
     return {name: value for name, value in entry.items() if name in STATES}
 
 
-def check_state(name: str, state: str, value: Any, numel: int) -> None:
-    """Raises ValueError unless `value` is a tensor of `numel` elements in a dtype that tiermem can keep."""
+def check_state(name: str, state: str, value: Any, numel: int) -> torch.Tensor:
+    """`value`. Raises ValueError unless it is a tensor of `numel` elements in a dtype that tiermem can keep."""
     if not isinstance(value, torch.Tensor) or value.numel() != numel or value.dtype not in _FLOATS:
         found = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
         allowed = ", ".join(str(dtype) for dtype in _FLOATS)
         raise ValueError(f"{name}: {state} is {found} where {numel} elements are due; allowed are {allowed}")
+    return value
 
 
 def tie(parameters: Iterable[ForeignParameter], ties: Mapping[str, str]) -> list[ForeignParameter]:
@@ -156,32 +157,27 @@ _SETTINGS = frozenset(
 )  # fmt: skip
 """Settings of torch's optimizers that have a counterpart here, without those of the implementation."""
 
+_CLASSES = (
+    (EXP_AVG_SQ, "AdamW"), (EXP_AVG, "Lion"), ("sum", "Adagrad"), ("lr_decay", "Adagrad"), ("ns_steps", "Muon"),
+    ("momentum_buffer", "SGD"), ("momentum", "SGD"),
+)  # fmt: skip
+"""(state or setting, the class that has it), the first that is there tells."""
+
 
 def class_of(foreign: Foreign) -> str:
     """The name of the optimizer that these states and settings belong to; AdamW if they do not tell."""
-    states = {name for p in foreign.parameters for name in p.states}
-    keys = {key for group in foreign.groups for key in group}
-    if EXP_AVG_SQ in states:
-        return "AdamW"
-    if EXP_AVG in states:
-        return "Lion"
-    if "sum" in states or "lr_decay" in keys:
-        return "Adagrad"
-    if "ns_steps" in keys:
-        return "Muon"
-    if "momentum_buffer" in states or "momentum" in keys:
-        return "SGD"
-    return "AdamW"
+    marks = {name for p in foreign.parameters for name in p.states} | {key for group in foreign.groups for key in group}
+    return next((name for mark, name in _CLASSES if mark in marks), "AdamW")
 
 
 def optimizer_of(foreign: Foreign, lost: list[str]) -> Json:
     """The field `optimizer` of a manifest; None without groups. Adds the names of settings that cannot be kept to `lost`."""
     if not foreign.groups:
         return None
-    names: list[list[str]] = [[] for _ in foreign.groups]
+    names: list[dict[str, None]] = [{} for _ in foreign.groups]
     for p in foreign.parameters:
         if p.group is not None:
-            names[p.group].append(p.name)
+            names[p.group][p.name] = None
     groups = []
     for number, (group, params) in enumerate(zip(foreign.groups, names, strict=True)):
         unknown = sorted(str(key) for key in group if key not in _SETTINGS and not _says_nothing(key, group))
@@ -190,7 +186,7 @@ def optimizer_of(foreign: Foreign, lost: list[str]) -> Json:
             key: encode(_plain(value), f"group {number}: {key}") for key, value in group.items() if key in _SETTINGS
         }
         said = [name for name in group.get("params", ()) if name in params]
-        groups.append({"values": values, "params": said if len(said) == len(params) else params})
+        groups.append({"values": values, "params": said if len(said) == len(params) else list(params)})
     return {"name": class_of(foreign), "groups": groups}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import math
 import pickle
 import re
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tiermem.checkpoint.format.fields import encode
 from tiermem.checkpoint.format.manifest import WEIGHT
 from tiermem.checkpoint.interchange.foreign import (
     STEP,
@@ -25,7 +27,7 @@ from tiermem.checkpoint.interchange.foreign import (
     states_in,
     steps_in,
 )
-from tiermem.checkpoint.interchange.from_torch import MODEL_KEYS, OPTIMIZER_KEYS, Attributes, load_torch_bytes
+from tiermem.checkpoint.interchange.from_torch import MODEL_KEYS, OPTIMIZER_KEYS, Attributes, load_bytes, tensors_in
 from tiermem.swap import durable
 
 # ---- the files -------------------------------------------------------------------------------------------------------
@@ -60,16 +62,16 @@ Path_ = tuple[Any, ...]
 class Plain(NamedTuple):
     """A stored value that is not a tensor, or a chunk of one: its byte range in a file. It is read later."""
 
-    key: str
     file: Path
     offset: int
     length: int
+    key: str
 
     def load(self) -> Any:
         """The value. Blocks. Raises OSError, and ValueError unless it consists of plain values and tensors."""
         with open(durable.open_regular(self.file, follows=True), "rb") as opened:
             opened.seek(self.offset)
-            return load_torch_bytes(opened.read(self.length), f"{self.file}: {self.key}")
+            return load_bytes(opened.read(self.length), f"{self.file}: {self.key}")
 
 
 class Chunk(NamedTuple):
@@ -118,9 +120,6 @@ Stored = dict[Path_, Tensor | Plain]
 def read_stored(folder: Path) -> Stored:
     """The stored values of a folder, by their path of keys in the state dict. Raises ValueError, OSError."""
     file = folder / METADATA
-    size = file.stat().st_size
-    if size > _MAX_METADATA_BYTES:
-        raise ValueError(f"{file}: {size} bytes are too many for a checkpoint's metadata")
     try:
         return _Metadata(folder, _unpickle(file)).stored()
     except (AttributeError, KeyError, TypeError, IndexError) as error:
@@ -136,6 +135,7 @@ class _Metadata:
         self._file = folder / METADATA
         self._found = found
         self._sizes: dict[Path, int] = {}
+        self._used: list[Plain] = []
         self._places = {self._index(index): info for index, info in found.storage_data.items()}
 
     def stored(self) -> Stored:
@@ -149,6 +149,9 @@ class _Metadata:
                 raise TypeError(f"{key} has a path of {path!r:.80}")
             is_tensor = hasattr(what, "chunks")
             stored[path] = self._tensor(key, what) if is_tensor else self._place(key, None)
+        for a, b in itertools.pairwise(sorted(self._used)):
+            if a.file == b.file and a.offset + a.length > b.offset:
+                raise ValueError(f"{self._file}: {a.key} and {b.key} lie on the same bytes of {a.file}")
         return stored
 
     def _index(self, index: Any) -> tuple[str, tuple[int, ...] | None]:
@@ -191,7 +194,8 @@ class _Metadata:
         if info is None:
             raise ValueError(f"{self._file}: says of {key} {offset or ''} not where it lies")
         name, start, length = info.relative_path, info.offset, info.length
-        if not isinstance(name, str) or Path(name).name != name or getattr(info, "transform_descriptors", None):
+        is_name = isinstance(name, str) and name.isprintable() and Path(name).name == name
+        if not is_name or getattr(info, "transform_descriptors", None):
             raise ValueError(
                 f"{self._file}: {key} lies in {name!r}; files of the same folder, not compressed, are read"
             )
@@ -200,7 +204,8 @@ class _Metadata:
             self._sizes[file] = file.stat().st_size
         if type(start) is not int or type(length) is not int or not 0 <= start <= start + length <= self._sizes[file]:
             raise ValueError(f"{file} has {self._sizes[file]} bytes; {key} takes {length} from {start} on: it was cut")
-        return Plain(key, file, start, length)
+        self._used.append(Plain(file, start, length, key))
+        return self._used[-1]
 
 
 def _size(value: Any) -> tuple[int, ...]:
@@ -253,7 +258,14 @@ class _Unpickler(pickle._Unpickler):
 
 def _unpickle(file: Path) -> Any:
     try:
-        return _Unpickler(durable.read_file(file, _MAX_METADATA_BYTES, follows=True)).load()
+        data = durable.read_file(file, _MAX_METADATA_BYTES, follows=True)
+        if len(data) > _MAX_METADATA_BYTES:
+            raise pickle.UnpicklingError(
+                f"more than {_MAX_METADATA_BYTES} bytes are too many for a checkpoint's metadata"
+            )
+        found = _Unpickler(data).load()
+        list(tensors_in(found, len(data), str(file)))
+        return found
     except (OSError, MemoryError):
         raise
     except pickle.UnpicklingError as error:
@@ -364,13 +376,12 @@ class _Reader:
             ordered = [self._settings[number] for number in sorted(self._settings)]
             group_of = {name: i for i, group in enumerate(ordered) for name in _names(group.get("params"))}
             return [{**group, "params": list(_names(group.get("params")))} for group in ordered], group_of
-        groups: list[Mapping[str, Any]] = []
+        groups: dict[str, tuple[int, Mapping[str, Any]]] = {}  # by their text
         group_of = {}
         for name, settings in self._settings.items():
-            if settings not in groups:
-                groups.append(settings)
-            group_of[str(name)] = groups.index(settings)
-        return groups, group_of
+            text = json.dumps(encode(settings, f"{self._path}: the settings of {name}"), sort_keys=True)
+            group_of[str(name)], _ = groups.setdefault(text, (len(groups), settings))
+        return [settings for _, settings in groups.values()], group_of
 
     def _parameter(self, name: str, weight: Tensor, group: int | None) -> ForeignParameter:
         states = {WEIGHT: ForeignState(weight.dtype, weight.pieces)}

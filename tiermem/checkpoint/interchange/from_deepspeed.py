@@ -17,10 +17,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import pydantic
 import torch
+from pydantic import FailFast
 from typing_extensions import NotRequired, TypedDict
 
 from tiermem.checkpoint.format.fields import Whole, read
@@ -124,11 +125,16 @@ class _Reader:
         group_of = {i: g for g, group in enumerate(self._optims[0].groups) for i in group.get("params", ())}
         for sub_group, shapes in enumerate(self._first["param_shapes"]):
             self._check_sub_group(sub_group, shapes)
+            what = f"{self._folder}: sub-group {sub_group}"
+            masters = [optim.flat_groups[sub_group] for optim in self._optims]
+            flats = {MASTER: masters, **self._moments(sub_group, what)}
+            num_steps = steps_in(self._optims[0].states.get(sub_group, {}).get(STEP, 0), what)
             start = 0
             for name, shape in shapes.items():
-                part = -(-math.prod(shape) // len(self._models))
-                yield self._parameter(name, tuple(shape), sub_group, start, group_of.get(sub_group))
-                start += part
+                numel = math.prod(shape)
+                states = self._states(name, {state: _joined(flat, start, numel) for state, flat in flats.items()})
+                yield ForeignParameter(name, tuple(shape), states, num_steps=num_steps, group=group_of.get(sub_group))
+                start += -(-numel // len(self._models))
 
     def _check_sub_group(self, sub_group: int, shapes: Mapping[str, Any]) -> None:
         due = sum(-(-math.prod(shape) // len(self._models)) for shape in shapes.values())
@@ -144,24 +150,23 @@ class _Reader:
                     f"{self._folder}: sub-group {sub_group} of rank {rank} has {there} elements, not {due}"
                 )
 
-    def _parameter(
-        self, name: str, shape: tuple[int, ...], sub_group: int, start: int, group: int | None
-    ) -> ForeignParameter:
-        numel = math.prod(shape)
-        flats = [optim.flat_groups[sub_group] for optim in self._optims]
-        dtype = _dtype_of(self._first["module"].get(name), flats[0].dtype)
-        master = _joined(flats, start, numel)
-        states = {WEIGHT: ForeignState(dtype, lambda: (piece.to(dtype) for piece in master.pieces()))}
-        if dtype != torch.float32:
-            states[MASTER] = master
-        kept = [optim.states.get(sub_group, {}) for optim in self._optims]
-        for state in states_in(kept[0], self._left_behind):
-            moments = [rank.get(state) for rank in kept]
-            for moment, flat in zip(moments, flats, strict=True):
-                check_state(f"{self._folder}: sub-group {sub_group}", state, moment, flat.numel())
-            states[state] = _joined([m.reshape(-1) for m in moments if m is not None], start, numel)
-        num_steps = steps_in(kept[0].get(STEP, 0), f"{self._folder}: sub-group {sub_group}")
-        return ForeignParameter(name, shape, states, num_steps=num_steps, group=group)
+    def _moments(self, sub_group: int, what: str) -> dict[str, list[torch.Tensor]]:
+        """The moments of a sub-group: the flat tensor of each rank. Raises ValueError."""
+        kept = [(optim.states.get(sub_group, {}), optim.flat_groups[sub_group].numel()) for optim in self._optims]
+        return {
+            state: [check_state(what, state, own.get(state), numel).reshape(-1) for own, numel in kept]
+            for state in states_in(kept[0][0], self._left_behind)
+        }
+
+    def _states(self, name: str, found: dict[str, ForeignState]) -> dict[str, ForeignState]:
+        """The states of a parameter, from its master and moments. Its weight is the master in the dtype in which the model is
+        trained: DeepSpeed keeps an empty tensor of it in place of each parameter."""
+        master = found[MASTER]
+        kept = self._first["module"].get(name)
+        dtype = kept.dtype if isinstance(kept, torch.Tensor) and kept.is_floating_point() else master.dtype
+        if dtype == torch.float32:
+            del found[MASTER]
+        return {WEIGHT: ForeignState(dtype, lambda: (piece.to(dtype) for piece in master.pieces())), **found}
 
     def _frozen(self) -> Iterator[ForeignParameter]:
         for name, shape in (self._first.get("frozen_param_shapes") or {}).items():
@@ -185,17 +190,10 @@ def _joined(flats: Sequence[torch.Tensor], start: int, numel: int) -> ForeignSta
 
     def pieces() -> Iterator[torch.Tensor]:
         part = -(-numel // len(flats))
-        for rank, flat in enumerate(flats):
-            mine = max(0, min(part, numel - rank * part))
-            if mine:
-                yield flat[start : start + mine]
+        for flat, before in zip(flats, range(0, numel, part or 1), strict=False):
+            yield flat[start : start + min(part, numel - before)]
 
     return ForeignState(flats[0].dtype, pieces)
-
-
-def _dtype_of(placeholder: Any, flat: torch.dtype) -> torch.dtype:
-    """The dtype in which the model is trained. DeepSpeed keeps an empty tensor of it in place of each parameter."""
-    return placeholder.dtype if isinstance(placeholder, torch.Tensor) and placeholder.is_floating_point() else flat
 
 
 def _loss_scale(scaler: Any) -> LossScale | None:
@@ -210,32 +208,35 @@ def _loss_scale(scaler: Any) -> LossScale | None:
     return LossScale(float(scale), is_dynamic, max(0, good), kept.get("cur_hysteresis"))
 
 
-_Shapes = dict[str, tuple[Whole, ...]]
+# Each stops at its first error: a million errors would take memory a hundred times the file.
+_Shapes = Annotated[dict[str, Annotated[tuple[Whole, ...], FailFast()]], FailFast()]
+_OR_NONE = pydantic.BeforeValidator(lambda value: {} if value is None else value)
+_Named = Annotated[dict[str, Any], FailFast()]
 
 
 class _ModelFile(TypedDict):
     """The keys of a model file that are read by their types."""
 
-    module: dict[str, Any]
-    param_shapes: list[_Shapes]
-    buffer_names: list[str]
-    frozen_param_shapes: NotRequired[_Shapes | None]
-    frozen_param_fragments: NotRequired[dict[str, Any] | None]
-    shared_params: NotRequired[dict[str, str] | None]
+    module: _Named
+    param_shapes: Annotated[list[_Shapes], FailFast()]
+    buffer_names: Annotated[list[str], FailFast()]
+    frozen_param_shapes: NotRequired[Annotated[_Shapes, _OR_NONE]]
+    frozen_param_fragments: NotRequired[Annotated[_Named, _OR_NONE]]
+    shared_params: NotRequired[Annotated[dict[str, str], FailFast(), _OR_NONE]]
 
 
 @pydantic.with_config(extra="allow")
 class _Group(TypedDict):
     """A parameter group: its sub-groups, and settings."""
 
-    params: NotRequired[list[pydantic.StrictInt]]
+    params: NotRequired[Annotated[list[pydantic.StrictInt], FailFast()]]
 
 
 class _States(TypedDict):
     """A torch optimizer's state dict: states by sub-group, and groups."""
 
-    state: NotRequired[dict[Any, dict[Any, Any]]]
-    param_groups: NotRequired[list[_Group]]
+    state: NotRequired[Annotated[dict[Any, dict[Any, Any]], FailFast()]]
+    param_groups: NotRequired[Annotated[list[_Group], FailFast()]]
 
 
 def _model_file(file: Path) -> Mapping[str, Any]:
@@ -287,7 +288,7 @@ def _find_ranks(folder: Path, kind: str) -> list[Path]:
             raise ValueError(f"{file}: a tensor-parallel part; only ZeRO-3 alone is read")
         if ranks.setdefault(int(match[1]), file) != file:
             raise ValueError(f"{file} and {ranks[int(match[1])]} are of one rank; one of them is of another save")
-    missing = [rank for rank in range(max(ranks, default=0) + 1) if rank not in ranks]
+    missing = [rank for rank in range(len(ranks) or 1) if rank not in ranks]  # not up to a number in a name
     if missing:
         raise ValueError(f"{folder}: no {kind} states of rank {', '.join(map(str, missing))}")
     return [ranks[rank] for rank in sorted(ranks)]

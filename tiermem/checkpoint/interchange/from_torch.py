@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import io
@@ -31,6 +32,7 @@ from tiermem.checkpoint.interchange.foreign import (
     of_tensor,
     states_in,
     steps_in,
+    tie,
 )
 from tiermem.swap import durable
 from tiermem.swap.stream import FileReader
@@ -47,7 +49,7 @@ _NAMED = re.compile(
     r"(?:GLOBAL |Unsupported class |forbidden to load |unsupported |disallowed )`?([A-Za-z_][\w.]*\.\w+)"
 )
 _MAX_PICKLE_BYTES = 256 << 20  # of a file's pickles, without tensor values
-_MEMORY_TIMES, _SPARE_BYTES = 10, 64 << 20
+_MEMORY_TIMES, _SPARE_BYTES, _SPARE_VALUES = 10, 64 << 20, 1 << 16
 
 
 _MEMBER = "builtins.getattr"
@@ -72,48 +74,48 @@ def load_torch(path: Path, foreign: Sequence[str] = ()) -> Any:
     """
     os.close(durable.open_regular(path, follows=True))
     size = os.stat(path).st_size
-    is_zip = _check_structure(path, size)
-    return _load(path, size, str(path), foreign, is_zip)
+    return _load(path, size, str(path), foreign, _check_structure(path, size))
 
 
-def load_torch_bytes(data: bytes, what: str) -> Any:
-    """The same for bytes in memory; `what` names them in errors. Tensors are not mapped."""
+def load_bytes(data: bytes, what: str) -> Any:
+    """`load_torch` for bytes in memory; `what` names them in errors. Tensors are not mapped."""
     return _load(io.BytesIO(data), len(data), what, (), False)
 
 
-def tensors_in(found: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested dicts, lists and tuples, and in the attributes of `Attributes`."""
-    seen: set[int] = set()
-    left = [found]
+def tensors_in(found: Any, num_bytes: int, what: str) -> Iterator[torch.Tensor]:
+    """Every tensor in nested dicts, lists and tuples, and in the attributes of `Attributes`, once for each place.
+
+    Raises ValueError where a file of `num_bytes` places the same lists in one another so often that they unfold to more
+    than 10 values for each byte.
+    """
+    left, num_values = [found], 0
     while left:
         value = left.pop()
         if isinstance(value, torch.Tensor):
             yield value
-        elif isinstance(value, dict | list | tuple | Attributes) and id(value) not in seen:
-            seen.add(id(value))
+        elif isinstance(value, dict | list | tuple | Attributes):
             value = vars(value) if isinstance(value, Attributes) else value
+            num_values += len(value)
+            if num_values > _MEMORY_TIMES * num_bytes + _SPARE_VALUES:
+                raise ValueError(f"{what}: its {num_bytes} bytes unfold to {num_values} values: no checkpoint's do")
             left += value.values() if isinstance(value, dict) else value
 
 
 def _load(file: Path | io.BytesIO, size: int, what: str, foreign: Sequence[str], is_mapped: bool) -> Any:
-    with _bounded(size, what):
-        found = _unpickled(file, what, foreign, is_mapped)
-    for tensor in tensors_in(found):
-        _check_tensor(what, tensor)
-    return found
-
-
-def _unpickled(file: Path | io.BytesIO, what: str, foreign: Sequence[str], is_mapped: bool) -> Any:
     names = [*foreign, _MEMBER] if foreign else []
     stand_ins = [(type(name.rpartition(".")[2], (Attributes,), {}), name) for name in names]
-    try:
-        with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():  # type: ignore[arg-type]  # pairs too
-            warnings.simplefilter("ignore")  # about a pickle protocol that torch then refuses
-            return torch.load(file, map_location="cpu", mmap=is_mapped or None, weights_only=True)
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # a damaged or hostile file may cause any error inside torch
-        raise ValueError(f"{what}: {_reason(error)}") from None
+    with _bounded(size, what):
+        try:
+            with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():  # type: ignore[arg-type]
+                warnings.simplefilter("ignore")  # about a pickle protocol that torch then refuses
+                found = torch.load(file, map_location="cpu", mmap=is_mapped or None, weights_only=True)
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # a damaged or hostile file may cause any error inside torch
+            raise ValueError(f"{what}: {_reason(error)}") from None
+    for tensor in tensors_in(found, size, what):
+        _check_tensor(what, tensor)
+    return found
 
 
 @contextlib.contextmanager
@@ -147,21 +149,20 @@ def _reason(error: Exception) -> str:
 
 def _check_structure(path: Path, size: int) -> bool:
     """Whether the file is a zip, as torch.save writes since 1.6. Raises ValueError when its entries claim too many bytes."""
-    if not zipfile.is_zipfile(path):
-        with open(path, "rb") as file:
-            if file.read(4) == b"PK\x03\x04":
-                raise ValueError(f"{path}: the end is missing: {size} bytes are not the whole file")
-        return False
     try:
-        with zipfile.ZipFile(path) as opened:
-            entries = opened.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, UnicodeDecodeError) as error:
+        with open(path, "rb") as file:
+            head = file.read(4)
+            is_zip = zipfile.is_zipfile(file)
+            entries = zipfile.ZipFile(file).infolist() if is_zip else []
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise ValueError(f"{path}: not a file that torch.save wrote, or a damaged one ({error})") from None
+    if not is_zip and head == b"PK\x03\x04":
+        raise ValueError(f"{path}: the end is missing: {size} bytes are not the whole file")
     for entry in entries:
         is_data = "/data/" in entry.filename
         if entry.file_size > size or (not is_data and entry.file_size > _MAX_PICKLE_BYTES):
             raise ValueError(f"{path}: {entry.filename} claims {entry.file_size} bytes in a file of {size}")
-    return True
+    return is_zip
 
 
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
@@ -210,7 +211,7 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
         kind = "torch state dict"
         weights, rest = _split(files[0], load_torch(files[0]))
         for file in files[1:]:
-            weights = {**weights, **_split(file, load_torch(file))[0]}
+            weights.update(_split(file, load_torch(file))[0])
         parameters = _tensors(path, weights)
     kept = _optimizer_in(rest) if optimizer is None else _optimizer_file(optimizer)
     groups, left_behind = [], [f"{str(key)!r} of the file" for key in rest if key not in (*OPTIMIZER_KEYS, *STEP_KEYS)]
@@ -226,12 +227,12 @@ def read_torch(path: Path, optimizer: Path | None = None) -> Foreign:
 def _safetensors(path: Path) -> list[ForeignParameter]:
     found = []
     for file in find_files(path):
-        ties = read_ties(file)
+        own = []
         for stored in read_header(file):
             state = ForeignState(stored.dtype, _range_of(file, stored.start, stored.num_bytes, stored.dtype))
-            aliases = tuple(alias for alias, name in ties.items() if name == stored.name)
             is_buffer = is_buffer_like(stored.name, stored.dtype)
-            found.append(ForeignParameter(stored.name, stored.shape, {WEIGHT: state}, aliases, is_buffer))
+            own.append(ForeignParameter(stored.name, stored.shape, {WEIGHT: state}, is_buffer=is_buffer))
+        found += tie(own, read_ties(file))
     return found
 
 
@@ -273,7 +274,8 @@ def _split(file: Path, found: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
     """The tensors of a state dict; tied tensors have their first name and aliases."""
     first: dict[tuple[Any, ...], str] = {}
-    found: dict[str, ForeignParameter] = {}
+    found: list[ForeignParameter] = []
+    ties: dict[str, str] = {}
     of_storage: dict[int, int] = {}  # bytes of the tensors on each storage
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor):
@@ -283,12 +285,11 @@ def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
             raise ValueError(f"{path}: a tensor is called {name!r:.80}; names are strings")
         place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
         if value.numel() and place in first:
-            owner = found[first[place]]
-            found[owner.name] = dataclasses.replace(owner, aliases=(*owner.aliases, name))
+            ties[name] = first[place]
             continue
         first[place] = name
         is_buffer = is_buffer_like(name, value.dtype)
-        found[name] = ForeignParameter(name, tuple(value.shape), {WEIGHT: of_tensor(value)}, is_buffer=is_buffer)
+        found.append(ForeignParameter(name, tuple(value.shape), {WEIGHT: of_tensor(value)}, is_buffer=is_buffer))
         storage = value.untyped_storage()
         of_storage[storage.data_ptr()] = of_storage.get(storage.data_ptr(), 0) + value.nbytes
         if of_storage[storage.data_ptr()] > _MOST_VIEWS * storage.nbytes():
@@ -296,7 +297,7 @@ def _tensors(path: Path, weights: Mapping[str, Any]) -> list[ForeignParameter]:
                 f"{path}: {name!r:.80} and others are {of_storage[storage.data_ptr()]} bytes of tensors that all stand on the "
                 f"same {storage.nbytes()} bytes: no weights do"
             )
-    return list(found.values())
+    return tie(found, ties)
 
 
 def _optimizer_in(rest: Mapping[str, Any]) -> State | None:
@@ -328,6 +329,8 @@ def _checked(kept: Any, what: str) -> State:
 def _names_of(parameters: Sequence[ForeignParameter], kept: State, what: str) -> dict[Any, str]:
     """The parameter's name for each key in the groups' `params`. Raises ValueError."""
     known = {name for p in parameters for name in (p.name, *p.aliases)}
+    own = [p for p in parameters if not p.is_buffer]
+    places = _places(own), _places(own[::-1])
     names: dict[Any, str] = {}
     for group in kept["param_groups"]:
         keys, said = group["params"], group.get("param_names")
@@ -336,7 +339,8 @@ def _names_of(parameters: Sequence[ForeignParameter], kept: State, what: str) ->
         elif isinstance(said, list) and len(said) == len(keys) and all(isinstance(name, str) for name in said):
             names |= dict(zip(keys, said, strict=True))
         else:
-            names |= _match(parameters, keys, kept["state"], what)
+            found = _match(places, len(own), [_shape_of(kept["state"].get(key)) for key in keys], what)
+            names |= {key: own[place].name for key, place in zip(keys, found, strict=True)}
     unknown = [name for name in names.values() if name not in known]
     if unknown:
         raise ValueError(
@@ -353,22 +357,30 @@ _ADVICE = (
 )
 
 
-def _match(parameters: Sequence[ForeignParameter], keys: Sequence[Any], states: State, what: str) -> dict[Any, str]:
-    """The names for a group's numbers, by order and shape. Raises ValueError unless there is exactly one match."""
-    names = [p.name for p in parameters if not p.is_buffer]
-    shapes = [p.shape for p in parameters if not p.is_buffer]
-    wanted = [_shape_of(states.get(key)) for key in keys]
-    early = _earliest(wanted, shapes)
-    late = _earliest(wanted[::-1], shapes[::-1])
-    if early is None or late is None:
-        raise ValueError(
-            f"{what}: the optimizer's states do not follow the model's parameters in order and shape; {_ADVICE}"
-        )
-    if early != [len(shapes) - 1 - place for place in reversed(late)]:
-        raise ValueError(
-            f"{what}: the optimizer's states go with the model's parameters in more than one way; {_ADVICE}"
-        )
-    return {key: names[place] for key, place in zip(keys, early, strict=True)}
+_Places = Mapping[tuple[int, ...], Sequence[int]]
+
+
+def _places(parameters: Sequence[ForeignParameter]) -> _Places:
+    """The indices of the parameters of each shape, in order."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for place, p in enumerate(parameters):
+        found.setdefault(p.shape, []).append(place)
+    return found
+
+
+def _match(places: tuple[_Places, _Places], num: int, wanted: Sequence[tuple[int, ...] | None], what: str) -> list[int]:
+    """The index of the parameter for each shape of a group. Raises ValueError unless there is exactly one match.
+
+    places: of the `num` parameters in order, and in reverse order.
+    """
+    early = _earliest(wanted, places[0], num)
+    late = _earliest(wanted[::-1], places[1], num)
+    if early is None or late is None or early != [num - 1 - place for place in reversed(late)]:
+        how = "go with the model's parameters in more than one way"
+        if early is None or late is None:
+            how = "do not follow the model's parameters in order and shape"
+        raise ValueError(f"{what}: the optimizer's states {how}; {_ADVICE}")
+    return early
 
 
 def _shape_of(entry: State | None) -> tuple[int, ...] | None:
@@ -377,16 +389,16 @@ def _shape_of(entry: State | None) -> tuple[int, ...] | None:
     return shapes[0] if shapes else None
 
 
-def _earliest(wanted: Sequence[tuple[int, ...] | None], shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
+def _earliest(wanted: Sequence[tuple[int, ...] | None], places: _Places, num: int) -> list[int] | None:
     """For every shape its first place after the place of the previous one; None if there is none."""
     found, place = [], 0
     for shape in wanted:
-        while place < len(shapes) and shape is not None and shapes[place] != shape:
-            place += 1
-        if place == len(shapes):
+        options = range(num) if shape is None else places.get(shape, ())
+        number = bisect.bisect_left(options, place)
+        if number == len(options):
             return None
-        found.append(place)
-        place += 1
+        found.append(options[number])
+        place = options[number] + 1
     return found
 
 
@@ -405,8 +417,7 @@ def _with_states(
         states, entry = dict(p.states), kept["state"].get(key, {})
         for name, value in states_in(entry, left_behind).items():
             if value is not None:
-                check_state(p.name, name, value, math.prod(p.shape))
-                states[name] = of_tensor(value)
+                states[name] = of_tensor(check_state(p.name, name, value, math.prod(p.shape)))
         steps = steps_in(entry.get(STEP, 0), p.name)
         found.append(dataclasses.replace(p, states=states, num_steps=steps, group=group_of[key], is_buffer=False))
     return found, sorted(left_behind)

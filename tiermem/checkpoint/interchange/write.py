@@ -44,8 +44,6 @@ def read_foreign(path: Path, tag: str | None = None, optimizer: Path | None = No
     Raises ValueError when it is not understood, is damaged, would execute code, or is a tiermem checkpoint; OSError when it
     cannot be read.
     """
-    if not path.exists():
-        raise FileNotFoundError(2, "no such file or folder", str(path))
     if not path.is_dir():
         os.close(durable.open_regular(path, follows=True))
     if path.is_dir() and _is_ours(path, tag):
