@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -37,8 +38,9 @@ from tiermem.swap.pipeline import HeadStart
 from tiermem.swap.run_folder import RunName
 from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import Bounce
-from tiermem.zero import registry
+from tiermem.zero import absent, registry
 from tiermem.zero.agreement import agree, facts_of, facts_of_plan
+from tiermem.zero.backward_marks import made_by, tensors_in
 from tiermem.zero.collectives import exchange
 from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
@@ -286,7 +288,7 @@ class Shards:
     def take_out(self, param: nn.Parameter) -> None:
         """Gives a parameter its whole values until `put_back`. Collective; blocks. Takes memory for this parameter alone."""
         live, shard = self.find(param)
-        if not live.is_streamed:
+        if live.unit.is_resident:
             return
         self.hooks.see_gradient_of(live, param)
         if self.hooks.may_lend:
@@ -367,8 +369,45 @@ class Shards:
         return self.hooks.may_lend
 
     def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function with resting parameters gathered (access.py). Collective; blocks."""
-        return self.hooks.lend(params, func, args, kwargs)
+        """Calls a function with resting parameters gathered (access.py); outside a forward with copies of them. Blocks.
+
+        Collective in a forward or backward. Outside, raises RuntimeError on several ranks; in another thread always.
+        """
+        self.hooks.check_thread()
+        if self.hooks.may_lend:
+            return self.hooks.lend(params, func, args, kwargs)
+        needed = [self.find(param)[0] for param in params]
+        if self.topology.world > 1 and any(live.is_streamed for live in needed):
+            absent.refuse_read(params[0], self.topology.world)
+
+        make = functools.partial(func, *args, **kwargs)
+        with absent.copies(self, params):
+            copied = {param.untyped_storage()._cdata: param for param in params}
+            frame, output = self.hooks.enter(list(dict.fromkeys(needed)), (), {}, reads_again=False), None
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: self._keep(t, copied), _read_again):
+                    output = make()
+            finally:
+                self.hooks.leave(frame, made_by(tensors_in(output)))
+            return absent.without_loans(output, params, make)
+
+    def _keep(self, saved: torch.Tensor, copied: dict[int, nn.Parameter]) -> torch.Tensor | Callable[[], torch.Tensor]:
+        """What a graph keeps of a tensor: of a parameter's copy a function that reads the weight again."""
+        param = copied.get(saved.untyped_storage()._cdata) if saved.layout is torch.strided else None
+        if param is None or saved.is_conj() or saved.is_neg():
+            return saved
+        shape, dtype = (saved.shape, saved.stride(), saved.storage_offset()), saved.dtype
+        num_steps = self.find(param)[1].num_steps
+
+        def read() -> torch.Tensor:
+            if self.find(param)[1].num_steps != num_steps:
+                raise RuntimeError(
+                    f"a graph that reads a parameter of shape {tuple(param.shape)} was made before the optimizer stepped it: "
+                    "run backward before the step"
+                )
+            return self.weight(param).to(self.device).flatten().view(dtype).as_strided(*shape)
+
+        return read
 
     def add_need(self, module: nn.Module, param: nn.Parameter) -> None:
         """Registers that a module needs a parameter of another module whenever it runs. No effect for a resident parameter."""
@@ -478,3 +517,8 @@ class Shards:
             self.plan.disk_bytes / 2**20,
             engine,
         )
+
+
+def _read_again(kept: torch.Tensor | Callable[[], torch.Tensor]) -> torch.Tensor:
+    """A tensor that a graph has kept. Blocks; raises OSError."""
+    return kept if isinstance(kept, torch.Tensor) else kept()
