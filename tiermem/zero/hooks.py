@@ -99,7 +99,7 @@ class Hooks:
         self._returned: list[LiveUnit] = []  # units of parameters that the model returned; held until backward ends
         self._leader: nn.Module | None = None  # the module whose call began the pass
         self._pass_kind: tuple[bool, bool] | None = None
-        self._thread = threading.get_ident()  # the thread that computes
+        self.thread = threading.get_ident()  # the thread that computes
         self._is_training_pass = False  # whether the outermost forward under way began with gradients
         self._ending: weakref.ref[Callable[[], None]] | None = None  # called at the end of the backward under way
         self._watched = -1  # torch's number of the backward whose end calls `finish_backward`
@@ -213,7 +213,7 @@ class Hooks:
         A pass continues while its modules are called one after the other. It ends when the module that began it, or the model,
         is called again, or when a module is called in another mode.
         """
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._abandon_backward()
         self._drop_frames()
         for live in self._units:
@@ -254,16 +254,6 @@ class Hooks:
         """Whether a forward or a backward is under way, so that every rank makes the same call."""
         return bool(self._frames) or in_backward()
 
-    def check_thread(self) -> None:
-        """Raises RuntimeError in a thread beside the one that computes with the model, while that one lives."""
-        if self._thread == threading.get_ident() or in_backward():
-            return
-        if any(each.ident == self._thread for each in threading.enumerate()):
-            raise RuntimeError(
-                "a resting parameter is read in another thread than the one that computes with the model, whose fetches use "
-                "the same buffers: read it in that thread, or take a copy there"
-            )
-
     def lend(self, params: Sequence[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a torch function with resting parameters gathered (access.py). Collective; blocks."""
         needed = list({self._by_param[id(p)].unit.index: self._by_param[id(p)] for p in params}.values())
@@ -275,7 +265,7 @@ class Hooks:
             make = functools.partial(func, *args, **kwargs)
             output = without_loans(make(), params, make, may_borrow=True)
         finally:
-            made = [tensor for tensor in tensors_in(output) if not isinstance(tensor, RestingView)]
+            made = [tensor for tensor in tensors_in(output) if not isinstance(tensor, (nn.Parameter, RestingView))]
             for live in needed:
                 if any(live.memory.sees(tensor) for tensor in made):
                     self._lend_to(self._frames[-2] if len(self._frames) > 1 else None, live)

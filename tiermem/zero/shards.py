@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -40,7 +41,7 @@ from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import Bounce
 from tiermem.zero import absent, registry
 from tiermem.zero.agreement import agree, facts_of, facts_of_plan
-from tiermem.zero.backward_marks import made_by, tensors_in
+from tiermem.zero.backward_marks import in_backward, made_by, tensors_in
 from tiermem.zero.collectives import exchange
 from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
@@ -373,7 +374,7 @@ class Shards:
 
         Collective in a forward or backward. Outside, raises RuntimeError on several ranks; in another thread always.
         """
-        self.hooks.check_thread()
+        self._check_thread()
         if self.hooks.may_lend:
             return self.hooks.lend(params, func, args, kwargs)
         needed = [self.find(param)[0] for param in params]
@@ -390,6 +391,16 @@ class Shards:
             finally:
                 self.hooks.leave(frame, made_by(tensors_in(output)))
             return absent.without_loans(output, params, make)
+
+    def _check_thread(self) -> None:
+        """Raises RuntimeError in a thread beside the one that computes with the model, while that one lives."""
+        if self.hooks.thread == threading.get_ident() or in_backward():
+            return
+        if any(each.ident == self.hooks.thread for each in threading.enumerate()):
+            raise RuntimeError(
+                "a resting parameter is read in another thread than the one that computes with the model, whose fetches use "
+                "the same buffers: read it in that thread, or take a copy there"
+            )
 
     def _keep(self, saved: torch.Tensor, copied: dict[int, nn.Parameter]) -> torch.Tensor | Callable[[], torch.Tensor]:
         """What a graph keeps of a tensor: of a parameter's copy a function that reads the weight again."""
