@@ -263,7 +263,7 @@ class Hooks:
         output = None
         try:
             make = functools.partial(func, *args, **kwargs)
-            output = without_loans(make(), params, make, may_borrow=True)
+            output = without_loans(make(), params, make, may_borrow=torch.is_grad_enabled())
         finally:
             made = [tensor for tensor in tensors_in(output) if not isinstance(tensor, (nn.Parameter, RestingView))]
             for live in needed:
