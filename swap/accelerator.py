@@ -47,15 +47,11 @@ def find_device(asked: torch.device | str | None = None) -> torch.device:
     A rank that a launcher has started takes the accelerator of its LOCAL_RANK; ranks share them where there are fewer. Raises
     ValueError for a device that is not there.
     """
-    if asked is None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return torch.device("cpu") if found is None else torch.device(found.type, _own_index(found))
-    device = torch.device(asked)
+    device = kind_of_device() if asked is None else torch.device(asked)
     if not is_accelerator(device):
         return device
-    module, count = _module(device), 0
-    if module is not None and module.is_available():
-        count = int(module.device_count())
+    module = getattr(torch, device.type, None)
+    count = int(module.device_count()) if module is not None and module.is_available() else 0
     if device.index is None and count:
         return torch.device(device.type, _own_index(device))
     if device.index is None or device.index >= count:
@@ -83,10 +79,6 @@ def _own_index(device: torch.device) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"]) % int(_module_of(device).device_count())
     return torch.accelerator.current_device_index()
-
-
-def _module(device: torch.device) -> Any:
-    return getattr(torch, device.type, None)
 
 
 def _module_of(device: torch.device) -> Any:
@@ -140,12 +132,7 @@ class Usage(NamedTuple):
 def usage(device: torch.device) -> Usage:
     """What this process has of a device's memory; peaks are since the start, or since `reset_peak`."""
     stats = torch.accelerator.memory_stats(device)
-    kinds = (
-        "allocated_bytes.all.current",
-        "reserved_bytes.all.current",
-        "allocated_bytes.all.peak",
-        "reserved_bytes.all.peak",
-    )
+    kinds = (f"{what}_bytes.all.{when}" for when in ("current", "peak") for what in ("allocated", "reserved"))
     return Usage(*(int(stats.get(kind, 0)) for kind in kinds))
 
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from tiermem.swap.errors import remedy
 from tiermem.swap.tier import ALIGNMENT
 
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")
 _CHUNK_BYTES = 1 << 20
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
 
@@ -37,20 +38,20 @@ def open_direct(file: Path, flags: int) -> tuple[int, str]:
     except OSError:
         return os.open(file, flags), "it takes no O_DIRECT"  # or raises what is wrong beside that
     try:
-        return fd, _settle(fd)
+        why = why_buffered(fd)
+        if why:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        return fd, why
     except BaseException:
         os.close(fd)
         raise
 
 
-def open_unnamed(folder: Path) -> tuple[int, bool]:
-    """An open file without a name in `folder`, and whether it is direct. Raises OSError; the caller closes it."""
-    fd, why = _open_unnamed(folder)
-    return fd, not why
+def open_unnamed(folder: Path) -> tuple[int, str]:
+    """Opens a file without a name; as `open_direct`. The caller closes it.
 
-
-def _open_unnamed(folder: Path) -> tuple[int, str]:
-    """As `open_direct`. Where the file system has no O_TMPFILE, the file has a name while it is opened."""
+    Where the file system has no O_TMPFILE, the file has a name while it is opened.
+    """
     name = None
     try:
         fd = os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
@@ -148,14 +149,6 @@ def why_buffered(fd: int) -> str:
     return ""
 
 
-def _settle(fd: int) -> str:
-    """Removes O_DIRECT from a descriptor that cannot have it; returns the reason, or an empty string."""
-    why = why_buffered(fd)
-    if why:
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-    return why
-
-
 class PathFacts(NamedTuple):
     """Facts about a path: free bytes for this user, type of its file system, whether transfers go past the page cache."""
 
@@ -175,7 +168,7 @@ def probe_path(path: Path) -> PathFacts:
     if not path.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder: make it first, or correct nvme_path", str(path))
     try:
-        fd, why = _open_unnamed(path)
+        fd, why = open_unnamed(path)
     except OSError as error:
         raise OSError(error.errno, f"cannot write here: {os.strerror(error.errno or 0)}", str(path)) from None
     os.close(fd)

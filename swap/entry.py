@@ -19,8 +19,7 @@ from tiermem.swap import durable
 from tiermem.swap.arena import Slot
 from tiermem.swap.files import Extent, Files
 from tiermem.swap.move import Move
-from tiermem.swap.native import READ, Op
-from tiermem.swap.queue import Blocks
+from tiermem.swap.native import READ, Blocks, Op
 from tiermem.swap.ranges import Numbers, round_up, spread
 from tiermem.swap.tier import ALIGNMENT, Tier
 
@@ -210,10 +209,6 @@ class Freeze:
     number: int
     paths: tuple[Path, ...]
     parts: Mapping[str, Sequence[Stored]] = dataclasses.field(repr=False)
-
-    def entries(self) -> list[str]:
-        """Returns the names of the frozen entries."""
-        return list(self.parts)
 
     def files(self) -> tuple[Path, ...]:
         """Returns the segment file of each path; a `path_index` is an index into this tuple."""
@@ -490,7 +485,9 @@ class Entry:
     def turn_back(self) -> None:
         """COMING -> HOME, LEAVING or LOST: the fetch failed or was cancelled."""
         self.expect("given up", EntryState.COMING)
-        self.coming, self.slot, self.state = None, None, self._without_slot()
+        self.coming, self.slot, self.state = None, None, EntryState.HOME
+        if self.leaving is not None:
+            self.state = EntryState.LOST if self.leaving.has_failed else EntryState.LEAVING
 
     def rest(self) -> None:
         """PRESENT -> HOME, without a write."""
@@ -537,8 +534,3 @@ class Entry:
     def _check_bytes(self, buffer: torch.Tensor) -> None:
         if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
             raise ValueError(f"{self.name!r}: a buffer is a contiguous uint8 tensor, not {buffer.dtype}")
-
-    def _without_slot(self) -> EntryState:
-        if self.leaving is None:
-            return EntryState.HOME
-        return EntryState.LOST if self.leaving.has_failed else EntryState.LEAVING

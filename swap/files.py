@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiermem.swap import durable
-from tiermem.swap.direct import give_back, probe_path, take_room
+from tiermem.swap.direct import MEMORY_FILE_SYSTEMS, give_back, probe_path, take_room
 from tiermem.swap.paths import AnyPath, NvmePath, as_paths, deal_shares
 from tiermem.swap.ranges import FreeRanges, round_up
 from tiermem.swap.run_folder import SEGMENT, RunFolder, RunName, leads_to, report_dead_runs
@@ -187,8 +187,6 @@ class Segment:
         self.size_bytes += num_bytes
 
 
-_MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"}
-
 logger = logging.getLogger("tiermem")
 
 
@@ -342,5 +340,5 @@ class Files:
         for facts in {segment.facts.device: segment.facts for segment in reversed(self.segments)}.values():
             if not facts.is_direct:
                 logger.warning("%s (%s) is used buffered: %s", facts.path, facts.file_system, facts.why_buffered)
-            if facts.file_system in _MEMORY_FILE_SYSTEMS:
+            if facts.file_system in MEMORY_FILE_SYSTEMS:
                 logger.warning("%s is %s: what rests there is memory, not disk", facts.path, facts.file_system)

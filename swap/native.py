@@ -53,7 +53,7 @@ _LEAST = 1e-9  # part of a block: the rank of quantile 0 lies in the first bucke
 _NUMPY_NAMES = {"uint64_t": np.uint64, "int32_t": np.int32}
 _VERBS = {READ: "reading", WRITE: "writing", SYNC: "syncing"}
 _RULES = {"adamw": lib.TM_ADAMW, "adam": lib.TM_ADAM, "adagrad": lib.TM_ADAGRAD, "lion": lib.TM_LION, "sgd": lib.TM_SGD}
-_SCALARS = tuple(name for name, _ in ffi.typeof("tm_step_scalars").fields)  # fields of StepRule by the same names
+SCALARS = tuple(name for name, _ in ffi.typeof("tm_step_scalars").fields)  # fields of StepRule by the same names
 _DTYPES = {None: lib.TM_NONE, torch.float32: lib.TM_F32, torch.bfloat16: lib.TM_BF16, torch.float16: lib.TM_F16}
 _REFUSED = "the file system refuses this alignment or O_DIRECT"
 _CRC_ROWS = ("const void *const *", "const uint64_t *", "uint32_t *")
@@ -116,6 +116,16 @@ class Op(NamedTuple):
     address: int
     length: int
     offset: int
+
+
+class Blocks(NamedTuple):
+    """Many transfers of one length between memory and one file: int64 arrays of addresses and file offsets."""
+
+    kind: int
+    fd: int
+    addresses: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    length: int
 
 
 class Answer(NamedTuple):
@@ -263,20 +273,13 @@ class Queue:
         check(lib.tm_queue_submit(self._open_queue(), batch, len(rows)), f"submitting {len(rows)} transfers")
         return tag
 
-    def submit_blocks(
-        self,
-        kind: int,
-        fd: int,
-        addresses: npt.NDArray[np.int64],
-        offsets: npt.NDArray[np.int64],
-        length: int,
-        priority: int = NORMAL,
-    ) -> int:
+    def submit_blocks(self, blocks: Blocks, priority: int = NORMAL) -> int:
         """Starts many transfers of one length, and returns the one tag that answers for all. Never waits.
 
         addresses[i] in memory goes to or comes from offsets[i] in the file; nothing is done per block in Python, so
         that small ones are cheap. Raises ValueError for arrays of different lengths, OSError when a block is malformed.
         """
+        kind, fd, addresses, offsets, length = blocks
         if addresses.ndim != 1 or addresses.shape != offsets.shape:
             raise ValueError(
                 f"addresses and offsets are two rows of one length; given {addresses.shape}, {offsets.shape}"
@@ -431,7 +434,7 @@ def optimizer_step(
         | rule.maximize * lib.TM_STEP_MAXIMIZE
         | rule.nesterov * lib.TM_STEP_NESTEROV
     )
-    for field in _SCALARS:
+    for field in SCALARS:
         setattr(step.scalars, field, getattr(rule, field))
     check(lib.tm_optimizer_step(workers.handle, step), f"{rule.name} step")
 

@@ -101,7 +101,14 @@ def check_parts(rule: StepRule, parts: StepParts, start_master: bool, device: to
     _check_tensor("grad", parts.grad, numel, STORED, device)
     if parts.weight is not None:
         _check_tensor("weight", parts.weight, numel, STORED, device)
-    _check_master(parts, numel, start_master, device)
+    elif parts.master is None:
+        raise ValueError("neither weight nor master was given; one of them holds the parameter")
+    elif start_master:
+        raise ValueError("start_master makes the master from the weight, and no weight was given")
+    if parts.master is not None and parts.master.dtype in SPLIT:
+        check_split(parts.master, parts.weight, numel, device)
+    elif parts.master is not None:
+        _check_tensor("master", parts.master, numel, (torch.float32, *SPLIT), device)
     _check_moments(rule, parts.moments, numel, device)
     if rule.nesterov and not (rule.name == "sgd" and parts.moments):
         raise ValueError(
@@ -139,19 +146,6 @@ def check_part(part: Moment, weight: torch.Tensor | None, device: torch.device |
     else:
         check_moment("part", part, numel, device)
     return numel
-
-
-def _check_master(parts: StepParts, numel: int, start_master: bool, device: torch.device) -> None:
-    if parts.master is None:
-        if parts.weight is None:
-            raise ValueError("neither weight nor master was given; one of them holds the parameter")
-        return
-    if parts.master.dtype in SPLIT:
-        check_split(parts.master, parts.weight, numel, device)
-    else:
-        _check_tensor("master", parts.master, numel, (torch.float32, *SPLIT), device)
-    if start_master and parts.weight is None:
-        raise ValueError("start_master makes the master from the weight, and no weight was given")
 
 
 def _check_moments(rule: StepRule, moments: Sequence[Moment], numel: int, device: torch.device) -> None:

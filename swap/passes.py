@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
 
 from tiermem.swap.direct import open_unnamed, preallocate
-from tiermem.swap.native import READ, SYNC, WRITE, IoSettings, Map, Op, Queue
+from tiermem.swap.native import READ, SYNC, WRITE, Blocks, IoSettings, Map, Op, Queue
 from tiermem.swap.paths import NvmePath
 from tiermem.swap.queue import InFlight
 from tiermem.swap.ranges import ByteRange, round_up
@@ -57,7 +58,7 @@ class Quota:
             return taken
 
 
-class Passes:
+class Passes(AbstractContextManager["Passes"]):
     """Moves the bytes of one open file through a queue in one pattern, and times it. A context manager; for one thread.
 
         read     the file in order
@@ -95,9 +96,6 @@ class Passes:
         except BaseException:
             self._memory.close()
             raise
-
-    def __enter__(self) -> Passes:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -175,7 +173,7 @@ class Passes:
                 offsets = generator.integers(0, file_blocks, num_blocks, dtype=np.int64) * self._block_bytes
                 start = number % _RANDOM_BATCHES * batch
                 addresses = places[start : start + num_blocks]
-                tag = self.queue.submit_blocks(READ, self._fd, addresses, offsets, self._block_bytes)
+                tag = self.queue.submit_blocks(Blocks(READ, self._fd, addresses, offsets, self._block_bytes))
                 in_flight.add(functools.partial(self.queue.finish, tag))
                 done += num_blocks * self._block_bytes
         return done
@@ -241,16 +239,12 @@ def weigh(paths: Sequence[NvmePath], io: IoSettings) -> list[float]:
         rates = list(together.map(lambda path: _rate(path, small), paths))
     slowest = min((rate for rate in rates if rate), default=1.0)
     weights = [round((rate or slowest) / slowest, 3) for rate in rates]
-    _report(paths, rates, weights)
-    return weights
-
-
-def _report(paths: Sequence[NvmePath], rates: list[float | None], weights: list[float]) -> None:
     figures = ", ".join(
         f"{path.path} {'not measured' if rate is None else f'{rate / 1e9:.2f} GB/s'} (weight {weight:g})"
         for path, rate, weight in zip(paths, rates, weights, strict=True)
     )
     logger.info("mixed reads and writes, all paths at once: %s", figures)
+    return weights
 
 
 def _rate(path: NvmePath, io: IoSettings) -> float | None:

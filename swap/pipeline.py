@@ -24,6 +24,7 @@ the tiles.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -65,35 +66,47 @@ class HeadStart(Generic[T]):
     reads.
 
     Args:
-        pool: lends the buffers, until the run takes the tiles over or they are dropped.
+        pool: lends the buffers, until their tiles are written or dropped.
     """
 
     def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._coming: list[_Coming[T]] = []
+        self.pool = pool
+        self.coming: list[_Coming[T]] = []
+        """Tiles that are being read, or have arrived."""
 
     @property
     def tiles(self) -> list[T]:
         """The tiles that have been begun, in order."""
-        return [each.tile for each in self._coming]
+        return [each.tile for each in self.coming]
 
     def begin(self, tiles: Iterable[T], read: Callable[[T, Slot], Move]) -> None:
         """Starts reading the first tiles, one for each buffer. Does nothing if a head start has begun already."""
-        if self._coming:
-            return
-        _start_reads(iter(tiles), read, self._pool, self._coming, self._pool.count)
+        if not self.coming:
+            self.fill(iter(tiles), read, self.pool.count)
+
+    def fill(self, tiles: Iterator[T], read: Callable[[T, Slot], Move], num_ahead: int) -> bool:
+        """Starts reads until `num_ahead` tiles are coming or no tile is left; returns False when no buffer is free before."""
+        while len(self.coming) < num_ahead:
+            slot = self.pool.take()
+            if slot is None:
+                return False
+            with contextlib.ExitStack() as unless_started:
+                unless_started.callback(self.pool.give_back, slot)
+                for tile in tiles:
+                    self.coming.append(_Coming(tile, slot, (read(tile, slot),)))
+                    unless_started.pop_all()
+                    break
+                else:
+                    return True
+        return True
 
     def drop(self) -> None:
         """Cancels the reads and gives the buffers back. Blocks for transfers in flight; never raises OSError."""
-        while self._coming:
-            each = self._coming.pop()
-            _cancel(each)
-            self._pool.give_back(each.slot)
-
-    def take_over(self) -> list[_Coming[T]]:
-        """Hands the tiles, with their buffers, to a run."""
-        taken, self._coming = self._coming, []
-        return taken
+        while self.coming:
+            each = self.coming.pop()
+            for move in each.moves:
+                move.cancel()
+            self.pool.give_back(each.slot)
 
 
 def run_pipeline(
@@ -109,17 +122,15 @@ def run_pipeline(
     Tiles of the head start go first; without read-ahead they are dropped and read again. Raises OSError when a transfer
     fails, RuntimeError when the pool has no free buffer at the start.
     """
-    if head_start is not None and not read_ahead:
-        head_start.drop()
-    begun = head_start.take_over() if head_start is not None else []
-    done = [each.tile for each in begun]
-    run = _Run(
-        begun, (tile for tile in tiles if tile not in done), work, pool, pool.count if read_ahead else 1, write_behind
-    )
+    reads = HeadStart[T](pool) if head_start is None else head_start
+    if not read_ahead:
+        reads.drop()
+    done = reads.tiles
+    run = _Run(reads, (tile for tile in tiles if tile not in done), work, pool.count if read_ahead else 1, write_behind)
     try:
         run.read_rest_of_head_start()
         run.start_reads()
-        while run.coming:
+        while reads.coming:
             run.step()
             run.start_reads()
         run.end_writes()
@@ -127,61 +138,52 @@ def run_pipeline(
         run.give_back_all()
 
 
+@dataclasses.dataclass
 class _Run(Generic[T]):
-    """One run. Every buffer is free in the pool, `coming` (its tile is being read) or `leaving` (its tile is being written)."""
+    """One run. Every buffer is free in the pool, coming (its tile is being read) or leaving (its tile is being written)."""
 
-    def __init__(
-        self,
-        begun: list[_Coming[T]],
-        tiles: Iterator[T],
-        work: TileWork[T],
-        pool: Pool,
-        num_ahead: int,
-        write_behind: bool,
-    ) -> None:
-        self.coming = begun
-        self.leaving: list[tuple[Slot, Move]] = []
-        self._tiles = tiles
-        self._work = work
-        self._pool = pool
-        self._num_ahead = num_ahead
-        self._write_behind = write_behind
+    reads: HeadStart[T]
+    tiles: Iterator[T]
+    work: TileWork[T]
+    num_ahead: int
+    write_behind: bool
+    leaving: list[tuple[Slot, Move]] = dataclasses.field(default_factory=list)
 
     def read_rest_of_head_start(self) -> None:
         """Starts reading the bytes that could not be read before the run."""
-        for number, each in enumerate(self.coming):
-            rest = self._work.read_rest(each.tile, each.slot)
-            self.coming[number] = each._replace(moves=(*each.moves, rest))
+        for number, each in enumerate(self.reads.coming):
+            rest = self.work.read_rest(each.tile, each.slot)
+            self.reads.coming[number] = each._replace(moves=(*each.moves, rest))
 
     def start_reads(self) -> None:
         """Starts the next reads, as many as are allowed and have a buffer."""
         for number in reversed(range(len(self.leaving))):
             if self.leaving[number][1].is_done():
                 self._take_back(number)
-        while not _start_reads(self._tiles, self._work.read, self._pool, self.coming, self._num_ahead):
-            if self.coming:
+        while not self.reads.fill(self.tiles, self.work.read, self.num_ahead):
+            if self.reads.coming:
                 return
             if not self.leaving:
-                what = f"{self._pool.count} buffers of {self._pool.slot_bytes} bytes"
+                what = f"{self.reads.pool.count} buffers of {self.reads.pool.slot_bytes} bytes"
                 raise RuntimeError(f"none of the {what} is free")
             self._take_back(wait_for_any([[move] for _, move in self.leaving]))  # only a write can free a buffer now
 
     def step(self) -> None:
         """Computes the first tile that has arrived and starts its write; if a write ends earlier, takes its buffer back."""
-        wanted = [move for _, move in self.leaving] if len(self.coming) < self._num_ahead else []
-        number = wait_for_any([*(each.moves for each in self.coming), *((move,) for move in wanted)])
-        if number >= len(self.coming):
-            self._take_back(number - len(self.coming))
+        wanted = [move for _, move in self.leaving] if len(self.reads.coming) < self.num_ahead else []
+        number = wait_for_any([*(each.moves for each in self.reads.coming), *((move,) for move in wanted)])
+        if number >= len(self.reads.coming):
+            self._take_back(number - len(self.reads.coming))
             return
-        tile, slot, moves = self.coming[number]
+        tile, slot, moves = self.reads.coming[number]
         for move in moves:
             move.wait()  # raises what went wrong
         self.start_reads()  # verifying the bytes took time, in which writes may have ended
-        self._work.compute(tile, slot)
-        write = self._work.write(tile, slot)
-        del self.coming[number]
+        self.work.compute(tile, slot)
+        write = self.work.write(tile, slot)
+        del self.reads.coming[number]
         self.leaving.append((slot, write))
-        if not self._write_behind:
+        if not self.write_behind:
             self.end_writes()
 
     def end_writes(self) -> None:
@@ -191,40 +193,14 @@ class _Run(Generic[T]):
 
     def give_back_all(self) -> None:
         """Ends every transfer after an error, and gives all buffers back."""
-        for each in self.coming:
-            _cancel(each)
-            self._pool.give_back(each.slot)
+        self.reads.drop()
         for slot, move in self.leaving:
             with contextlib.suppress(OSError):  # not the first error; the store raises it when it settles
                 move.wait()
-            self._pool.give_back(slot)
+            self.reads.pool.give_back(slot)
 
     def _take_back(self, number: int) -> None:
         slot, move = self.leaving[number]
         move.wait()
         del self.leaving[number]
-        self._pool.give_back(slot)
-
-
-def _start_reads(
-    tiles: Iterator[T], read: Callable[[T, Slot], Move], pool: Pool, coming: list[_Coming[T]], num_ahead: int
-) -> bool:
-    """Starts reads until `num_ahead` tiles are coming or no tile is left; returns False when no buffer is free before that."""
-    while len(coming) < num_ahead:
-        slot = pool.take()
-        if slot is None:
-            return False
-        with contextlib.ExitStack() as unless_started:
-            unless_started.callback(pool.give_back, slot)
-            for tile in tiles:
-                coming.append(_Coming(tile, slot, (read(tile, slot),)))
-                unless_started.pop_all()
-                break
-            else:
-                return True
-    return True
-
-
-def _cancel(coming: _Coming[T]) -> None:
-    for move in coming.moves:
-        move.cancel()
+        self.reads.pool.give_back(slot)

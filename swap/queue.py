@@ -19,6 +19,7 @@ from tiermem.swap.native import (
     NORMAL,
     URGENT,
     Answer,
+    Blocks,
     Counters,
     Fault,
     IoSettings,
@@ -97,20 +98,10 @@ class StoreStats:
     paths: tuple[PathStats, ...] = ()
 
 
-class Blocks(NamedTuple):
-    """Many transfers of one length between memory and one file: int64 arrays of addresses and file offsets."""
-
-    kind: int
-    fd: int
-    addresses: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
-    length: int
-
-
 Transfers = Sequence[Op] | Sequence[Blocks]
 
 
-class InFlight:
+class InFlight(contextlib.AbstractContextManager["InFlight"]):
     """The pieces of a stream in flight, at most `count`; they end in the order in which they started.
 
     A piece is a function that waits for its transfer and then uses the bytes. It is a context manager: on leaving, it ends all
@@ -120,9 +111,6 @@ class InFlight:
     def __init__(self, count: int) -> None:
         self._count = count
         self._pieces: collections.deque[Callable[[], object]] = collections.deque()
-
-    def __enter__(self) -> InFlight:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
@@ -223,7 +211,7 @@ class Queues:
                     ops.setdefault(each.fd, []).append(each)
                 else:
                     queue = self._queue_of(each.fd)
-                    parts.append(_Part(queue, queue.submit_blocks(*each, priority)))
+                    parts.append(_Part(queue, queue.submit_blocks(each, priority)))
             for fd, own in ops.items():
                 queue = self._queue_of(fd)
                 parts.append(_Part(queue, queue.submit(own, priority)))
@@ -270,10 +258,6 @@ class Queues:
         """Drops blocks that the kernel does not have yet, on every path. The caller must still wait for the tag."""
         for part in self._parts(tag):
             part.drop()
-
-    def counters(self) -> Counters:
-        """Totals so far; times are sums over the queues."""
-        return add_counters(self.counters_by_path())
 
     def counters_by_path(self) -> list[Counters]:
         """Totals so far of each path's queue."""

@@ -34,7 +34,9 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +50,7 @@ from tiermem.swap.entry import Entry, EntryState, Freeze, NvmeHome, changing
 from tiermem.swap.move import Later, Move, wait_for_any
 from tiermem.swap.native import BACKGROUND, NORMAL, WRITE, Fault, IoSettings, Op, check_process
 from tiermem.swap.paths import AnyPath
-from tiermem.swap.queue import PathStats, Queues, Recorder, StoreStats
+from tiermem.swap.queue import PathStats, Queues, Recorder, StoreStats, Transfers
 from tiermem.swap.resources import Resources, UnderWay
 from tiermem.swap.run_folder import RunName
 from tiermem.swap.tier import Tier
@@ -56,7 +58,7 @@ from tiermem.swap.tier import Tier
 __all__ = ["PathStats", "StoreStats", "TensorStore"]
 
 
-class TensorStore:
+class TensorStore(AbstractContextManager["TensorStore"]):
     """Named tensors on DEVICE, HOST and NVME, moved by one queue for each path. Thread-safe.
 
     Args:
@@ -109,9 +111,6 @@ class TensorStore:
         self.arena, self._files = self._held.arena, self._held.files
         self._no_queues = Queues({}, settings, recorder=self.recorder)  # for moves without transfers
         self._finalizer = weakref.finalize(self, _close_forgotten, os.getpid(), self._held)
-
-    def __enter__(self) -> TensorStore:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -277,17 +276,10 @@ class TensorStore:
         self._check_usable()
         with self._lock:
             entries = tuple(self._entries[entry_name] for entry_name, _, _ in ranges)
-            ops: list[Op] = []
-            for entry, (_, offset, buffer) in zip(entries, ranges, strict=True):
-                ops += entry.reads(offset, buffer)
-            buffers = [buffer for _, _, buffer in ranges]
-            if not ops:
-                return self._nothing_to_move(buffers, name)
+            parts = zip(entries, ranges, strict=True)
+            ops = [op for entry, (_, offset, buffer) in parts for op in entry.reads(offset, buffer)]
             check = self.sums.check_of(ranges, ops, self._files.by_descriptor) if is_checked else None
-            queues = self.queues
-            move = Move(queues, queues.submit(ops, priority), buffers, name, check=check)
-            self._under_way.add(move, entries)
-            return move
+            return self._start(entries, ops, priority, [buffer for _, _, buffer in ranges], name, check=check)
 
     def write(self, ranges: Sequence[Range], name: str, priority: int = BACKGROUND) -> Move:
         """Starts writing buffers into entries on NVME, with ranges as in `read`. Blocks while it computes checksums.
@@ -317,13 +309,8 @@ class TensorStore:
         with self._lock:
             entry = self._entries[name]
             home = entry.check_blocks(offsets, block_bytes, into)
-            if not len(offsets):
-                return self._nothing_to_move(into, title or name)
-            blocks = home.blocks(offsets, block_bytes, into.data_ptr())
-            queues = self.queues
-            move = Move(queues, queues.submit(blocks, priority), into, title or name)
-            self._under_way.add(move, (entry,))
-            return move
+            blocks = home.blocks(offsets, block_bytes, into.data_ptr()) if len(offsets) else []
+            return self._start((entry,), blocks, priority, into, title or name)
 
     # ---- the store as a whole ---------------------------------------------------------------------------------------
 
@@ -506,8 +493,6 @@ class TensorStore:
             parts = home.targets(offset, offset + buffer.numel())
             ops += home.ops(WRITE, parts, buffer.data_ptr() - offset)
             targets += [(home, part) for part in parts]
-        if not ops:
-            return self._nothing_to_move(owns, name)
 
         def ended(arrived: bool) -> None:
             with self._lock:
@@ -518,11 +503,20 @@ class TensorStore:
 
         with changing(targets, name):
             self.sums.keep(summed)
-            queues = self.queues
-            move = Move(queues, queues.submit(ops, priority), owns, name, is_write=True, on_end=ended)
-            self._under_way.add(move, entries)
+            move = self._start(entries, ops, priority, owns, name, is_write=True, on_end=ended)
             for home, part in targets:
                 home.slots.write(part.start, part.stop)
+        return move
+
+    def _start(
+        self, entries: tuple[Entry, ...], transfers: Transfers, priority: int, owns: object, name: str, **how: Any
+    ) -> Move:
+        """Starts transfers of entries. Holds the lock; `how` are further arguments of Move."""
+        if not transfers:
+            return self._nothing_to_move(owns, name)
+        queues = self.queues
+        move = Move(queues, queues.submit(transfers, priority), owns, name, **how)
+        self._under_way.add(move, entries)
         return move
 
     def _nothing_to_move(self, result: object, name: str) -> Move:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import errno
 import functools
 import os
@@ -243,15 +244,13 @@ class ReadAhead:
                 self._areas[part.area][1].add(part.at, part.buffer.numel())
 
 
+@dataclasses.dataclass
 class Reading:
     """Ranges that are being read into the memory of a ReadAhead, until `release`. ReadAhead makes it."""
 
-    def __init__(
-        self, in_flight: tuple[Queue, int] | None, parts: list[_Part], give_back: Callable[[Sequence[_Part]], None]
-    ) -> None:
-        self._in_flight = in_flight  # a queue and its tag, until they are waited for
-        self._parts = parts
-        self._give_back = give_back
+    _in_flight: tuple[Queue, int] | None  # a queue and its tag, until they are waited for
+    _parts: list[_Part]
+    _give_back: Callable[[Sequence[_Part]], None]
 
     def wait(self) -> list[torch.Tensor]:
         """Returns the bytes of each range, valid until `release`. Blocks; raises OSError that names the file."""
@@ -301,7 +300,7 @@ _READ_PIECE_BYTES = 4 << 20
 _NUM_PIECES = 4
 
 
-class FileReader:
+class FileReader(contextlib.AbstractContextManager["FileReader"]):
     """An open file with its own queue, for reading checkpoints; for one thread at a time. Use it in a `with` block.
 
     It does not use mmap, and never holds the whole file in memory. Raises OSError when the file cannot be opened.
@@ -317,9 +316,6 @@ class FileReader:
             self._file = self._ahead.open(self.path)
             self.num_bytes = self._file.num_bytes
             self._closing = opened.pop_all()
-
-    def __enter__(self) -> FileReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._closing.close()
@@ -354,7 +350,7 @@ def _take_out(reading: Reading, into: torch.Tensor) -> None:
 _WRITE_PIECE_BYTES = 1 << 20
 
 
-class FileWriter:
+class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
     """A new file that is written from front to back, by one thread at a time. After an error the file is removed.
 
         put(bytes) -> a few aligned buffers in turn -> the queue -> disk        close: last bytes, exact length, sync
@@ -393,9 +389,6 @@ class FileWriter:
             closing.callback(self._queue.close)
             opened.pop_all()
         self._closing = closing
-
-    def __enter__(self) -> FileWriter:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:

@@ -25,12 +25,12 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
-from tiermem.swap.native import NORM_BLOCK
+from tiermem.swap.native import NORM_BLOCK, SCALARS
 from tiermem.swap.parts import (
     MOMENTS,
     Q8_BLOCK,
@@ -247,14 +247,14 @@ def step_in_torch(
     """
     numel = parts.grad.numel()
     check_parts(rule, parts, start_master, parts.grad.device)
-    scalars = _round_scalars(rule, start_moments)
+    rule, one_minus = _rounded(rule, start_moments)
     for begin in range(0, numel, CHUNK):
         end = min(begin + CHUNK, numel)
         weight, master = (None if part is None else part[begin:end] for part in (parts.weight, parts.master))
         moments = [_moment_at(moment, begin, end) for moment in parts.moments]
         chunk = StepParts(weight, master, parts.grad[begin:end], moments)
         own = None if dither is None else dither._replace(first_element=dither.first_element + begin)
-        _step_chunk(rule, scalars, chunk, own, start_moments, start_master)
+        _step_chunk(rule, one_minus, chunk, own, start_moments, start_master)
 
 
 @torch.no_grad()
@@ -283,57 +283,46 @@ def block_sums_in_torch(grad: torch.Tensor, first: int) -> torch.Tensor:
 # ---- one chunk --------------------------------------------------------------------------------------------------------
 
 
-class _Scalars(NamedTuple):
-    """The scalars of one step, each an fp32 number: tm_constants in native/loops.h."""
+class _OneMinus(NamedTuple):
+    """One minus these scalars: computed in double, then rounded to fp32."""
 
-    grad_scale: float
-    decay: float
-    step_size: float
-    eps: float
-    inv_sqrt_bias2: float
     beta1: float
-    one_minus_beta1: float
     beta2: float
-    one_minus_beta2: float
-    momentum: float
-    one_minus_dampening: float
-    initial: float
+    dampening: float
 
 
-def _round_scalars(rule: StepRule, start_moments: bool) -> _Scalars:
-    doubles = _Scalars(
+def _rounded(rule: StepRule, start_moments: bool) -> tuple[StepRule, _OneMinus]:
+    """Returns a rule whose scalars are fp32 numbers (tm_constants in native/loops.h), and one minus some of them."""
+    one_minus = _OneMinus(1.0 - rule.beta1, 1.0 - rule.beta2, 1.0 if start_moments else 1.0 - rule.dampening)
+    rule = rule._replace(
         grad_scale=-rule.grad_scale if rule.maximize else rule.grad_scale,
-        decay=rule.decay,
-        step_size=rule.step_size,
-        eps=rule.eps,
-        inv_sqrt_bias2=rule.inv_sqrt_bias2,
-        beta1=rule.beta1,
-        one_minus_beta1=1.0 - rule.beta1,
-        beta2=rule.beta2,
-        one_minus_beta2=1.0 - rule.beta2,
-        momentum=rule.momentum,
-        one_minus_dampening=1.0 if start_moments else 1.0 - rule.dampening,
         initial=rule.initial if rule.name == "adagrad" else 0.0,
     )
-    return _Scalars(*(ctypes.c_float(value).value for value in doubles))
+    single: dict[str, Any] = {name: ctypes.c_float(getattr(rule, name)).value for name in SCALARS}
+    return rule._replace(**single), _OneMinus(*(ctypes.c_float(value).value for value in one_minus))
 
 
 def _step_chunk(
-    rule: StepRule, s: _Scalars, parts: StepParts, dither: Dither | None, start_moments: bool, start_master: bool
+    rule: StepRule,
+    one_minus: _OneMinus,
+    parts: StepParts,
+    dither: Dither | None,
+    start_moments: bool,
+    start_master: bool,
 ) -> None:
     weight, master, kinds = parts.weight, parts.master, MOMENTS[rule.name]
     is_split = master is not None and master.dtype in SPLIT
     held = weight if master is None or start_master else master
     assert held is not None
     p = widen_in_torch(held, weight if held.dtype in SPLIT else None)
-    g = parts.grad.to(torch.float32) * s.grad_scale
+    g = parts.grad.to(torch.float32) * rule.grad_scale
     if start_moments:
-        moments = [torch.full_like(p, s.initial) for _ in parts.moments]
+        moments = [torch.full_like(p, rule.initial) for _ in parts.moments]
     else:
         moments = [
             widen_in_torch(part, None, kind.is_positive) for part, kind in zip(parts.moments, kinds, strict=False)
         ]
-    p, moments = _FORMULAS[rule.name](rule, s, p, g, moments)
+    p, moments = _FORMULAS[rule.name](rule, one_minus, p, g, moments)
     for number, part, kind, values in zip(_DITHERED_MOMENTS, parts.moments, kinds, moments, strict=False):
         narrow_in_torch(values, part, None, kind.is_positive, _words_for(part, number, dither))
     if master is None:
@@ -363,48 +352,49 @@ def _words_for(part: Moment, number: int, dither: Dither | None) -> torch.Tensor
 # ---- the rules: formulas and order of operations as in native/tiermem.h -----------------------------------------------
 
 
-_Stepped = tuple[torch.Tensor, list[torch.Tensor]]
+_Tensors = list[torch.Tensor]
+_Stepped = tuple[torch.Tensor, _Tensors]
 
 
-def _adam(rule: StepRule, s: _Scalars, p: torch.Tensor, g: torch.Tensor, moments: list[torch.Tensor]) -> _Stepped:
+def _adam(rule: StepRule, one_minus: _OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors) -> _Stepped:
     m, v, *largest = moments
     if rule.name == "adamw":
-        p = p * s.decay
+        p = p * rule.decay
     else:
-        g = g + p * s.decay
-    m = m + (g - m) * s.one_minus_beta1
-    v = v * s.beta2 + (g * g) * s.one_minus_beta2
+        g = g + p * rule.decay
+    m = m + (g - m) * one_minus.beta1
+    v = v * rule.beta2 + (g * g) * one_minus.beta2
     w = v
     if largest:  # NaN wins, whichever of the two it is
         w = torch.where((v > largest[0]) | (v != v), v, largest[0])
-    p = p - (m / (_sqrt(w) * s.inv_sqrt_bias2 + s.eps)) * s.step_size
+    p = p - (m / (_sqrt(w) * rule.inv_sqrt_bias2 + rule.eps)) * rule.step_size
     return p, [m, v, w][: len(moments)]
 
 
-def _adagrad(rule: StepRule, s: _Scalars, p: torch.Tensor, g: torch.Tensor, moments: list[torch.Tensor]) -> _Stepped:
-    g = g + p * s.decay
+def _adagrad(rule: StepRule, one_minus: _OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors) -> _Stepped:
+    g = g + p * rule.decay
     total = moments[0] + g * g
-    return p - (g / (_sqrt(total) + s.eps)) * s.step_size, [total]
+    return p - (g / (_sqrt(total) + rule.eps)) * rule.step_size, [total]
 
 
-def _lion(rule: StepRule, s: _Scalars, p: torch.Tensor, g: torch.Tensor, moments: list[torch.Tensor]) -> _Stepped:
+def _lion(rule: StepRule, one_minus: _OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors) -> _Stepped:
     m = moments[0]
-    u = m * s.beta1 + g * s.one_minus_beta1
+    u = m * rule.beta1 + g * one_minus.beta1
     has_no_size = (u == 0) | (u != u)  # zeros keep their sign, NaN stays NaN
     sign = torch.where(has_no_size, u, torch.copysign(torch.ones_like(u), u))
-    return p * s.decay - sign * s.step_size, [m * s.beta2 + g * s.one_minus_beta2]
+    return p * rule.decay - sign * rule.step_size, [m * rule.beta2 + g * one_minus.beta2]
 
 
-def _sgd(rule: StepRule, s: _Scalars, p: torch.Tensor, g: torch.Tensor, moments: list[torch.Tensor]) -> _Stepped:
-    g = g + p * s.decay
+def _sgd(rule: StepRule, one_minus: _OneMinus, p: torch.Tensor, g: torch.Tensor, moments: _Tensors) -> _Stepped:
+    g = g + p * rule.decay
     if not moments:
-        return p - g * s.step_size, []
-    m = moments[0] * s.momentum + g * s.one_minus_dampening
-    update = g + m * s.momentum if rule.nesterov else m
-    return p - update * s.step_size, [m]
+        return p - g * rule.step_size, []
+    m = moments[0] * rule.momentum + g * one_minus.dampening
+    update = g + m * rule.momentum if rule.nesterov else m
+    return p - update * rule.step_size, [m]
 
 
-_FORMULAS: dict[str, Callable[[StepRule, _Scalars, torch.Tensor, torch.Tensor, list[torch.Tensor]], _Stepped]] = {
+_FORMULAS: dict[str, Callable[[StepRule, _OneMinus, torch.Tensor, torch.Tensor, _Tensors], _Stepped]] = {
     "adamw": _adam,
     "adam": _adam,
     "adagrad": _adagrad,

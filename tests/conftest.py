@@ -7,6 +7,7 @@ ends an io_uring worker a little after its ring; only what stays is a leak.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -23,17 +24,21 @@ import torch
 # Torch's own, started when first needed and kept: pools of autograd and OpenMP, and those of CUDA's driver.
 _TORCH_THREADS = ("pt_autograd", "pt_", "OMP", "libgomp", "cuda")
 _LASTING_FILES = ("/dev/nvidia", "/dev/urandom", "/dev/null", "pipe:[hypothesis")
-_GRACE_S = 2.0
+_GRACE_S = 10.0  # a thread that has ended may stay that long on a machine that is overloaded
 
 
 @pytest.fixture(scope="session", autouse=True)
 def warmed_up() -> None:
-    """Torch starts its thread pools now, and multiprocessing its tracker, so that no test is blamed for them; what is
-    imported is not collected again."""
+    """Torch starts its thread pools now, and multiprocessing its tracker, so that no test is blamed for them; tqdm starts no
+    thread. What is imported is not collected again."""
     a = torch.ones(512, 512, requires_grad=True)
     (a @ a).sum().backward()
     torch.ones(1 << 20).add_(1).sum()
     resource_tracker.ensure_running()
+    with contextlib.suppress(ImportError):
+        import tqdm
+
+        tqdm.tqdm.monitor_interval = 0  # no thread that watches progress bars; torch.compile makes some
     gc.collect()
     gc.freeze()
 

@@ -170,11 +170,11 @@ def find_rate(path: Path, seconds: float) -> Finding:
 
 def direct_alignment(path: Path) -> int:
     """The smallest of 512, 1024, 2048 and 4096 that direct reads at odd multiples of it accept; 0 if none."""
-    fd, is_direct = open_unnamed(path)
+    fd, why_buffered = open_unnamed(path)
     try:
         preallocate(fd, 0, 1 << 16)
         with mmap.mmap(-1, 1 << 13) as memory, memoryview(memory) as buffer:
-            for size in (512, 1024, 2048, 4096) if is_direct else ():
+            for size in () if why_buffered else (512, 1024, 2048, 4096):
                 try:
                     os.preadv(fd, [buffer[:size]], size)
                 except OSError:

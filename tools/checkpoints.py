@@ -54,7 +54,6 @@ from tiermem.tools.words import format_bytes, read_json
 # left goes, and a `latest` that is lost or names no tag names the newest whole one. It says what it does, and leaves
 # folders alone that a run may save into.
 
-_FSCK = "tiermem fsck"
 EXIT_DEAD, EXIT_UNREAD, EXIT_DAMAGED = 1, 2, 3
 _SPACE = (">on the disk", ">durable", ">live", ">free", ">unclear", ">records")
 _STYLES = {"whole": "green", "live": "cyan", "kept": "green", "dead": "yellow", "unseen": "yellow"}
@@ -70,7 +69,7 @@ def fsck(options: FsckOptions, console: Console) -> int:
     going = removable(found) if options.removes else []
     removed = [str(run.folder) for run in going if _remove(run, console, options.shows_json)]
     if options.shows_json:
-        print_json({"made_by": _FSCK, **dataclasses.asdict(found), "removed": removed, "repaired": repaired})
+        print_json({"made_by": "tiermem fsck", **dataclasses.asdict(found), "removed": removed, "repaired": repaired})
     else:
         for each in repaired:
             console.print(f"repaired {each}", style="yellow")
@@ -175,8 +174,6 @@ def _name(path: Path, where: Path) -> str:
 # It prints one line for each parameter, buffer and tensor of the optimizer, and the totals of each state. --match takes glob
 # patterns of names. It validates manifest and parts, and does not read states.
 
-_INSPECT = "tiermem inspect"
-
 
 _OF_PARAMETER = ("name", "aliases", "role", "shape", "dtype", "is_trainable", "num_steps")
 
@@ -213,7 +210,7 @@ def inspect_checkpoint(options: InspectOptions, console: Console) -> int:
     if options.shows_json:
         head = {name: getattr(manifest, name) for name in ("step", "tag", "run_id", "commit", "world", "num_shards")}
         tensors = {"tensors": [row.figures() for row in rows], "totals": totals(rows)}
-        print_json({"made_by": _INSPECT, **head, "place": place, "excluded": manifest.excluded, **tensors})
+        print_json({"made_by": "tiermem inspect", **head, "place": place, "excluded": manifest.excluded, **tensors})
         return 0
     _print_tensors(rows, manifest, place, console)
     return 0
@@ -271,7 +268,6 @@ def _mode(tensor: Parameter) -> str:
 # code in them. It reports the states that it wrote and those that it could not take. `tiermem train --resume` can continue from
 # the result if the model's config.json is given or lies beside the weights.
 
-_IMPORT = "tiermem import"
 CONFIG_NAME = "config.json"
 
 
@@ -285,7 +281,7 @@ def import_checkpoint(options: ImportOptions, console: Console) -> int:
     with transfer_bar(console, "writing", total_bytes(foreign), not options.shows_json) as advance:
         done = write_checkpoint(foreign, options.out, options.new_tag, advance)
     if options.shows_json:
-        print_json({"made_by": _IMPORT, "kind": foreign.kind, **done._asdict()})
+        print_json({"made_by": "tiermem import", "kind": foreign.kind, **done._asdict()})
         return 0
     has_moments = any(len(p.states) > 1 for p in foreign.parameters)
     what = "weights and optimizer states" if has_moments else "weights"
@@ -335,8 +331,6 @@ def _model_config(options: ImportOptions) -> dict[str, Any] | None:
 # It streams: memory does not grow with the model. It verifies all bytes that it reads. A damaged state ends the export, and no
 # output is left.
 
-_EXPORT = "tiermem export"
-
 
 def export_checkpoint(options: ExportOptions, console: Console) -> int:
     """Writes OUT and returns 0. Blocks; raises ValueError and OSError, and then nothing of ours is left there."""
@@ -346,7 +340,9 @@ def export_checkpoint(options: ExportOptions, console: Console) -> int:
         files, num_bytes = (_export_dcp if options.is_dcp else _export_weights)(options, source, dtype, console)
         step, excluded = source.manifest.step, source.manifest.excluded
     if options.shows_json:
-        print_json({"made_by": _EXPORT, "step": step, "files": files, "num_bytes": num_bytes, "folder": options.out})
+        print_json(
+            {"made_by": "tiermem export", "step": step, "files": files, "num_bytes": num_bytes, "folder": options.out}
+        )
         return 0
     console.print(f"step {step}: {format_bytes(num_bytes)} in {len(files)} files  ->  {options.out}")
     if excluded:

@@ -155,9 +155,7 @@ _register("bench curves", options.CurvesOptions, "bench.curves.bench_curves", _U
 
 
 @bench.command(
-    "gpu",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    "gpu", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
 def bench_gpu(context: typer.Context) -> None:
     """Try this machine's accelerator: registration, copies, tests, a small training. Its options: `bench gpu --help`."""

@@ -268,21 +268,21 @@ class Observer:
         """A look at memory, some forty a second."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Outcome:
-    """How a child ended and what it took."""
+    """How a child ended and what it took; the launcher's loop completes it."""
 
-    exit_code: int  # as the shell counts: 128 + n for signal n
-    phase: str  # the last one it named
-    limit_kind: str
-    limit_bytes: int | None
-    is_killed_at_cap: bool
-    is_stalled: bool  # killed because nothing was heard from it for too long
-    is_interrupted: bool
-    peak_rss_bytes: int  # over the process tree: samples and VmHWM
-    charge: Charge  # the kernel's counts at the end
-    anonymous_peak_bytes: int | None  # largest sample of the cgroup's memory that is not page cache
-    wall_s: float
+    exit_code: int = 0  # as the shell counts: 128 + n for signal n
+    phase: str = "start"  # the last one it named
+    limit_kind: str = "none"
+    limit_bytes: int | None = None
+    is_killed_at_cap: bool = False
+    is_stalled: bool = False  # killed because nothing was heard from it for too long
+    is_interrupted: bool = False
+    peak_rss_bytes: int = 0  # over the process tree: samples and VmHWM
+    charge: Charge = dataclasses.field(default_factory=Charge)  # the kernel's counts at the end
+    anonymous_peak_bytes: int | None = None  # largest sample of the cgroup's memory that is not page cache
+    wall_s: float = 0.0
     pid: int = 0  # it was, and the session of its children
 
     def describe(self) -> str:
@@ -347,11 +347,11 @@ def launch(
         watch = _Watch(child, limit, observers, LineReader(read_fd), patience_s)
         with handling({signal.SIGINT: watch.on_signal, signal.SIGTERM: watch.on_signal}):
             watch.run()
-        return watch.outcome()
+        return watch
 
 
-class _Watch:
-    """The launcher's loop: selects on the child's end and its pipes, samples in between."""
+class _Watch(Outcome):
+    """The launcher's loop: selects on the child's end and its pipes, samples in between. The outcome is its state."""
 
     def __init__(
         self,
@@ -362,24 +362,20 @@ class _Watch:
         patience_s: float | None,
     ) -> None:
         assert child.stdout is not None
+        super().__init__(limit_kind=limit.kind, limit_bytes=limit.limit_bytes, pid=child.pid)
         self._child = child
         self._limit = limit
         self._observers = observers
         self._channel = channel
         self._output = LineReader(child.stdout.fileno())
         self._tree = ProcessTree(child.pid)
-        self._phase = "start"
-        self._is_over = False
-        self._is_stalled = False
         self._patience_s = patience_s
         self._heard = time.monotonic()
         self._num_samples = 0
-        self._num_interrupts = 0
-        self._anonymous_peak: int | None = None
         self._started = time.monotonic()
 
     def run(self) -> None:
-        interval = _WATCH_INTERVAL_S if self._limit.kind == "watch" else _INTERVAL_S
+        interval = _WATCH_INTERVAL_S if self.limit_kind == "watch" else _INTERVAL_S
         exit_fd = os.pidfd_open(self._child.pid)
         try:
             with selectors.DefaultSelector() as selector:
@@ -399,6 +395,7 @@ class _Watch:
         _kill(self._child)  # what it started and left behind; its own pid is still held by the kernel
         self._reap()
         self._read(None)
+        self._conclude()
 
     def _reap(self) -> None:
         """Ends the child's entry with the kernel and learns its peak, which between fork and exec was the launcher's."""
@@ -409,30 +406,20 @@ class _Watch:
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handles SIGINT and SIGTERM: the first goes to the child as SIGINT, the second kills it."""
-        self._num_interrupts += 1
-        if self._num_interrupts > 1:
+        if self.is_interrupted:
             _kill(self._child)
         else:
+            self.is_interrupted = True
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._child.pid, signal.SIGINT)
 
-    def outcome(self) -> Outcome:
-        charge = self._limit.charge(in_full=True)
-        code = self._child.returncode
-        return Outcome(
-            exit_code=128 - code if code < 0 else code,
-            phase=self._phase,
-            limit_kind=self._limit.kind,
-            limit_bytes=self._limit.limit_bytes,
-            is_killed_at_cap=self._is_over or (code != 0 and bool(charge.num_kills)),
-            is_stalled=self._is_stalled,
-            is_interrupted=self._num_interrupts > 0,
-            peak_rss_bytes=self._tree.peak_bytes,
-            charge=charge,
-            anonymous_peak_bytes=self._anonymous_peak,
-            wall_s=time.monotonic() - self._started,
-            pid=self._child.pid,
-        )
+    def _conclude(self) -> None:
+        """Notes what is known once the child has ended."""
+        self.charge, code = self._limit.charge(in_full=True), self._child.returncode
+        self.exit_code = 128 - code if code < 0 else code
+        self.is_killed_at_cap |= code != 0 and bool(self.charge.num_kills)
+        self.peak_rss_bytes = self._tree.peak_bytes
+        self.wall_s = time.monotonic() - self._started
 
     def _read(self, selector: selectors.BaseSelector | None) -> None:
         for line in self._channel.lines() if self._channel.is_open else ():
@@ -444,7 +431,7 @@ class _Watch:
                 continue  # the child was killed in the middle of its last line
             self._heard = time.monotonic()
             if message["kind"] == "phase":
-                self._phase = message["name"]
+                self.phase = message["name"]
             if peak := message.get("peak_rss_bytes"):
                 self._tree.raise_peak(peak)
             for observer in self._observers:
@@ -462,13 +449,13 @@ class _Watch:
         charge = self._limit.charge(in_full=self._num_samples % _SAMPLES_PER_FULL_CHARGE == 0)
         self._num_samples += 1
         if charge.anonymous_bytes is not None:
-            self._anonymous_peak = max(self._anonymous_peak or 0, charge.anonymous_bytes)
+            self.anonymous_peak_bytes = max(self.anonymous_peak_bytes or 0, charge.anonymous_bytes)
         sample = Sample(time.monotonic_ns(), resident, charge.usage_bytes)
         for observer in self._observers:
             observer.on_sample(sample)
-        self._is_over = self._is_over or self._limit.is_over(resident)
-        self._is_stalled = self._patience_s is not None and time.monotonic() - self._heard > self._patience_s
-        if self._is_over or self._is_stalled:
+        self.is_killed_at_cap |= self._limit.is_over(resident)
+        self.is_stalled = self._patience_s is not None and time.monotonic() - self._heard > self._patience_s
+        if self.is_killed_at_cap or self.is_stalled:
             _kill(self._child)
 
 

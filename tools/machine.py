@@ -18,7 +18,6 @@ from tiermem.tools.words import format_bytes, parse_bytes
 # The facts come from /proc and /sys, without root and without starting a program; unreadable facts are "unknown". A benchmark
 # stores them in its JSON and prints the main ones in the caption of its picture.
 
-MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")
 _UNKNOWN = "unknown"
 _MOUNTS = Path("/proc/self/mountinfo")
 _NETWORKED = re.compile(r"^(nfs|cifs|smb|9p|virtiofs|fuse|lustre|ceph)")

@@ -1,7 +1,7 @@
 """The options of every command: a dataclass for each, whose docstring is its help and whose fields the command works with.
 
     preset: str | None = option(None, "a Llama of that size")                    --preset TEXT
-    size_bytes: int = option("2GiB", "of the file", "--size", parse_bytes)       --size TEXT [default: 2GiB], 2147483648 for us
+    size_bytes: int = size("2GiB", "of the file", "--size")                      --size TEXT [default: 2GiB], 2147483648 for us
 
 cli.py makes typer's parameters and `--help` from the fields. The dataclass checks its values when it is made, so a caller in
 Python gets the same errors: ValueError or OSError, one line, before any measurement. This file imports no large package.
@@ -33,6 +33,7 @@ from tiermem.tools.words import (
     parse_flops,
     program,
     several,
+    size,
 )
 
 OFFLOADS = ("none", "cpu", "nvme")
@@ -63,7 +64,7 @@ class TrainOptions(Options):
     data: Sequence[Path] = option((), "text files or folders [default: Python's own sources and documentation]")
     offload: str | None = option(None, "home of all states: none, cpu or nvme [default: nvme]", check=one_of(*OFFLOADS))
     nvme: Sequence[Path] = option((), "folders on NVMe disks [default: the run's folder]")
-    memory_bytes: int | None = option(None, "hard limit of host memory, such as 1250MiB", "--memory", parse_bytes)
+    memory_bytes: int | None = size(None, "hard limit of host memory, such as 1250MiB", "--memory")
     deepspeed_config: Path | None = option(None, "a DeepSpeed-style JSON config")
     tuned: Path | None = option(None, "what `tiermem tune` wrote: queue, engine, paths")
     tbw_bytes: int | None = option(None, "what the drive may be written in its life, such as 600TB", "--tbw", parse_tbw)
@@ -78,11 +79,8 @@ class TrainOptions(Options):
     )
     is_checkpointing: bool = option(False, "recompute activations in backward", "--checkpointing")
     layers: int | None = option(None, "another number of layers", check=POSITIVE)
-    resident_bytes: int | None = option(
-        None,
-        "optimizer states kept in memory, such as 200MiB [default: what the cap leaves]",
-        "--resident",
-        parse_bytes,
+    resident_bytes: int | None = size(
+        None, "optimizer states kept in memory, such as 200MiB [default: what the cap leaves]", "--resident"
     )
     threads: int | None = option(None, "of the maths [default: what torch takes]", check=CORES)
     resume: Path | None = option(None, "go on from what --save wrote, or from a run; what is not given is as it was")
@@ -124,13 +122,11 @@ class PlanOptions(Options):
     shows_paper: bool = option(False, "show the ZeRO-Infinity paper's table of memory, and plan nothing", "--paper")
     ranks: int = option(1, "ranks (GPUs) on each node", check=POSITIVE)
     nodes: int = option(1, "nodes", check=POSITIVE)
-    gpu_bytes: int | None = option(
-        None, "of each rank's GPU, such as 80GiB [default: the maths runs on the CPU]", "--gpu-memory", parse_bytes
+    gpu_bytes: int | None = size(
+        None, "of each rank's GPU, such as 80GiB [default: the maths runs on the CPU]", "--gpu-memory"
     )
-    host_bytes: int | None = option(
-        None, "of each node, such as 512GiB [default: no limit]", "--host-memory", parse_bytes
-    )
-    nvme_bytes: int | None = option(None, "of each node, such as 7TB [default: no limit]", "--nvme-size", parse_bytes)
+    host_bytes: int | None = size(None, "of each node, such as 512GiB [default: no limit]", "--host-memory")
+    nvme_bytes: int | None = size(None, "of each node, such as 7TB [default: no limit]", "--nvme-size")
     nvme_rate: str | None = option(None, "GB/s read and written by a node's disks, such as 3.6,7.0 [default: measured]")
     is_duplex: bool = option(False, "the disks read and write at full speed at once", "--duplex")
     rates: Path | None = option(None, "what `tiermem tune` wrote: its measured rates")
@@ -140,18 +136,10 @@ class PlanOptions(Options):
         parse=parse_flops,
         check=above_zero,
     )
-    link_bytes_s: float = option(
-        "25GB", "bytes a second between memory and GPU, each way", "--link", parse_bytes, above_zero
-    )
-    network_bytes_s: float = option(
-        "10GB", "bytes a second that a rank sends to others", "--network", parse_bytes, above_zero
-    )
-    near_bytes_s: float | None = option(
-        None,
-        "bytes a second that it sends within its node; as --network when left out",
-        "--near-network",
-        parse_bytes,
-        above_zero,
+    link_bytes_s: float = size("25GB", "bytes a second between memory and GPU, each way", "--link", above_zero)
+    network_bytes_s: float = size("10GB", "bytes a second that a rank sends to others", "--network", above_zero)
+    near_bytes_s: float | None = size(
+        None, "bytes a second that it sends within its node; as --network when left out", "--near-network", above_zero
     )
     seq: int = option(2048, "tokens of a sequence", check=POSITIVE)
     is_checkpointing: bool = option(False, "recompute activations in backward", "--checkpointing")
@@ -196,8 +184,8 @@ class TuneOptions(Options):
     paths: Sequence[Path] = option(..., "a folder on each NVMe disk", "--path", check=folders)
     out: Path = option(Path("tiermem.json"), "the config section to write")
     seconds: float = option(50.0, "for all of it, about", check=above_zero)
-    size_bytes: int = option(
-        "1GiB", "of the file to measure on, in each folder", "--size", parse_bytes, at_least(8 << 20, format_bytes)
+    size_bytes: int = size(
+        "1GiB", "of the file to measure on, in each folder", "--size", at_least(8 << 20, format_bytes)
     )
     engines: Sequence[str] = several(
         "auto", "those to try: auto (all that run), or some of uring,aio,threads", "--engine", check=ENGINE
@@ -211,7 +199,7 @@ class IoBenchOptions(Options):
     MADE_BY = "tiermem bench io"
 
     paths: Sequence[Path] = option(..., "folders on the disks: each alone, then all at once", "--path", check=folders)
-    size_bytes: int = option("2GiB", "of the file in each folder, for each rank", "--size", parse_bytes)
+    size_bytes: int = size("2GiB", "of the file in each folder, for each rank", "--size")
     blocks: Sequence[int] = several("256KiB,1MiB,4MiB", "block sizes", "--block", parse_bytes)
     depths: Sequence[int] = several("1,8,32", "blocks in flight", "--depth", int, from_to(1, 4096))
     engines: Sequence[str] = several("auto", "some of auto,uring,aio,threads", "--engine", check=ENGINE)
@@ -220,10 +208,10 @@ class IoBenchOptions(Options):
     )
     ranks: Sequence[int] = several("1", "processes at once, such as 1,4", "--ranks", int, from_to(1, 1024))
     loops: int = option(5, "passes of each setting, turn and turn about", check=POSITIVE)
-    random_block_bytes: int = option("4KiB", "block size of random", "--random-block", parse_bytes)
+    random_block_bytes: int = size("4KiB", "block size of random", "--random-block")
     sync: bool = option(False, "end each writing pass with a sync", "--fsync")
     threads: int = option(0, "of the threads engine [default: it chooses]", check=from_to(0, 1024), shows_default=False)
-    sustained_bytes: int = option("64GiB", "that sustained writes", "--bytes", parse_bytes)
+    sustained_bytes: int = size("64GiB", "that sustained writes", "--bytes")
     sustained_s: float | None = option(None, "after which sustained stops", "--seconds", check=above_zero)
     json_file: Path | None = option(None, "write machine, rows and best here", "--json", check=ends_in(".json"))
     csv_file: Path | None = option(None, "write the rows here", "--csv", check=ends_in(".csv"))
@@ -234,9 +222,9 @@ class IoBenchOptions(Options):
 
     def check_together(self) -> None:
         used = [*self.blocks, *([self.random_block_bytes] if "random" in self.modes else [])]
-        for size in (self.size_bytes, *used):
-            if size < _PAGE_BYTES or size % _PAGE_BYTES:
-                raise ValueError(f"a size or block of {size} bytes is given; allowed are multiples of {_PAGE_BYTES}")
+        for each in (self.size_bytes, *used):
+            if each < _PAGE_BYTES or each % _PAGE_BYTES:
+                raise ValueError(f"a size or block of {each} bytes is given; allowed are multiples of {_PAGE_BYTES}")
         if max(used) > self.size_bytes:
             raise ValueError(f"--block {format_bytes(max(used))} is larger than --size {format_bytes(self.size_bytes)}")
         if "sustained" in self.modes and self.sustained_bytes < max(self.blocks):
@@ -375,7 +363,7 @@ class ExportOptions(Options):
     is_fp32: bool = option(False, "the fp32 masters", "--fp32")
     is_pytorch: bool = option(False, "pytorch_model.bin instead of safetensors", "--pytorch")
     is_dcp: bool = option(False, "a torch.distributed.checkpoint folder, optimizer states included", "--dcp")
-    max_shard_bytes: int | None = option("5GB", "of a file", "--max-shard-size", parse_bytes)
+    max_shard_bytes: int | None = size("5GB", "of a file", "--max-shard-size")
     exclude_frozen: bool = option(False, "leave frozen parameters out", "--exclude-frozen")
     config: Path | None = option(None, "the model's config.json, to lie beside the weights")
     shows_json: bool = option(False, "print the figures as JSON", "--json")

@@ -318,14 +318,12 @@ def _print_verdict(planned: Planned, advice: Sequence[Advice], console: Console)
 _LEAST_GAIN = 1.03  # of a change that is only about time
 _NODES = 2
 
-Change = Callable[[Scenario], Scenario]
-
 
 class Candidate(NamedTuple):
     """One change: how to make it, in words and on a scenario."""
 
     words: str
-    change: Change
+    change: Callable[[Scenario], Scenario]
 
 
 class Advice(NamedTuple):
@@ -344,7 +342,8 @@ def advise(planned: Planned, most: int = 5) -> list[Advice]:
     """What to change, the best first; empty when it fits and nothing is faster."""
     tried = [advice for each in _candidates(planned) if (advice := _try(each, planned.scenario))]
     if not planned.problems:
-        faster = [each for each in tried if each.fits and _gain(planned, each) >= _LEAST_GAIN]
+        enough = _LEAST_GAIN * planned.tokens_per_s or math.inf
+        faster = [each for each in tried if each.fits and each.planned.tokens_per_s >= enough]
         return sorted(faster, key=lambda each: -each.planned.tokens_per_s)[:most]
     fitting = sorted((each for each in tried if each.fits), key=lambda each: -each.planned.tokens_per_s)
     if fitting:
@@ -361,10 +360,6 @@ def _try(candidate: Candidate, scenario: Scenario) -> Advice | None:
         return Advice(candidate.words, plan_scenario(candidate.change(scenario), chooses=False))
     except ValueError:
         return None  # refused where it would be refused for real: no advice
-
-
-def _gain(before: Planned, after: Advice) -> float:
-    return after.planned.tokens_per_s / before.tokens_per_s if before.tokens_per_s else 0.0
 
 
 def _excess(planned: Planned) -> float:

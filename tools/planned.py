@@ -32,13 +32,12 @@ from tiermem.zero.state_layout import StateLayout
 from tiermem.zero.topology import Topology, plan_topology
 from tiermem.zero.unit import Division, Unit, divide
 
-INTERPRETER_BYTES = 360 << 20
-"""With torch and transformers imported, before any model, as measured on Linux with Python 3.11."""
-
-
 PLACES = {Tier.DEVICE: "the GPU of a rank", Tier.HOST: "the memory of a node", Tier.NVME: "the disks of a node"}
 """What a limit of a tier is a limit of."""
 
+
+INTERPRETER = Row("interpreter and libraries", Tier.HOST, 360 << 20, "measured before any model, transformers included")
+"""With torch and transformers imported, as measured on Linux with Python 3.11."""
 
 # ---- the budget: host memory that the store may carve under a cap ----------------------------------------------------
 #
@@ -91,18 +90,13 @@ class Budget:
 
 
 def plan_budget(
-    cap_bytes: int,
-    resident_bytes: int,
-    shape: Mapping[str, Any],
-    num_tokens: int,
-    precision: str,
-    is_checkpointing: bool,
+    cap_bytes: int, resident_bytes: int, sizes: ModelSizes, num_tokens: int, precision: str, is_checkpointing: bool
 ) -> Budget:
     """The budget of a run: `resident_bytes` measured after imports, `num_tokens` of one micro-batch."""
     margin = max(MARGIN_BYTES, int(MARGIN_PART * cap_bytes))
     terms = (
         Row("interpreter and libraries", Tier.HOST, resident_bytes, "resident after the imports, measured"),
-        *activation_rows(ModelSizes.of(shape), num_tokens, precision, is_checkpointing, is_gpu=False),
+        *activation_rows(sizes, num_tokens, precision, is_checkpointing, is_gpu=False),
         Row("margin", Tier.HOST, margin, "stacks, page tables, Python objects"),
     )
     return Budget(cap_bytes, terms)
@@ -258,12 +252,7 @@ def plan_scenario(scenario: Scenario, chooses: bool = True) -> Planned:
     is_gpu = cluster.gpu_bytes is not None
     num_tokens = batch.micro * scenario.seq
     extra = [
-        Row(
-            "interpreter and libraries",
-            Tier.HOST,
-            INTERPRETER_BYTES,
-            "measured before any model, transformers included",
-        ),
+        INTERPRETER,
         *activation_rows(sizes, num_tokens, loaded.precision, scenario.is_checkpointing, is_gpu),
     ]
     policy = loaded.policy()

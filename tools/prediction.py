@@ -7,6 +7,7 @@ import functools
 import gc
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -227,12 +228,7 @@ def measure_sums() -> float:
 
 def _median_s(work: Callable[[], object]) -> float:
     """The median seconds of a few calls, the first left out."""
-    times = []
-    for _ in range(_NUM_WARM_UP + _NUM_TIMED):
-        start = time.monotonic()
-        work()
-        times.append(time.monotonic() - start)
-    return statistics.median(times[_NUM_WARM_UP:])
+    return statistics.median(timeit.repeat(work, number=1, repeat=_NUM_WARM_UP + _NUM_TIMED)[_NUM_WARM_UP:])
 
 
 def maths_of(
@@ -433,6 +429,8 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
     rows = activation_rows(sizes, num_tokens, job.precision, job.is_checkpointing, is_gpu)
     activations = sum(row.num_bytes for row in rows)
     units = passing_rows([live.unit for live in engine.shards.units], engine.shards.policy)
+    # whether steps write beside what a checkpoint holds; it takes its room with the first step after one
+    freezes = job.save_every is not None or engine.shards.policy.durability == "step"
     on_device = plan.device_bytes + activations + sum(row.num_bytes for row in units)
     return {
         **{f"{phase}_s": seconds for phase, seconds in forecast.seconds.items()},
@@ -441,14 +439,9 @@ def predict(engine: Engine, job: Job, measured: Measured | str, disk: Figures | 
         "resident_bytes": resident_bytes,
         "host_bytes": plan.host_bytes,
         "activation_bytes": activations,
-        "disk_bytes": plan.disk_bytes - (0 if _freezes(engine, job) else plan.frozen_disk_bytes),
+        "disk_bytes": plan.disk_bytes - (0 if freezes else plan.frozen_disk_bytes),
         "peak_bytes": None if is_gpu else resident_bytes + plan.host_bytes + activations,
         "device_bytes": on_device if is_gpu else None,
         "busy_s": {lane: dict(by) for lane, by in forecast.busy_s.items()},
         "rates": {"compute": compute._asdict(), **dataclasses.asdict(rates), "disk": disk},
     }
-
-
-def _freezes(engine: Engine, job: Job) -> bool:
-    """Whether steps write beside what a checkpoint holds; it takes its room with the first step after one."""
-    return job.save_every is not None or engine.shards.policy.durability == "step"

@@ -13,8 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tiermem.tools.launcher import Message, Observer, Sample
-from tiermem.tools.run_record import describe_device, median_after_warm_up, planned_bytes
+from tiermem.tools.launcher import Message, Sample
+from tiermem.tools.run_record import IoCounts, RunRecord, describe_device, median_after_warm_up, planned_bytes
 from tiermem.tools.words import format_bytes
 
 # ---- progress: a live panel on a terminal, plain lines elsewhere -----------------------------------------------------
@@ -26,20 +26,17 @@ _REFRESH_S = 0.25
 _BAR_WIDTH = 40
 
 
-class Progress(Observer):
-    """Shows one run; a context manager, since a live panel must be taken down."""
+class Progress(RunRecord):
+    """Records one run and shows it; a context manager, since a live panel must be taken down."""
 
     def __init__(self, console: Console, title: str, num_steps: int, limit_bytes: int | None, limit_kind: str) -> None:
+        super().__init__()
         self._console = console
         self._title = title
         self._num_steps = num_steps
         self._limit_bytes = limit_bytes
         self._limit_kind = limit_kind
         self._phase = "start"
-        self._ceiling: dict[str, Any] | None = None
-        self._step: Message | None = None
-        self._moved = (0, 0)  # NVMe bytes read and written in the last step
-        self._before = (0, 0)
         self._sample: Sample | None = None
         self._peak_bytes = 0
         self._drawn = 0.0
@@ -55,27 +52,22 @@ class Progress(Observer):
             self._live.stop()
 
     def on_message(self, message: Message) -> None:
+        super().on_message(message)
         kind = message["kind"]
         if kind == "phase":
             self._phase = message["name"]
             if self._live is None and " of step " not in self._phase:
                 self._line(self._phase)
         elif kind == "ready":
-            self._ceiling = message.get("ceiling")
-            self._before = (message.get("read_bytes", 0), message.get("written_bytes", 0))
             if message.get("plan"):
                 self._console.print(plan_table(message))
                 if message.get("choice"):
                     self._console.print(message["choice"])
-        elif kind == "step":
-            now = (message.get("nvme_read_bytes", 0), message.get("nvme_written_bytes", 0))
-            self._moved = (now[0] - self._before[0], now[1] - self._before[1])
-            self._before = now
-            self._step = message
-            if self._live is None:
-                self._line(self._describe_step(message))
+        elif kind == "step" and self._live is None:
+            self._line(self._describe_step(message))
 
     def on_sample(self, sample: Sample) -> None:
+        super().on_sample(sample)
         self._sample = sample
         self._peak_bytes = max(self._peak_bytes, sample.resident_bytes)
         if self._live and time.monotonic() - self._drawn > _REFRESH_S:
@@ -93,7 +85,7 @@ class Progress(Observer):
         ]
         if "device_memory" in step:
             parts.append(describe_device(step["device_memory"]))
-        if any(self._moved):
+        if any(self._moved_last()):
             parts.append(f"disk {self._describe_disk(seconds)}")
         if waits := self._describe_waits(step):
             parts.append(f"waited {waits}")
@@ -105,12 +97,20 @@ class Progress(Observer):
         return f"{now}{cap}, peak {format_bytes(self._peak_bytes)}"
 
     def _describe_disk(self, seconds: float) -> str:
-        read, written = (moved / seconds / 1e9 for moved in self._moved)
-        if not self._ceiling:
+        moved, ceiling = self._moved_last(), self.ready.get("ceiling")
+        read, written = (num_bytes / seconds / 1e9 for num_bytes in moved)
+        if not ceiling:
             return f"{read:.2f} read + {written:.2f} write GB/s"
-        least = self._moved[0] / self._ceiling["read_bytes_s"] + self._moved[1] / self._ceiling["write_bytes_s"]
-        bound = f"{self._ceiling['read_bytes_s'] / 1e9:.1f} and {self._ceiling['write_bytes_s'] / 1e9:.1f}"
+        least = moved.read_bytes / ceiling["read_bytes_s"] + moved.written_bytes / ceiling["write_bytes_s"]
+        bound = f"{ceiling['read_bytes_s'] / 1e9:.1f} and {ceiling['write_bytes_s'] / 1e9:.1f}"
         return f"{read:.2f} read + {written:.2f} write GB/s (ceilings {bound}: busy {least / seconds:.0%})"
+
+    def _moved_last(self) -> IoCounts:
+        """NVMe bytes of the last step."""
+        start = IoCounts(self.ready.get("read_bytes", 0), self.ready.get("written_bytes", 0))
+        ends = (IoCounts(s.get("nvme_read_bytes", 0), s.get("nvme_written_bytes", 0)) for s in self.steps[-2:])
+        before, now = [start, *ends][-2:]
+        return now.since(before)
 
     def _describe_waits(self, step: Message) -> str:
         return ", ".join(f"{s:.2f} s for {name}" for name, s in list(step.get("waits", {}).items())[:3] if s >= 0.005)
@@ -119,7 +119,7 @@ class Progress(Observer):
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="bold", no_wrap=True)
         rows.add_column()
-        step = self._step
+        step = self.steps[-1] if self.steps else None
         done = step["step"] if step else 0
         rows.add_row(Text(self._title), ProgressBar(self._num_steps, done, width=_BAR_WIDTH))
         rows.add_row("", f"step {done}/{self._num_steps}, now {self._phase}")
@@ -127,7 +127,7 @@ class Progress(Observer):
             seconds = _seconds_of(step)
             rows.add_row("loss", f"{step['loss']:.4f}")
             rows.add_row("speed", f"{step['tokens'] / seconds:.1f} tokens/s, {seconds:.2f} s a step")
-            if any(self._moved):
+            if any(self._moved_last()):
                 rows.add_row("disk", self._describe_disk(seconds))
             rows.add_row("waited", self._describe_waits(step) or "no time worth naming")
         rows.add_row("memory", self._describe_memory())
@@ -151,8 +151,6 @@ def _seconds_of(step: Message) -> float:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 _WIDTH = 150  # of tables that go to a file
-
-Summary = Mapping[str, Any]
 
 
 def open_console() -> Console:
@@ -185,7 +183,7 @@ def plan_table(ready: Message) -> Table:
     return shown
 
 
-def result_table(run: Summary) -> Table:
+def result_table(run: Mapping[str, Any]) -> Table:
     """What a run took: our figures beside the kernel's."""
     shown = table(f"{run['name']}: {run['outcome']}", "", ">measured", ">kernel", "")
     losses = run["losses"]
@@ -221,7 +219,7 @@ def result_table(run: Summary) -> Table:
     return shown
 
 
-def predicted_table(run: Summary) -> Table | None:
+def predicted_table(run: Mapping[str, Any]) -> Table | None:
     """What was predicted before the first step beside what it was; None for a run without a prediction or an end."""
     said = run.get("predicted")
     if not said or "not_made" in said or not run["losses"]:
@@ -245,7 +243,7 @@ def predicted_table(run: Summary) -> Table | None:
     return shown
 
 
-def peers_table(runs: Sequence[Summary]) -> Table:
+def peers_table(runs: Sequence[Mapping[str, Any]]) -> Table:
     """The same training by different means, side by side."""
     has_device = any(_device_peak(run) is not None for run in runs)
     figures = (">loss", ">forward s", ">backward s", ">step s", ">tokens/s", ">peak RSS", *(">peak GPU",) * has_device)
@@ -260,12 +258,12 @@ def peers_table(runs: Sequence[Summary]) -> Table:
     return shown
 
 
-def _medians(run: Summary) -> dict[str, float | None]:
+def _medians(run: Mapping[str, Any]) -> dict[str, float | None]:
     """Seconds of each phase of the median step."""
     return {phase: median_after_warm_up(run[f"{phase}_s"]) for phase in ("forward", "backward", "step")}
 
 
-def _device_peak(run: Summary) -> int | None:
+def _device_peak(run: Mapping[str, Any]) -> int | None:
     card = run.get("device_memory")
     return card["peak_allocated_bytes"] if card is not None else None
 

@@ -347,11 +347,8 @@ class RunRecord(Observer):
     def _moved_a_step(self, what: str) -> float | None:
         """NVMe bytes between the ends of two steps, the median; None without three steps."""
         totals = [step.get(f"nvme_{what}_bytes", 0) for step in self.steps[NUM_WARM_UP:]]
-        return (
-            statistics.median(after - before for before, after in itertools.pairwise(totals))
-            if len(totals) > 1
-            else None
-        )
+        moved = [after - before for before, after in itertools.pairwise(totals)]
+        return statistics.median(moved) if moved else None
 
     def pictures(self) -> dict[str, Any]:
         """What the pictures need beside the figures: memory over time, phases and steps."""

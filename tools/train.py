@@ -27,7 +27,7 @@ from tiermem.tools.machine import lines_of_run
 from tiermem.tools.memory_limit import open_limit
 from tiermem.tools.options import TrainOptions
 from tiermem.tools.reports import Progress, peers_table, predicted_table, result_table
-from tiermem.tools.run_record import RunRecord, read_spans, stamp, write_trace
+from tiermem.tools.run_record import read_spans, stamp, write_trace
 from tiermem.tools.train_job import Resumed, find_resumed, make_job, with_saved
 from tiermem.tools.words import save_json
 
@@ -103,14 +103,13 @@ def _run_one(
 ) -> dict[str, Any]:
     """One capped process from job to run.json; returns the run as saved, without what only pictures need."""
     job.save(folder / "job.json")
-    record = RunRecord()
     with open_limit(job.memory_limit_bytes) as limit:
         console.print(f"memory limit: {limit.why}")
         with (
-            Progress(console, title, job.steps, limit.limit_bytes, limit.kind) as progress,
+            Progress(console, title, job.steps, limit.limit_bytes, limit.kind) as record,
             contextlib.closing(_Log(folder / "output.log", console if options.is_debug else None)) as log,
         ):
-            record.outcome = launch(command, limit, (record, progress, log), CHILD_ENVIRONMENT, patience_s)
+            record.outcome = launch(command, limit, (record, log), CHILD_ENVIRONMENT, patience_s)
     for path in job.nvme_paths:  # a trainer that was killed left a folder there; one that closed left nothing
         for name in remove_dead_runs(Path(path), record.outcome.pid):
             console.print(f"removed {name}, which the killed trainer left in {path}")
@@ -158,9 +157,7 @@ def _rank(run: dict[str, Any]) -> tuple[bool, bool, int, float]:
 def _tell_peer(run: dict[str, Any], console: Console) -> None:
     speed = f"{run['tokens_per_s']:.1f} tokens/s, " if run["tokens_per_s"] else ""
     reason = f": {run['error']['type']}: {run['error']['message'].splitlines()[0]}" if run["error"] else ""
-    console.print(
-        f"{run['name']}: {speed}peak {run['peak_rss_bytes'] / 2**20:.0f} MiB, {run['outcome']}{reason}",
-    )
+    console.print(f"{run['name']}: {speed}peak {run['peak_rss_bytes'] / 2**20:.0f} MiB, {run['outcome']}{reason}")
 
 
 def _report(run: dict[str, Any], folder: Path, options: TrainOptions, console: Console) -> None:

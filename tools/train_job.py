@@ -52,12 +52,6 @@ def make_config(options: TrainOptions, nvme_paths: Sequence[Path] = ()) -> Confi
     return {**config, "tiermem": own} if own else config
 
 
-def decided_by_config(options: TrainOptions) -> list[str]:
-    """The options given that a config decides."""
-    given = [field for field in _DECIDED_BY_CONFIG if getattr(options, field) not in (None, ())]
-    return [options_of(options)[field].name for field in given]
-
-
 def read_config(file: Path, given_options: Sequence[str], batch: int) -> Config:
     """A user's config file; `given_options` are those given that it decides.
 
@@ -252,7 +246,8 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
     if options.save is not None:
         probe_path(_existing(options.save.absolute()))
     batch, seq = options.batch or 1, options.seq or DEFAULT_SEQ
-    config, nvme, own = _config(options, resumed, folder, batch)
+    config, own = _config(options, resumed, folder, batch)
+    nvme = [Path(path) for path in nvme_folders(config)]
     for path in nvme:
         if path != folder:
             probe_path(path)
@@ -283,11 +278,10 @@ def make_job(options: TrainOptions, name: str, folder: Path, resumed: Resumed | 
     )
 
 
-def _config(
-    options: TrainOptions, resumed: Resumed | None, folder: Path, batch: int
-) -> tuple[dict[str, Any], list[Path], dict[str, Any] | None]:
-    """The config, the folders that states rest in, and the config again if it was given and not made here."""
-    tuned, decided = _with_tuned({}, options.tuned), decided_by_config(options)
+def _config(options: TrainOptions, resumed: Resumed | None, folder: Path, batch: int) -> tuple[Config, Config | None]:
+    """The config, and the config again if it was given and not made here."""
+    tuned, said = _with_tuned({}, options.tuned), options_of(options)
+    decided = [said[field].name for field in _DECIDED_BY_CONFIG if getattr(options, field) not in (None, ())]
     if options.deepspeed_config is not None:
         given = read_config(options.deepspeed_config, decided, batch)
     elif resumed is not None and resumed.config is not None:
@@ -295,10 +289,9 @@ def _config(
             raise ValueError(f"{', '.join(decided)}: {resumed.place} was saved with a config, which decides this")
         given = resumed.config
     else:
-        nvme = _nvme_of(options, tuned, folder)
-        return _with_tuned(make_config(options, nvme), tuned), nvme, None
+        return _with_tuned(make_config(options, _nvme_of(options, tuned, folder)), tuned), None
     config = _with_tuned(given, tuned)
-    return config, [Path(path) for path in nvme_folders(config)], config
+    return config, config
 
 
 def _with_tuned(config: Config, tuned: Path | Mapping[str, Any] | None) -> Config:

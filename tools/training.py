@@ -32,8 +32,9 @@ from tiermem.tools.corpus import Corpus
 from tiermem.tools.launcher import Channel, Job, give_back_free_memory, large_blocks_mapped, resident_of
 from tiermem.tools.planned import Budget, meta_model, plan_budget, state_bytes, transformers
 from tiermem.tools.prediction import build_model, choose_config, measure, predict
+from tiermem.tools.presets import ModelSizes
 from tiermem.tools.run_record import Figures, IoCounts, OutOfDeviceMemory, kernel_counts, planned_bytes
-from tiermem.tools.train_job import CLIENT_KEY, Config, precision_of, with_host_bytes
+from tiermem.tools.train_job import CLIENT_KEY, Config, with_host_bytes
 from tiermem.tools.words import Stop, format_bytes
 
 _CEILING_S = 0.4
@@ -111,9 +112,9 @@ class Trainer:
         job = self._job
         if job.memory_limit_bytes is None or "host_bytes" in job.config.get("tiermem", {}):
             return job.config
-        tokens, precision = job.batch * job.seq, precision_of(job.config)
+        sizes, tokens = ModelSizes.of(job.shape), job.batch * job.seq
         self._budget = plan_budget(
-            job.memory_limit_bytes, resident_bytes, job.shape, tokens, precision, job.is_checkpointing
+            job.memory_limit_bytes, resident_bytes, sizes, tokens, job.precision, job.is_checkpointing
         )
         self._budget.check()
         return with_host_bytes(job.config, self._budget.host_bytes)
@@ -143,11 +144,10 @@ class Trainer:
     def _announce(
         self, engine: Engine, num_params: int, ceiling: dict[str, Any] | None, predicted: dict[str, Any]
     ) -> None:
-        precision = precision_of(self._job.config)
         self._channel.send(
             "ready",
             num_params=num_params,
-            state_bytes=state_bytes(num_params, precision, engine.shards.policy.precision),
+            state_bytes=state_bytes(num_params, self._job.precision, engine.shards.policy.precision),
             batch_size=engine.train_batch_size(),
             threads=torch.get_num_threads(),
             device=str(engine.device),

@@ -78,11 +78,23 @@ def halve(
     shuffler = random.Random(0)
     left, dropped = [Standing(each, []) for each in candidates], list[Standing[T]]()
     deadline = clock() + seconds
+
+    def play(round_s: float) -> None:
+        """One round: sweeps over the candidates until its time is over, so that all have the same number of turns."""
+        turn_s = min(MOST_TURN_S, max(LEAST_TURN_S, round_s / (_TURNS_OF_ROUND * len(left))))
+        start, sweep_s = clock(), 0.0
+        while not all(standing.costs for standing in left) or clock() - start + sweep_s <= round_s:
+            began = clock()
+            for standing in shuffler.sample(left, len(left)):
+                if standing.costs and clock() >= deadline:
+                    return
+                standing.costs.append(measure(standing.candidate, turn_s))
+            sweep_s = clock() - began
+
     num_rounds = math.ceil(math.log2(len(candidates)))
     for number in range(num_rounds):
         on_round(number + 1, num_rounds, len(left))
-        round_s = (deadline - clock()) / (num_rounds - number)
-        _play(left, measure, round_s, deadline, shuffler, clock)
+        play((deadline - clock()) / (num_rounds - number))
         ranked = sorted(left, key=lambda standing: standing.cost)
         half = -(-len(ranked) // 2)
         left, dropped = ranked[:half], ranked[half:] + dropped
@@ -95,26 +107,6 @@ def thin(candidates: Sequence[T], turn_s: Callable[[T], float], seconds: float) 
     while len(kept) > 3 and sum(map(turn_s, kept)) > seconds:
         kept = kept[::2]
     return kept
-
-
-def _play(
-    left: Sequence[Standing[T]],
-    measure: Callable[[T, float], float],
-    round_s: float,
-    deadline: float,
-    shuffler: random.Random,
-    clock: Callable[[], float],
-) -> None:
-    """One round: sweeps over the candidates until its time is over, so that all have the same number of turns."""
-    turn_s = min(MOST_TURN_S, max(LEAST_TURN_S, round_s / (_TURNS_OF_ROUND * len(left))))
-    start, sweep_s = clock(), 0.0
-    while not all(standing.costs for standing in left) or clock() - start + sweep_s <= round_s:
-        began = clock()
-        for standing in shuffler.sample(left, len(left)):
-            if standing.costs and clock() >= deadline:
-                return
-            standing.costs.append(measure(standing.candidate, turn_s))
-        sweep_s = clock() - began
 
 
 # ---- StepMix: the disk time of an optimizer step's bytes, for given paths and settings of the queue -----------------
@@ -400,16 +392,6 @@ class Found(NamedTuple):
         """Whether the winner is written rather than the defaults."""
         return self.winner != self.default and self.verdict.is_better
 
-    @property
-    def io(self) -> IoSettings:
-        """What is written."""
-        return self.winner if self.is_taken else self.default
-
-    @property
-    def turn(self) -> Turn:
-        """Its rates."""
-        return self.verdict.tuned if self.is_taken else self.verdict.default
-
 
 def tune(options: TuneOptions, console: Console) -> int:
     """Measures, writes the file, says what it found; returns 0. Blocks; raises OSError and ValueError before it measures."""
@@ -417,7 +399,9 @@ def tune(options: TuneOptions, console: Console) -> int:
     for path in options.paths:
         probe_path(path)
     found = _find(options, console)
-    section = section_of(found.io, weighed(options.paths, found.turn), _notes(options, found))
+    verdict = found.verdict
+    io, turn = (found.winner, verdict.tuned) if found.is_taken else (found.default, verdict.default)
+    section = section_of(io, weighed(options.paths, turn), _notes(options, found))
     save_json(options.out, section)
     _print(found, options.out, section["tiermem"]["paths"], console)
     return 0

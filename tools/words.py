@@ -231,31 +231,25 @@ Check = Callable[[str, Any], object]
 class Option(NamedTuple):
     """How the command line says a field."""
 
-    name: str
-    """Such as "--size"; empty for an argument, which has a place and no name; "--": as the field's."""
-    help: str
     given: Any
     """The default as a person would write it; ... where the option is required."""
-    parse: Callable[[Any], Any] | None
-    check: Check | None
-    metavar: str | None
-    shows_default: bool
+    help: str
+    name: str = "--"
+    """Such as "--size"; empty for an argument, which has a place and no name; "--": as the field's."""
+    parse: Callable[[Any], Any] | None = None
+    check: Check | None = None
+    """Raises for a value that is not None."""
+    metavar: str | None = None
+    shows_default: bool = True
 
 
-def option(
-    given: Any,
-    help: str,
-    name: str = "--",
-    parse: Callable[[Any], Any] | None = None,
-    check: Check | None = None,
-    metavar: str | None = None,
-    shows_default: bool = True,
-) -> Any:
-    """A field of a command's dataclass. `name` defaults to the field's own; `check` raises for a value that is not None."""
-    metadata = {"option": Option(name, help, given, parse, check, metavar, shows_default)}
+def option(*said: Any, **more: Any) -> Any:
+    """A field of a command's dataclass; the arguments are those of Option."""
+    given, _, _, parse, *_ = made = Option(*said, **more)
     if given is ...:
-        return dataclasses.field(metadata=metadata)
-    return dataclasses.field(default=parse(given) if parse and given is not None else given, metadata=metadata)
+        return dataclasses.field(metadata={"option": made})
+    default = parse(given) if parse and given is not None else given
+    return dataclasses.field(default=default, metadata={"option": made})
 
 
 def options_of(kind: Any) -> dict[str, Option]:
@@ -270,6 +264,11 @@ def options_of(kind: Any) -> dict[str, Option]:
 def several(given: Any, help: str, name: str, parse: Callable[[str], Any] = str, check: Check | None = None) -> Any:
     """A field that is an option with values between commas, at least one."""
     return option(given, help, name, partial(parse_list, name, parse=parse), check or each_of)
+
+
+def size(given: Any, help: str, name: str, check: Check | None = None) -> Any:
+    """A field that is an option with a size in bytes."""
+    return option(given, help, name, parse_bytes, check)
 
 
 class Options:

@@ -74,7 +74,9 @@ def test_a_rank_that_stays_away_from_a_full_state_is_named(tmp_path: Path) -> No
         ranks.append(
             subprocess.Popen(
                 [sys.executable, str(SCRIPT), str(tmp_path), str(tmp_path), "away"],
-                env=os.environ | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+                env=os.environ
+                | place
+                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(SCRIPT.parents[1])},
                 stderr=subprocess.PIPE,
                 text=True,
             )

@@ -95,8 +95,8 @@ def test_reader_and_unnamed_files_follow_the_same_rule(
     with FileReader(path) as reader:
         assert is_direct(reader._file.fd) is expected
         assert torch.equal(reader.read(5, 9_990), pattern(10_001)[5:9_995])
-    fd, direct = open_unnamed(tmp_path)
-    assert direct is is_direct(fd) is expected
+    fd, why = open_unnamed(tmp_path)
+    assert (not why) is is_direct(fd) is expected
     os.close(fd)
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
 
@@ -107,8 +107,8 @@ def test_file_that_refuses_o_direct_says_so(mount: Callable[..., Path]) -> None:
     fd, why = open_direct(folder / "file", os.O_RDWR)
     assert (is_direct(fd), why) == (False, "it takes no O_DIRECT")
     os.close(fd)
-    fd, direct = open_unnamed(folder)
-    assert not direct
+    fd, why = open_unnamed(folder)
+    assert why
     os.close(fd)
     assert [file.name for file in folder.iterdir()] == ["file"]
 
@@ -126,9 +126,9 @@ def test_probing_a_folder_makes_no_name_in_it(tmp_path: Path, monkeypatch: pytes
         return open_direct(file, flags)
 
     monkeypatch.setattr(direct, "open_direct", look)
-    fd, is_direct = open_unnamed(tmp_path)
+    fd, why = open_unnamed(tmp_path)
     os.close(fd)
-    assert probe_path(tmp_path).is_direct == is_direct
+    assert probe_path(tmp_path).why_buffered == why
     assert not names
 
 

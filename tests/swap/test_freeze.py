@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiermem.swap.entry import Freeze, NoSlotError
-from tiermem.swap.native import Fault, IoSettings, Queue
+from tiermem.swap.native import Blocks, Fault, IoSettings, Queue
 from tiermem.swap.paths import NvmePath
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
@@ -121,7 +121,7 @@ def test_ranges_of_a_freeze_are_any_bytes_and_cross_slots(make_store: MakeStore,
     write(store, "x", PAGE, data[PAGE : 2 * PAGE])
     store.thaw(first)
     freeze = store.freeze()
-    assert freeze.entries() == ["x"]
+    assert list(freeze.parts) == ["x"]
     for start, num_bytes in [(0, len(data)), (PAGE - 1, 3), (PAGE - 5, PAGE + 10), (len(data) - 1, 1), (9, 0)]:
         assert on_disk(freeze, "x", num_bytes, start) == data[start : start + num_bytes].numpy().tobytes()
     assert len(freeze.ranges("x", 0, len(data))) == 3
@@ -211,9 +211,9 @@ def test_blocks_are_one_call_also_where_slots_meet(
     calls: list[tuple[int, int]] = []
     submit_blocks = Queue.submit_blocks
 
-    def watch(self: Queue, kind: int, fd: int, addresses: np.ndarray, offsets: np.ndarray, length: int, p: int) -> int:
-        calls.append((len(addresses), length))
-        return submit_blocks(self, kind, fd, addresses, offsets, length, p)
+    def watch(self: Queue, blocks: Blocks, priority: int) -> int:
+        calls.append((len(blocks.addresses), blocks.length))
+        return submit_blocks(self, blocks, priority)
 
     monkeypatch.setattr(Queue, "submit_blocks", watch)
     into = store.arena.take(8 * PAGE).tensor
@@ -248,7 +248,7 @@ def test_what_is_temporary_is_not_frozen_and_has_one_slot(make_store: MakeStore,
     store = make_store(num_slots=2)
     store.reserve("grad", (2 * PAGE,), torch.uint8, Tier.NVME, is_durable=False)
     store.put("host", torch.ones(5), Tier.HOST)
-    assert store.freeze().entries() == []
+    assert not store.freeze().parts
     write(store, "grad", 0, pattern(2 * PAGE))
     assert store.stats().nvme_bytes == 2 * PAGE
 

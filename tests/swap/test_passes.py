@@ -6,12 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 from tiermem.swap.direct import open_unnamed
-from tiermem.swap.native import READ, SYNC, WRITE, IoSettings, Op
+from tiermem.swap.native import READ, SYNC, WRITE, Blocks, IoSettings, Op
 from tiermem.swap.passes import MODES, Passes, Quota, memory_bytes, mixed_rate
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -34,11 +32,10 @@ def watch(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> list[Op]:
         seen.extend(ops)
         return submit(ops, *rest)
 
-    def note_blocks(
-        kind: int, fd: int, addresses: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], length: int, *rest: int
-    ) -> int:
+    def note_blocks(blocks: Blocks) -> int:
+        kind, fd, addresses, offsets, length = blocks
         seen.extend(Op(kind, fd, int(a), length, int(o)) for a, o in zip(addresses, offsets, strict=True))
-        return submit_blocks(kind, fd, addresses, offsets, length, *rest)
+        return submit_blocks(blocks)
 
     monkeypatch.setattr(passes.queue, "submit", note)
     monkeypatch.setattr(passes.queue, "submit_blocks", note_blocks)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tiermem.swap.native import READ, SYNC, WRITE, IoSettings, Map, Op, Queue, TransferError
+from tiermem.swap.native import READ, SYNC, WRITE, Blocks, IoSettings, Map, Op, Queue, TransferError
 
 BLOCK = 4096
 NUM_BLOCKS = 400
@@ -52,7 +52,7 @@ def test_blocks_by_one_call_arrive_where_they_belong(
     offsets, target = offsets_of(num_blocks), memory[1]
     addresses = memory[0].address + np.arange(num_blocks, dtype=np.int64) * BLOCK
     if num_blocks:
-        answer = queue.wait(queue.submit_blocks(READ, fd, addresses, offsets, BLOCK))
+        answer = queue.wait(queue.submit_blocks(Blocks(READ, fd, addresses, offsets, BLOCK)))
         assert answer is not None
         assert (answer.error, answer.num_bytes) == (0, num_blocks * BLOCK)
     wanted = [held[o : o + BLOCK] for o in offsets.tolist()]
@@ -69,7 +69,7 @@ def test_blocks_by_one_call_are_written_like_single_ones(
     queue = Queue(IoSettings(engine, BLOCK, 8))
     offsets = np.sort(offsets_of(NUM_BLOCKS))[::2]  # of two blocks each, cut by the queue
     addresses = memory[0].address + offsets[::-1].copy()
-    answer = queue.wait(queue.submit_blocks(WRITE, fd, addresses, offsets, 2 * BLOCK))
+    answer = queue.wait(queue.submit_blocks(Blocks(WRITE, fd, addresses, offsets, 2 * BLOCK)))
     assert answer is not None
     queue.raise_for(answer)
     pairs = memory[1].view(-1, 2 * BLOCK).flip(0)
@@ -82,7 +82,7 @@ def test_a_block_among_many_that_fails_is_named(memory: Memory, file: tuple[int,
     queue = Queue(IoSettings(block_bytes=BLOCK, depth=4), files={fd: "the file"})
     offsets = np.array([0, NUM_BLOCKS * BLOCK, BLOCK], dtype=np.int64)
     addresses = memory[0].address + np.arange(3, dtype=np.int64) * BLOCK
-    answer = queue.wait(queue.submit_blocks(READ, fd, addresses, offsets, BLOCK))
+    answer = queue.wait(queue.submit_blocks(Blocks(READ, fd, addresses, offsets, BLOCK)))
     assert answer is not None
     with pytest.raises(TransferError) as raised:
         queue.raise_for(answer)
@@ -96,15 +96,15 @@ def test_malformed_blocks_are_refused_before_anything_moves(memory: Memory, file
     queue = Queue(IoSettings(block_bytes=BLOCK, depth=4))
     row = np.zeros(3, dtype=np.int64)
     with pytest.raises(ValueError, match=r"two rows of one length; given \(3,\), \(2,\)"):
-        queue.submit_blocks(READ, fd, row, row[:2], BLOCK)
+        queue.submit_blocks(Blocks(READ, fd, row, row[:2], BLOCK))
     with pytest.raises(ValueError, match="two rows of one length"):
-        queue.submit_blocks(READ, fd, row.reshape(1, 3), row.reshape(1, 3), BLOCK)
+        queue.submit_blocks(Blocks(READ, fd, row.reshape(1, 3), row.reshape(1, 3), BLOCK))
     with pytest.raises(OSError, match="submitting 3 transfers: Invalid argument"):
-        queue.submit_blocks(READ, fd, row, row, BLOCK)  # address 0
+        queue.submit_blocks(Blocks(READ, fd, row, row, BLOCK))  # address 0
     with pytest.raises(OSError, match="Invalid argument"):
-        queue.submit_blocks(READ, fd, row + memory[0].address, row, 0)
+        queue.submit_blocks(Blocks(READ, fd, row + memory[0].address, row, 0))
     with pytest.raises(OSError, match="Invalid argument"):
-        queue.submit_blocks(READ, fd, row + memory[0].address, row - 1, BLOCK)
+        queue.submit_blocks(Blocks(READ, fd, row + memory[0].address, row - 1, BLOCK))
     assert queue.counters().blocks == 0
     queue.close()
 
@@ -115,7 +115,7 @@ def test_blocks_beyond_the_depth_go_on_while_python_holds_the_gil(
     fd, held = file
     queue = Queue(IoSettings(engine, BLOCK, 4))
     offsets = offsets_of(NUM_BLOCKS)
-    tag = queue.submit_blocks(READ, fd, memory[0].address + offsets, offsets, BLOCK)
+    tag = queue.submit_blocks(Blocks(READ, fd, memory[0].address + offsets, offsets, BLOCK))
     ctypes.PyDLL(None).usleep(500_000)  # PyDLL, other than CDLL, keeps the GIL: no Python thread runs meanwhile
     answer = queue.wait(tag, timeout_s=0)
     assert answer is not None, f"only {queue.counters().blocks} of {NUM_BLOCKS} blocks ended"

@@ -15,9 +15,9 @@ import torch
 from tiermem.swap import queue as queues_module
 from tiermem.swap.arena import Arena
 from tiermem.swap.move import Move
-from tiermem.swap.native import READ, WRITE, Answer, Fault, IoSettings, Op, TransferError
+from tiermem.swap.native import READ, WRITE, Answer, Blocks, Fault, IoSettings, Op, TransferError
 from tiermem.swap.paths import NvmePath
-from tiermem.swap.queue import Blocks, InFlight, Queues, Recorder
+from tiermem.swap.queue import InFlight, Queues, Recorder, add_counters
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
 
@@ -46,8 +46,8 @@ class FakeQueue:
         self.log.append(("submit", [op.offset for op in ops], priority))
         return tag
 
-    def submit_blocks(self, kind: int, fd: int, addresses: object, offsets: Any, length: int, priority: int) -> int:
-        self.log.append(("blocks", offsets.tolist(), length, priority))
+    def submit_blocks(self, blocks: Blocks, priority: int) -> int:
+        self.log.append(("blocks", blocks.offsets.tolist(), blocks.length, priority))
         return 7
 
     def end(self, tag: int = 100, error: int = 0, times: tuple[int, int, int] = (1, 2, 3)) -> None:
@@ -305,7 +305,7 @@ def test_move_over_two_paths_brings_the_bytes_of_both(files: dict[int, str], eng
     (event,) = (event for event in recorder.events if event.lane == "read")
     assert event.num_bytes == 524288
     assert [counters.read_bytes for counters in queues.counters_by_path()] == [262144, 262144]
-    assert queues.counters().blocks == 128
+    assert add_counters(queues.counters_by_path()).blocks == 128
     assert queues.latencies(READ).sum() == 128
     assert queues.latencies(WRITE).sum() == 0
     assert queues.engine == engine

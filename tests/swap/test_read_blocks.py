@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tiermem.swap.native import Fault, Queue, TransferError
+from tiermem.swap.native import Blocks, Fault, Queue, TransferError
 from tiermem.swap.paths import NvmePath
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import Tier
@@ -51,9 +51,9 @@ def test_thousands_of_blocks_are_one_call(
     calls: list[int] = []
     submit_blocks = Queue.submit_blocks
 
-    def watch(self: Queue, kind: int, fd: int, addresses: np.ndarray, *rest: object) -> int:
-        calls.append(len(addresses))
-        return submit_blocks(self, kind, fd, addresses, *rest)  # type: ignore[arg-type]
+    def watch(self: Queue, blocks: Blocks, priority: int) -> int:
+        calls.append(len(blocks.addresses))
+        return submit_blocks(self, blocks, priority)
 
     def refuse(self: Queue, *rest: object) -> int:
         raise AssertionError("block by block")

@@ -27,7 +27,7 @@ def test_files_have_no_name_and_other_processes_can_write_them(tmp_path: Path) -
             assert file.read()[100:105] == b"there"
         assert os.stat(name).st_size == files.file_bytes("read") == 1 << 16
         assert os.stat(files.name(0, 0, "sustained")).st_size == files.file_bytes("sustained") == 1 << 17
-        assert files.folder(0) == str(tmp_path)
+        assert files.paths == (tmp_path,)
     assert not os.path.exists(name)
 
 

@@ -49,7 +49,7 @@ def test_a_llama_block_saves_what_the_formula_says(precision: str, num_key_value
 
 
 def test_the_terms_are_those_of_the_419m_model() -> None:
-    budget = plan_budget(1250 * MIB, 350 * MIB, preset("419m"), 128, "bf16", is_checkpointing=False)
+    budget = plan_budget(1250 * MIB, 350 * MIB, ModelSizes.of(preset("419m")), 128, "bf16", is_checkpointing=False)
     terms = {term.what: term.num_bytes for term in budget.terms}
     assert terms["interpreter and libraries"] == 350 * MIB
     assert terms["activations"] == 24 * 128 * 57_416
@@ -63,20 +63,22 @@ def test_the_terms_are_those_of_the_419m_model() -> None:
 def test_with_checkpointing_a_layer_more_costs_one_block_input() -> None:
     def host(num_layers: int) -> int:
         shape = preset("419m") | {"num_hidden_layers": num_layers}
-        return plan_budget(1 << 31, 0, shape, 128, "bf16", is_checkpointing=True).host_bytes
+        return plan_budget(1 << 31, 0, ModelSizes.of(shape), 128, "bf16", is_checkpointing=True).host_bytes
 
     inputs = 24 * 128 * 1024 * 2
     assert host(24) - host(48) == pytest.approx(inputs * 1.3, rel=1e-6)
 
 
 def test_a_cap_that_leaves_nothing_is_refused_with_the_arithmetic() -> None:
-    budget = plan_budget(400 * MIB, 350 * MIB, preset("419m"), 128, "bf16", is_checkpointing=False)
+    budget = plan_budget(400 * MIB, 350 * MIB, ModelSizes.of(preset("419m")), 128, "bf16", is_checkpointing=False)
     with pytest.raises(
         ValueError, match=r"a cap of 400\.0 MiB is too small: 400\.0 MiB - 350\.0 MiB \(interpreter"
     ) as caught:
         budget.check()
     advised = int(str(caught.value).split("--memory ")[1].split("MiB")[0])
-    plan_budget(advised * MIB, 350 * MIB, preset("419m"), 128, "bf16", is_checkpointing=False).check(32 * MIB)
+    plan_budget(advised * MIB, 350 * MIB, ModelSizes.of(preset("419m")), 128, "bf16", is_checkpointing=False).check(
+        32 * MIB
+    )
 
 
 def test_a_shape_without_a_key_names_it() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from sweep_values import setting
 
+from tiermem.tools.bench.files import BenchFiles
 from tiermem.tools.bench.witnesses import ENGINES, read_rate, run_fio
 
 
@@ -42,8 +43,11 @@ def test_a_failure_has_the_words_of_the_program(tmp_path: Path) -> None:
     program = tmp_path / "fio"
     program.write_text("#!/bin/sh\necho 'fio: engine not loadable' >&2\nexit 1\n")
     program.chmod(0o755)
-    with pytest.raises(OSError, match=r"io_uring.* failed: fio: engine not loadable"):
-        run_fio(str(program), "io_uring", "no file", 4096, setting(block_bytes=4096, depth=1), 4096)
+    with (
+        BenchFiles([tmp_path], 1, 4096) as files,
+        pytest.raises(OSError, match=r"io_uring.* failed: fio: engine not loadable"),
+    ):
+        run_fio(str(program), "io_uring", files, setting(block_bytes=4096, depth=1), 4096)
 
 
 @pytest.mark.parametrize("mode", ["read", "write", "mixed", "random"])
@@ -52,17 +56,11 @@ def test_the_program_measures_a_file_without_a_name(tmp_path: Path, engine: str,
     program = shutil.which("fio")
     if program is None:
         pytest.skip("fio is not installed")
-    fd = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, 1 << 22)
-        file = f"/proc/{os.getpid()}/fd/{fd}"
+    with BenchFiles([tmp_path], 1, 1 << 22) as files:
         try:
-            asked = setting(mode, block_bytes=65536, depth=4)
-            rate = run_fio(program, engine, file, 1 << 22, asked, 1 << 21, is_direct=False, sync=True)
+            rate = run_fio(program, engine, files, setting(mode, block_bytes=65536, depth=4), 1 << 21, sync=True)
         except OSError as error:
             pytest.skip(f"{engine}: {error}")
         assert rate > 0
-        assert os.fstat(fd).st_size == 1 << 22
-    finally:
-        os.close(fd)
+        assert os.fstat(files.descriptor(0)).st_size == 1 << 22
     assert list(tmp_path.iterdir()) == []

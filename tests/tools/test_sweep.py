@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from sweep_values import MIB, options, outcome, setting
@@ -34,8 +35,7 @@ class FakeFiles:
     def name(self, place: int, rank: int, mode: str) -> str:
         return f"file {place}.{rank} of {mode}"
 
-    def folder(self, place: int) -> str:
-        return f"/folder{place}"
+    paths = (Path("/folder0"), Path("/folder1"), Path("/folder2"))
 
     def file_bytes(self, mode: str) -> int:
         return 64 * MIB

@@ -37,9 +37,9 @@ def job(
 ) -> Job:
     """A job that moves the rank's file once. `io`: engine, block_bytes, depth."""
     plain = Job(
-        Setting(mode, *io, 1, files.folder(0), (0,)),
+        Setting(mode, *io, 1, str(files.paths[0]), (0,)),
         files=(files.name(0, rank, mode),),
-        folders=(files.folder(0),),
+        folders=(str(files.paths[0]),),
         file_bytes=files.file_bytes(mode),
         num_bytes=files.file_bytes(mode),
         is_direct=files.is_direct([0]),

@@ -34,7 +34,7 @@ def policy_of(path: Path, **fields: object) -> OffloadPolicy:
 def digests(freeze: Freeze, sizes: dict[str, int]) -> dict[str, str]:
     """What lies in the frozen bytes of each entry, read from the files."""
     found = {}
-    for name in freeze.entries():
+    for name in freeze.parts:
         told = hashlib.sha256()
         for path_index, offset, num_bytes in freeze.ranges(name, 0, sizes[name]):
             with FileReader(freeze.files()[path_index]) as reader:
@@ -62,7 +62,7 @@ def train(policy: OffloadPolicy, num_held: int) -> tuple[list[float], dict[str, 
             losses += train_steps(shards.model, optim, [step])
             for freeze, sizes, before in held:
                 assert digests(freeze, sizes) == before
-        assert not any(name.startswith("grad/") for freeze, _, _ in held for name in freeze.entries())
+        assert not any(name.startswith("grad/") for freeze, _, _ in held for name in freeze.parts)
         shards.store.settle()
         used, plan = shards.store.stats().nvme_bytes, shards.plan
         live = plan.disk_bytes - plan.frozen_disk_bytes

@@ -12,7 +12,7 @@ from torch import nn
 
 from tiermem.forecast.loads import MOST_TILES, Use, uses_of
 from tiermem.forecast.rates import Compute, Rates, Timeline, play
-from tiermem.forecast.steps import BACKWARD, FORWARD, MATHS, STEP, Course, build_steps
+from tiermem.forecast.steps import BACKWARD, FORWARD, MATHS, STEP, Course, StepBuilder
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.swap.accelerator import is_accelerator
 from tiermem.zero.plan import Plan, make_plan
@@ -84,8 +84,8 @@ def forecast_step(
     Raises ValueError when a module needs more units at once than the plan has buffers for.
     """
     of_rank = rates.of_rank(ranks_on_node)
-    course = Course(plan.division.units, uses, plan, policy, topology, of_rank, is_gpu, num_micro, most_tiles)
-    return _second_step(play(build_steps(course, 2)))
+    course = Course(uses, plan, policy, topology, of_rank, is_gpu, num_micro, most_tiles)
+    return _second_step(play(StepBuilder(course).build(2)))
 
 
 def forecast_shards(shards: Shards, compute: Compute, rates: Rates, num_micro: int = 1) -> Forecast:
@@ -251,16 +251,7 @@ def _changes(policy: OffloadPolicy, division: Division, num_shards: int, best: T
     """Values to try for the open fields of a policy, after the best candidate so far."""
     if policy.grads is None and policy.paths and not policy.step_in_backward and best.plan.grads is Tier.HOST:
         yield {"grads": Tier.NVME}
-    yield from _host_units(policy, division, num_shards, best)
-    if policy.unit_buffers is None and policy.gather_way != "single":
-        yield {"unit_buffers": division.most_at_once + 1}
-    for numel, count in _TILES:
-        changes = {"tile_numel": numel, "tile_buffers": count}
-        yield {name: value for name, value in changes.items() if getattr(policy, name) is None}
-
-
-def _host_units(policy: OffloadPolicy, division: Division, num_shards: int, best: Tried) -> Iterator[Fields]:
-    """Gives units, instead of states, the rest of the budget."""
+    # units, instead of states, get the rest of the budget
     streamed = [unit.dtype.itemsize for unit in best.plan.division.units if not unit.is_resident]
     itemsize = max((unit.dtype.itemsize for unit in division.units), default=1)
     left = best.plan.resident_bytes + int(best.fields.get("host_param_numel", 0)) * itemsize // num_shards
@@ -268,6 +259,11 @@ def _host_units(policy: OffloadPolicy, division: Division, num_shards: int, best
     if policy.params is Tier.NVME and is_open and streamed and left:
         for share in _SHARES:
             yield {"host_param_numel": int(share * left) // max(streamed) * num_shards}
+    if policy.unit_buffers is None and policy.gather_way != "single":
+        yield {"unit_buffers": division.most_at_once + 1}
+    for numel, count in _TILES:
+        changes = {"tile_numel": numel, "tile_buffers": count}
+        yield {name: value for name, value in changes.items() if getattr(policy, name) is None}
 
 
 def _words(name: str, value: Any) -> str:

@@ -19,15 +19,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from tiermem.forecast.loads import (
-    Send,
-    TileLoad,
-    Use,
-    gathers,
-    reductions,
-    tile_loads,
-    updates,
-)
+from tiermem.forecast.loads import Send, TileLoad, Use, gathers, reductions, tile_loads, updates
 from tiermem.forecast.rates import Rates, Task
 from tiermem.policy import OffloadPolicy, Tier
 from tiermem.zero.packed import gathers_packed
@@ -54,7 +46,6 @@ _CHECKED = {"always": 1.0, "sample": 1 / 16, "resume": 0.0}  # fraction of the b
 class Course:
     """Everything that determines the tasks of a rank's step."""
 
-    units: Sequence[Unit]
     uses: Sequence[Use]
     plan: Plan
     policy: OffloadPolicy
@@ -74,25 +65,19 @@ class _Reducing(NamedTuple):
     is_last: bool  # whether this is the last bucket of its unit
 
 
-def build_steps(course: Course, num_steps: int) -> list[Task]:
-    """Returns the tasks of num_steps steps in a row. The name of a phase ends with the number of its step: "forward 0"."""
-    return _Builder(course).build(num_steps)
-
-
-class _Builder:
+class StepBuilder:
     """Adds tasks to a list and keeps the numbers of those that later tasks wait for."""
 
     def __init__(self, course: Course) -> None:
         self._course = course
         self._rates = course.rates
+        self._units = course.plan.division.units
         self._tasks: list[Task] = []
         self._phase = ""
         self._last = -1  # the program's latest task: its next tasks come after it
         self._arrivals: dict[int, int] = {}  # unit -> the task after which the unit is present
-        self._loads = tile_loads(
-            course.units, course.plan, course.policy, course.topology.shard_rank, course.most_tiles
-        )
-        self._played = [_PlayedUnit(unit, self, course) for unit in course.units]
+        self._loads = tile_loads(self._units, course.plan, course.policy, course.topology.shard_rank, course.most_tiles)
+        self._played = [_PlayedUnit(unit, self, course) for unit in self._units]
         again = [use.units for use in reversed(course.uses) if use.reads_again]
         order = Order(self._streamed([use.units for use in course.uses]), self._streamed(again))
         self._prefetcher = Prefetcher(self._played, order, limits_of(course.plan, course.policy))
@@ -102,6 +87,7 @@ class _Builder:
         self._under_way: list[_Reducing] = []  # oldest first
 
     def build(self, num_steps: int) -> list[Task]:
+        """Returns the tasks of num_steps steps in a row. A phase's name ends with the number of its step: "forward 0"."""
         for number in range(num_steps):
             for micro in range(self._course.num_micro):
                 self._forward(number)
@@ -127,9 +113,9 @@ class _Builder:
                 self._begin_tiles()
             for index in use.units:
                 left[index] -= 1
-                if not left[index] and self._course.units[index].is_trainable:
-                    self._receive(self._course.units[index], is_first=micro == 0)
-        for unit in self._course.units:
+                if not left[index] and self._units[index].is_trainable:
+                    self._receive(self._units[index], is_first=micro == 0)
+        for unit in self._units:
             if unit.is_trainable and unit.index not in left:  # small resident units: at the end of backward
                 self._receive(unit, is_first=micro == 0)
         while self._under_way:
@@ -146,7 +132,7 @@ class _Builder:
         for played in needed:
             self._prefetcher.release(played)
         arrivals = [self._arrivals[index] for index in units if index in self._arrivals]
-        landing = [self._course.units[index].shard_bytes for index in units if index in self._unchecked]
+        landing = [self._units[index].shard_bytes for index in units if index in self._unchecked]
         self._unchecked.difference_update(units)
         seconds += self._rates.use_s + self._sum_s(sum(landing), 0)
         self._last = self._add(name, MATHS, seconds, [self._last, *arrivals])
@@ -260,7 +246,7 @@ class _Builder:
             writes = self._tiles(self._loads, begun, self._last)
             self._last = self._add("written", MATHS, 0.0, [self._last, *writes])
         if course.topology.num_shards > 1 or course.is_gpu:
-            for unit in course.units:
+            for unit in self._units:
                 if unit.is_resident and unit.is_trainable:  # every rank's copy of it is updated
                     sends = updates(unit, course.policy, course.topology)
                     self._last = self._to_gpu(unit, self._send(f"update {unit.name}", sends, self._last))
@@ -343,7 +329,7 @@ class _Builder:
 class _PlayedUnit:
     """A unit for the real prefetcher, whose transitions add tasks instead of moving bytes."""
 
-    def __init__(self, unit: Unit, builder: _Builder, course: Course) -> None:
+    def __init__(self, unit: Unit, builder: StepBuilder, course: Course) -> None:
         self.unit = unit
         self.state = UnitState.PRESENT if unit.is_resident else UnitState.HOME
         self.num_users = 0

@@ -170,13 +170,7 @@ def _our_step(row: AdamRow, parts: StepParts, workers: Workers) -> None:
         norm = math.sqrt(sum(store_gradient(workers, None, parts.grad))) / SCALE
         factor = min(1.0, MAX_NORM / (norm + 1e-6)) / SCALE
     rule = StepRule(
-        "adamw",
-        step_size=_LR,
-        decay=1.0 - _LR * _DECAY,
-        grad_scale=factor,
-        beta1=_BETAS[0],
-        beta2=_BETAS[1],
-        eps=_EPS,
+        "adamw", step_size=_LR, decay=1.0 - _LR * _DECAY, grad_scale=factor, beta1=_BETAS[0], beta2=_BETAS[1], eps=_EPS
     )
     dither = Dither(1, 1, 0) if row.is_rounded and row.rounding == "stochastic" else None
     optimizer_step(workers, rule, parts, dither)
@@ -269,9 +263,8 @@ def measure(options: AdamBenchOptions, chosen: Sequence[AdamRow], numel: int, co
         torch.set_num_threads(threads)
         programs = {}
         if options.peer_python is not None:  # its operator compiles before the first answer, with -O3 without a GPU
-            command, environment = peer_program(options.peer_python, "adam")
-            environment["OMP_NUM_THREADS"] = str(threads)
-            programs["deepspeed"] = closing.enter_context(LineProgram(command, "DeepSpeedCPUAdam", environment))
+            command = peer_program(options.peer_python, "adam", OMP_NUM_THREADS=str(threads))
+            programs["deepspeed"] = closing.enter_context(LineProgram(command, "DeepSpeedCPUAdam"))
         if options.yardstick is not None:
             program = str(options.yardstick)
             programs["yardstick"] = closing.enter_context(LineProgram([program], program))

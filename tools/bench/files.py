@@ -38,7 +38,7 @@ class BenchFiles(AbstractContextManager["BenchFiles"]):
     """
 
     def __init__(self, paths: Sequence[Path], num_ranks: int, file_bytes: int, sustained_bytes: int = 0) -> None:
-        self._paths = tuple(paths)
+        self.paths = tuple(paths)
         self._file_bytes = file_bytes
         self._sustained_bytes = sustained_bytes
         self._descriptors: list[list[int]] = []  # of each path: a file for each rank, and last the sustained one
@@ -62,10 +62,6 @@ class BenchFiles(AbstractContextManager["BenchFiles"]):
         """The open file of a rank on a path."""
         return self._descriptors[place][rank]
 
-    def folder(self, place: int) -> str:
-        """The path that a file lies on."""
-        return str(self._paths[place])
-
     def file_bytes(self, mode: str) -> int:
         """The size of the file that a mode uses."""
         return self._sustained_bytes if mode == "sustained" else self._file_bytes
@@ -75,10 +71,10 @@ class BenchFiles(AbstractContextManager["BenchFiles"]):
         return all(self._is_direct[place] for place in places)
 
     def _make(self, path: Path, num_bytes: int, opened: ExitStack) -> None:
-        fd, is_direct = open_unnamed(path)
+        fd, why_buffered = open_unnamed(path)
         opened.callback(os.close, fd)
         self._descriptors[-1].append(fd)
-        self._is_direct[-1] &= is_direct
+        self._is_direct[-1] &= not why_buffered
         try:
             preallocate(fd, 0, num_bytes)
         except OSError as error:

@@ -31,21 +31,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tiermem.swap.direct import MEMORY_FILE_SYSTEMS, file_system_of
+from tiermem.tools.bench import io_report
 from tiermem.tools.bench.files import BenchFiles, check_memory, check_room
 from tiermem.tools.bench.io_ranks import CannotRun, Job, Ranks, Setting
-from tiermem.tools.bench.io_report import (
-    Measured,
-    add_witness,
-    best_of,
-    byte_counts,
-    draw_heatmap,
-    notes_of,
-    print_rows,
-    row_of,
-    save_csv,
-)
 from tiermem.tools.bench.witnesses import FioWitness, Witness, bare_witness, peer_witness
-from tiermem.tools.machine import MEMORY_FILE_SYSTEMS, caption, machine_facts, place_of, try_engines
+from tiermem.tools.machine import caption, machine_facts, try_engines
 from tiermem.tools.options import SEQUENTIAL, IoBenchOptions
 from tiermem.tools.words import format_bytes, stopped_by_sigterm
 
@@ -57,20 +48,22 @@ _FILL_DEPTH = 32
 def bench_io(options: IoBenchOptions, console: Console) -> int:
     """Measures, prints and writes what was asked for; returns the exit status. Raises ValueError and OSError."""
     settings = settings_of(options)
-    _check_memory(settings)
+    largest = max(settings, key=_buffer_bytes)
+    said = f"{format_bytes(_buffer_bytes(largest))} of buffers are needed for {largest.describe()}"
+    check_memory(_buffer_bytes(largest), said, "ask for smaller blocks, less depth or fewer ranks")
     check_room(options.paths, _room(options))
     start = time.monotonic()
     with stopped_by_sigterm():
         rows, notes = measure(options, settings, console)
-    best = best_of(rows)
+    best = io_report.best_of(rows)
     facts = machine_facts(options.paths)
     facts["engines"] = {name: why for name, (_, why) in try_engines().items()}
-    print_rows(rows, best, notes, caption(facts), console)
+    io_report.print_rows(rows, best, notes, caption(facts), console)
     options.save_json(options.report(facts, start, rows=rows, best=best, notes=notes), allows_nan=False)
     if options.csv_file is not None:
-        save_csv(options.csv_file, options.MADE_BY, rows)
+        io_report.save_csv(options.csv_file, options.MADE_BY, rows)
     if options.plot_file is not None:
-        draw_heatmap(rows, caption(facts), options.plot_file, options.MADE_BY)
+        io_report.draw_heatmap(rows, caption(facts), options.plot_file, options.MADE_BY)
     return 0 if best else EXIT_FAILED
 
 
@@ -96,15 +89,15 @@ def measure(
             told("writing the files once")
             _fill(options, files, ranks)
             measured = sweep(settings, options, files, ranks, witnesses, told)
-        rows = [row_of(each) for each in measured]
+        rows = [io_report.row_of(each) for each in measured]
         for row, setting in zip(rows, settings, strict=True):
             if is_witnessed(setting):
                 loops = {name: judges.get(name, absent).loops_gbps(setting) for name in ("fio", "yardstick", "peer")}
-                add_witness(row, **loops, bare_user_us=judges.get("yardstick", absent).user_us(setting))
+                io_report.add_witness(row, **loops, bare_user_us=judges.get("yardstick", absent).user_us(setting))
         notes += [note for witness in witnesses for note in witness.notes]
-        in_memory = [path for path in options.paths if place_of(path).file_system in MEMORY_FILE_SYSTEMS]
+        in_memory = [path for path in options.paths if file_system_of(path) in MEMORY_FILE_SYSTEMS]
         notes += [f"{path} lies in memory: no disk was measured" for path in in_memory]
-        return rows, notes_of(rows, *(byte_counts([] if in_memory else measured))) + notes
+        return rows, io_report.notes_of(rows, *(io_report.byte_counts([] if in_memory else measured))) + notes
 
 
 def _fill(options: IoBenchOptions, files: BenchFiles, ranks: Ranks) -> None:
@@ -127,15 +120,8 @@ def _room(options: IoBenchOptions) -> list[tuple[str, int]]:
     return [files, ("the tensors' stores", stores), ("sustained writes (--bytes)", _sustained_bytes(options))]
 
 
-def _check_memory(settings: Sequence[Setting]) -> None:
-    """Sees that the buffers of the largest setting fit. Raises ValueError with the arithmetic."""
-    largest = max(settings, key=_buffer_bytes)
-    needed = _buffer_bytes(largest)
-    said = f"{format_bytes(needed)} of buffers are needed for {largest.describe()}"
-    check_memory(needed, said, "ask for smaller blocks, less depth or fewer ranks")
-
-
 def _buffer_bytes(setting: Setting) -> int:
+    """Bytes of the memory that a setting's blocks pass through."""
     copies = 3 if setting.mode == "tensors" else 1  # its store's memory, and the sequential pass beside it
     return setting.block_bytes * setting.depth * setting.ranks * len(setting.places) * copies
 
@@ -183,12 +169,12 @@ def sweep(
     ranks: Ranks,
     witnesses: Sequence[Witness] = (),
     progress: Callable[[str], None] = lambda _: None,
-) -> list[Measured]:
+) -> list[io_report.Measured]:
     """Measures every setting in every loop ("sustained": once). Blocks; raises OSError when a transfer fails.
 
     A setting whose engine cannot run gets its reason and is not tried again.
     """
-    measured = {setting: Measured(setting, files.is_direct(setting.places)) for setting in settings}
+    measured = {setting: io_report.Measured(setting, files.is_direct(setting.places)) for setting in settings}
     for setting, witness, loop in _turns(settings, options.loops, witnesses):
         if witness is not None:
             progress(f"{witness.name}, {setting.describe()}")
@@ -235,7 +221,7 @@ def jobs_of(setting: Setting, options: IoBenchOptions, files: BenchFiles, seed: 
         Job(
             setting,
             files=tuple(files.name(place, rank, setting.mode) for place in setting.places),
-            folders=tuple(files.folder(place) for place in setting.places),
+            folders=tuple(str(files.paths[place]) for place in setting.places),
             file_bytes=files.file_bytes(setting.mode),
             num_bytes=bytes_of(setting, options),
             is_direct=files.is_direct(setting.places),

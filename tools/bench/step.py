@@ -35,12 +35,11 @@ from tiermem.tools.words import format_bytes, one_of, parse_bytes, stopped_by_si
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
-Figures = Mapping[str, Any]
 
 _DIFFERENCES = {"preset": "smaller states", "resident_bytes": "resident states", "verify": "unverified states"}
 
 
-def print_figures(figures: Figures, console: Console) -> None:
+def print_figures(figures: Mapping[str, Any], console: Console) -> None:
     """Shows everything; what is wrong with the figures comes last."""
     console.print(_main_table(figures))
     if figures["compare"]:
@@ -55,7 +54,7 @@ def print_figures(figures: Figures, console: Console) -> None:
             console.print(f"! {whose}{note}", style="bold red")
 
 
-def _main_table(figures: Figures) -> Table:
+def _main_table(figures: Mapping[str, Any]) -> Table:
     resident = f", {figures['resident_fraction']:.0%} of the states resident" if figures["resident_bytes"] else ""
     title = (
         f"optimizer step, {figures['num_params'] / 1e6:.1f} M parameters in {figures['precision']}, states "
@@ -81,7 +80,7 @@ def _main_table(figures: Figures) -> Table:
     return shown
 
 
-def _compare_table(rows: Sequence[Figures]) -> Table:
+def _compare_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     columns = ("pipeline", ">step, median (min to max)", ">against both on")
     shown = table("what the pipeline is worth, steps in turn", *columns)
     for row in rows:
@@ -89,7 +88,7 @@ def _compare_table(rows: Sequence[Figures]) -> Table:
     return shown
 
 
-def _models_table(rows: Sequence[Figures]) -> Table:
+def _models_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Time and bytes beside each other: what is smaller, or rests in memory, is neither read nor written."""
     columns = (
         *("states", ">resident", ">verified", ">step, median (min to max)", ">faster", ">time saved", ">bytes saved"),
@@ -112,7 +111,7 @@ def _models_table(rows: Sequence[Figures]) -> Table:
     return shown
 
 
-def _moved(row: Figures) -> int:
+def _moved(row: Mapping[str, Any]) -> int:
     return int(row["read_bytes"] + row["written_bytes"])
 
 
@@ -247,13 +246,7 @@ def _comparison(model: SteppedModel) -> list[dict[str, Any]]:
     medians = {way: statistics.median(times) for way, times in seconds.items()}
     first = next(iter(medians.values()))
     rows = [
-        {
-            **way._asdict(),
-            "name": way.name,
-            "step_s": seconds[way],
-            "step_s_median": median,
-            "slower": median / first,
-        }
+        {**way._asdict(), "name": way.name, "step_s": seconds[way], "step_s_median": median, "slower": median / first}
         for way, median in medians.items()
     ]
     return rows if len(rows) > 1 else []

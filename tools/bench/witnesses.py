@@ -8,14 +8,14 @@ import os
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiermem.tools.bench.files import BenchFiles
 from tiermem.tools.bench.io_ranks import Setting
-from tiermem.tools.bench.peers.runs import peer_variables
+from tiermem.tools.bench.peers.runs import peer_command
 
 # ---- programs that are asked a line and answer one -------------------------------------------------------------------
 #
@@ -33,12 +33,11 @@ class LineProgram(AbstractContextManager["LineProgram"]):
     Args:
         command: the command line.
         name: what errors call it.
-        environment: of the program; default ours.
 
     Raises OSError when the program cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], name: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, command: Sequence[str], name: str) -> None:
         self.name = name
         self._words = tempfile.TemporaryFile()  # noqa: SIM115  # what it says on stderr, told when it fails
         try:
@@ -47,7 +46,6 @@ class LineProgram(AbstractContextManager["LineProgram"]):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._words,
-                env=environment,
                 text=True,
                 bufsize=1,
             )
@@ -136,14 +134,13 @@ class BareLoop(LineProgram):
     Args:
         program: the file to run, or a command line whose last word, the file's name, is added here.
         file: exists, is as long as the commands will say, and is named: the program opens it.
-        environment: of the program; default ours.
 
     Raises OSError when the program cannot be started.
     """
 
-    def __init__(self, program: Path | Sequence[str], file: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, program: Path | Sequence[str], file: Path) -> None:
         command = [str(program)] if isinstance(program, os.PathLike) else list(program)
-        super().__init__([*command, str(file)], command[-1], environment)
+        super().__init__([*command, str(file)], command[-1])
 
     def run(self, command: str, block_bytes: int, depth: int, *numbers: int) -> BareRun:
         """Sends one command and waits for its answer. `numbers`: bytes, and the seed of "random".
@@ -165,14 +162,7 @@ _PATIENCE_S = 600.0
 
 
 def run_fio(
-    program: str,
-    engine: str,
-    file: str,
-    file_bytes: int,
-    setting: Setting,
-    num_bytes: int,
-    is_direct: bool = True,
-    sync: bool = False,
+    program: str, engine: str, files: BenchFiles, setting: Setting, num_bytes: int, sync: bool = False
 ) -> float:
     """GB (1e9 bytes) per second, both directions together. Moves num_bytes, for "mixed" each way. Blocks.
 
@@ -181,16 +171,16 @@ def run_fio(
     command = [
         program,
         "--name=tiermem",
-        f"--filename={file}",
+        f"--filename={files.name(setting.places[0], 0, setting.mode)}",
         "--allow_file_create=0",
         "--fallocate=none",
-        f"--size={file_bytes}",
+        f"--size={files.file_bytes(setting.mode)}",
         f"--io_size={num_bytes * 2 if setting.mode == 'mixed' else num_bytes}",
         f"--rw={_PATTERNS[setting.mode]}",
         f"--bs={setting.block_bytes}",
         f"--iodepth={setting.depth}",
         f"--ioengine={engine}",
-        f"--direct={int(is_direct)}",
+        f"--direct={int(files.is_direct(setting.places))}",
         *ENGINES[engine],
         *(["--norandommap=1", "--randrepeat=0"] if setting.mode == "random" else []),
         *(["--end_fsync=1"] if sync and setting.mode in ("write", "mixed") else []),
@@ -262,11 +252,9 @@ class FioWitness(Witness):
         self._engines = list(ENGINES)
 
     def measure(self, setting: Setting, num_bytes: int, loop: int) -> None:
-        file, is_direct = self._files.name(setting.places[0], 0, setting.mode), self._files.is_direct(setting.places)
-        what = (file, self._files.file_bytes(setting.mode), setting, num_bytes, is_direct, self._sync)
         for engine in list(self._engines):
             try:
-                rate = run_fio(self._program, engine, *what)
+                rate = run_fio(self._program, engine, self._files, setting, num_bytes, self._sync)
             except OSError as error:
                 self._engines.remove(engine)
                 self.notes.append(f"{error}; left out from here on")
@@ -289,17 +277,10 @@ class LoopWitness(Witness, AbstractContextManager["LoopWitness"]):
     """
 
     def __init__(
-        self,
-        name: str,
-        command: Path | Sequence[str],
-        files: BenchFiles,
-        modes: Sequence[str],
-        sync: bool,
-        environment: Mapping[str, str] | None = None,
+        self, name: str, command: Path | Sequence[str], files: BenchFiles, modes: Sequence[str], sync: bool
     ) -> None:
         super().__init__(name)
         self._command = command
-        self._environment = environment
         self._files = files
         self._modes = [mode for mode in modes if not (sync and mode in ("write", "mixed"))]
         self._programs: dict[int, BareLoop] = {}
@@ -334,7 +315,7 @@ class LoopWitness(Witness, AbstractContextManager["LoopWitness"]):
             raise ValueError("it opens its file with O_DIRECT, which this path refuses")
         if place not in self._programs:
             file = Path(self._files.name(place, 0, setting.mode))
-            self._programs[place] = BareLoop(self._command, file, self._environment)
+            self._programs[place] = BareLoop(self._command, file)
         return self._programs[place]
 
 
@@ -345,10 +326,9 @@ def bare_witness(program: Path, files: BenchFiles, sync: bool) -> LoopWitness:
 
 def peer_witness(python: Path, files: BenchFiles, sync: bool) -> LoopWitness:
     """DeepSpeed's aio_handle, in the interpreter that has it; its operator compiles before the first answer."""
-    command, environment = peer_program(python, "aio")
-    return LoopWitness("aio_handle", command, files, ("read", "write"), sync, environment)
+    return LoopWitness("aio_handle", peer_program(python, "aio"), files, ("read", "write"), sync)
 
 
-def peer_program(python: Path, operator: str) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of DeepSpeed's operator ("adam" or "aio") behind lines, in the interpreter that has it."""
-    return [str(python.absolute()), "-I", str(_PEER_SCRIPT), operator], {**os.environ, **peer_variables(python)}
+def peer_program(python: Path, operator: str, **variables: str) -> list[str]:
+    """Command line of DeepSpeed's operator ("adam" or "aio") behind lines, in the interpreter that has it."""
+    return [*peer_command(python, **variables), str(_PEER_SCRIPT), operator]

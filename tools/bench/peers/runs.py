@@ -58,9 +58,8 @@ class Peer:
         if self.name != "deepspeed":
             return
         console.print("deepspeed: building its extensions, not measured")
-        command = [str(self.python), "-I", str(_SCRIPTS / "peer_deepspeed.py")]
-        environment = {**os.environ, **peer_variables(self.python, self.name)}
-        built = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        command = [*peer_command(self.python, self.name), str(_SCRIPTS / "peer_deepspeed.py")]
+        built = subprocess.run(command, capture_output=True, text=True, check=False)
         (home / "extensions.log").write_text(built.stdout + built.stderr, encoding="utf-8")
         if built.returncode:
             last = (built.stderr.strip() or built.stdout.strip() or "no output").splitlines()[-1]
@@ -69,9 +68,8 @@ class Peer:
     def command(self, job: Job, setting: Setting, place: Path) -> list[str]:
         """The command line of one run, whose job is `place`/job.json."""
         script = [str(_SCRIPTS / "peer_main.py"), self.name, str(place / "job.json"), str(place.parent / "tokens.npy")]
-        assigned = [f"{key}={value}" for key, value in peer_variables(self.python, self.name).items()]
         values = ["--setting", json.dumps(setting.values)]
-        return ["/usr/bin/env", *assigned, str(self.python), "-I", *script, *values, "--channel", CHANNEL_FD]
+        return [*peer_command(self.python, self.name), *script, *values, "--channel", CHANNEL_FD]
 
     def clean(self, home: Path) -> None:
         """Removes the tokens and the swap folders."""
@@ -80,12 +78,12 @@ class Peer:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def peer_variables(python: Path, name: str = "deepspeed") -> dict[str, str]:
-    """What is added to a peer's environment: its interpreter's tools come first (ninja), no GPU means DS_ACCELERATOR=cpu."""
-    added = {"PATH": f"{python.absolute().parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+def peer_command(python: Path, name: str = "deepspeed", **variables: str) -> list[str]:
+    """How a peer's command line begins: its interpreter's tools come first (ninja), no GPU means DS_ACCELERATOR=cpu."""
+    variables["PATH"] = f"{python.absolute().parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     if name == "deepspeed" and not Path("/dev/nvidiactl").exists():
-        added["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
-    return added
+        variables["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
+    return ["/usr/bin/env", *(f"{key}={value}" for key, value in variables.items()), str(python.absolute()), "-I"]
 
 
 def list_peers(job: Job, peer_python: Path | None) -> list[Peer]:
