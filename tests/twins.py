@@ -172,6 +172,12 @@ def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
     assert not unequal, f"differ: {unequal}"
 
 
+def is_absent(param: torch.nn.Parameter) -> bool:
+    """Whether a parameter's memory is the placeholder for values that are elsewhere; reading it would lend the values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(param.isnan().all())
+
+
 class MasterTwin:
     """The hand-written twin: AdamW with clipping on fp32 masters of a model of any precision, in plain tensor operations.
 

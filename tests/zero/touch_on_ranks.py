@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from absent_calls import READS, WRITES, outcome
 from launch import as_rank
 from torch import nn
 from twins import assert_same_tensors, batch, loss_of, seeded
@@ -84,6 +85,16 @@ def gathered_values_are_whole(nvme: Path) -> None:
                 assert_same_tensors(dict(model.named_parameters()), dict(plain.named_parameters()))
             with GatheredParameters(model.layers[1].up.weight):
                 assert torch.equal(model.layers[1].up.weight, plain.layers[1].up.weight)
+
+
+@case
+def calls_on_absent_parameters_are_those_of_the_table(nvme: Path) -> None:
+    model, plain = seeded(zoo.tied_tower), seeded(zoo.tied_tower)
+    with tiermem.shard(model, policy_at(nvme, "nvme", persistence_numel=0)):
+        for call, outcomes in (READS | WRITES).items():
+            assert outcome(call, model, plain) == outcomes.split(" | ")[1], call
+        with pytest.raises(RuntimeError, match="GatheredParameters"):
+            model.embed.weight.sum()
 
 
 @case

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from tiermem.zero import registry
 
@@ -58,10 +62,11 @@ def undescribe(param: nn.Parameter) -> None:
         param.__dict__.pop(name, None)
 
 
-def absent_part(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a placeholder of `numel` elements for a part that is not in memory: NaN (zero for integers), one element big."""
-    nothing = torch.full((), float("nan"), dtype=dtype) if dtype.is_floating_point else torch.zeros((), dtype=dtype)
-    return nothing.expand(numel)
+def absent_part(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Returns a placeholder for values that are not in memory: NaN (zero for integers), one element big. Writing it raises."""
+    nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    torch._C._set_throw_on_mutable_data_ptr(nothing)
+    return nothing.expand(shape)
 
 
 # ---- which calls need a parameter's values ---------------------------------------------------------------------------
@@ -74,15 +79,34 @@ _ASKS = {
     "is_cuda", "is_sparse", "is_quantized", "is_cpu", "itemsize", "nbytes", "size", "dim", "numel", "nelement",
     "ndimension", "stride", "is_floating_point", "is_complex", "requires_grad_", "element_size", "__hash__", "__len__",
     "is_contiguous", "retains_grad", "_backward_hooks", "_version", "output_nr", "get_device", "is_inference",
-    "type", "is_signed", "__torch_function__", "is_mps", "is_xpu", "is_nested", "is_mkldnn", "is_vulkan", "is_ipu",
+    "is_signed", "__torch_function__", "is_mps", "is_xpu", "is_nested", "is_mkldnn", "is_vulkan", "is_ipu",
     "is_tensor", "is_same_size", "storage_offset", "_base", "_is_view", "is_set_to", "is_pinned", "is_shared", "is_conj",
     "is_neg", "is_sparse_csr", "is_mtia", "is_maia", "_has_symbolic_sizes_strides", "_post_accumulate_grad_hooks",
     "_grad", "grad_dtype", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "empty_like", "new_empty",
     "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full",
-    "_has_compatible_shallow_copy_type",
+    "_has_compatible_shallow_copy_type", "backward",
 }  # fmt: skip
 _NOT_IN_PLACE = {"__index__", "__int__", "__invert__", "__iter__"}
 _SETS = {"grad", "requires_grad", "_backward_hooks", "names", "_post_accumulate_grad_hooks", "_grad", "grad_dtype"}
+_LIKE = {
+    "to",
+    "type_as",
+    "view_as",
+    "expand_as",
+    "reshape_as",
+}  # of a parameter behind the first argument they need the shape
+_CASTS = {
+    "to",
+    "type",
+    "float",
+    "half",
+    "bfloat16",
+    "double",
+    "cpu",
+    "cuda",
+}  # return the same object when nothing changes
+_ADDRESSES = {"data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"}
+_OF_LEAVES = {"requires_grad_", "retain_grad", "register_hook"}
 
 
 def needs_values(func: Any) -> bool:
@@ -98,24 +122,30 @@ def replaces_data(func: Any) -> bool:
     return getattr(func, "__name__", "") == "__set__" and _attribute_of(func) == "data"
 
 
-def writes_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[nn.Parameter]:
-    """The parameters that a call writes: the first argument of `name_`, an `out`, or the target of an assignment."""
+def writes_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call writes: the first argument of `name_`, an `out`, or the target of an assignment.
+
+    An operator of torch.ops has a schema, which says it.
+    """
+    if isinstance(func, torch._ops.OpOverload):
+        by_name = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
+        written = [by_name.get(each.name) for each in func._schema.arguments if each.is_write]
+        return [each for each in _flat(written) if isinstance(each, torch.Tensor)]
     name = getattr(func, "__name__", "")
     is_operator = name.startswith("__i") and name.endswith("__") and name not in _NOT_IN_PLACE
     is_in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or is_operator
     written = [*args[:1], *(kwargs[key] for key in ("tensor", "input", "self") if key in kwargs)] if is_in_place else []
-    if len(args) > 1 and args[1] is args[0]:  # torch's load_state_dict, after our hook has loaded
-        return []
-    out = kwargs.get("out")
-    written += list(out) if isinstance(out, (list, tuple)) else [out]
-    return [each for each in written if isinstance(each, nn.Parameter)]
+    return [each for each in _flat([*written, kwargs.get("out")]) if isinstance(each, torch.Tensor)]
 
 
 def parameters_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[nn.Parameter]:
     """Every parameter among a call's arguments, also in lists and tuples."""
-    given = [*args, *kwargs.values()]
-    given += [each for a in given if isinstance(a, (list, tuple)) for each in a]
-    return [a for a in given if isinstance(a, nn.Parameter)]
+    return [each for each in _flat([*args, *kwargs.values()]) if isinstance(each, nn.Parameter)]
+
+
+def _flat(given: Iterable[Any]) -> list[Any]:
+    """Values, and those in lists and tuples among them."""
+    return [each for value in given for each in (value if isinstance(value, (list, tuple)) else (value,))]
 
 
 def _attribute_of(func: Any) -> str | None:
@@ -137,7 +167,13 @@ class Owner(Protocol):
         """Whether a forward or a backward is under way, on every rank."""
 
     def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls `func` while the parameters hold their values."""
+        """Calls `func` while the parameters hold their values, or raises RuntimeError where that is not possible."""
+
+    def take_out(self, param: nn.Parameter) -> None:
+        """Gives a parameter its own copy of its values until `put_back`; it is an ordinary parameter meanwhile."""
+
+    def put_back(self, param: nn.Parameter) -> None:
+        """Ends a `take_out`."""
 
 
 @runtime_checkable
@@ -159,28 +195,17 @@ class RestingParameter(nn.Parameter):
     A resting parameter is the same object with this class (torch's lazy modules change their class in the same way). Each
     torch call on it comes here first. Examples are `F.linear(x, self.embed.weight)` in a module that does not own the
     embedding, and a `bias` that a module has returned. During a forward or backward the owner lends the values to the call
-    (access.py). At other times no rank may wait for the others: reading gives NaN; writing in place, copying and pickling
-    raise RuntimeError. While a module holds the unit the parameter is an ordinary one, and torch's calls cost nothing extra.
+    (access.py). At other times the owner lends a copy if the model is on one rank (`copies`). On several ranks
+    reading raises RuntimeError then, because a rank that calls alone would wait for the others. Writing in place, copying and
+    pickling always raise RuntimeError. docs/absent.md has a table. While a module holds the unit the parameter is an ordinary
+    one, and torch's calls cost nothing extra.
 
     Only plain parameters change class: a subclass of Parameter keeps its own and is never lent.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if needs_values(func):
-            params = [p for p in parameters_in(args, kwargs) if type(p) is RestingParameter]
-            owner: Owner | None = registry.owner_of(params[0]) if params else None
-            if owner is not None and owner.may_lend:
-                return owner.lend([p for p in params if registry.owner_of(p) is owner], func, args, kwargs)
-            written = (
-                args[:1] if replaces_data(func) and args[0] is not args[1] else writes_in_place(func, args, kwargs)
-            )
-            for param in written:
-                if type(param) is RestingParameter:
-                    _refuse_write("setting data" if replaces_data(func) else func.__name__, param)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        return _call(func, args, kwargs or {})
 
     def convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
         """Partitions ordinary parameters, such as adapters that were added after zero.Init, beside this one.
@@ -197,10 +222,168 @@ class RestingParameter(nn.Parameter):
         owner.admit_new(param_list)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        _refuse_copy(self)
+        self.__reduce_ex__(4)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse_copy(self)
+        refuse(
+            self,
+            "{} cannot be copied or pickled. Do it under tiermem.zero.GatheredParameters(parameter), or take its value from "
+            "state_dict() or Shards.weight(parameter)",
+        )
+
+
+class RestingView(torch.Tensor):
+    """A view of resting parameters that was made outside a forward, such as `p.data`, `p.detach()` and `p[3:]`.
+
+    It holds no values. Every call on it makes the view again, from the values that the parameters have then. So a view that is
+    kept costs no memory and is never out of date. Writing through it raises RuntimeError while a parameter rests.
+
+    Args:
+        like: has its shape, dtype, device and requires_grad.
+        params: the parameters that it shows a part of.
+        make: makes the view while these parameters hold their values.
+    """
+
+    def __new__(
+        cls, like: torch.Tensor, params: Sequence[nn.Parameter], make: Callable[[], torch.Tensor]
+    ) -> RestingView:
+        nothing = absent_part(like.shape, like.dtype, like.device)
+        return torch.Tensor._make_subclass(cls, nothing, like.requires_grad)
+
+    def __init__(self, like: torch.Tensor, params: Sequence[nn.Parameter], make: Callable[[], torch.Tensor]) -> None:
+        self.params = params
+        self.make = make
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call(func, args, kwargs or {})
+
+
+def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a torch function that was given resting parameters or views of them."""
+    first: Any = args[0] if args else None
+    name = _attribute_of(func) or getattr(func, "__name__", "")
+    is_first = isinstance(first, (RestingParameter, RestingView))
+    if isinstance(first, RestingView) and name in _OF_LEAVES:
+        refuse(first.params[0], name + " changes a view of {}, which is made again at every use. Take a clone() of it")
+    with torch._C.DisableTorchFunctionSubclass():
+        if not needs_values(func) or (name in _LIKE and not is_first):
+            return func(*args, **kwargs)
+    params: list[nn.Parameter] = [p for p in _under([*args, *kwargs.values()]) if type(p) is RestingParameter]
+    if not params:
+        return _call_lent(func, (), *args, **kwargs)
+    if (
+        name in ("copy_", "data") and len(args) > 1 and args[1] is first
+    ):  # load_state_dict, after our hook has loaded; to()
+        return first if name == "copy_" else None
+    for param in _under(args[:1] if replaces_data(func) else writes_in_place(func, args, kwargs)):
+        if type(param) is RestingParameter:
+            _refuse_write("setting data" if replaces_data(func) else func.__name__, param)
+    owner: Owner | None = registry.owner_of(params[0])
+    with torch._C.DisableTorchFunctionSubclass():
+        if owner is None:
+            return func(*args, **kwargs)
+        if is_first and name in _CASTS:
+            probe = torch.empty(0, dtype=first.dtype, device=first.device)
+            cast = func(probe, *args[1:], **kwargs)
+            if cast is probe or not isinstance(cast, torch.Tensor):
+                return first if cast is probe else cast
+        if name in _ADDRESSES:
+            refuse(
+                params[0],
+                name
+                + " asks for the memory of {}, and it has none. Use tiermem.zero.GatheredParameters(parameter), or "
+                "register_external_parameter for a kernel in forward",
+            )
+        if name in ("data", "detach"):  # needs no values yet: state_dict() detaches every parameter
+            return RestingView(first.detach(), params, functools.partial(_call_lent, func, params, *args, **kwargs))
+    mine = [param for param in params if registry.owner_of(param) is owner]
+    return owner.lend(mine, functools.partial(_call_lent, func, mine), args, kwargs)
+
+
+def _call_lent(func: Any, lent: Sequence[nn.Parameter], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function while parameters hold values that they were lent; views of them are made again.
+
+    Raises RuntimeError if it wrote the lent values. Names show most writes before; this shows those of `inplace=True`.
+    """
+    made: list[torch.Tensor] = []
+
+    def make(view: RestingView) -> torch.Tensor:
+        made.append(view.make() if view.requires_grad else view.make().detach())
+        return made[-1]
+
+    if any(isinstance(each, RestingView) for each in _flat([*args, *kwargs.values()])):
+        args, kwargs = tree_map_only(RestingView, make, (args, kwargs))
+    watched = [*lent, *made] if lent else []
+    before = [each._version for each in watched]
+    output = func(*args, **kwargs)
+    if [each._version for each in watched] != before:
+        _refuse_write(getattr(func, "__name__", "this call"), lent[0])
+    return output
+
+
+def _under(values: Iterable[Any]) -> list[nn.Parameter]:
+    """The parameters among values and under the views among them, each once."""
+    found: dict[int, nn.Parameter] = {}
+    for value in _flat(values):
+        for each in value.params if isinstance(value, RestingView) else (value,):
+            if isinstance(each, nn.Parameter):
+                found[id(each)] = each
+    return list(found.values())
+
+
+# ---- outside a forward -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def copies(owner: Owner, params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """A block in which parameters hold copies of their values, in torch's own memory. Blocks."""
+    try:
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            for param in params:
+                owner.take_out(param)
+        yield
+    finally:
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            for param in params:
+                owner.put_back(param)
+
+
+def refuse_read(param: nn.Parameter, num_ranks: int) -> NoReturn:
+    """Raises RuntimeError for a read that one rank alone may have asked for."""
+    refuse(
+        param,
+        f"{{}} is read outside forward and backward. Its parts are on {num_ranks} ranks, which would wait for each other. Read "
+        "it under tiermem.zero.GatheredParameters(parameter), or take Shards.weight(parameter), on every rank",
+    )
+
+
+def without_loans(
+    output: Any, params: Sequence[nn.Parameter], make: Callable[[], Any], may_borrow: bool = False
+) -> Any:
+    """The result of `make`, without views of the values that parameters hold now: they become views that are made again.
+
+    NumPy arrays become read-only copies.
+
+    may_borrow: views that record a graph stay as they are, since torch refuses to write them.
+    """
+    if type(output) in (tuple, list):
+        return type(output)(
+            without_loans(each, params, lambda i=i: make()[i], may_borrow)  # type: ignore[misc]
+            for i, each in enumerate(output)
+        )
+    if isinstance(output, np.ndarray):
+        output = output.copy()
+        output.flags.writeable = False
+    if not isinstance(output, torch.Tensor) or isinstance(output, (nn.Parameter, RestingView)):
+        return output
+    if output.layout is not torch.strided or (may_borrow and output.requires_grad):
+        return output
+    is_view = any(output.untyped_storage()._cdata == param.untyped_storage()._cdata for param in params)
+    return RestingView(output, params, make) if is_view else output
+
+
+# ---- the two classes of a parameter ----------------------------------------------------------------------------------
 
 
 def rest(params: Iterable[nn.Parameter]) -> None:
@@ -217,20 +400,18 @@ def wake(params: Iterable[nn.Parameter]) -> None:
             param.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def _refuse_copy(param: nn.Parameter) -> NoReturn:
+def refuse(param: nn.Parameter, sentences: str) -> NoReturn:
+    """Raises RuntimeError about a resting parameter, which the sentences call {}."""
     with torch._C.DisableTorchFunctionSubclass():
         shape = tuple(param.shape)
-    raise RuntimeError(
-        f"a parameter of shape {shape} whose values rest elsewhere cannot be copied or pickled: what it shows is NaN. Do it "
-        "under tiermem.zero.GatheredParameters(parameter), or take its value from state_dict() or Shards.weight(parameter)"
-    )
+    raise RuntimeError(sentences.format(f"a parameter of shape {shape} whose values rest elsewhere"))
 
 
 def _refuse_write(what: str, param: nn.Parameter) -> NoReturn:
-    with torch._C.DisableTorchFunctionSubclass():
-        shape = tuple(param.shape)
-    raise RuntimeError(
-        f"{what} writes a parameter of shape {shape} whose values rest elsewhere, so what it writes would be lost. "
+    refuse(
+        param,
+        what + " writes {}, so what it writes would be lost. "
         "Write under tiermem.zero.GatheredParameters(parameter, modifier_rank=0), through Shards.replace or load_state_dict, "
-        "or before sharding; step with tiermem.AdamW and its like"
+        "or before sharding; step with tiermem.AdamW and its like. The policy or config says the dtype, and "
+        "tiermem.shard(device=...) the device, which half() and to() would set",
     )

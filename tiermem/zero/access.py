@@ -182,7 +182,7 @@ def apply_gathered(model: nn.Module, function: Callable[[nn.Module], Any]) -> No
     """`model.apply(function)` on a partitioned model: children first, each module with its own parameters gathered.
 
     Rank 0's changes are kept. The function sees the parameters of the module that it is given, not those of its children.
-    Collective; blocks. `Engine.apply` calls this. On a bare partitioned model torch's `apply` reads NaN and raises on writing.
+    Collective; blocks. `Engine.apply` calls this. On a bare partitioned model torch's `apply` raises on writing.
     """
     for child in model.children():
         apply_gathered(child, function)

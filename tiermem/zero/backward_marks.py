@@ -11,6 +11,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from tiermem.zero.absent import RestingView
+
 # ---- functions outside torch.compile's graphs ------------------------------------------------------------------------
 #
 # Hooks use files, queues and other ranks, which no graph can hold. `outside_graphs` keeps torch.compile from tracing
@@ -64,7 +66,8 @@ _PLAIN = (str, bytes, int, float, complex, type(None))
 
 def handed_over(args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors among a forward's arguments that require gradients, without parameters (which end the graph themselves)."""
-    return [t for t in tensors_in([*args, *kwargs.values()]) if not isinstance(t, nn.Parameter) and t.requires_grad]
+    ends = (nn.Parameter, RestingView)
+    return [t for t in tensors_in([*args, *kwargs.values()]) if not isinstance(t, ends) and t.requires_grad]
 
 
 def handed_back(module: nn.Module, args: Any, kwargs: Any, output: Any) -> list[torch.Tensor]:

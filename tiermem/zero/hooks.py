@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from tiermem.swap.store import TensorStore
-from tiermem.zero.absent import RestingParameter
+from tiermem.zero.absent import RestingParameter, RestingView, without_loans
 from tiermem.zero.backward_marks import (
     WeakCall,
     handed_back,
@@ -98,6 +99,7 @@ class Hooks:
         self._returned: list[LiveUnit] = []  # units of parameters that the model returned; held until backward ends
         self._leader: nn.Module | None = None  # the module whose call began the pass
         self._pass_kind: tuple[bool, bool] | None = None
+        self.thread = threading.get_ident()  # the thread that computes
         self._is_training_pass = False  # whether the outermost forward under way began with gradients
         self._ending: weakref.ref[Callable[[], None]] | None = None  # called at the end of the backward under way
         self._watched = -1  # torch's number of the backward whose end calls `finish_backward`
@@ -211,6 +213,7 @@ class Hooks:
         A pass continues while its modules are called one after the other. It ends when the module that began it, or the model,
         is called again, or when a module is called in another mode.
         """
+        self.thread = threading.get_ident()
         self._abandon_backward()
         self._drop_frames()
         for live in self._units:
@@ -259,13 +262,17 @@ class Hooks:
         frame = self.enter(needed, args, kwargs)
         output = None
         try:
-            output = func(*args, **kwargs)
+            make = functools.partial(func, *args, **kwargs)
+            output = without_loans(make(), params, make, may_borrow=torch.is_grad_enabled())
         finally:
-            made = tensors_in(output)
+            made = [tensor for tensor in tensors_in(output) if not isinstance(tensor, (nn.Parameter, RestingView))]
             for live in needed:
                 if any(live.memory.sees(tensor) for tensor in made):
                     self._lend_to(self._frames[-2] if len(self._frames) > 1 else None, live)
             self.leave(frame, made_by(made))
+            if output is None:  # it raised, perhaps because it wrote the values
+                for live in needed:
+                    self.prefetcher.outdate(live)
         return output
 
     def borrow(self, live: LiveUnit) -> None:

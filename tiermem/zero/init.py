@@ -276,9 +276,9 @@ class _Touch(TorchFunctionMode):
         sets_dtype = DeepSpeedTensorOverride.dtype in self._overrides and kwargs.get("dtype") is None
         return made.to(self._dtype) if sets_dtype and self._dtype is not None and made.is_floating_point() else made
 
-    def _refuse_writes(self, func: Any, params: list[nn.Parameter]) -> None:
-        for param in params:
-            if self._built.is_asleep(param):
+    def _refuse_writes(self, func: Any, written: list[torch.Tensor]) -> None:
+        for param in written:
+            if isinstance(param, nn.Parameter) and self._built.is_asleep(param):
                 raise RuntimeError(
                     f"{func.__name__} in Module.apply writes a parameter of shape {tuple(param.shape)} that is partitioned, "
                     "and override_module_apply is false: gather it with tiermem.zero.GatheredParameters(parameter, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -114,7 +115,7 @@ class ParametersInInit:
         pin_memory: parts that rest in memory are page-locked, where there is a GPU.
     """
 
-    may_lend = False  # outside a context the values of a parameter are not lent to calls
+    may_lend = False  # no forward of the model runs yet
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class ParametersInInit:
         self._put(kept, value)
         registry.register(param, self)
         part_numel = -(-value.numel() // self.topology.num_shards)
-        part = absent_part(part_numel, value.dtype)
+        part = absent_part((part_numel,), value.dtype)
         describe(param, self._num_admitted, value.shape, part, ZeroParamStatus.NOT_AVAILABLE)
         weakref.finalize(param, self._forget, kept)
         self._sleep(param)
@@ -216,7 +217,7 @@ class ParametersInInit:
         self.trim(keep_bytes=0)
         for param in list(self._kept.keys()):
             if dtype is not None and param.dtype.is_floating_point:
-                param.data = torch.full((), float("nan"), dtype=dtype, device=param.device).expand(param.shape)
+                param.data = absent_part(param.shape, dtype, param.device)
         self._is_building = False
         absent.rest(self._kept.keys())
         trim_heap()
@@ -241,6 +242,14 @@ class ParametersInInit:
         registry.unregister(param)
         if not self._kept and self._store is not None:
             self._store.close()
+
+    def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function while parameters hold copies of their values. Blocks. Raises RuntimeError on several ranks."""
+        if self.topology.world > 1:
+            absent.refuse_read(params[0], self.topology.world)
+        make = functools.partial(func, *args, **kwargs)
+        with absent.copies(self, params):
+            return absent.without_loans(make(), params, make)
 
     def replace(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Replaces a parameter's values; every rank gives the whole tensor. Blocks."""
@@ -270,7 +279,7 @@ class ParametersInInit:
         self._freed_bytes += param.nbytes
         with torch._C.DisableTorchFunction():
             device = "cpu" if param.is_meta else param.device
-            become(param, absent_part(1, param.dtype).to(device).expand(param.shape))
+            become(param, absent_part(param.shape, param.dtype, device))
         mark((param,), ZeroParamStatus.NOT_AVAILABLE)
         if self._freed_bytes > _CACHE_BYTES:
             self._freed_bytes = 0

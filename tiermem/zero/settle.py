@@ -101,7 +101,7 @@ def show_parts(units: Iterable[LiveUnit]) -> None:
     """Sets the documented attributes on the parameters of units (absent.py)."""
     for live in units:
         for shard in live.unit.shards:
-            part = absent_part(shard.shard_numel, live.unit.dtype)
+            part = absent_part((shard.shard_numel,), live.unit.dtype)
             if live.shard is not None:
                 part = live.shard[shard.shard_offset : shard.shard_offset + shard.shard_numel]
             status = ZeroParamStatus.AVAILABLE if live.is_present else ZeroParamStatus.NOT_AVAILABLE

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -37,8 +39,9 @@ from tiermem.swap.pipeline import HeadStart
 from tiermem.swap.run_folder import RunName, call_in_child
 from tiermem.swap.store import TensorStore
 from tiermem.swap.stream import Bounce
-from tiermem.zero import registry
+from tiermem.zero import absent, registry
 from tiermem.zero.agreement import agree, facts_of, facts_of_plan
+from tiermem.zero.backward_marks import in_backward, made_by, tensors_in
 from tiermem.zero.collectives import exchange
 from tiermem.zero.gradients import GradientHomes
 from tiermem.zero.hooks import Hooks
@@ -288,7 +291,7 @@ class Shards:
     def take_out(self, param: nn.Parameter) -> None:
         """Gives a parameter its whole values until `put_back`. Collective; blocks. Takes memory for this parameter alone."""
         live, shard = self.find(param)
-        if not live.is_streamed:
+        if live.unit.is_resident:
             return
         self.hooks.see_gradient_of(live, param)
         if self.hooks.may_lend:
@@ -371,8 +374,55 @@ class Shards:
         return self.hooks.may_lend
 
     def lend(self, params: list[nn.Parameter], func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function with resting parameters gathered (access.py). Collective; blocks."""
-        return self.hooks.lend(params, func, args, kwargs)
+        """Calls a function with resting parameters gathered (access.py); outside a forward with copies of them. Blocks.
+
+        Collective in a forward or backward. Outside, raises RuntimeError on several ranks; in another thread always.
+        """
+        self._check_thread()
+        if self.may_lend:
+            return self.hooks.lend(params, func, args, kwargs)
+        needed = [self.find(param)[0] for param in params]
+        if self.topology.world > 1 and any(live.is_streamed for live in needed):
+            absent.refuse_read(params[0], self.topology.world)
+
+        make = functools.partial(func, *args, **kwargs)
+        with absent.copies(self, params):
+            copied = {param.untyped_storage()._cdata: param for param in params}
+            frame, output = self.hooks.enter(list(dict.fromkeys(needed)), (), {}, reads_again=False), None
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: self._keep(t, copied), lambda read: read()):
+                    output = make()
+            finally:
+                self.hooks.leave(frame, made_by(tensors_in(output)))
+            return absent.without_loans(output, params, make)
+
+    def _check_thread(self) -> None:
+        """Raises RuntimeError in a thread beside the one that computes with the model, while that one lives."""
+        if self.hooks.thread == threading.get_ident() or in_backward():
+            return
+        if any(each.ident == self.hooks.thread for each in threading.enumerate()):
+            raise RuntimeError(
+                "a resting parameter is read in another thread than the one that computes with the model, whose fetches use "
+                "the same buffers: read it in that thread, or take a copy there"
+            )
+
+    def _keep(self, saved: torch.Tensor, copied: dict[int, nn.Parameter]) -> Callable[[], torch.Tensor]:
+        """What a graph keeps of a tensor: a function that gives it; of a parameter's copy one that reads the weight again."""
+        param = copied.get(saved.untyped_storage()._cdata) if saved.layout is torch.strided else None
+        if param is None or saved.is_conj() or saved.is_neg():
+            return lambda: saved
+        shape, dtype = (saved.shape, saved.stride(), saved.storage_offset()), saved.dtype
+        num_steps = self.find(param)[1].num_steps
+
+        def read() -> torch.Tensor:
+            if self.find(param)[1].num_steps != num_steps:
+                raise RuntimeError(
+                    f"a graph that reads a parameter of shape {tuple(param.shape)} was made before the optimizer stepped it: "
+                    "run backward before the step"
+                )
+            return self.weight(param).to(self.device).flatten().view(dtype).as_strided(*shape)
+
+        return read
 
     def add_need(self, module: nn.Module, param: nn.Parameter) -> None:
         """Registers that a module needs a parameter of another module whenever it runs. No effect for a resident parameter."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from tiermem.swap.ranges import round_up
 from tiermem.swap.store import TensorStore
 from tiermem.swap.tier import ALIGNMENT
 from tiermem.zero import absent
-from tiermem.zero.absent import ZeroParamStatus, mark
+from tiermem.zero.absent import ZeroParamStatus, absent_part, mark
 from tiermem.zero.collectives import Pending
 from tiermem.zero.gather import Gather
 from tiermem.zero.unit import Unit
@@ -95,9 +94,7 @@ class UnitMemory:
         self.full = full
         self._storage = full.untyped_storage()
         self.views = [full[s.full_offset : s.full_offset + s.numel].view(s.shape) for s in unit.shards]
-        self._nan = absent.absent_part(1, unit.dtype)[0].to(passage.device)
-        self._is_checked = passage.device.type == "cpu" and unit.dtype.is_floating_point  # reading it costs no transfer
-        self.absent = [self._nan.expand(s.shape) for s in unit.shards]
+        self.absent = [absent_part(s.shape, unit.dtype, passage.device) for s in unit.shards]
         self._storage.resize_(0)
         if unit.full_dtype != unit.dtype and unit.is_trainable:
             for shard in unit.shards:
@@ -213,15 +210,6 @@ class UnitMemory:
         """Whether a tensor is a view of this memory."""
         return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
 
-    def check_absent(self) -> None:
-        """Raises RuntimeError when a parameter was filled while it showed NaN; torch allows `fill_` and `zero_` there."""
-        if self._is_checked and not math.isnan(self._nan.item()):
-            self._nan.fill_(float("nan"))
-            raise RuntimeError(
-                f"a parameter of {self.unit.name!r} was filled while its weights rested elsewhere, so the values were lost: "
-                "write before sharding, or through Shards.replace or load_state_dict"
-            )
-
 
 # ---- the state machine -----------------------------------------------------------------------------------------------
 
@@ -259,8 +247,8 @@ class LiveUnit:
     be. It copies the shard into the full layout (in the dtype that the maths sees). On a CPU the shard's buffer is free before
     the exchange begins. After an error the caller has to drop the unit. The prefetcher decides which units are fetched.
 
-    Outside PRESENT a parameter's data is a zero-stride NaN expanded to the true shape: shape and numel stay right, reads give
-    NaN, and writes raise.
+    Outside PRESENT a parameter's data is a zero-stride NaN expanded to the true shape: shape and numel stay right, and writes
+    raise (absent.py).
 
     On an accelerator `copy` runs on its own stream, which waits only for the memory that it fills. The stream that computes
     waits for the copy's event. The unit keeps the event of the last read from host memory until a writer asks (`await_home`). A
@@ -528,7 +516,6 @@ class LiveUnit:
 
     def _show(self) -> None:
         """Makes the parameters show the full layout; its bytes are complete, on an accelerator in stream order."""
-        self.memory.check_absent()
         self._become(UnitState.PRESENT)
         self._point()
 
