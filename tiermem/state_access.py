@@ -303,12 +303,8 @@ def _check_phase(place: _Place) -> None:
             f"the gradient of {shard.name} has not been reduced over the ranks yet: below stage 2 that happens in backward of "
             f"a step's last micro-batch, and inside no_sync not at all. {_NOT_NOW.capitalize()}"
         )
-    if not any(_has_gradient(other) for other in [shard, *(s for _, s in shards.parameters())]):
+    if not any(s.gradient.is_there and s.param.grad is not None for _, s in shards.parameters()):
         raise RuntimeError(f"there is no gradient of {shard.name} now: {_NOT_NOW}")
-
-
-def _has_gradient(shard: Shard) -> bool:
-    return shard.gradient.is_there and shard.param.grad is not None
 
 
 # ---- parts of ranks --------------------------------------------------------------------------------------------------
