@@ -14,7 +14,7 @@ import pytest
 from test_floors import ROOT, Module, read_modules
 
 # These numbers may only be lowered. Whoever makes the code lighter lowers them in the same commit; nobody raises them.
-MOST = {"files": 162, "lines": 27851, "file": 395}
+MOST = {"files": 162, "lines": 27826, "file": 395}
 
 
 def code_lines(tree: ast.Module, source: str) -> int:
