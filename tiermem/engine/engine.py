@@ -51,7 +51,7 @@ def cast_model(model: nn.Module, config: TiermemConfig) -> None:
     Parameters and buffers keep their identity. Raises ValueError when zero.Init built parameters in another dtype.
     """
     dtype = None if config.precision == "fp32" else DTYPES[config.precision]  # None: parameters keep the user's dtype
-    of_buffers = DTYPES.get(config.data_types.buffer_dtype or "")
+    of_buffers = DTYPES[name] if (name := config.data_types.buffer_dtype) is not None else None
     for param in model.parameters() if dtype is not None else ():
         if param.dtype.is_floating_point and param.dtype != dtype:
             if registry.owner_of(param) is not None:

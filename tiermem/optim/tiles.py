@@ -90,7 +90,7 @@ class StateTiles:
 
         Blocks. Raises OSError when a transfer fails; tiles then hold old and new states.
         """
-        tiles = [tile for tile in self.tiles if live in (None, tile.live)]
+        tiles = [tile for tile in self.tiles if live is None or tile.live is live]
         act = stepping(self._shards.workers, rule_of)
         with self._shards.changing_all():
             unstarted = [tile for tile in tiles if tile.home is Tier.DEVICE and not tile.is_started]
