@@ -36,7 +36,6 @@ import torch
 
 Master = Literal["fp32", "split", "bf16", "fp16"]
 Moments = Literal["fp32", "bf16", "fp16", "8bit"]
-Grads = Literal["fp32", "bf16", "fp16"]
 Rounding = Literal["stochastic", "nearest"]
 Mark = TypeVar("Mark")
 
@@ -103,7 +102,7 @@ class Precision:
 
     master: Master = "fp32"
     moments: Moments = "fp32"
-    grads: Grads | None = None
+    grads: Literal["fp32", "bf16", "fp16"] | None = None
     rounding: Rounding = "stochastic"
     seed: Annotated[int, Range("allowed are whole numbers from 0 to 2^64 - 1", 0, (1 << 64) - 1, is_whole=True)] = 0
     """Of stochastic rounding."""

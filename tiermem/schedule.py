@@ -27,20 +27,6 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = [
-    "DOCUMENTED",
-    "LRRangeTest",
-    "OneCycle",
-    "SchedulerSection",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "arguments_of",
-    "build_scheduler",
-    "check_params",
-    "schedule_class",
-]
-
 _log = logging.getLogger("tiermem")
 
 WARMUP_TYPES = ("log", "linear")

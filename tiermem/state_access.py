@@ -303,7 +303,7 @@ def _check_phase(place: _Place) -> None:
             f"the gradient of {shard.name} has not been reduced over the ranks yet: below stage 2 that happens in backward of "
             f"a step's last micro-batch, and inside no_sync not at all. {_NOT_NOW.capitalize()}"
         )
-    if not any(each.gradient.is_there and each.param.grad is not None for _, each in shards.parameters()):
+    if not any(s.gradient.is_there and s.param.grad is not None for _, s in shards.parameters()):
         raise RuntimeError(f"there is no gradient of {shard.name} now: {_NOT_NOW}")
 
 

@@ -125,7 +125,6 @@ _DTYPES = {
 }  # fmt: skip
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20
-_MAX_DIMS = 64  # torch's limit
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -231,7 +230,7 @@ def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> Iterat
         try:
             dtype, shape = _DTYPES[entry["dtype"]], tuple(_size(n) for n in entry["shape"])
             first, last = (_size(n) for n in entry["data_offsets"])
-            if len(shape) > _MAX_DIMS:
+            if len(shape) > 64:  # torch's limit
                 raise ValueError
         except (KeyError, TypeError, ValueError):
             described = reprlib.repr(entry)

@@ -11,6 +11,7 @@ from pydantic import AliasChoices, Field
 from torch import nn
 
 from tiermem.config.base import ConfigModel, Count, DtypeName, Number, PositiveCount, Whole, did_you_mean
+from tiermem.policy import OffloadPolicy
 from tiermem.precision import PRESETS, Master, Moments, Precision, Rounding
 
 # ---- bf16, fp16, data_types and tiermem.precision --------------------------------------------------------------------
@@ -144,8 +145,6 @@ class PrecisionConfig(ConfigModel):
 # from forward to backward: 2 bytes per parameter that no budget counts. With offloaded parameters, set bf16.enabled as well,
 # or checkpoint activations.
 
-_SAFE: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
 
 class AutocastConfig(ConfigModel):
     """`torch_autocast`: torch.autocast around forward."""
@@ -171,7 +170,7 @@ class AutocastConfig(ConfigModel):
     def safe_classes(self) -> tuple[type[nn.Module], ...]:
         """The classes of lower_precision_safe_modules. Raises ValueError for a name that is none."""
         names = self.lower_precision_safe_modules
-        return _SAFE if names is None else tuple(_class_of(name) for name in names)
+        return OffloadPolicy.lowered_modules if names is None else tuple(_class_of(name) for name in names)
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         for name in (self.lower_precision_safe_modules or ()) if self.enabled else ():

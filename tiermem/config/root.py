@@ -101,11 +101,6 @@ def _fp32_states(config: TiermemConfig) -> bool | None:
     return params.fp32_optimizer_states if isinstance(params, AdamParams) and is_set else None
 
 
-def _precision_problems(config: TiermemConfig) -> Problems:
-    """What is wrong with the switches taken together."""
-    return [*_bf16_problems(config), *_fp16_problems(config), *_contradicted(config)] or _unkept(config)
-
-
 def _bf16_problems(config: TiermemConfig) -> Problems:
     master, states = config.bf16.bf16_master_weights_and_grads, config.bf16.bf16_optimizer_states
     if states and not master:
@@ -328,7 +323,7 @@ class TiermemConfig(ConfigModel):
         if own.grads not in (None, OffloadDevice.none) and zero.stage == 0:
             yield "tiermem.grads", "set with stage 0, but gradients rest elsewhere in stages 1, 2 and 3 only"
         yield from translate.path_problems(zero, own)
-        yield from _precision_problems(self)
+        yield from [*_bf16_problems(self), *_fp16_problems(self), *_contradicted(self)] or _unkept(self)
         yield from self._overflow_conflicts()
         yield from self._reduction_conflicts()
         if own.step_in_backward:

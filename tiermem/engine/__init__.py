@@ -22,5 +22,3 @@ from __future__ import annotations
 
 from tiermem.engine.engine import Engine as Engine
 from tiermem.engine.start import initialize as initialize
-
-__all__ = ["Engine", "initialize"]

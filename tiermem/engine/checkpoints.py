@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,17 +22,6 @@ from tiermem.zero.shards import Shards
 # ---- full weights in one file ----------------------------------------------------------------------------------------
 
 
-class _Entry(NamedTuple):
-    """One tensor of a state dict and all its names (tied parameters have several)."""
-
-    names: list[str]
-    tensor: torch.Tensor  # the parameter or the buffer itself
-    dtype: torch.dtype
-
-    def in_file(self) -> WeightEntry:
-        return WeightEntry(self.names, tuple(self.tensor.shape), self.dtype)
-
-
 def save_weights(shards: Shards, path: Path, exclude_frozen: bool = False) -> None:
     """Writes full parameters and persistent buffers to one file, with one parameter in memory at a time. Collective; blocks.
 
@@ -44,9 +33,9 @@ def save_weights(shards: Shards, path: Path, exclude_frozen: bool = False) -> No
     quotes it. Then no file is changed.
     """
     entries = _entries(shards, exclude_frozen)
-    writer = _Attempt(path, entries) if shards.topology.rank == 0 else None
-    for entry in entries:
-        value = _value(shards, entry)
+    writer = _Attempt(path, list(entries.values())) if shards.topology.rank == 0 else None
+    for tensor, entry in entries.items():
+        value = _value(shards, tensor)
         if writer is not None:
             writer.put(entry, value)
     error = writer.end() if writer is not None else None
@@ -60,50 +49,49 @@ def save_weights(shards: Shards, path: Path, exclude_frozen: bool = False) -> No
 def consolidated(shards: Shards, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
     """Returns full parameters and persistent buffers on rank 0's CPU, None on the other ranks. Collective; blocks."""
     found: dict[str, torch.Tensor] = {}
-    for entry in _entries(shards, exclude_frozen):
-        value = _value(shards, entry)
+    for tensor, entry in _entries(shards, exclude_frozen).items():
+        value = _value(shards, tensor)
         if shards.topology.rank == 0:
             found.update(dict.fromkeys(entry.names, value))
     return found if shards.topology.rank == 0 else None
 
 
-def _entries(shards: Shards, exclude_frozen: bool) -> list[_Entry]:
-    """Returns the tensors of a state dict in the order of the model; tied names share one entry."""
-    found: dict[int, _Entry] = {}
+def _entries(shards: Shards, exclude_frozen: bool) -> dict[torch.Tensor, WeightEntry]:
+    """Returns the parameters and buffers of a state dict in the order of the model; tied names share one entry."""
+    dtypes: dict[torch.Tensor, torch.dtype] = {}
+    names: dict[torch.Tensor, list[str]] = {}
     for prefix, module in shards.model.named_modules(remove_duplicate=False):
         prefix = f"{prefix}." if prefix else ""
         for name, param in module._parameters.items():
             if param is not None and (param.requires_grad or not exclude_frozen):
-                entry = found.setdefault(id(param), _Entry([], param, shards.find(param)[0].unit.dtype))
-                entry.names.append(prefix + name)
+                dtypes[param] = shards.find(param)[0].unit.dtype
+                names.setdefault(param, []).append(prefix + name)
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found.setdefault(id(buffer), _Entry([], buffer, buffer.dtype)).names.append(prefix + name)
-    return list(found.values())
+                names.setdefault(buffer, []).append(prefix + name)
+    return {each: WeightEntry(said, tuple(each.shape), dtypes.get(each, each.dtype)) for each, said in names.items()}
 
 
-def _value(shards: Shards, entry: _Entry) -> torch.Tensor:
-    if isinstance(entry.tensor, nn.Parameter):
-        return shards.weight(entry.tensor)
-    return entry.tensor.detach().to("cpu", copy=True)
+def _value(shards: Shards, tensor: torch.Tensor) -> torch.Tensor:
+    return shards.weight(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().to("cpu", copy=True)
 
 
 class _Attempt:
     """Rank 0's part of saving. It writes until an error; then it keeps the error and goes on, so that no gather hangs."""
 
-    def __init__(self, path: Path, entries: Sequence[_Entry]) -> None:
+    def __init__(self, path: Path, entries: Sequence[WeightEntry]) -> None:
         self._path = path
         self._partial = path.with_name(path.name + ".partial")
         self._file: WeightFile | None = None
         self._error: Exception | None = None
         kind = SafetensorsFile if path.suffix == ".safetensors" else TorchFile
-        self._try(lambda: self._open(kind, [entry.in_file() for entry in entries]))
+        self._try(lambda: self._open(kind, entries))
 
-    def put(self, entry: _Entry, value: torch.Tensor) -> None:
+    def put(self, entry: WeightEntry, value: torch.Tensor) -> None:
         """Writes the next entry."""
         if self._file is not None:
             file = self._file
-            self._try(lambda: file.put(entry.in_file(), 0, value.contiguous().view(-1)))
+            self._try(lambda: file.put(entry, 0, value.contiguous().view(-1)))
 
     def end(self) -> Exception | None:
         """Renames the finished file over the old one, or removes it after an error. Returns the error, if any."""
@@ -174,7 +162,6 @@ class EngineCheckpoints(EngineFacts):
         tiermem.checkpoint.save.
         """
         self._check_between_steps()
-        beside = self._beside(client_state)
         return save(
             self.shards,
             self.optimizer,
@@ -183,7 +170,7 @@ class EngineCheckpoints(EngineFacts):
             save_latest=save_latest,
             exclude_frozen_parameters=exclude_frozen_parameters,
             copy=copy,
-            beside=beside,
+            beside=self._beside(client_state),
             tag_validation=self.config.checkpoint.tag_validation,
         )
 

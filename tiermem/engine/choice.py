@@ -26,7 +26,6 @@ OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
 KINDS: Mapping[str, type[NativeOptimizer]] = {kind.__name__: kind for kind in (AdamW, Adam, Adagrad, Lion, SGD, Muon)}
 
 _HALF_A_BIT = 2.0**-8  # half of the last of bf16's 8 significant bits, relative to the number, where that is smallest
-_ABOUT_SPEED = ("foreach", "fused", "precision", "params")
 _NO_MATRIX = ("embed", "lm_head")  # in a parameter's name: Muon leaves these to AdamW, as in the reference
 
 
@@ -157,7 +156,7 @@ def _taken_over(given: torch.optim.Optimizer) -> OptimizerChoice:
 
 def _group_for(kind: type[NativeOptimizer], group: dict[str, Any]) -> dict[str, Any]:
     """Keeps those values of a group that tiermem's optimizer takes; drops those about speed (foreach, fused)."""
-    known = set(inspect.signature(kind.__init__).parameters) - set(_ABOUT_SPEED)
+    known = set(inspect.signature(kind.__init__).parameters) - {"foreach", "fused", "precision", "params"}
     kept = {key: value for key, value in group.items() if key in known or key in ("params", "initial_lr")}
     if kind is Muon and not kept.get("use_muon", True):
         kept["eps"] = kept["adam_eps"]  # AdamW steps this group, and its eps is called adam_eps

@@ -44,16 +44,14 @@ from tiermem.zero.unit_state import LiveUnit
 #     once, before the model is sharded     parameters to bf16 or fp16; buffers to data_types.buffer_dtype
 #     in every forward                      inputs to fp16 (fp16.auto_cast); torch.autocast (torch_autocast)
 
-_CAST_TO = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}  # None: parameters keep the user's dtype
-
 
 def cast_model(model: nn.Module, config: TiermemConfig) -> None:
     """Casts floating-point parameters to bf16 or fp16, and buffers to the config's buffer_dtype; without those, none.
 
     Parameters and buffers keep their identity. Raises ValueError when zero.Init built parameters in another dtype.
     """
-    dtype, name = _CAST_TO[config.precision], config.data_types.buffer_dtype
-    of_buffers = None if name is None else DTYPES[name]
+    dtype = None if config.precision == "fp32" else DTYPES[config.precision]  # None: parameters keep the user's dtype
+    of_buffers = DTYPES[name] if (name := config.data_types.buffer_dtype) is not None else None
     for param in model.parameters() if dtype is not None else ():
         if param.dtype.is_floating_point and param.dtype != dtype:
             if registry.owner_of(param) is not None:
@@ -64,11 +62,6 @@ def cast_model(model: nn.Module, config: TiermemConfig) -> None:
     for buffer in model.buffers() if of_buffers is not None else ():  # else rotary frequencies stay in fp32
         if buffer.dtype.is_floating_point:
             buffer.data = buffer.data.to(of_buffers)
-
-
-def to_half(values: Any) -> Any:
-    """Returns the arguments of a forward with floating-point tensors in fp16; other values do not change."""
-    return tree_map(_to_half, values)
 
 
 class Autocast(NamedTuple):
@@ -116,6 +109,7 @@ class Autocast(NamedTuple):
 
 
 def _to_half(value: Any) -> Any:
+    """Returns a floating-point tensor in fp16; another value does not change."""
     return value.half() if torch.is_tensor(value) and value.is_floating_point() else value
 
 
@@ -229,7 +223,7 @@ class Engine(EngineCheckpoints, nn.Module):
         """
         self._check_here()
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
-            args, kwargs = to_half((args, kwargs))
+            args, kwargs = tree_map(_to_half, (args, kwargs))
         span = self.shards.store.recorder.span("forward", f"micro-batch {self.micro_steps}")
         with self._times.phase("forward"), span, self._autocast.block():
             return self.module(*args, **kwargs)

@@ -468,14 +468,11 @@ class EngineFacts:
         """Ranks that train together."""
         return self.shards.topology.world
 
+    dp_world_size = world_size
+
     def get_data_parallel_rank(self) -> int:
         """This rank among those that share the model's states."""
         return self.shards.topology.rank
-
-    @property
-    def dp_world_size(self) -> int:
-        """Ranks that train together."""
-        return self.shards.topology.world
 
     def _of_groups(self, key: str) -> list[Any]:
         return [group.get(key) for group in self.optimizer.param_groups] if self.optimizer is not None else []

@@ -236,8 +236,7 @@ def initialize(
     if dist_init_required is False and not dist.is_initialized():
         raise RuntimeError("dist_init_required is False and there is no process group: make one, or leave it out")
     join_ranks(policy.timeout_s, on, policy.join_timeout_s)
-    group = _sharing(mpu, mesh_param)
-    engine = Engine(model, loaded, optimizer, model_parameters, lr_scheduler, on, group)
+    engine = Engine(model, loaded, optimizer, model_parameters, lr_scheduler, on, _sharing(mpu, mesh_param))
     loader = None
     if training_data is not None:
         topology = engine.shards.topology

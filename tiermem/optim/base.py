@@ -51,6 +51,12 @@ Params = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[
 """Parameters, named parameters, or groups, as torch's optimizers accept them."""
 
 
+def arguments_in(names: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a subclass's constructor, from its `locals()`. Each of them is the default of a group's value of the
+    same name, except `params` and `precision`."""
+    return {name: value for name, value in names.items() if name not in ("self", "__class__")}
+
+
 class NativeOptimizer(torch.optim.Optimizer):
     """Base class of the optimizers. A subclass gives the rule of each parameter (rules.py) and checks its groups' values.
 
@@ -62,17 +68,14 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters, named parameters, or groups.
-        defaults: default values of the groups.
-        asked: values of torch's implementation options that the subclass accepts; see IMPLEMENTATION.
         precision: of ordinary parameters' states: a Precision or a preset's name; default: fp32 states. Sharded parameters
             follow their model's policy.
+        defaults: default values of the groups, and torch's implementation options that the subclass has (IMPLEMENTATION).
     """
 
-    def __init__(
-        self, params: Params, defaults: dict[str, Any], asked: dict[str, Any], precision: Precision | str | None
-    ) -> None:
+    def __init__(self, params: Params, precision: Precision | str | None, **defaults: Any) -> None:
         self._begin(Precision.preset(precision) if isinstance(precision, str) else precision)
-        super().__init__(params, {**defaults, **asked})
+        super().__init__(params, defaults)
         self._is_built = True
         self._attach_all()
 

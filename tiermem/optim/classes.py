@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tiermem.optim import rules
-from tiermem.optim.base import NativeOptimizer, Params
+from tiermem.optim.base import NativeOptimizer, Params, arguments_in
 from tiermem.optim.rules import MATRIX_LR_NAMES, Group, Rule, check_betas, check_not_negative, check_range
 from tiermem.precision import Precision
 
@@ -46,17 +46,8 @@ class Adam(NativeOptimizer):
         decoupled_weight_decay: bool = False,
         precision: Precision | str | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": (betas[0], betas[1]),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        asked = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
-        super().__init__(params, defaults, asked, precision)
+        betas = (betas[0], betas[1])
+        super().__init__(**arguments_in(locals()))
 
     def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
         return rules.adam(group["decoupled_weight_decay"], group["amsgrad"])
@@ -84,21 +75,7 @@ class AdamW(Adam):
         fused: bool | None = None,
         precision: Precision | str | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            precision=precision,
-        )
+        super().__init__(**arguments_in(locals()), decoupled_weight_decay=True)
 
     def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
         return rules.adam(True, group["amsgrad"])  # ignores decoupled_weight_decay of a loaded group, as torch does
@@ -138,17 +115,7 @@ class Adagrad(NativeOptimizer):
         fused: bool | None = None,
         precision: Precision | str | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "maximize": maximize,
-        }
-        super().__init__(
-            params, defaults, {"foreach": foreach, "differentiable": differentiable, "fused": fused}, precision
-        )
+        super().__init__(**arguments_in(locals()))
 
     def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
         return rules.ADAGRAD
@@ -185,8 +152,8 @@ class Lion(NativeOptimizer):
         maximize: bool = False,
         precision: Precision | str | None = None,
     ) -> None:
-        defaults = {"lr": lr, "betas": (betas[0], betas[1]), "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, {}, precision)
+        betas = (betas[0], betas[1])
+        super().__init__(**arguments_in(locals()))
 
     def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
         return rules.LION
@@ -225,17 +192,7 @@ class SGD(NativeOptimizer):
         fused: bool | None = None,
         precision: Precision | str | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
-        super().__init__(
-            params, defaults, {"foreach": foreach, "differentiable": differentiable, "fused": fused}, precision
-        )
+        super().__init__(**arguments_in(locals()))
 
     def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
         return rules.sgd(has_momentum=group["momentum"] != 0.0)
@@ -252,7 +209,6 @@ class SGD(NativeOptimizer):
 # ---- Muon ------------------------------------------------------------------------------------------------------------
 
 _COEFFICIENTS = (3.4445, -4.775, 2.0315)
-_MOST_ITERATIONS = 99
 
 
 class Muon(NativeOptimizer):
@@ -293,21 +249,8 @@ class Muon(NativeOptimizer):
         ns_dtype: torch.dtype = torch.bfloat16,
         precision: Precision | str | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": tuple(ns_coefficients),
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "use_muon": use_muon,
-            "betas": (betas[0], betas[1]),
-            "adam_eps": adam_eps,
-            "ns_dtype": ns_dtype,
-        }
-        super().__init__(params, defaults, {}, precision)
+        betas = (betas[0], betas[1])
+        super().__init__(**arguments_in(locals()) | {"ns_coefficients": tuple(ns_coefficients)})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in torch. In a group with use_muon=False `eps` is AdamW's."""
@@ -321,7 +264,7 @@ class Muon(NativeOptimizer):
     def check_group(self, group: Group) -> None:
         check_adam({**group, "eps": group["adam_eps"]})
         check_not_negative(group, "momentum", "eps")
-        check_range("ns_steps", group["ns_steps"], 0, _MOST_ITERATIONS)
+        check_range("ns_steps", group["ns_steps"], 0, 99)
         if len(group["ns_coefficients"]) != len(_COEFFICIENTS):
             raise ValueError(
                 f"ns_coefficients is {group['ns_coefficients']}; three numbers are due, such as {_COEFFICIENTS}"

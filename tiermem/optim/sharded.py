@@ -107,7 +107,7 @@ class ShardedModel:
             raise NonFiniteGradients(f"the gradients of unit {live.unit.name!r} hold NaN or infinity")
         self._count_steps(live)
         shards.prefetcher.outdate(live)
-        self.tiles.step_unit(live, grads, lambda shard: self._step_of(shard, 1.0 / shards.homes.divisor))
+        self.tiles.step(lambda shard: self._step_of(shard, 1.0 / shards.homes.divisor), live, grads)
         for shard in live.unit.shards:
             shard.gradient.forget()
 

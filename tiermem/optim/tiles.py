@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tiermem.optim.rules import Group, Rule
-from tiermem.optim.tile import MomentsOf, Tile, rests_on_host, stepped_ranges, tile_runs
+from tiermem.optim.tile import Tile, rests_on_host, stepped_ranges, tile_runs
 from tiermem.optim.tile_step import Act, RuleOf, TilePass, Visitor, stepping, visiting
 from tiermem.policy import Tier
 from tiermem.swap.native import narrow_part, widen_part
@@ -29,8 +29,6 @@ from tiermem.zero.collectives import total
 from tiermem.zero.plan import keeps_initial_master
 from tiermem.zero.shards import Shards
 from tiermem.zero.state_layout import (
-    EXP_AVG,
-    EXP_AVG_SQ,
     MASTER,
     StateLayout,
     StatePart,
@@ -89,13 +87,18 @@ class StateTiles:
         work = TilePass(self._shards, self.names)
         start.begin((tile for tile in self.tiles if work.has_lasting(tile)), work.read_lasting)
 
-    def step(self, rule_of: RuleOf) -> None:
-        """Steps every tile once. Blocks. Raises OSError when a transfer fails; tiles then hold old and new states."""
-        self._step(self.tiles, rule_of, None)
+    def step(self, rule_of: RuleOf, live: LiveUnit | None = None, grads: torch.Tensor | None = None) -> None:
+        """Steps every tile once, or the tiles of one unit with the given gradients: flat, in its shard layout.
 
-    def step_unit(self, live: LiveUnit, grads: torch.Tensor, rule_of: RuleOf) -> None:
-        """Steps one unit's tiles with the given gradients: flat, in its shard layout. Blocks; raises OSError."""
-        self._step(self._of_unit.get(live, ()), rule_of, grads)
+        Blocks. Raises OSError when a transfer fails; tiles then hold old and new states.
+        """
+        tiles = self.tiles if live is None else self._of_unit.get(live, ())
+        act = stepping(self._shards.workers, rule_of)
+        with self._shards.changing_all():
+            unstarted = [tile for tile in tiles if tile.home is Tier.DEVICE and not tile.is_started]
+            if unstarted:
+                self._run(unstarted, TilePass(self._shards, self.names))
+            self._run(tiles, TilePass(self._shards, self.names, act, is_step=True, grads=grads))
 
     def state(self, shard: Shard, name: str) -> torch.Tensor:
         """A copy of this rank's part of one state of a parameter: fp32, flat, without padding. Blocks; raises OSError.
@@ -185,15 +188,7 @@ class StateTiles:
         """Whether a parameter has a master beside it."""
         return self._shards.policy.precision.master_of(shard.param.dtype) is not None
 
-    # ---- stepping --------------------------------------------------------------------------------------------------------
-
-    def _step(self, tiles: Sequence[Tile], rule_of: RuleOf, grads: torch.Tensor | None) -> None:
-        act = stepping(self._shards.workers, rule_of)
-        with self._shards.changing_all():
-            unstarted = [tile for tile in tiles if tile.home is Tier.DEVICE and not tile.is_started]
-            if unstarted:
-                self._run(unstarted, TilePass(self._shards, self.names))
-            self._run(tiles, TilePass(self._shards, self.names, act, is_step=True, grads=grads))
+    # ---- passes and tiles --------------------------------------------------------------------------------------------------
 
     def _run(self, tiles: Sequence[Tile], work: TilePass) -> None:
         policy, pool = self._shards.policy, self._shards.tile_pool
@@ -282,9 +277,6 @@ class StateTiles:
 
     def _weight(self, tile: Tile, elements: ShardRange) -> torch.Tensor:
         return self._shards.values.elements(tile.live, elements.in_unit)
-
-
-__all__ = ["EXP_AVG", "EXP_AVG_SQ", "MASTER", "MomentsOf", "RuleOf", "StateTiles", "Tile"]
 
 
 def tiles_of(shards: Shards) -> StateTiles | None:

@@ -44,7 +44,6 @@ from tiermem.zero.topology import fair_cores, fair_threads
 # clipping. Each array counts once for a read and once for a write: no cache could save that.
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "split": torch.int16, "8bit": torch.uint8}
-_SCALES_PER_CODE = 1 / 64
 
 
 class Stream(NamedTuple):
@@ -105,7 +104,7 @@ class AdamRow:
     @property
     def bytes_per_param(self) -> float:
         """Bytes that must move per parameter, the scales of 8-bit moments included."""
-        scales = 2 * 2 * _SCALES_PER_CODE if self.moments == "8bit" else 0.0  # two moments, read and written
+        scales = 2 * 2 / 64 if self.moments == "8bit" else 0.0  # two moments, read and written, 64 codes to a scale
         return self.stream_bytes + scales
 
 
@@ -135,7 +134,6 @@ ROWS = (
 # The last two are programs that are asked line by line (witnesses.py).
 
 PASSES = 5
-_REST_S = 0.02  # torch's threads look for more work for some milliseconds after the last; no other is timed beside them
 _LR, _DECAY, _BETAS, _EPS = 1e-4, 0.01, (0.9, 0.999), 1e-8
 
 
@@ -190,7 +188,8 @@ def _torch_step(row: AdamRow, parts: StepParts) -> Callable[[], object]:
 
 def _fastest(step: Callable[[], object]) -> float:
     """Seconds of the fastest of PASSES calls, after a moment of rest."""
-    time.sleep(_REST_S)
+    # torch's threads look for more work for some milliseconds after the last; no other is timed beside them
+    time.sleep(0.02)
     return min(timeit.repeat(step, number=1, repeat=PASSES))
 
 

@@ -22,9 +22,6 @@ from tiermem.tools.words import format_bytes
 # (ranks, fio, a bare loop) open it as /proc/<pid>/fd/<n>, with a position and flags of their own.
 
 
-_MEMORY_FRACTION = 0.8
-
-
 class BenchFiles(AbstractContextManager["BenchFiles"]):
     """Open files of `file_bytes` each. A context manager: they are gone at its end.
 
@@ -106,7 +103,7 @@ def check_room(paths: Sequence[Path], parts: Sequence[tuple[str, int]]) -> None:
 def check_memory(num_bytes: int, needed: str, advice: str) -> None:
     """Sees that memory leaves some room beside what a benchmark takes. Raises ValueError with the arithmetic."""
     available = available_bytes()
-    if num_bytes > _MEMORY_FRACTION * available:
+    if num_bytes > 0.8 * available:
         raise ValueError(f"{needed}, {format_bytes(available)} of memory are available: {advice}")
 
 

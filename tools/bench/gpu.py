@@ -47,7 +47,6 @@ from tiermem.tools.words import (
 # One Python thread issues the copies, as in training, so that small ones show what issuing costs. A tool: it waits for
 # streams.
 
-_NUM_LOOPS = 3
 _COPY_SIZES = tuple(1 << shift for shift in range(16, 30, 2))  # 64 KiB to 256 MiB
 DIRECTIONS = ("to device", "to host", "both")
 
@@ -91,7 +90,7 @@ def measure_copies(device: torch.device, most: int, least_s: float) -> list[dict
 def _registration(device: torch.device, num_bytes: int, is_touched: bool) -> dict[str, Any]:
     """Seconds to register and to give back a piece of host memory; medians of three."""
     times, is_pinned = [], True
-    for _ in range(_NUM_LOOPS):
+    for _ in range(3):
         memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -178,7 +177,6 @@ EXIT_FAILED = 1
 PARTS = ("environment", "registration", "copies", "tests", "training")
 _TESTS_TIMEOUT_S = 900
 _ROOT = Path(__file__).resolve().parents[2]
-_GPU_TESTS = ("tests/gpu", "tests/swap/test_torch_step.py")
 
 Row = tuple[str, str]
 """What, and its figure."""
@@ -214,7 +212,7 @@ def bench_gpu(given: argparse.Namespace) -> int:
         "environment": lambda: find_environment(device),
         "registration": lambda: measure_registration(device, [parse_bytes(size) for size in given.register.split(",")]),
         "copies": lambda: measure_copies(device, parse_bytes(given.most), given.seconds),
-        "tests": lambda: run_tests(given.tests or [_ROOT / each for each in _GPU_TESTS]),
+        "tests": lambda: run_tests(given.tests or [_ROOT / "tests/gpu", _ROOT / "tests/swap/test_torch_step.py"]),
         "training": lambda: _training(given, folder),
     }
     report: dict[str, Any] = {"made_by": MADE_BY, "machine": machine_facts([folder]), "failures": {}}

@@ -41,8 +41,6 @@ from tiermem.tools.options import SEQUENTIAL, IoBenchOptions
 from tiermem.tools.words import format_bytes, stopped_by_sigterm
 
 EXIT_FAILED = 1
-_FILL_BLOCKS = (1 << 20, 1 << 16, 4096)
-_FILL_DEPTH = 32
 
 
 def bench_io(options: IoBenchOptions, console: Console) -> int:
@@ -102,9 +100,9 @@ def measure(
 
 def _fill(options: IoBenchOptions, files: BenchFiles, ranks: Ranks) -> None:
     """Writes every file once: first writes to preallocated blocks are slower, and reads of them touch no disk."""
-    block = next(size for size in _FILL_BLOCKS if options.size_bytes % size == 0)
+    block = next(size for size in (1 << 20, 1 << 16, 4096) if options.size_bytes % size == 0)
     for place, path in enumerate(options.paths):
-        setting = Setting("write", "auto", block, _FILL_DEPTH, max(options.ranks), str(path), (place,))
+        setting = Setting("write", "auto", block, 32, max(options.ranks), str(path), (place,))
         ranks.run(jobs_of(setting, options, files))
 
 
@@ -136,9 +134,6 @@ def _progress(total: int, console: Console) -> Iterator[Callable[[str], None]]:
 
 
 # ---- the sweep -------------------------------------------------------------------------------------------------------
-
-_RANDOM_BLOCKS = 2048  # of a pass, for each block in flight
-_MOST_RANDOM_DEPTH = 32
 
 
 def settings_of(options: IoBenchOptions) -> list[Setting]:
@@ -240,7 +235,7 @@ def bytes_of(setting: Setting, options: IoBenchOptions) -> int:
     if setting.mode == "sustained":
         return options.sustained_bytes // block * block
     if setting.mode == "random":
-        most = _RANDOM_BLOCKS * min(setting.depth, _MOST_RANDOM_DEPTH) * block
+        most = 2048 * min(setting.depth, 32) * block  # 2048 blocks for each block in flight
         return min(most, options.size_bytes // block * block)
     if setting.mode == "mixed":  # one half of the file is read while the other is written
         return max(block, options.size_bytes // 2 // block * block)

@@ -107,7 +107,6 @@ class Failed(NamedTuple):
 # The order is drawn anew for each. The store's budget holds as many tensors as keep its queue full, and a few more.
 
 TENSOR_BYTES = 4 << 20
-_SPARE_TENSORS = 4
 
 
 class TensorPass(AbstractContextManager["TensorPass"]):
@@ -120,7 +119,7 @@ class TensorPass(AbstractContextManager["TensorPass"]):
         self.num_bytes = max(1, num_bytes // TENSOR_BYTES) * TENSOR_BYTES
         self._names = [f"tensor {number}" for number in range(self.num_bytes // TENSOR_BYTES)]
         self._generator = np.random.default_rng(seed)
-        self._window = -(-io.depth * io.block_bytes // TENSOR_BYTES) * len(folders) + _SPARE_TENSORS
+        self._window = -(-io.depth * io.block_bytes // TENSOR_BYTES) * len(folders) + 4
         self.store = TensorStore(folders, host_bytes=2 * self._window * TENSOR_BYTES, io=io)
         try:
             self.store.reserve_disk(self.num_bytes)

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 _LEAST_DROP = 0.2
 _LEAST_POINTS = 2
-_LEAST_PART = 0.75
 
 
 class Knee(NamedTuple):
@@ -59,7 +58,7 @@ def find_knee(rates: Sequence[float]) -> Knee | None:
     before, after = map(statistics.fmean, parts)
     most = before * (1 - _LEAST_DROP)
     low = sum(rate < most for rate in parts[1])
-    is_knee = after < most and low >= max(_LEAST_POINTS, _LEAST_PART * len(parts[1]))
+    is_knee = after < most and low >= max(_LEAST_POINTS, 0.75 * len(parts[1]))
     return Knee(len(parts[0]), before, after) if is_knee else None
 
 
@@ -192,9 +191,7 @@ def _sustained(outcome: Outcome, row: dict[str, Any]) -> dict[str, Any]:
 # the JSON.
 
 _MOST_COLUMNS = 4
-_PANEL_INCHES = (3.6, 2.7)
 _COLOURS = "viridis"
-_CAPTION_WIDTH = 150
 
 
 def draw_heatmap(rows: Sequence[Row], caption: str, file: Path, made_by: str) -> None:
@@ -207,8 +204,8 @@ def draw_heatmap(rows: Sequence[Row], caption: str, file: Path, made_by: str) ->
     panels = panels_of(rows)
     lines = _lines(panels)
     num_columns = max(map(len, lines))
-    width, height = _PANEL_INCHES
-    columns = int(_CAPTION_WIDTH * max(2, num_columns) / _MOST_COLUMNS)
+    width, height = 3.6, 2.7  # inches of a panel
+    columns = int(150 * max(2, num_columns) / _MOST_COLUMNS)  # characters of the caption
     folded = [part for line in caption.splitlines() for part in textwrap.wrap(line, columns)]
     size = width * max(2, num_columns), height * len(lines) + 0.5 + 0.16 * len(folded)
     figure = pyplot.figure(figsize=size, layout="constrained")
@@ -297,7 +294,6 @@ CSV_COLUMNS = (
     *("peer_gbps", "peer_fraction", "user_us_per_block", "engine_used", "is_direct", "error"),
 )
 _MOST_FRACTION = 1.02
-_COLD_FRACTION = 0.8
 _TOLERANCE, _SLACK = 0.01, IoCounts(1 << 20, 1 << 20)
 
 
@@ -315,7 +311,7 @@ def notes_of(rows: Sequence[Row], ours: IoCounts, kernel: IoCounts) -> list[str]
     for row in rows:  # a cache answered all passes but the first
         rates = row.get("loops_gbps", [])
         later = statistics.median(rates[1:]) if len(rates) > 2 else 0.0
-        if row["first_gbps"] is not None and row["first_gbps"] < _COLD_FRACTION * later:
+        if row["first_gbps"] is not None and row["first_gbps"] < 0.8 * later:
             notes.append(
                 f"{_name(row)}: the first pass reached {row['first_gbps']:.2f} GB/s, later ones {later:.2f}: "
                 "the host's or the device's cache warms"

@@ -38,7 +38,6 @@ from tiermem.zero.joining import hold_no_group
 #                  python   over a group whose collectives return at once and move nothing: the Python around a unit
 #                  gloo     the same with gloo's calls
 
-_TIMEOUT = timedelta(seconds=120)
 _EMPTY_NUMEL = 8
 _WARM_UP_LOOPS = 2
 
@@ -62,7 +61,8 @@ def run_rank(rank: int, options: RanksBenchOptions, folder: Path) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // options.num_ranks))
     hold_no_group()
     store = torch._C._distributed_c10d.FileStore(str(folder / "store"), options.num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.num_ranks, timeout=_TIMEOUT)
+    patience = timedelta(seconds=120)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.num_ranks, timeout=patience)
     group, idle = dist.group.WORLD, _idle_group()
     assert group is not None
     steps, overhead = _steps(options, group), {"gloo": _overhead(options, group)}
@@ -116,10 +116,7 @@ def _overhead(options: RanksBenchOptions, group: dist.ProcessGroup) -> dict[str,
 
 
 def _pass(model: nn.Module, x: torch.Tensor) -> dict[str, float]:
-    _, seconds = timed(time.thread_time, lambda: model(x).sum())
-    for param in model.parameters():
-        param.grad = None
-    return seconds
+    return timed(time.thread_time, lambda: model(x).sum(), model.zero_grad)[1]
 
 
 def _in_turn(options: RanksBenchOptions, **contestants: Callable[[], dict[str, float]]) -> dict[str, Loops]:

@@ -128,7 +128,6 @@ def _spread(seconds: Sequence[float]) -> str:
 # paths: a disk that others use drifts, so what is compared is taken in turns, and medians are reported. Bytes are those
 # of the queues' completions, checked against the kernel's.
 
-_COUNT_TOLERANCE = 0.01
 _ALL_WAYS = tuple(Pipelining(*way) for way in itertools.product((True, False), repeat=2))
 
 
@@ -237,7 +236,7 @@ def _notes(figures: dict[str, Any], moved: IoCounts, kernel: IoCounts, expected:
     if moved != expected:
         due = f"{expected.read_bytes} and {expected.written_bytes} are due"
         yield f"the queue counts {moved.read_bytes} bytes read and {moved.written_bytes} written; {due}"
-    yield from disagreements(moved, kernel, "in a step the queue", _COUNT_TOLERANCE, IoCounts(0, 0))
+    yield from disagreements(moved, kernel, "in a step the queue", 0.01, IoCounts(0, 0))
 
 
 def _comparison(model: SteppedModel) -> list[dict[str, Any]]:

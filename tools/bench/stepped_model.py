@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 #     gradients           4       4        4      2       2        2      2      read, the same
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_MOST_BLOCK_NUMEL = 1 << 24
 _BLOCK_PARAMS = 4  # tensors in a block
 _NUM_MOMENTS = 2  # AdamW's
 
@@ -200,7 +199,7 @@ def state_bytes_of(num_params: int, precision: str, preset: str) -> int:
 
 def _blocks(num_params: int, dtype: torch.dtype) -> Tower:
     """Nothing but parameters, in units of at most 16 M elements."""
-    count = math.ceil(num_params / _MOST_BLOCK_NUMEL)
+    count = math.ceil(num_params / (1 << 24))
     values = torch.full((num_params // count // _BLOCK_PARAMS,), 0.01, dtype=dtype)
     return Tower(nn.ParameterList(nn.Parameter(values.clone()) for _ in range(_BLOCK_PARAMS)) for _ in range(count))
 
@@ -217,7 +216,6 @@ def _blocks(num_params: int, dtype: torch.dtype) -> Tower:
 MOST_FRACTION = 1.02
 _FILE_UNIT = 4 << 20
 _STREAM_NUMEL = 1 << 24
-_NUM_STREAMS = 5
 
 
 class BareSetting(NamedTuple):
@@ -302,7 +300,7 @@ def ceiling(
 def memory_rate() -> float:
     """Bytes per second that memory takes when one vector is added to another in place, all threads; the best of a few."""
     a, b = torch.zeros(_STREAM_NUMEL), torch.ones(_STREAM_NUMEL)
-    return 3 * a.nbytes / min(timeit.repeat(lambda: a.add_(b), number=1, repeat=_NUM_STREAMS))
+    return 3 * a.nbytes / min(timeit.repeat(lambda: a.add_(b), number=1, repeat=5))
 
 
 # ---- the picture of one step -----------------------------------------------------------------------------------------
@@ -316,7 +314,6 @@ def memory_rate() -> float:
 _LANES = ("read", "compute", "write")
 _PREFIX = "gradients of "  # of a tile whose other bytes were read before the step
 _MAGNIFIED_TILES = 24
-_NUM_BINS = 200
 _COLOURS = "viridis"
 _READ_COLOUR, _WRITE_COLOUR, _GREY = "#2a788e", "#e07b39", "#666666"
 
@@ -370,7 +367,7 @@ def _stretches(step: StepRun, spans: Sequence[Span]) -> list[tuple[int, int]]:
 
 def _draw_rates(ax: Axes, spans: Sequence[Span], stretch: tuple[int, int], step: StepRun) -> None:
     """Read and written GB/s: a transfer's bytes are spread evenly over its time."""
-    edges = np.linspace(*stretch, _NUM_BINS + 1)
+    edges = np.linspace(*stretch, 201)
     times = ((edges[:-1] + edges[1:]) / 2 - step.start_ns) / 1e6
     for lane, colour in (("read", _READ_COLOUR), ("write", _WRITE_COLOUR)):
         moved = np.zeros(len(edges))  # bytes until each edge

@@ -213,8 +213,6 @@ def read_rate(report: str) -> float:
 # fio, a bare loop and a peer are measured in the same loops and on the same files as our own settings. A witness that fails
 # says why once and is left out after that.
 
-_PEER_SCRIPT = Path(__file__).parent / "peers" / "peer_operators.py"
-
 
 class Witness:
     """Another program that measures the same pattern on the same file. It keeps a figure of each loop."""
@@ -284,7 +282,6 @@ class LoopWitness(Witness, AbstractContextManager["LoopWitness"]):
         self._files = files
         self._modes = [mode for mode in modes if not (sync and mode in ("write", "mixed"))]
         self._programs: dict[int, BareLoop] = {}
-        self._has_failed = False
         if len(self._modes) < len(modes):
             self.notes.append(f"{name} does not sync: with --fsync it stands beside reads alone")
 
@@ -296,14 +293,14 @@ class LoopWitness(Witness, AbstractContextManager["LoopWitness"]):
     def measure(self, setting: Setting, num_bytes: int, loop: int) -> None:
         ways = 2 if setting.mode == "mixed" else 1
         depth = setting.depth // ways  # ours counts both ways, theirs each
-        if self._has_failed or not depth or setting.mode not in self._modes:
+        if not depth or setting.mode not in self._modes:
             return
         try:
             seed = [loop] if setting.mode == "random" else []
             program = self._program_on(setting)
             run = program.run(setting.mode, setting.block_bytes, depth, *[num_bytes] * ways, *seed)
         except (OSError, ValueError) as error:
-            self._has_failed = True
+            self._modes = []
             self.notes.append(f"{self.name} is left out: {error}")
             return
         self._series(setting).append(ways * num_bytes / run.seconds / 1e9)
@@ -331,4 +328,5 @@ def peer_witness(python: Path, files: BenchFiles, sync: bool) -> LoopWitness:
 
 def peer_program(python: Path, operator: str, **variables: str) -> list[str]:
     """Command line of DeepSpeed's operator ("adam" or "aio") behind lines, in the interpreter that has it."""
-    return [*peer_command(python, **variables), str(_PEER_SCRIPT), operator]
+    script = Path(__file__).parent / "peers" / "peer_operators.py"
+    return [*peer_command(python, **variables), str(script), operator]

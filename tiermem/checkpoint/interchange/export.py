@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from tiermem.checkpoint.format import kinds
 from tiermem.checkpoint.format.manifest import MASTER, WEIGHT, Parameter
 from tiermem.checkpoint.interchange.foreign import STEP, torch_groups
-from tiermem.checkpoint.interchange.write import new_folder
+from tiermem.checkpoint.interchange.write import Progress, new_folder
 from tiermem.checkpoint.opening.source import CHUNK_NUMEL, Source
 from tiermem.swap import durable
 from tiermem.swap.direct import check_room
@@ -83,9 +83,6 @@ def weights_of(source: Source, dtype: torch.dtype | None = None, exclude_frozen:
 
 
 # ---- safetensors and torch files -------------------------------------------------------------------------------------
-
-Progress = Callable[[int], None]
-"""Called with the number of bytes just written."""
 
 
 class Shard(NamedTuple):

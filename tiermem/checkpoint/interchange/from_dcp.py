@@ -285,7 +285,6 @@ def _unpickle(file: Path) -> Any:
 # tensors outside the optimizer are weights.
 
 _SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "sched")
-_STATE, _GROUPS = "state", "param_groups"
 
 
 def is_dcp(path: Path) -> bool:
@@ -362,9 +361,9 @@ class _Reader:
             kind, name, key = keys
         else:
             kind, name, key = str(keys[0]), "", ""
-        if kind == _STATE and name and key:
+        if kind == "state" and name and key:
             self._states.setdefault(str(name), {})[str(key)] = value
-        elif kind == _GROUPS and key:
+        elif kind == "param_groups" and key:
             loaded = value.load() if isinstance(value, Plain) else _number(value)
             self._settings.setdefault(name, {})[str(key)] = loaded
         else:

@@ -52,10 +52,6 @@ _MAX_PICKLE_BYTES = 256 << 20  # of a file's pickles, without tensor values
 _MEMORY_TIMES, _SPARE_BYTES, _SPARE_VALUES = 10, 64 << 20, 1 << 16
 
 
-_MEMBER = "builtins.getattr"
-"""Early releases of Python 3.11 pickle an enumeration's member as getattr(class, name). A stand-in keeps both arguments."""
-
-
 class Attributes:
     """Stands for an object whose class is not imported: its attributes, and the arguments of its constructor."""
 
@@ -102,11 +98,12 @@ def tensors_in(found: Any, num_bytes: int, what: str) -> Iterator[torch.Tensor]:
 
 
 def _load(file: Path | io.BytesIO, size: int, what: str, foreign: Sequence[str], is_mapped: bool) -> Any:
-    names = [*foreign, _MEMBER] if foreign else []
+    # Early releases of Python 3.11 pickle an enumeration's member as getattr(class, name). A stand-in keeps both arguments.
+    names = [*foreign, "builtins.getattr"] if foreign else []
     stand_ins = [(type(name.rpartition(".")[2], (Attributes,), {}), name) for name in names]
     with _bounded(size, what):
         try:
-            with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():  # type: ignore[arg-type]
+            with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():  # type: ignore[arg-type]  # pairs too
                 warnings.simplefilter("ignore")  # about a pickle protocol that torch then refuses
                 found = torch.load(file, map_location="cpu", mmap=is_mapped or None, weights_only=True)
         except (OSError, MemoryError):

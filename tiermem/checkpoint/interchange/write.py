@@ -82,13 +82,11 @@ def _is_ours(path: Path, tag: str | None) -> bool:
 def scalars_of(foreign: Foreign) -> tuple[dict[str, Json], list[str]]:
     """The scalars as fields of a Manifest, and descriptions of the values that JSON cannot hold."""
     lost: list[str] = []
-    engine = {name: getattr(foreign, name) for name in ("global_steps", "global_samples", "skipped_steps")}
-    scheduler = None if foreign.scheduler is None else _kept(foreign.scheduler, "scheduler", lost)
     found = {
-        "scheduler": scheduler,
+        "scheduler": None if foreign.scheduler is None else _kept(foreign.scheduler, "scheduler", lost),
         "optimizer": optimizer_of(foreign, lost),
         "loss_scaler": _scaler(foreign.loss_scale),
-        "engine": engine,
+        "engine": {name: getattr(foreign, name) for name in ("global_steps", "global_samples", "skipped_steps")},
         "client_state": _kept(foreign.client_state, "client_state", lost),
         "config": None,
     }

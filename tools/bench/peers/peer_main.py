@@ -54,11 +54,7 @@ def train(
     name: str, job: dict[str, Any], tokens_file: Path, setting: dict[str, Any], tell: Callable[..., None]
 ) -> None:
     """Builds the peer and trains it for the job's steps."""
-
-    def phase(what: str) -> None:
-        tell("phase", name=what)
-
-    phase("the imports")
+    tell("phase", name="the imports")
     import numpy
     import torch
 
@@ -67,13 +63,13 @@ def train(
     tokens = numpy.load(tokens_file)
     sys.path.append(str(Path(__file__).parent))
     peer = importlib.import_module(f"peer_{name}")
-    phase("building the model")
+    tell("phase", name="building the model")
     model = peer.build(job, setting)
     model.train()
     if job["is_checkpointing"]:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
-    phase("initialize")
+    tell("phase", name="initialize")
     training = peer.Training(model, job, setting)
     num_params = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     tell(
@@ -86,7 +82,7 @@ def train(
         state_bytes=num_params * (12 if job["precision"] == "fp32" else 14),
     )
     _run_steps(training, job, tokens, tell)
-    phase("close")
+    tell("phase", name="close")
     on_device = _device_fields(training.device)
     training.close()
     tell("done", peak_rss_bytes=_peak_resident(), **on_device)

@@ -26,7 +26,6 @@ from tiermem.tools.launcher import CHANNEL_FD, Job
 from tiermem.tools.presets import ModelSizes
 
 _SCRIPTS = Path(__file__).parent
-_SWAP_FOLDER = "tiermem-peer"
 
 
 class Setting(NamedTuple):
@@ -106,7 +105,7 @@ def list_peers(job: Job, peer_python: Path | None) -> list[Peer]:
         if job.checkpoint is not None:
             raise ValueError("--peer-python: DeepSpeed is compared on models from a seed, not on --model")
         roots = [Path(path) for path in job.nvme_paths] or [Path(job.events_file or ".").parent]
-        swap = roots[0].absolute() / f"{_SWAP_FOLDER}-{os.getpid()}"
+        swap = roots[0].absolute() / f"tiermem-peer-{os.getpid()}"
         uses_nvme = bool(job.nvme_paths)
         python = peer_python.absolute()
         peers.append(Peer("deepspeed", python, deepspeed_settings(job, swap, uses_nvme), [swap] if uses_nvme else []))
