@@ -161,3 +161,14 @@ def test_a_precision_that_contradicts_the_policy_is_refused() -> None:
         with pytest.raises(ValueError, match=r"set OffloadPolicy\(precision=\.\.\.\)"):
             build("AdamW", model.parameters(), precision="compact")
         build("AdamW", model.parameters(), precision="exact")
+
+
+def test_names_of_the_references_optimizers_lead_to_ours() -> None:
+    optimizer = build("AdamW", seeded(zoo.Tower).parameters())
+    with pytest.raises(
+        AttributeError, match=r"'AdamW' object has no attribute 'fp16_groups': safe_get_full_fp32_param"
+    ):
+        optimizer.fp16_groups  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'step_subgroup': tiermem.step_in_backward"):
+        optimizer.step_subgroup()
+    assert not hasattr(optimizer, "anything_else")

@@ -57,6 +57,12 @@ def arguments_in(names: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in names.items() if name not in ("self", "__class__")}
 
 
+_VALUES = "safe_get_full_fp32_param and the like of tiermem.utils give a parameter's values"
+_IN_BACKWARD = "tiermem.step_in_backward steps each unit while backward runs"
+_DECLINED = dict.fromkeys(("fp16_groups", "bit16_groups", "fp32_partitioned_groups_flat", "parameter_offload"), _VALUES)
+_DECLINED |= dict.fromkeys(("step_subgroup", "rollback_subgroup"), _IN_BACKWARD)
+
+
 class NativeOptimizer(torch.optim.Optimizer):
     """Base class of the optimizers. A subclass gives the rule of each parameter (rules.py) and checks its groups' values.
 
@@ -88,6 +94,10 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._groups: dict[int, dict[str, Any]] = {}  # by id(parameter)
         self._sharded: dict[Shards, ShardedModel] = {}
         self._workers: Workers | None = None  # threads for ordinary parameters
+
+    def __getattr__(self, name: str) -> Any:
+        instead = f": {_DECLINED[name]}" if name in _DECLINED else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     def rule_of(self, group: Group, param: nn.Parameter) -> Rule:
         """The rule of a parameter in a group."""
