@@ -280,7 +280,12 @@ class TensorStore(AbstractContextManager["TensorStore"]):
             parts = zip(entries, ranges, strict=True)
             ops = [op for entry, (_, offset, buffer) in parts for op in entry.reads(offset, buffer)]
             check = self.sums.check_of(ranges, ops, self._files.by_descriptor) if is_checked else None
-            return self._start(entries, ops, priority, [buffer for _, _, buffer in ranges], name, check=check)
+            buffers = [buffer for _, _, buffer in ranges]
+            if not ops:
+                return self._nothing_to_move(buffers, name)
+            move = Move(self.queues, self.queues.submit(ops, priority), buffers, name, check=check)
+            self._under_way.add(move, entries)
+            return move
 
     def write(self, ranges: Sequence[Range], name: str, priority: int = BACKGROUND) -> Move:
         """Starts writing buffers into entries on NVME, with ranges as in `read`. Blocks while it computes checksums.

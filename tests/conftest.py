@@ -107,7 +107,7 @@ def _live_stores() -> set[int]:
     """Stores whose finalizer has neither run nor been taken away: nobody closed them."""
     finalizers = list(weakref.finalize._registry)  # type: ignore[attr-defined]
     peeked = [(id(f), f.peek()) for f in finalizers if f.alive]
-    return {key for key, found in peeked if found and getattr(found[1], "__name__", "") == "_close_forgotten"}
+    return {key for key, found in peeked if found and getattr(found[1], "__qualname__", "") == "Resources.close"}
 
 
 # ---- black-box tests -------------------------------------------------------------------------------------------------

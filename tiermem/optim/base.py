@@ -58,9 +58,8 @@ def arguments_in(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _VALUES = "safe_get_full_fp32_param and the like of tiermem.utils give a parameter's values"
-_IN_BACKWARD = "tiermem.step_in_backward steps each unit while backward runs"
 _DECLINED = dict.fromkeys(("fp16_groups", "bit16_groups", "fp32_partitioned_groups_flat", "parameter_offload"), _VALUES)
-_DECLINED |= dict.fromkeys(("step_subgroup", "rollback_subgroup"), _IN_BACKWARD)
+_DECLINED |= dict.fromkeys(("step_subgroup", "rollback_subgroup"), "tiermem.step_in_backward steps units in backward")
 
 
 class NativeOptimizer(torch.optim.Optimizer):
