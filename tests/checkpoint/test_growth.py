@@ -277,7 +277,9 @@ CASES: dict[str, tuple[int, Callable[[int, Path], None], Callable[[Path], object
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name == "manifest" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_a_large_file_takes_time_and_memory_as_its_bytes(tmp_path: Path, name: str) -> None:
     num, write, read = CASES[name]
     write(num, tmp_path)

@@ -94,7 +94,7 @@ def counted_calls() -> Iterator[Work]:
         sys.setprofile(before)
 
 
-@pytest.mark.parametrize("where", ["nvme", "cpu"])
+@pytest.mark.parametrize("where", ["nvme", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_work_is_linear_in_the_number_of_parameters(where: str, tmp_path: Path) -> None:
     with counted_calls() as work:
         phases(40, tmp_path / "first", where, work)  # imports, caches

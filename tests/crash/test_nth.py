@@ -23,11 +23,11 @@ pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
 
 
 def test_some_failing_calls_lose_nothing(tmp_path: Path) -> None:
-    assert totals_of("nth.py", tmp_path, "--scenes", "0", "--sample", "5", "--workers", "1")["cases"] == 5
+    assert totals_of("nth.py", tmp_path, "--scenes", "0", "--sample", "3", "--workers", "1")["cases"] == 3
 
 
 def test_some_power_failures_lose_nothing(tmp_path: Path) -> None:
-    assert totals_of("write_log.py", tmp_path, "--scenes", "2", "--sample", "5", "--workers", "1")["cases"] == 5
+    assert totals_of("write_log.py", tmp_path, "--scenes", "2", "--sample", "3", "--workers", "1")["cases"] == 3
 
 
 def test_linux_aio_ends_every_transfer_when_the_kernel_takes_none_any_more(tmp_path: Path) -> None:
