@@ -114,7 +114,11 @@ def try_one(scene: Scene, chance: random.Random, how: str, num: int) -> None:
     name, _, data = chance.choice(list(scene.seeds())).partition(b"\n")
     if name.endswith((b"latest", b".distcp", b"_optim_states.pt")):  # no structure, or classes that do not exist here
         return
-    scene.bounded(name + b"\n" + grown_file(data, name.decode(), chance, how, num), 4 * CPU_S_PER_BYTE)
+    try:
+        file = grown_file(data, name.decode(), chance, how, num)
+    except RuntimeError:  # a class of torch refuses to be written with such a value
+        return
+    scene.bounded(name + b"\n" + file, 4 * CPU_S_PER_BYTE)
 
 
 def growing(examples: int) -> Callable[..., Any]:
