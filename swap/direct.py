@@ -11,6 +11,7 @@ Transfers are aligned to ALIGNMENT. A file system that does not support O_DIRECT
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -20,6 +21,7 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
+from tiermem.swap.durable import closing, opened
 from tiermem.swap.errors import remedy
 from tiermem.swap.tier import ALIGNMENT
 
@@ -58,12 +60,15 @@ def open_unnamed(folder: Path) -> tuple[int, str]:
     except OSError:
         name = folder / f".tiermem-unnamed-{os.getpid()}-{secrets.token_hex(4)}"
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        return open_direct(name or Path(f"/proc/self/fd/{fd}"), os.O_RDWR)
-    finally:
-        os.close(fd)
-        if name is not None:
-            name.unlink()
+    with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as ending:
+            if name is not None:
+                ending.callback(name.unlink)
+            ending.callback(os.close, fd)
+            found = open_direct(name or Path(f"/proc/self/fd/{fd}"), os.O_RDWR)
+            undo.callback(os.close, found[0])
+        undo.pop_all()
+    return found
 
 
 def preallocate(fd: int, start: int, num_bytes: int) -> None:
@@ -78,16 +83,15 @@ def preallocate(fd: int, start: int, num_bytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOSYS):
             raise
-        buffered = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)  # the same file, also when it has no name any more
-        try:
+        with opened(
+            Path(f"/proc/self/fd/{fd}"), os.O_RDWR
+        ) as buffered:  # the same file, also when it has no name any more
             if error.errno == errno.ENOSYS:
                 _write_again(buffered, start, num_bytes)
             else:
                 os.posix_fallocate(buffered, start, num_bytes)
             os.fdatasync(buffered)  # some file systems find out only now that they are full
             os.posix_fadvise(buffered, start, num_bytes, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(buffered)
 
 
 def _write_again(fd: int, start: int, num_bytes: int) -> None:
@@ -116,11 +120,8 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
     For files that other libraries write there, whose own errors say less.
     """
-    fd, _ = open_unnamed(folder)
-    try:
+    with closing(open_unnamed(folder)[0]) as fd:
         take_room(fd, 0, num_bytes, folder)
-    finally:
-        os.close(fd)
 
 
 def give_back(fd: int, start: int, num_bytes: int) -> None:

@@ -174,7 +174,13 @@ def sync_folder(folder: Path) -> None:
 @contextlib.contextmanager
 def opened(path: Path, flags: int = os.O_RDONLY | os.O_DIRECTORY) -> Iterator[int]:
     """Opens a folder, or with other flags a file, for the block, which gets the descriptor. Raises OSError."""
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    with closing(os.open(path, flags | os.O_CLOEXEC, 0o600)) as fd:
+        yield fd
+
+
+@contextlib.contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Closes a descriptor at the end of the block, which gets it. Raises OSError."""
     try:
         yield fd
     finally:

@@ -7,7 +7,6 @@ import errno
 import functools
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tiermem.swap.direct import open_unnamed, preallocate
+from tiermem.swap.durable import closing
 from tiermem.swap.native import READ, SYNC, WRITE, Blocks, IoSettings, Map, Op, Queue
 from tiermem.swap.paths import NvmePath
 from tiermem.swap.queue import InFlight
@@ -253,12 +253,9 @@ def _rate(path: NvmePath, io: IoSettings) -> float | None:
     try:
         if num_bytes < 2 * io.block_bytes:
             raise OSError(errno.ENOSPC, f"max_bytes={path.max_bytes} leaves no room to measure")
-        fd, _ = open_unnamed(path.path)
-        try:
+        with closing(open_unnamed(path.path)[0]) as fd:
             preallocate(fd, 0, num_bytes)
             return mixed_rate(fd, num_bytes, io, _SECONDS)
-        finally:
-            os.close(fd)
     except OSError as error:
         logger.warning("%s could not be measured and weighs 1: %s", path.path, error.strerror or error)
         return None

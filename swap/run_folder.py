@@ -172,13 +172,11 @@ def _take_over(folder: Path) -> tuple[int, int]:
     another host, or a process reads the folder.
     """
     while True:
-        old = durable.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
-        try:
-            _hold(old, folder)
-            if not leads_to(folder / LOCK, old):  # another process took it over and has ended since: try again
-                continue
-            owner = None  # of an empty file: there was none, or its run was killed before it wrote it
-            with contextlib.ExitStack() as undo:
+        owner = None  # of an empty file: there was none, or its run was killed before it wrote it
+        with contextlib.ExitStack() as undo:
+            with _opened_lock(folder) as old:
+                if not leads_to(folder / LOCK, old):  # another process took it over and has ended since: try again
+                    continue
                 if os.fstat(old).st_size:
                     owner = owner_of(folder) or UNKNOWN
                     _check_host(folder, owner)
@@ -188,12 +186,19 @@ def _take_over(folder: Path) -> tuple[int, int]:
                 undo.callback(os.close, folder_fd)
                 _flock_folder(folder_fd, folder, fcntl.LOCK_EX)
                 fd = _lock(folder)
-                undo.pop_all()
-            if owner is not None:
-                logger.warning("%s was left by %s, which has ended: its lock is taken over", folder, owner)
-            return fd, folder_fd
-        finally:
-            os.close(old)
+                undo.callback(os.close, fd)
+            undo.pop_all()
+        if owner is not None:
+            logger.warning("%s was left by %s, which has ended: its lock is taken over", folder, owner)
+        return fd, folder_fd
+
+
+@contextlib.contextmanager
+def _opened_lock(folder: Path) -> Iterator[int]:
+    """The descriptor of a folder's lock file, whose lock this process holds. Raises OSError: EBUSY when the run lives."""
+    with durable.closing(durable.open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)) as fd:
+        _hold(fd, folder)
+        yield fd
 
 
 def _hold(fd: int, folder: Path) -> None:
@@ -383,7 +388,8 @@ class RunFolder:
         fds, self._fd, self._folder_fd = (self._fd, self._folder_fd), -1, -1
         for fd in fds:
             if fd >= 0:
-                os.close(fd)
+                with contextlib.suppress(OSError):  # the descriptor is closed nevertheless
+                    os.close(fd)
 
 
 def remove_dead_runs(path: Path, pid: int) -> list[str]:

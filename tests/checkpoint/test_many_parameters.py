@@ -105,11 +105,12 @@ def test_work_is_linear_in_the_number_of_parameters(where: str, tmp_path: Path) 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("where", ["nvme", "cpu"])
-def test_100_000_parameters_take_seconds(where: str, tmp_path: Path) -> None:
+def test_100_000_parameters_take_ten_times_as_long_as_10_000(where: str, tmp_path: Path) -> None:
     def cpu_s() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
     phases(40, tmp_path / "first", where, cpu_s)
-    found = phases(100_000, tmp_path / "many", where, cpu_s)
-    print(where, {name: round(value, 1) for name, value in found.items()})
-    assert {name: value for name, value in found.items() if value > 10 and name not in ("shard", "step")} == {}
+    few = phases(10_000, tmp_path / "few", where, cpu_s)
+    many = phases(100_000, tmp_path / "many", where, cpu_s)
+    print(where, {name: round(value, 1) for name, value in many.items()})
+    assert {name: (few[name], value) for name, value in many.items() if value > 15 * few[name]} == {}

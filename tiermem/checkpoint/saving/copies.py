@@ -127,21 +127,17 @@ def take_room(path: Path, extents: Sequence[Extent]) -> None:
 
 def copy(sources: Sequence[Path], extents: Sequence[Extent], path: Path, pace: Pace) -> None:
     """Copies extents of the sources into an existing file and syncs it. Blocks, without the GIL. Raises OSError."""
-    target, _ = open_direct(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
+    with durable.closing(open_direct(path, os.O_RDWR | os.O_CLOEXEC)[0]) as target:
         with mmap.mmap(-1, _STEP_BYTES) as buffer:  # page-aligned, as O_DIRECT requires
             for number, source in enumerate(sources):
                 due = [each for each in extents if each.file == number]
                 if due:
                     _copy_from(source, due, target, path, pace, buffer)
         durable.sync(target, path)
-    finally:
-        os.close(target)
 
 
 def _copy_from(source: Path, extents: Sequence[Extent], target: int, path: Path, pace: Pace, buffer: mmap.mmap) -> None:
-    fd, _ = open_direct(source, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with durable.closing(open_direct(source, os.O_RDONLY | os.O_CLOEXEC)[0]) as fd:
         ways = [_clone] if is_of_one_host(path.parent) else [_clone, _copy_range]
         ways.append(functools.partial(_read_and_write, buffer))
         for each in extents:
@@ -157,8 +153,6 @@ def _copy_from(source: Path, extents: Sequence[Extent], target: int, path: Path,
                             raise OSError(error.errno, f"copying {source}: {error.strerror}") from None
                     ways.pop(0)
                 pace.rest(time.monotonic() - start_s)
-    finally:
-        os.close(fd)
 
 
 def _clone(source: int, offset: int, num_bytes: int, target: int, place: int) -> int:

@@ -389,7 +389,7 @@ def drop_step(manifest: Path, why: str) -> bool:
                         remove(file)
                 each.close(keep=not is_last)
         except OSError as error:
-            logger.warning("%s is left: %s: %s", manifest, error.filename, error.strerror)
+            logger.warning("%s is left: %s", manifest, error)
             return False
     return opened.manifest.commit in commits
 
